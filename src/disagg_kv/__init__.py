@@ -1,0 +1,1 @@
+"""Move KV cache from prefill GPUs to decode GPUs."""

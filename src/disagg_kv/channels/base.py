@@ -1,0 +1,69 @@
+"""Control frames between endpoints: a mailbox with an address each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from attrs import frozen
+
+MAX_FRAME = 1 << 20
+"""Bytes of the largest control frame."""
+
+
+@frozen
+class Arrived:
+    """A frame came in. Who sent it stands in the frame; the channel knows no names."""
+
+    frame: bytes
+
+
+@frozen
+class Closed:
+    """The connection towards ``address`` broke. Frames sent meanwhile may be lost; it is re-tried by itself."""
+
+    address: str
+
+
+@frozen
+class Opened:
+    """The connection towards ``address`` stands (again)."""
+
+    address: str
+
+
+class Channel(Protocol):
+    """An inbox with an address, and best-effort sending to other addresses.
+
+    A frame arrives whole, at most once, or not at all; between two endpoints usually in order. One thread calls,
+    except ``wake``.
+    """
+
+    @property
+    def address(self) -> str:
+        """Where others reach this inbox, for example ``tcp://127.0.0.1:40123``."""
+        ...
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Hand a frame over; never blocks. False: it was dropped (queue full, address malformed).
+
+        Raises:
+            ConfigurationError: the frame is larger than MAX_FRAME.
+        """
+        ...
+
+    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+        """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
+        ...
+
+    def wake(self) -> None:
+        """Make a waiting ``poll`` return; from any thread."""
+        ...
+
+    def forget(self, address: str) -> None:
+        """Drop the connection towards an address that is no longer needed."""
+        ...
+
+    def close(self) -> None:
+        """Stop; nothing is received or sent afterwards."""
+        ...

@@ -1,0 +1,29 @@
+"""Boxes: what the cache is made of, what each rank owns, and where that lies."""
+
+from .coverage import Coverage
+from .election import Part, elect
+from .layout import I32, I64, Group, PageTable, Plane, Site
+from .shard import Holding, Shard, attention_tp, even_units, shard, stages
+from .spec import ITEM_BYTES, CacheSpec, Component, item_bytes
+
+__all__ = [
+    "I32",
+    "I64",
+    "ITEM_BYTES",
+    "CacheSpec",
+    "Component",
+    "Coverage",
+    "Group",
+    "Holding",
+    "PageTable",
+    "Part",
+    "Plane",
+    "Shard",
+    "Site",
+    "attention_tp",
+    "elect",
+    "even_units",
+    "item_bytes",
+    "shard",
+    "stages",
+]

@@ -1,0 +1,171 @@
+"""Where a rank's part of the cache lies: page spaces, planes and page tables. Strides only, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from ..errors import GeometryError
+from ..ids import GroupId, LayerId
+from .shard import Shard
+from .spec import CacheSpec
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+@frozen
+class Group:
+    """One page-id space.
+
+    Args:
+        id: its name.
+        rows_per_page: rows (tokens) of one page.
+        pages: how many pages there are.
+        null_page: a page that holds nothing and is never sent, if there is one.
+    """
+
+    id: GroupId
+    rows_per_page: int
+    pages: int
+    null_page: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.rows_per_page < 1 or self.pages < 1:
+            raise GeometryError(f"group {self.id!r}: {self.pages} pages of {self.rows_per_page} rows")
+
+
+@frozen
+class Plane:
+    """One component of one layer in one pool; all strides and the offset in bytes.
+
+    The byte ``b`` of unit ``u`` (counted within the shard) of slot ``s`` of page ``p`` lies in buffer ``buffer`` at
+    ``offset + p * page_stride + s * row_stride + u * unit_stride + b``.
+    """
+
+    layer: LayerId
+    component: str
+    group: GroupId
+    buffer: int
+    offset: int
+    page_stride: int
+    row_stride: int
+    unit_stride: int
+
+
+def _pages(pages: npt.ArrayLike) -> I32:
+    given = np.asarray(pages)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise GeometryError(f"page ids must be a flat list of integers, not {given.dtype} of shape {given.shape}")
+    if given.size and (int(given.min()) < 0 or int(given.max()) > np.iinfo(np.int32).max):
+        raise GeometryError(f"page ids must be 0 to 2^31-1, not {int(given.min())} to {int(given.max())}")
+    return given.astype(np.int32, copy=False)
+
+
+@frozen
+class PageTable:
+    """The pages of one room in one group: ``pages[0]`` begins at the room's row ``first``.
+
+    Args:
+        group: the page-id space.
+        pages: page ids ``[n]``, int32.
+        first: a row of the room, at a page's start.
+    """
+
+    group: GroupId
+    pages: I32 = field(converter=_pages, eq=attrs.cmp_using(eq=np.array_equal))
+    first: int = 0
+
+    def check(self, group: Group, start: int, stop: int) -> None:
+        """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``."""
+        rows = group.rows_per_page
+        if self.first < 0 or self.first % rows:
+            raise GeometryError(f"group {group.id!r}: a table begins at row {self.first}, not at a page of {rows} rows")
+        if start < self.first:
+            raise GeometryError(f"group {group.id!r}: rows from {start} on, but the table begins at {self.first}")
+        end = self.first + len(self.pages) * rows
+        if stop > end:
+            raise GeometryError(f"group {group.id!r}: rows up to {stop}, but {len(self.pages)} pages end at {end}")
+        if not len(self.pages):
+            return
+        top = int(self.pages.max())
+        if top >= group.pages:
+            raise GeometryError(f"group {group.id!r}: page {top} of {group.pages}")
+        if len(np.unique(self.pages)) != len(self.pages):
+            raise GeometryError(f"group {group.id!r}: a page is in the table twice")
+        if group.null_page is not None and bool((self.pages == group.null_page).any()):
+            raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")
+
+
+@frozen
+class Site:
+    """Everything about one rank's pool that planning needs, and nothing that needs its memory; it crosses the wire.
+
+    Args:
+        spec: the whole cache.
+        shard: what this rank owns.
+        groups: its page-id spaces.
+        planes: exactly one per (layer, component) that the shard holds.
+        buffers: bytes of each buffer that planes refer to.
+    """
+
+    spec: CacheSpec
+    shard: Shard
+    groups: tuple[Group, ...] = field(converter=tuple)
+    planes: tuple[Plane, ...] = field(converter=tuple)
+    buffers: tuple[int, ...] = field(converter=tuple)
+
+    def group(self, group: GroupId) -> Group:
+        """The group of that name."""
+        for one in self.groups:
+            if one.id == group:
+                return one
+        raise GeometryError(f"no group {group!r}; there are {[g.id for g in self.groups]}")
+
+    def check(self) -> None:
+        """Raise a :class:`GeometryError` unless planes match the shard and every byte of them lies in its buffer."""
+        self.shard.check(self.spec)
+        held = {(layer, h.component) for h in self.shard for layer in h.layers}
+        named = [(p.layer, p.component) for p in self.planes]
+        if len(set(named)) != len(named) or set(named) != held:
+            raise GeometryError(f"planes {sorted(set(named) ^ held) or 'given twice'} do not match the shard")
+        for plane in self.planes:
+            self._check_plane(plane)
+
+    def _check_plane(self, plane: Plane) -> None:
+        component = self.spec.component(plane.layer, plane.component)
+        group = self.group(plane.group)
+        units = sum(len(r) for r in self.shard.units(plane.layer, plane.component))
+        where = f"layer {plane.layer}, {plane.component!r}"
+        strides = (plane.page_stride, plane.row_stride, plane.unit_stride)
+        if min(strides) < 1 or plane.offset < 0:
+            raise GeometryError(f"{where}: strides must be positive and the offset not negative: {plane}")
+        _disjoint(
+            where,
+            [
+                (plane.unit_stride, units, component.unit_bytes),
+                (plane.row_stride, group.rows_per_page, component.unit_bytes),
+                (plane.page_stride, group.pages, component.unit_bytes),
+            ],
+        )
+        if not 0 <= plane.buffer < len(self.buffers):
+            raise GeometryError(f"{where}: buffer {plane.buffer} of {len(self.buffers)}")
+        last = (group.pages - 1) * plane.page_stride + (group.rows_per_page - 1) * plane.row_stride
+        end = plane.offset + last + (units - 1) * plane.unit_stride + component.unit_bytes
+        if end > self.buffers[plane.buffer]:
+            raise GeometryError(f"{where}: ends at byte {end} of a buffer of {self.buffers[plane.buffer]}")
+
+
+def _disjoint(where: str, axes: Sequence[tuple[int, int, int]]) -> None:
+    """Raise unless cells addressed by nested strides cannot overlap: each stride covers the extent of the smaller."""
+    extent = axes[0][2]
+    for stride, count, _ in sorted(axes):
+        if count == 1:
+            continue
+        if stride < extent:
+            raise GeometryError(f"{where}: a stride of {stride} bytes makes cells of {extent} bytes overlap")
+        extent += stride * (count - 1)

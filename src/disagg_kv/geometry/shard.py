@@ -1,0 +1,141 @@
+"""Which part of the cache a rank owns.
+
+The rules for an even split follow the engines: with more heads than ranks each rank takes a run of them; with more
+ranks than heads, rank ``r`` of ``tp`` holds head ``r * heads // tp`` (replication).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from attrs import field, frozen
+
+from ..errors import GeometryError
+from ..ids import LayerId
+from .spec import CacheSpec
+
+
+@frozen
+class Holding:
+    """One box: these units of one component in these layers, for the rows r with ``r // granule % ways == index``.
+
+    Args:
+        component: the component's name.
+        layers: the layers.
+        units: global unit numbers ``[start, stop)``, step 1.
+        ways, index, granule: the residue class of rows that context parallelism leaves here; (1, 0, 1): all rows.
+    """
+
+    component: str
+    layers: frozenset[LayerId] = field(converter=frozenset)
+    units: range
+    ways: int = 1
+    index: int = 0
+    granule: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        if not self.layers or self.units.step != 1 or self.units.start < 0 or len(self.units) == 0:
+            raise GeometryError(f"holding of {self.component!r}: needs layers and a non-empty run of units: {self}")
+        if self.ways < 1 or self.granule < 1 or not 0 <= self.index < self.ways:
+            raise GeometryError(f"holding of {self.component!r}: index {self.index} of {self.ways} ways")
+
+
+@frozen
+class Shard:
+    """A set of boxes: everything one rank owns. No cell is in two of its holdings.
+
+    In a rank's memory the units of one (layer, component) lie in the order in which the holdings name them.
+    """
+
+    holdings: tuple[Holding, ...] = field(converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        seen: dict[tuple[str, LayerId], list[Holding]] = {}
+        for holding in self.holdings:
+            for layer in holding.layers:
+                seen.setdefault((holding.component, layer), []).append(holding)
+        for (component, layer), holdings in seen.items():
+            units = sorted((h.units.start, h.units.stop) for h in holdings)
+            if any(a[1] > b[0] for a, b in zip(units, units[1:], strict=False)):
+                raise GeometryError(f"layer {layer}, {component!r}: units held twice: {units}")
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(self.holdings)
+
+    def layers(self) -> tuple[LayerId, ...]:
+        """The layers of which this shard holds anything, ascending."""
+        return tuple(sorted({layer for h in self.holdings for layer in h.layers}))
+
+    def units(self, layer: LayerId, component: str) -> tuple[range, ...]:
+        """The runs of units held of one component in one layer, in memory order."""
+        return tuple(h.units for h in self.holdings if h.component == component and layer in h.layers)
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raise a :class:`GeometryError` if a holding names what the spec does not have."""
+        for h in self.holdings:
+            for layer in h.layers:
+                units = spec.component(layer, h.component).units
+                if h.units.stop > units:
+                    raise GeometryError(f"layer {layer}, {h.component!r}: unit {h.units.stop - 1} of {units} units")
+
+
+def even_units(units: int, tp: int, rank: int) -> range:
+    """The units of rank ``rank`` of ``tp``; refuses with the numbers where neither divides the other."""
+    if not 0 <= rank < tp:
+        raise GeometryError(f"tensor-parallel rank {rank} of {tp}")
+    if units % tp == 0:
+        each = units // tp
+        return range(rank * each, (rank + 1) * each)
+    if tp % units == 0:
+        only = rank * units // tp
+        return range(only, only + 1)
+    raise GeometryError(
+        f"{units} units do not divide over {tp} ranks; say which units each rank holds with shard(..., units=...)"
+    )
+
+
+def shard(
+    spec: CacheSpec,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    layers: Iterable[LayerId] | None = None,
+    units: Mapping[str, range] | None = None,
+) -> Shard:
+    """What one rank holds.
+
+    Args:
+        spec: the whole cache.
+        tp: the attention's tensor-parallel size (with attention data parallelism: ``attention_tp``).
+        rank: this rank's tensor-parallel index.
+        layers: the layers of this pipeline stage; None: all.
+        units: for heads that do not divide evenly, the units this rank holds, per component name.
+    """
+    stage = frozenset(spec.layers if layers is None else layers)
+    groups: dict[tuple[str, range], set[LayerId]] = {}
+    for layer in sorted(stage):
+        if layer not in spec.layers:
+            raise GeometryError(f"layer {layer} is not in the spec, which has {len(spec.layers)} layers")
+        for c in spec.layers[layer]:
+            held = units[c.name] if units and c.name in units else even_units(c.units, tp, rank)
+            groups.setdefault((c.name, held), set()).add(layer)
+    result = Shard(tuple(Holding(name, frozenset(of), held) for (name, held), of in groups.items()))
+    result.check(spec)
+    return result
+
+
+def attention_tp(tp: int, dp: int) -> int:
+    """The tensor-parallel size of attention under attention data parallelism: ``tp / dp``."""
+    if tp < 1 or dp < 1 or tp % dp:
+        raise GeometryError(f"attention data parallelism {dp} does not divide tensor parallelism {tp}")
+    return tp // dp
+
+
+def stages(spec: CacheSpec, pp: int) -> Sequence[tuple[LayerId, ...]]:
+    """The layers of each of ``pp`` pipeline stages; the first stages take one more where it is uneven."""
+    every = tuple(spec.layers)
+    if not 1 <= pp <= len(every):
+        raise GeometryError(f"{pp} pipeline stages of {len(every)} layers")
+    each, more = divmod(len(every), pp)
+    starts = [i * each + min(i, more) for i in range(pp + 1)]
+    return [every[a:b] for a, b in zip(starts, starts[1:], strict=False)]

@@ -1,0 +1,149 @@
+"""What a model's cache is made of: components and the layers that have them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from attrs import field, frozen
+
+from ..errors import GeometryError
+from ..ids import LayerId
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes per element of every dtype that a component may name."""
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of ``dtype``; a :class:`GeometryError` lists the known ones."""
+    if dtype not in ITEM_BYTES:
+        raise GeometryError(f"unknown dtype {dtype!r}; known: {', '.join(sorted(ITEM_BYTES))}")
+    return ITEM_BYTES[dtype]
+
+
+@frozen
+class Component:
+    """One kind of data that a layer keeps: K, V, an MLA latent, a scale, an index, a recurrent state.
+
+    Args:
+        name: ``"k"``, ``"v"``, ``"latent"`` ... unique in its layer.
+        dtype: element type, one of :data:`ITEM_BYTES`.
+        units: how many pieces tensor parallelism may cut this into (heads, channel groups), over the whole model.
+        unit_bytes: bytes of one unit of one row; a unit is never cut.
+        tokens_per_row: 1; more for a compressed cache; 0 for a state, which has ``rows`` rows and no token axis.
+        rows: rows of a state, else 0.
+        window: decode needs only the last ``window`` tokens; None: all.
+        tile_rows: rows that the memory format never separates.
+        format: how bytes inside a unit are arranged; two sides with different formats are refused.
+    """
+
+    name: str
+    dtype: str
+    units: int
+    unit_bytes: int
+    tokens_per_row: int = 1
+    rows: int = 0
+    window: int | None = None
+    tile_rows: int = 1
+    format: str = "plain"
+
+    def __attrs_post_init__(self) -> None:
+        size = item_bytes(self.dtype)
+        if not self.name or self.units < 1 or self.unit_bytes < 1 or self.tile_rows < 1:
+            raise GeometryError(f"component {self.name!r}: needs a name and positive sizes: {self}")
+        if self.unit_bytes % size:
+            raise GeometryError(f"component {self.name!r}: unit_bytes {self.unit_bytes} is not whole {self.dtype}s")
+        if self.tokens_per_row < 0 or (self.tokens_per_row == 0) != (self.rows > 0):
+            raise GeometryError(f"component {self.name!r}: a state has rows and tokens_per_row 0, others neither")
+        if self.window is not None and self.window < 1:
+            raise GeometryError(f"component {self.name!r}: window {self.window} must be at least 1 token")
+
+    def unsupported(self) -> str | None:
+        """Why this version cannot move the component yet, or None if it can."""
+        if self.tokens_per_row == 0:
+            return f"component {self.name!r}: recurrent state is not moved yet"
+        if self.tokens_per_row > 1:
+            return f"component {self.name!r}: rows of {self.tokens_per_row} tokens are not moved yet"
+        if self.window is not None:
+            return f"component {self.name!r}: a sliding window is not moved yet"
+        if self.tile_rows > 1:
+            return f"component {self.name!r}: tiles of {self.tile_rows} rows are not moved yet"
+        return None
+
+
+def _freeze(
+    layers: Mapping[LayerId, Iterable[Component]],
+) -> dict[LayerId, tuple[Component, ...]]:
+    return {layer: tuple(layers[layer]) for layer in sorted(layers)}
+
+
+@frozen
+class CacheSpec:
+    """The cache of a whole model, before any parallelism: the same on every rank of both sides.
+
+    Args:
+        layers: the components of each layer; layers may differ.
+        model: identifies weights, adapter, RoPE and quantisation scales; equal bytes mean equal caches.
+    """
+
+    layers: Mapping[LayerId, tuple[Component, ...]] = field(converter=_freeze)
+    model: bytes = b""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.layers:
+            raise GeometryError("a cache spec needs at least one layer")
+        for layer, components in self.layers.items():
+            names = [c.name for c in components]
+            if layer < 0 or not names or len(set(names)) != len(names):
+                raise GeometryError(f"layer {layer}: needs components with distinct names, has {names}")
+
+    @classmethod
+    def uniform(cls, num_layers: int, components: Iterable[Component], model: bytes = b"") -> CacheSpec:
+        """``num_layers`` layers that all have the same components."""
+        same = tuple(components)
+        return cls({LayerId(i): same for i in range(num_layers)}, model)
+
+    @classmethod
+    def kv(
+        cls,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        *,
+        v_head_dim: int | None = None,
+        v_dtype: str | None = None,
+        model: bytes = b"",
+    ) -> CacheSpec:
+        """Multi-head or grouped-query attention: ``k`` and ``v`` with ``kv_heads`` units each."""
+        v_dtype = dtype if v_dtype is None else v_dtype
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        k = Component("k", dtype, kv_heads, head_dim * item_bytes(dtype))
+        v = Component("v", v_dtype, kv_heads, v_head_dim * item_bytes(v_dtype))
+        return cls.uniform(num_layers, (k, v), model)
+
+    @classmethod
+    def mla(cls, num_layers: int, latent_dim: int, dtype: str, *, model: bytes = b"") -> CacheSpec:
+        """Multi-head latent attention: one ``latent`` unit a row, held whole by every tensor-parallel rank."""
+        latent = Component("latent", dtype, 1, latent_dim * item_bytes(dtype))
+        return cls.uniform(num_layers, (latent,), model)
+
+    def component(self, layer: LayerId, name: str) -> Component:
+        """The component of that name in that layer; a :class:`GeometryError` says what there is."""
+        for component in self.layers.get(layer, ()):
+            if component.name == name:
+                return component
+        there = [c.name for c in self.layers.get(layer, ())]
+        raise GeometryError(f"layer {layer} has no component {name!r}; it has {there}")
+
+    def names(self) -> tuple[str, ...]:
+        """Every component name, in order of first appearance: the order of planes in a staged segment."""
+        return tuple(dict.fromkeys(c.name for cs in self.layers.values() for c in cs))
+
+    def digest(self) -> bytes:
+        """32 bytes that are equal exactly for equal specs."""
+        text = "\n".join(f"{layer} {c}" for layer, cs in self.layers.items() for c in cs)
+        return hashlib.sha256(self.model + b"\0" + text.encode()).digest()

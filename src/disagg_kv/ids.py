@@ -1,0 +1,36 @@
+"""The identifiers that cross layers, as distinct types so that no bare number or string is taken for another."""
+
+from typing import NewType
+
+RoomId = NewType("RoomId", bytes)
+"""One request's transfer; 1 to 64 bytes, chosen by the engine."""
+
+Generation = NewType("Generation", int)
+"""One life of a room id on one decode endpoint; grows by one each time that endpoint opens a room."""
+
+Epoch = NewType("Epoch", bytes)
+"""One life of an endpoint: 16 random bytes, drawn at its start and never used again."""
+
+LayerId = NewType("LayerId", int)
+"""Index of a layer in the whole model, counted from 0 (draft-model layers follow the model's own)."""
+
+GroupId = NewType("GroupId", str)
+"""One page-id space of a pool."""
+
+PageId = NewType("PageId", int)
+"""Index of a page in its group, counted from 0."""
+
+RegionId = NewType("RegionId", int)
+"""One registered buffer of a transport; meaningful with the peer that registered it."""
+
+Ticket = NewType("Ticket", int)
+"""One submitted batch of writes; never used twice by one transport object."""
+
+Peer = NewType("Peer", bytes)
+"""One incarnation of a remote transport, as its own descriptor names it."""
+
+Rank = NewType("Rank", int)
+"""Index of an endpoint in its instance, counted from 0."""
+
+VirtualOffset = NewType("VirtualOffset", int)
+"""A place in the staging ring that only grows; the byte in memory is this modulo the capacity."""

@@ -1,0 +1,71 @@
+"""The memory that an engine's cache lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from attrs import field, frozen
+
+from ..errors import GeometryError
+from ..geometry import Site
+
+
+class Event(Protocol):
+    """Something that will have happened. ``torch.cuda.Event`` fits as it is; None in its place means "already"."""
+
+    def query(self) -> bool:
+        """True once it has happened; never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until it has happened."""
+        ...
+
+
+@frozen
+class Buffer:
+    """One allocation, registered with a transport as one region.
+
+    Args:
+        addr: its address, bytes; on a GPU a device address.
+        nbytes: its length.
+        device: ``"cpu"`` or ``"cuda:0"`` ...
+        owner: whatever keeps the memory alive (a tensor, a shared-memory mapping); never looked into.
+    """
+
+    addr: int
+    nbytes: int
+    device: str = "cpu"
+    owner: object = field(default=None, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.addr <= 0 or self.nbytes <= 0:
+            raise GeometryError(f"buffer of {self.nbytes} bytes at address {self.addr}")
+
+
+class MemoryPool(Protocol):
+    """One rank's paged cache. Adopting an engine's tensors copies nothing."""
+
+    @property
+    def site(self) -> Site:
+        """Spec, shard, groups, planes and buffer sizes: the description that crosses the wire."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """The allocations, in the order in which planes number them."""
+        ...
+
+    @property
+    def aux_bytes(self) -> int:
+        """Bytes of one aux row; 0 where the pool has none."""
+        ...
+
+    def read_aux(self, slot: int) -> bytes:
+        """Copy out the aux row ``slot``."""
+        ...
+
+    def write_aux(self, slot: int, data: bytes) -> None:
+        """Copy ``data``, at most ``aux_bytes`` long, into the aux row ``slot``."""
+        ...

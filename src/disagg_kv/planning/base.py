@@ -1,0 +1,102 @@
+"""What planning produces: segments, staged layouts and batches of writes. Values only."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from attrs import field, frozen
+
+from ..geometry import I32, I64
+
+_same = attrs.cmp_using(eq=np.array_equal)
+
+
+@frozen(order=True)
+class Segment:
+    """A rectangle of the cache: rows ``[start, stop)`` of the layers ``[first, last)``.
+
+    It is the unit and the key of request, lease, gather, write, notice and scatter.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self.stop - self.start
+
+    @property
+    def layers(self) -> range:
+        """The layers, as a range of layer ids."""
+        return range(self.first, self.last)
+
+
+@frozen
+class StagedLayout:
+    """One writer's part of one segment, as seen from one pool: one entry per plane, in the order of the bytes.
+
+    Entry ``i`` says: the rows ``[row_start[i], row_stop[i])`` of the room, units ``first_unit[i]`` and the
+    ``units[i] - 1`` after it (counted within the plane) of the pool's plane ``plane[i]`` lie at byte ``offset[i]`` of
+    the part as ``[rows, units, unit_bytes]`` without padding.
+
+    Args:
+        plane: int32 ``[n]``; first_unit: int32 ``[n]``; units: int32 ``[n]``.
+        row_start: int64 ``[n]``; row_stop: int64 ``[n]``; offset: int64 ``[n]``.
+        nbytes: bytes of the whole part.
+    """
+
+    plane: I32 = field(eq=_same)
+    first_unit: I32 = field(eq=_same)
+    units: I32 = field(eq=_same)
+    row_start: I64 = field(eq=_same)
+    row_stop: I64 = field(eq=_same)
+    offset: I64 = field(eq=_same)
+    nbytes: int
+
+
+@frozen
+class Writes:
+    """A batch of one-sided writes that ends as one: ``nbytes[i]`` bytes from (local, local_off) to (remote, remote_off).
+
+    A planner fills ``local`` and ``remote`` with buffer numbers of the two sites; :meth:`renamed` makes region ids.
+
+    Args:
+        local: int32 ``[n]``; local_off: int64 ``[n]``, bytes.
+        remote: int32 ``[n]``; remote_off: int64 ``[n]``, bytes.
+        nbytes: int64 ``[n]``.
+    """
+
+    local: I32 = field(eq=_same)
+    local_off: I64 = field(eq=_same)
+    remote: I32 = field(eq=_same)
+    remote_off: I64 = field(eq=_same)
+    nbytes: I64 = field(eq=_same)
+
+    def __attrs_post_init__(self) -> None:
+        n = len(self.local)
+        assert all(len(a) == n for a in (self.local_off, self.remote, self.remote_off, self.nbytes))
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    @classmethod
+    def one(cls, local: int, local_off: int, remote: int, remote_off: int, nbytes: int) -> Writes:
+        """A single write: what the staged path posts per segment, writer and destination."""
+        return cls(
+            np.array([local], np.int32),
+            np.array([local_off], np.int64),
+            np.array([remote], np.int32),
+            np.array([remote_off], np.int64),
+            np.array([nbytes], np.int64),
+        )
+
+    def renamed(self, local: I32, remote: I32) -> Writes:
+        """The same writes with ``local[i]`` and ``remote[i]`` in place of buffer ``i``."""
+        return attrs.evolve(self, local=local[self.local], remote=remote[self.remote])
+
+    def total(self) -> int:
+        """Bytes of the whole batch."""
+        return int(self.nbytes.sum())

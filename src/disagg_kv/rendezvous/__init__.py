@@ -1,0 +1,5 @@
+"""Who is where."""
+
+from .base import Rendezvous, Source
+
+__all__ = ["Rendezvous", "Source"]

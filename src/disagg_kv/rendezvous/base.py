@@ -1,0 +1,43 @@
+"""Who is where."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from attrs import frozen
+
+from ..ids import Rank
+
+
+@frozen
+class Source:
+    """Where a room's prefill runs: plain text, known before prefill runs, fit for a JSON request.
+
+    Args:
+        instance: name of the prefill instance (one set of TP x PP ranks).
+        address: where to ask for it; what that means is the rendezvous's own.
+    """
+
+    instance: str
+    address: str = ""
+
+
+class Rendezvous(Protocol):
+    """Finds the channel addresses of all ranks of an instance."""
+
+    def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
+        """Tell everyone where rank ``rank`` of ``world`` of ``instance`` is; replaces what it said before.
+
+        Raises:
+            ConfigurationError: a rank outside ``[0, world)``.
+            PeerLostError: the store cannot be reached.
+        """
+        ...
+
+    def lookup(self, source: Source) -> tuple[str, ...] | None:
+        """The addresses of all ranks, in order; None: not all are known yet. Returns within a second.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+        """
+        ...
