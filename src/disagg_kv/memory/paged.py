@@ -1,0 +1,302 @@
+"""The pool: one rank's paged cache in memory of its own or in place in an engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..errors import CapacityError, ConfigurationError, GeometryError, UnsupportedError
+from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, item_bytes
+from ..ids import GroupId, LayerId
+from .base import Buffer
+from .raw import U8, plane_view
+
+if TYPE_CHECKING:
+    import torch
+
+Layout = Literal["NHD", "HND"]
+"""The order of the axes inside a page: rows, units, bytes or units, rows, bytes."""
+
+ALIGNMENT = 256
+"""Bytes; every layer of a pool that allocates for itself begins at a multiple of this."""
+
+
+class PagedPool:
+    """One rank's pages, and optionally a few rows of aux data; implements :class:`~disagg_kv.memory.MemoryPool`.
+
+    Args:
+        site: where everything lies; ``site.buffers`` are the lengths of ``buffers``. Checked.
+        buffers: the allocations, all on one device.
+        aux_slots: how many aux rows there are.
+        aux_bytes: bytes of one.
+    """
+
+    def __init__(self, site: Site, buffers: Sequence[Buffer], *, aux_slots: int = 0, aux_bytes: int = 0) -> None:
+        if site.buffers != tuple(b.nbytes for b in buffers):
+            raise GeometryError(f"buffers of {[b.nbytes for b in buffers]} bytes, but the site says {site.buffers}")
+        if len({b.device for b in buffers}) != 1:
+            raise GeometryError(f"a pool's buffers lie on one device, not on {[b.device for b in buffers]}")
+        if aux_slots < 0 or aux_bytes < 0 or (aux_slots == 0) != (aux_bytes == 0):
+            raise GeometryError(f"{aux_slots} aux slots of {aux_bytes} bytes")
+        site.check()
+        self._site = site
+        self._buffers = tuple(buffers)
+        self._aux = np.zeros((aux_slots, aux_bytes), np.uint8)
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: CacheSpec,
+        shard: Shard,
+        *,
+        pages: int,
+        page_size: int,
+        layout: Layout = "NHD",
+        fused: bool = False,
+        group: GroupId = GroupId("kv"),  # noqa: B008
+        aux_slots: int = 0,
+        aux_bytes: int = 0,
+        allocator: Callable[[int], Buffer] | None = None,
+        device: str = "cpu",
+    ) -> PagedPool:
+        """A pool in memory of its own: one buffer, layer after layer.
+
+        Args:
+            spec: the whole cache.
+            shard: what this rank holds.
+            pages: how many pages.
+            page_size: rows of each.
+            layout: the order of the axes inside a page.
+            fused: True: a layer's components share its pages, one after the other inside each page. False: each
+                component of a layer has all its pages in one run.
+            group: the name of the page-id space.
+            aux_slots: how many aux rows.
+            aux_bytes: bytes of one.
+            allocator: gives a buffer of at least that many bytes (a transport's, for memory it can write to); None:
+                zeroed memory on ``device``.
+            device: where, if there is no ``allocator``.
+        """
+        _check_layout(layout)
+        space = Group(group, page_size, pages)
+        planes: list[Plane] = []
+        end = 0
+        for layer in shard.layers():
+            start = _aligned(end, ALIGNMENT)
+            if fused:
+                placed, end = _fused(spec, shard, layer, space, layout, start)
+            else:
+                placed, end = _separate(spec, shard, layer, space, layout, start)
+            planes += placed
+        buffer = allocator(end) if allocator else _own(end, device)
+        if buffer.nbytes < end:
+            raise GeometryError(f"the allocator gave {buffer.nbytes} bytes of {end}")
+        site = Site(spec, shard, (space,), planes, (buffer.nbytes,))
+        return cls(site, (buffer,), aux_slots=aux_slots, aux_bytes=aux_bytes)
+
+    @classmethod
+    def adopt(
+        cls,
+        spec: CacheSpec,
+        shard: Shard,
+        groups: Sequence[Group],
+        planes: Sequence[Plane],
+        buffers: Sequence[Buffer],
+        *,
+        aux_slots: int = 0,
+        aux_bytes: int = 0,
+    ) -> PagedPool:
+        """A pool over memory that somebody else allocated, by address; nothing is copied.
+
+        The memory must stay allocated while the pool is in use, or be kept alive by each buffer's ``owner``.
+        """
+        site = Site(spec, shard, groups, planes, tuple(b.nbytes for b in buffers))
+        return cls(site, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        spec: CacheSpec,
+        shard: Shard,
+        tensors: Mapping[LayerId, Mapping[str, torch.Tensor]],
+        *,
+        layout: Layout = "NHD",
+        group: GroupId = GroupId("kv"),  # noqa: B008
+        aux_slots: int = 0,
+        aux_bytes: int = 0,
+    ) -> PagedPool:
+        """A pool over an engine's tensors, in place.
+
+        Args:
+            spec: the whole cache.
+            shard: what this rank holds.
+            tensors: per layer and component a tensor ``[pages, page_size, units, dim]`` (NHD) or
+                ``[pages, units, page_size, dim]`` (HND), strided as the engine likes, ``dim`` contiguous.
+            layout: which of the two.
+            group: the name of the page-id space.
+            aux_slots: how many aux rows.
+            aux_bytes: bytes of one.
+        """
+        _check_layout(layout)
+        buffers: list[Buffer] = []
+        numbers: dict[int, int] = {}
+        planes: list[Plane] = []
+        sizes: set[tuple[int, int]] = set()
+        for layer, name, tensor in ((la, n, t) for la, named in tensors.items() for n, t in named.items()):
+            storage = tensor.untyped_storage()
+            units = 2 if layout == "NHD" else 1
+            rows = 3 - units
+            _check_tensor(spec, shard, layer, name, tensor, units)
+            if storage.data_ptr() not in numbers:
+                numbers[storage.data_ptr()] = len(buffers)
+                buffers.append(Buffer(storage.data_ptr(), storage.nbytes(), str(tensor.device), storage))
+            size, step = tensor.element_size(), tensor.stride()
+            offset = tensor.data_ptr() - storage.data_ptr()
+            strides = (step[0] * size, step[rows] * size, step[units] * size)
+            planes.append(Plane(layer, name, group, numbers[storage.data_ptr()], offset, *strides))
+            sizes.add((tensor.shape[0], tensor.shape[rows]))
+        if len(sizes) != 1:
+            raise GeometryError(f"group {group!r}: tensors of (pages, page_size) {sorted(sizes)}, not of one size")
+        (pages, page_size) = sizes.pop()
+        groups = (Group(group, page_size, pages),)
+        return cls.adopt(spec, shard, groups, planes, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
+
+    @property
+    def site(self) -> Site:
+        """Spec, shard, groups, planes and buffer sizes."""
+        return self._site
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """The allocations, in the order in which planes number them."""
+        return self._buffers
+
+    @property
+    def aux_bytes(self) -> int:
+        """Bytes of one aux row; 0 where the pool has none."""
+        return int(self._aux.shape[1])
+
+    def view(self, plane: int) -> U8:
+        """Every cell of a plane, ``[pages, rows_per_page, units, unit_bytes]`` uint8, writable, no copy."""
+        return plane_view(self._site, self._buffers, plane)
+
+    def read_aux(self, slot: int) -> bytes:
+        """Copy out the aux row ``slot``, ``aux_bytes`` long."""
+        return self._aux_row(slot).tobytes()
+
+    def write_aux(self, slot: int, data: bytes) -> None:
+        """Copy ``data`` into the aux row ``slot`` and clear the rest of the row."""
+        row = self._aux_row(slot)
+        if len(data) > len(row):
+            raise GeometryError(f"aux slot {slot}: {len(data)} bytes for a row of {len(row)}")
+        row[: len(data)] = np.frombuffer(data, np.uint8)
+        row[len(data) :] = 0
+
+    def _aux_row(self, slot: int) -> U8:
+        if not 0 <= slot < len(self._aux):
+            raise GeometryError(f"aux slot {slot} of {len(self._aux)}")
+        row: U8 = self._aux[slot]
+        return row
+
+
+def _aligned(offset: int, to: int) -> int:
+    return -(-offset // to) * to
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in ("NHD", "HND"):
+        raise GeometryError(f"layout {layout!r}; known: HND, NHD")
+
+
+def _strides(layout: Layout, rows: int, units: int, unit_bytes: int) -> tuple[int, int]:
+    """Row stride and unit stride of a packed page."""
+    return (units * unit_bytes, unit_bytes) if layout == "NHD" else (unit_bytes, rows * unit_bytes)
+
+
+def _held(spec: CacheSpec, shard: Shard, layer: LayerId) -> Iterator[tuple[Component, int]]:
+    """The components of a layer that the shard holds, each with how many units of it."""
+    for component in spec.layers.get(layer, ()):
+        units = sum(len(held) for held in shard.units(layer, component.name))
+        if units:
+            reason = component.unsupported()
+            if reason:
+                raise UnsupportedError(f"layer {layer}: {reason}")
+            yield component, units
+
+
+def _separate(
+    spec: CacheSpec, shard: Shard, layer: LayerId, space: Group, layout: Layout, start: int
+) -> tuple[list[Plane], int]:
+    """A layer's planes, each with all its pages in one run, from byte ``start`` on; and where they end."""
+    planes: list[Plane] = []
+    for component, units in _held(spec, shard, layer):
+        page = space.rows_per_page * units * component.unit_bytes
+        strides = _strides(layout, space.rows_per_page, units, component.unit_bytes)
+        start = _aligned(start, ALIGNMENT)
+        planes.append(Plane(layer, component.name, space.id, 0, start, page, *strides))
+        start += space.pages * page
+    return planes, start
+
+
+def _fused(
+    spec: CacheSpec, shard: Shard, layer: LayerId, space: Group, layout: Layout, start: int
+) -> tuple[list[Plane], int]:
+    """A layer's planes, all of them inside each page, each where its elements are aligned; and where they end."""
+    held = list(_held(spec, shard, layer))
+    begins: list[int] = []
+    page = 0
+    for component, units in held:
+        page = _aligned(page, item_bytes(component.dtype))
+        begins.append(page)
+        page += space.rows_per_page * units * component.unit_bytes
+    page = _aligned(page, max((item_bytes(component.dtype) for component, _ in held), default=1))
+    planes = [
+        Plane(
+            layer,
+            component.name,
+            space.id,
+            0,
+            start + begin,
+            page,
+            *_strides(layout, space.rows_per_page, units, component.unit_bytes),
+        )
+        for (component, units), begin in zip(held, begins, strict=True)
+    ]
+    return planes, start + space.pages * page
+
+
+def _own(nbytes: int, device: str) -> Buffer:
+    """Zeroed memory that the buffer owns, aligned for vector loads."""
+    try:
+        if device == "cpu":
+            memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
+            return Buffer(_aligned(memory.ctypes.data, ALIGNMENT), nbytes, device, memory)
+        import torch
+
+        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return Buffer(tensor.data_ptr(), nbytes, str(tensor.device), tensor)
+    except MemoryError as exc:
+        raise CapacityError(f"no {nbytes} bytes of memory for a pool") from exc
+    except (RuntimeError, AssertionError) as exc:
+        raise ConfigurationError(f"no pool of {nbytes} bytes on device {device!r}: {exc}") from exc
+
+
+def _check_tensor(spec: CacheSpec, shard: Shard, layer: LayerId, name: str, tensor: torch.Tensor, axis: int) -> None:
+    """Raise a :class:`GeometryError` unless the tensor can hold the shard's units, which lie along ``axis``."""
+    where = f"layer {layer}, {name!r}"
+    component = spec.component(layer, name)
+    reason = component.unsupported()
+    if reason:
+        raise UnsupportedError(f"layer {layer}: {reason}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != component.dtype:
+        raise GeometryError(f"{where}: a tensor of {dtype}, but the spec says {component.dtype}")
+    units = sum(len(held) for held in shard.units(layer, name))
+    dim = component.unit_bytes // item_bytes(component.dtype)
+    shape = tuple(tensor.shape)
+    if len(shape) != 4 or shape[axis] != units or shape[3] != dim:
+        wanted = f"4 axes, {units} units on axis {axis}, {dim} elements on axis 3"
+        raise GeometryError(f"{where}: a tensor of shape {shape}, not {wanted}")
+    if dim > 1 and tensor.stride(3) != 1:
+        raise GeometryError(f"{where}: elements of a unit are {tensor.stride(3)} apart, not contiguous")
