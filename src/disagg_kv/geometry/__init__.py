@@ -1,7 +1,7 @@
 """Boxes: what the cache is made of, what each rank owns, and where that lies."""
 
 from .coverage import Coverage
-from .election import Part, elect
+from .election import Part, elect, rotations
 from .layout import I32, I64, Group, PageTable, Plane, Site
 from .shard import Holding, Shard, attention_tp, even_units, shard, stages
 from .spec import ITEM_BYTES, CacheSpec, Component, item_bytes
@@ -24,6 +24,7 @@ __all__ = [
     "elect",
     "even_units",
     "item_bytes",
+    "rotations",
     "shard",
     "stages",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import numpy as np
@@ -101,6 +101,18 @@ class PageTable:
             raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")
 
 
+def _groups(groups: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(groups)
+
+
+def _planes(planes: Iterable[Plane]) -> tuple[Plane, ...]:
+    return tuple(planes)
+
+
+def _buffers(buffers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(buffers)
+
+
 @frozen
 class Site:
     """Everything about one rank's pool that planning needs, and nothing that needs its memory; it crosses the wire.
@@ -115,9 +127,9 @@ class Site:
 
     spec: CacheSpec
     shard: Shard
-    groups: tuple[Group, ...] = field(converter=tuple)
-    planes: tuple[Plane, ...] = field(converter=tuple)
-    buffers: tuple[int, ...] = field(converter=tuple)
+    groups: tuple[Group, ...] = field(converter=_groups)
+    planes: tuple[Plane, ...] = field(converter=_planes)
+    buffers: tuple[int, ...] = field(converter=_buffers)
 
     def group(self, group: GroupId) -> Group:
         """The group of that name."""

@@ -7,12 +7,17 @@ ranks than heads, rank ``r`` of ``tp`` holds head ``r * heads // tp`` (replicati
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from attrs import field, frozen
 
 from ..errors import GeometryError
 from ..ids import LayerId
 from .spec import CacheSpec
+
+
+def _layers(layers: Iterable[LayerId]) -> frozenset[LayerId]:
+    return frozenset(layers)
 
 
 @frozen
@@ -27,7 +32,7 @@ class Holding:
     """
 
     component: str
-    layers: frozenset[LayerId] = field(converter=frozenset)
+    layers: frozenset[LayerId] = field(converter=_layers)
     units: range
     ways: int = 1
     index: int = 0
@@ -40,6 +45,10 @@ class Holding:
             raise GeometryError(f"holding of {self.component!r}: index {self.index} of {self.ways} ways")
 
 
+def _holdings(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
+    return tuple(holdings)
+
+
 @frozen
 class Shard:
     """A set of boxes: everything one rank owns. No cell is in two of its holdings.
@@ -47,7 +56,7 @@ class Shard:
     In a rank's memory the units of one (layer, component) lie in the order in which the holdings name them.
     """
 
-    holdings: tuple[Holding, ...] = field(converter=tuple)
+    holdings: tuple[Holding, ...] = field(converter=_holdings)
 
     def __attrs_post_init__(self) -> None:
         seen: dict[tuple[str, LayerId], list[Holding]] = {}
@@ -56,7 +65,7 @@ class Shard:
                 seen.setdefault((holding.component, layer), []).append(holding)
         for (component, layer), holdings in seen.items():
             units = sorted((h.units.start, h.units.stop) for h in holdings)
-            if any(a[1] > b[0] for a, b in zip(units, units[1:], strict=False)):
+            if any(a[1] > b[0] for a, b in pairwise(units)):
                 raise GeometryError(f"layer {layer}, {component!r}: units held twice: {units}")
 
     def __iter__(self) -> Iterator[Holding]:
@@ -138,4 +147,4 @@ def stages(spec: CacheSpec, pp: int) -> Sequence[tuple[LayerId, ...]]:
         raise GeometryError(f"{pp} pipeline stages of {len(every)} layers")
     each, more = divmod(len(every), pp)
     starts = [i * each + min(i, more) for i in range(pp + 1)]
-    return [every[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return [every[a:b] for a, b in pairwise(starts)]
