@@ -1,0 +1,18 @@
+"""Hypothesis profiles, and loud deadlocks in child processes too."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# One slow example is a noisy neighbour, not a bug: no profile has a deadline.
+settings.register_profile("dev", deadline=None)
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+# Children dump their stacks on a crash as the test process itself does.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
