@@ -1,0 +1,315 @@
+"""Who gets ring bytes next: a fair queue in front of a :class:`StagingAllocator`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from attrs import define, field
+
+from ..errors import ConfigurationError, LocalProtocolError, OversizeError
+from .base import Lease, StagingAllocator
+
+P = TypeVar("P", bound=Hashable)
+K = TypeVar("K", bound=Hashable)
+
+PATIENCE = 8
+"""How often others may pass a request that is too large for the free bytes before they have to wait for it."""
+
+
+@define
+class _Waiting(Generic[P, K]):
+    peer: P
+    key: K
+    nbytes: int
+    lookahead: bool
+    passed: int = 0
+
+
+@define
+class _Granted(Generic[P]):
+    peer: P
+    lease: Lease
+    lookahead: bool
+    quarantined: bool = False
+
+
+@define
+class _Peer(Generic[P, K]):
+    connected: bool = False
+    suspended: bool = False
+    held: int = 0
+    ready: dict[K, _Waiting[P, K]] = field(factory=dict)
+    ahead: dict[K, _Waiting[P, K]] = field(factory=dict)
+
+    def line(self, lookahead: bool) -> dict[K, _Waiting[P, K]]:
+        return self.ahead if lookahead else self.ready
+
+    def idle(self) -> bool:
+        return not (self.connected or self.suspended or self.held or self.ready or self.ahead)
+
+
+class GrantQueue(Generic[P, K]):
+    """Decides which waiting request gets bytes of the ring. Pure bookkeeping, not thread-safe.
+
+    Per peer, requests are served in the order in which they came; among peers, the one whose last grant is longest
+    ago comes first. Data that is ready goes before look-ahead, which gets nothing while ready data waits for bytes.
+    Only the first request of a peer is tried: a small one behind it does not overtake it, another peer's may.
+
+    Why nothing starves: a ready request that is too large for the free bytes is passed by at most ``PATIENCE``
+    grants while it is its peer's turn, and each peer ahead of it in the round gets at most one more. From then on
+    nothing is granted before it, so the ring drains until it fits: a lease is small against the ring, and live
+    leases end. The exception are leases that may stay for long (quarantined, of a suspended peer, for data not yet
+    computed): while these alone leave no gap that is large enough, waiting would only stop everybody, so the others
+    go on. A peer that froze just now counts as live until it is suspended: no longer than that it holds others up.
+
+    Limits count bytes as asked for. They are fractions of the ring's capacity.
+
+    Args:
+        ring: where the bytes come from; nobody else reserves from it.
+        lookahead_fraction: most that leases for data not yet computed hold together.
+        peer_fraction: most that one peer holds while several are known.
+        lease_fraction: most that a single lease holds.
+
+    Raises:
+        ConfigurationError: fractions outside (0, 1], or a lease that one of the other limits would never let in.
+    """
+
+    def __init__(
+        self,
+        ring: StagingAllocator,
+        *,
+        lookahead_fraction: float = 0.25,
+        peer_fraction: float = 0.5,
+        lease_fraction: float = 0.125,
+    ) -> None:
+        if (
+            not 0
+            < lease_fraction
+            <= min(lookahead_fraction, peer_fraction)
+            <= max(lookahead_fraction, peer_fraction)
+            <= 1
+        ):
+            raise ConfigurationError(
+                f"fractions of the ring must be in (0, 1] and a lease's, {lease_fraction}, the smallest: "
+                f"look-ahead has {lookahead_fraction}, a peer {peer_fraction}"
+            )
+        self._ring = ring
+        self._lookahead_limit = int(ring.capacity * lookahead_fraction)
+        self._peer_limit = int(ring.capacity * peer_fraction)
+        self._lease_limit = int(ring.capacity * lease_fraction)
+        self._lookahead_held = 0
+        # In the order of turns: a grant moves its peer to the end.
+        self._peers: dict[P, _Peer[P, K]] = {}
+        self._waiting: dict[K, _Waiting[P, K]] = {}
+        self._granted: dict[K, _Granted[P]] = {}
+
+    @property
+    def lease_limit(self) -> int:
+        """Bytes of the largest lease."""
+        return self._lease_limit
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have no lease yet."""
+        return len(self._waiting)
+
+    def quarantined_bytes(self, peer: P | None = None) -> int:
+        """Bytes that wait for evidence: one peer's, or everybody's."""
+        return sum(
+            granted.lease.nbytes
+            for granted in self._granted.values()
+            if granted.quarantined and (peer is None or granted.peer == peer)
+        )
+
+    def connect(self, peer: P) -> None:
+        """Count the peer among those that share the ring, also while it asks for nothing."""
+        self._peer(peer).connected = True
+
+    def suspend(self, peer: P) -> None:
+        """Grant the peer nothing for now; what it waits for keeps its place."""
+        self._peer(peer).suspended = True
+
+    def resume(self, peer: P) -> None:
+        """Undo ``suspend``."""
+        self._peer(peer).suspended = False
+        self._settle(peer)
+
+    def forget(self, peer: P) -> None:
+        """Drop all that the peer waits for. Its leases stay live until each is released."""
+        known = self._peer(peer)
+        for key in [*known.ready, *known.ahead]:
+            self.cancel(key)
+        known.connected = known.suspended = False
+        self._settle(peer)
+
+    def request(self, peer: P, key: K, nbytes: int, *, lookahead: bool) -> Lease | None:
+        """The lease for ``key``, at once if nobody waits and it fits; None: it waits, see ``grants``.
+
+        The same request again returns the same live lease, or waits once. One that is no longer look-ahead is
+        promoted.
+
+        Raises:
+            ConfigurationError: not a positive number of bytes.
+            OversizeError: more than the largest lease.
+            LocalProtocolError: ``key`` is in use by another peer or with another size.
+        """
+        if nbytes < 1:
+            raise ConfigurationError(f"staging request {key!r} of {peer!r}: {nbytes} bytes, must be positive")
+        if nbytes > self._lease_limit:
+            raise OversizeError(f"staging request {key!r} of {peer!r}: the largest lease", nbytes, self._lease_limit)
+        if key in self._granted or key in self._waiting:
+            self._check_same(peer, key, nbytes)
+            if not lookahead:
+                self.promote(key)
+            granted = self._granted.get(key)
+            return None if granted is None else granted.lease
+        alone = not self._waiting
+        wanted = _Waiting(peer, key, nbytes, lookahead)
+        self._peer(peer).line(lookahead)[key] = self._waiting[key] = wanted
+        return self._try(wanted) if alone and self._may(wanted) else None
+
+    def promote(self, key: K) -> None:
+        """Look-ahead data became ready: it waits behind its peer's other ready data. Otherwise nothing happens."""
+        granted, waiting = self._granted.get(key), self._waiting.get(key)
+        if granted is not None and granted.lookahead:
+            granted.lookahead = False
+            self._lookahead_held -= granted.lease.nbytes
+        if waiting is not None and waiting.lookahead:
+            waiting.lookahead = False
+            peer = self._peer(waiting.peer)
+            peer.ready[key] = peer.ahead.pop(key)
+
+    def cancel(self, key: K) -> None:
+        """Stop waiting; a lease that was granted stays live."""
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            del self._peer(waiting.peer).line(waiting.lookahead)[key]
+            self._settle(waiting.peer)
+
+    def quarantine(self, key: K) -> None:
+        """Mark a lease as awaiting evidence: it stays live until ``release``, and nobody waits for it.
+
+        Raises:
+            LocalProtocolError: ``key`` has no lease.
+        """
+        if key not in self._granted:
+            raise LocalProtocolError(f"staging request {key!r} has no lease to put in quarantine")
+        self._granted[key].quarantined = True
+
+    def release(self, key: K) -> None:
+        """Give the lease back; a second release is harmless.
+
+        Raises:
+            LocalProtocolError: ``key`` still waits; ``cancel`` is meant.
+        """
+        if key in self._waiting:
+            raise LocalProtocolError(f"staging request {key!r} has no lease to release, it still waits")
+        granted = self._granted.pop(key, None)
+        if granted is None:
+            return
+        self._ring.release(granted.lease)
+        self._peer(granted.peer).held -= granted.lease.nbytes
+        if granted.lookahead:
+            self._lookahead_held -= granted.lease.nbytes
+        self._settle(granted.peer)
+
+    def grants(self) -> list[tuple[K, Lease]]:
+        """Grant all that fits now, in order of grant. To be called after whatever may have made room."""
+        granted: list[tuple[K, Lease]] = []
+        while (one := self._next()) is not None:
+            granted.append(one)
+        return granted
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts do not add up or a limit is broken."""
+        for name, peer in self._peers.items():
+            leases = [granted.lease.nbytes for granted in self._granted.values() if granted.peer == name]
+            assert peer.held == sum(leases), f"{name!r} holds {sum(leases)} bytes, {peer.held} are counted"
+            assert not peer.idle(), f"{name!r} is kept for nothing"
+            for line in (peer.ready, peer.ahead):
+                for key, waiting in line.items():
+                    assert self._waiting.get(key) is waiting, f"{key!r} waits in one place only"
+                    assert waiting.peer == name, f"{key!r} waits in the line of {name!r}"
+                    assert peer.line(waiting.lookahead) is line, f"{key!r} waits in the wrong line"
+        lines = sum(len(peer.ready) + len(peer.ahead) for peer in self._peers.values())
+        assert lines == len(self._waiting), f"{lines} requests are in line, {len(self._waiting)} wait"
+        assert not self._waiting.keys() & self._granted.keys(), "a key both waits and has a lease"
+        assert {granted.peer for granted in self._granted.values()} <= self._peers.keys(), "a lease of nobody"
+        ahead = sum(granted.lease.nbytes for granted in self._granted.values() if granted.lookahead)
+        assert ahead == self._lookahead_held <= self._lookahead_limit, f"look-ahead holds {ahead} bytes"
+
+    def _peer(self, peer: P) -> _Peer[P, K]:
+        return self._peers.setdefault(peer, _Peer())
+
+    def _settle(self, peer: P) -> None:
+        known = self._peers.get(peer)
+        if known is not None and known.idle():
+            del self._peers[peer]
+
+    def _check_same(self, peer: P, key: K, nbytes: int) -> None:
+        granted = self._granted.get(key)
+        if granted is None:
+            before = (self._waiting[key].peer, self._waiting[key].nbytes)
+        else:
+            before = (granted.peer, granted.lease.nbytes)
+        if before != (peer, nbytes):
+            raise LocalProtocolError(
+                f"staging request {key!r}: {nbytes} bytes of {peer!r}, but it is {before[1]} bytes of {before[0]!r}"
+            )
+
+    def _next(self) -> tuple[K, Lease] | None:
+        passed: list[_Waiting[P, K]] = []
+        for wanted in self._firsts(lookahead=False):
+            lease = self._try(wanted)
+            if lease is not None:
+                for one in passed:
+                    one.passed += 1
+                return wanted.key, lease
+            passed.append(wanted)
+            if wanted.passed >= PATIENCE and self._could_fit(wanted.nbytes):
+                return None
+        if passed:
+            return None
+        for wanted in self._firsts(lookahead=True):
+            lease = self._try(wanted)
+            if lease is not None:
+                return wanted.key, lease
+        return None
+
+    def _firsts(self, *, lookahead: bool) -> list[_Waiting[P, K]]:
+        """The first request in each peer's line, in the order of turns, without those that are over a limit."""
+        firsts = (next(iter(peer.line(lookahead).values()), None) for peer in self._peers.values())
+        return [wanted for wanted in firsts if wanted is not None and self._may(wanted)]
+
+    def _may(self, wanted: _Waiting[P, K]) -> bool:
+        peer = self._peers[wanted.peer]
+        if peer.suspended:
+            return False
+        if len(self._peers) > 1 and peer.held + wanted.nbytes > self._peer_limit:
+            return False
+        return not wanted.lookahead or self._lookahead_held + wanted.nbytes <= self._lookahead_limit
+
+    def _try(self, wanted: _Waiting[P, K]) -> Lease | None:
+        lease = self._ring.reserve(wanted.nbytes)
+        if lease is None:
+            return None
+        peer = self._peers.pop(wanted.peer)
+        self._peers[wanted.peer] = peer
+        del self._waiting[wanted.key], peer.line(wanted.lookahead)[wanted.key]
+        self._granted[wanted.key] = _Granted(wanted.peer, lease, wanted.lookahead)
+        peer.held += lease.nbytes
+        if wanted.lookahead:
+            self._lookahead_held += lease.nbytes
+        return lease
+
+    def _could_fit(self, nbytes: int) -> bool:
+        """Whether there is room once every lease has ended that is bound to end."""
+        align, capacity = self._ring.alignment, self._ring.capacity
+        stuck = sorted(
+            (granted.lease.offset, -(-(granted.lease.offset + granted.lease.nbytes) // align) * align)
+            for granted in self._granted.values()
+            if granted.quarantined or granted.lookahead or self._peers[granted.peer].suspended
+        )
+        return any(right - left >= nbytes for (_, left), (right, _) in pairwise([(0, 0), *stuck, (capacity, capacity)]))

@@ -1,0 +1,145 @@
+"""The ring: a next-fit allocator that goes round one buffer and steps over what is still live."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from itertools import pairwise
+
+from ..errors import ConfigurationError, LocalProtocolError, OversizeError
+from ..ids import VirtualOffset
+from .base import ALIGNMENT, Lease
+
+
+class RingStagingAllocator:
+    """Hands out one buffer in a circle; satisfies :class:`StagingAllocator`.
+
+    The head is a virtual offset that only grows, and every lease begins at or after it: starts are unique for ever.
+    A lease occupies its bytes rounded up to the alignment, so that the head stays aligned. A live lease, however
+    old, is only a hole: ``reserve`` looks behind it, and none waits for a release in order.
+
+    Args:
+        capacity: bytes of the buffer, a positive multiple of ``alignment``.
+        alignment: bytes to which every lease's start is aligned.
+
+    Raises:
+        ConfigurationError: the two numbers do not go together.
+    """
+
+    def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
+        if alignment < 1 or capacity < 1 or capacity % alignment:
+            raise ConfigurationError(
+                f"a ring of {capacity} bytes: the capacity must be a positive multiple of the alignment, {alignment}"
+            )
+        self._capacity = capacity
+        self._alignment = alignment
+        self._head = 0
+        # By place in the buffer, in the order granted: the first is the oldest. ``_places``: its keys, ascending.
+        self._live: dict[int, Lease] = {}
+        self._places: list[int] = []
+        self._live_bytes = 0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the whole buffer."""
+        return self._capacity
+
+    @property
+    def alignment(self) -> int:
+        """Bytes to which every lease's start is aligned."""
+        return self._alignment
+
+    @property
+    def tail(self) -> VirtualOffset:
+        """Start of the oldest live lease, or the head where there is none."""
+        oldest = next(iter(self._live.values()), None)
+        return VirtualOffset(self._head) if oldest is None else oldest.start
+
+    @property
+    def live(self) -> int:
+        """How many leases are not released yet."""
+        return len(self._live)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that live leases occupy, rounding to the alignment included."""
+        return self._live_bytes
+
+    def reserve(self, nbytes: int) -> Lease | None:
+        """The next ``nbytes`` free bytes at or after the head, going round once; None: wait for a release.
+
+        Raises:
+            OversizeError: more than the whole ring.
+            ConfigurationError: not a positive number.
+        """
+        if nbytes < 1:
+            raise ConfigurationError(f"a lease of {nbytes} bytes: must be positive")
+        if nbytes > self._capacity:
+            raise OversizeError("staging ring", nbytes, self._capacity)
+        size = self._occupied(nbytes)
+        start = self._head
+        once_round = start + self._capacity
+        while start < once_round:
+            place = start % self._capacity
+            if place + size > self._capacity:
+                start += self._capacity - place
+            elif (free_from := self._last_end_before(place + size)) > place:
+                start += free_from - place
+            else:
+                return self._grant(start, nbytes, size)
+        return None
+
+    def release(self, lease: Lease) -> None:
+        """Give the bytes back at once, in any order; a second release is harmless.
+
+        A live lease is given back only by the very object that ``reserve`` returned: an equal one may be another
+        ring's, and its bytes are not ours to free.
+
+        Raises:
+            LocalProtocolError: the lease is not from this ring.
+        """
+        live = self._live.get(lease.offset) if lease.capacity == self._capacity else None
+        if live is lease:
+            del self._live[lease.offset]
+            del self._places[bisect_left(self._places, lease.offset)]
+            self._live_bytes -= self._occupied(lease.nbytes)
+            return
+        foreign = lease.capacity != self._capacity or lease.start % self._alignment or lease.end > self._head
+        if foreign or (live is not None and live.start == lease.start):
+            raise LocalProtocolError(
+                f"{lease} is not from this ring of {self._capacity} bytes with its head at {self._head}"
+            )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if live leases overlap, straddle the end, or the accounts do not add up."""
+        assert self._places == sorted(self._live), "the places do not match the live leases"
+        leases = [self._live[place] for place in self._places]
+        for place, lease in zip(self._places, leases, strict=True):
+            assert lease.offset == place, f"{lease} is kept at {place}"
+            assert lease.start % self._alignment == 0, f"{lease} is not aligned"
+            assert place + self._occupied(lease.nbytes) <= self._capacity, f"{lease} straddles the end"
+            assert lease.end <= self._head, f"{lease} ends after the head, {self._head}"
+        for left, right in pairwise(leases):
+            assert left.offset + self._occupied(left.nbytes) <= right.offset, f"{left} overlaps {right}"
+        ages = [lease.start for lease in self._live.values()]
+        assert ages == sorted(ages), "the oldest lease is not the first"
+        occupied = sum(self._occupied(lease.nbytes) for lease in leases)
+        assert occupied == self._live_bytes, f"{occupied} bytes are live, {self._live_bytes} are counted"
+
+    def _occupied(self, nbytes: int) -> int:
+        return -(-nbytes // self._alignment) * self._alignment
+
+    def _last_end_before(self, place: int) -> int:
+        """Where the last live lease that begins before ``place`` ends; 0 where there is none."""
+        index = bisect_left(self._places, place)
+        if not index:
+            return 0
+        lease = self._live[self._places[index - 1]]
+        return lease.offset + self._occupied(lease.nbytes)
+
+    def _grant(self, start: int, nbytes: int, size: int) -> Lease:
+        lease = Lease(VirtualOffset(start), nbytes, self._capacity)
+        self._live[lease.offset] = lease
+        insort(self._places, lease.offset)
+        self._live_bytes += size
+        self._head = start + size
+        return lease
