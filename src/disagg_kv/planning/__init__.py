@@ -1,5 +1,6 @@
 """From boxes to segments, descriptors and staged layouts. Pure."""
 
 from .base import Segment, StagedLayout, Writes
+from .intake import Intake
 
-__all__ = ["Segment", "StagedLayout", "Writes"]
+__all__ = ["Intake", "Segment", "StagedLayout", "Writes"]

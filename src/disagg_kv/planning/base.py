@@ -59,7 +59,7 @@ class StagedLayout:
 
 @frozen
 class Writes:
-    """A batch of one-sided writes that ends as one: ``nbytes[i]`` bytes from (local, local_off) to (remote, remote_off).
+    """A batch of one-sided writes that ends as one: ``nbytes`` bytes from (local, local_off) to (remote, remote_off).
 
     A planner fills ``local`` and ``remote`` with buffer numbers of the two sites; :meth:`renamed` makes region ids.
 
