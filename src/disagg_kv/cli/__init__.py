@@ -1,0 +1,5 @@
+"""The command ``disagg-kv``."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,0 +1,47 @@
+"""What commands print: one result on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeAlias
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""A value that JSON can say."""
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout, logs on stderr.")]
+"""The option ``--json`` that every command has."""
+
+
+def emit(document: Mapping[str, Json], *text: RenderableType, as_json: bool) -> None:
+    """Print a command's result: the document, or the text for people."""
+    if as_json:
+        sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        return
+    console = Console(highlight=False)
+    for part in text:
+        console.print(part)
+
+
+def log(message: str) -> None:
+    """One line on stderr, exactly as it is."""
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
+
+
+def fail(error: str, message: str, *, as_json: bool) -> None:
+    """Say what went wrong: a line on stderr, and the document ``{"ok": false, "error": ...}`` with ``--json``."""
+    log(f"disagg-kv: {message}")
+    if as_json:
+        emit({"ok": False, "error": {"type": error, "message": message}}, as_json=True)
+
+
+def progress() -> Progress:
+    """A progress bar on stderr; it draws nothing where stderr is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
