@@ -28,7 +28,7 @@ class _Exported:
 
 
 def bytes_of(buffer: Buffer) -> U8:
-    """The memory of ``buffer`` as ``[nbytes]`` uint8, writable; a :class:`RegistrationError` if it is not on the CPU."""
+    """The memory of ``buffer`` as ``[nbytes]``, writable; a :class:`RegistrationError` if it is not on the CPU."""
     if buffer.device != "cpu":
         raise RegistrationError(f"the CPU cannot read the {buffer.nbytes} bytes of a buffer on {buffer.device!r}")
     return np.asarray(_Exported(buffer))

@@ -1,0 +1,1 @@
+"""Staging into pages."""
