@@ -1,0 +1,79 @@
+"""What README and docs show works: python blocks run, cheap commands too."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from disagg_kv.cli.main import COMMANDS, run
+from tests.support.pages import PAGES, ROOT, Block, blocks, marked, parse
+
+CHEAP = ("--version", "plan", "doctor")
+"""Commands that are run here; ``demo`` and ``bench`` have tests of their own."""
+
+PYTHON_PAGES = [p for p in PAGES if any(b.language == "python" and not b.skipped for b in blocks(p))]
+COMMAND_LINES = [
+    pytest.param(block, line, id=f"{block.page.name}:{block.line}:{line}")
+    for page in PAGES
+    for block in blocks(page)
+    if block.language in ("bash", "console") and not block.skipped
+    for line in block.source.replace("\\\n", "").splitlines()
+    if "disagg-kv " in line
+]
+
+
+@pytest.fixture
+def module(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """A module for a page's blocks to live in, so that classes in them pickle and know where they are from."""
+    page: Path = request.param
+    made = ModuleType(f"page_{page.stem.replace('-', '_').lower()}")
+    sys.modules[made.__name__] = made
+    yield made
+    del sys.modules[made.__name__]
+
+
+@pytest.mark.parametrize(
+    ("page", "module"), [(p, p) for p in PYTHON_PAGES], ids=[p.name for p in PYTHON_PAGES], indirect=["module"]
+)
+def test_the_python_blocks_of_a_page_run_in_order(page: Path, module: ModuleType) -> None:
+    for block in blocks(page):
+        if block.language == "python" and not block.skipped:
+            block.run(module.__dict__)
+
+
+@pytest.mark.parametrize(("block", "line"), COMMAND_LINES)
+def test_commands_exist_and_the_cheap_ones_succeed(block: Block, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = shlex.split(line.removeprefix("$ "), comments=True)
+    assert argv[0] == "disagg-kv", f"{block.page.name}: start the line with the command"
+    assert argv[1] in (*COMMANDS, "--version", "--help")
+    if argv[1] in CHEAP:
+        assert run(argv[1:]) == 0, capsys.readouterr().err
+
+
+def test_relative_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = [part.split(")")[0].split("#")[0] for part in text.split("](")[1:]]
+    assert [t for t in targets if t and "://" not in t and not (ROOT / t).exists()] == []
+
+
+def test_a_block_knows_its_line_its_marker_and_whether_it_is_skipped() -> None:
+    page = Path("page.md")
+    text = "# Page\n\n```python\nx = 1\n```\n\n<!-- test: skip needs a GPU -->\n```python\n1 / 0\n```\n"
+    first, second = parse(text, page)
+    assert (first.line, first.language, first.marker, first.skipped) == (4, "python", "", False)
+    assert (second.line, second.marker, second.skipped) == (9, "skip needs a GPU", True)
+    with pytest.raises(ZeroDivisionError) as raised:
+        second.run({})
+    assert (raised.traceback[-1].lineno, str(raised.traceback[-1].path)) == (8, "page.md")
+
+
+def test_marked_blocks_of_a_page_join_to_one_source(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- test: transport -->\n```python\na = 1\n```\n\n```python\nb = 2\n```\n\n"
+                    "<!-- test: transport -->\n```python\nc = 3\n```\n")  # fmt: skip
+    assert marked(page, "transport") == "a = 1\n\nc = 3\n"
