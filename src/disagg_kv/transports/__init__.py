@@ -1,5 +1,27 @@
 """One-sided writes."""
 
 from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
+from .descriptor import Descriptor, Region, decode, encode
+from .inproc import InprocTransport
+from .process import Process
+from .regions import Extents, RegionTable, copy
+from .shm import ShmTransport
 
-__all__ = ["Capabilities", "Ended", "Heard", "Settled", "SupportsAllocate", "Transport"]
+__all__ = [
+    "Capabilities",
+    "Descriptor",
+    "Ended",
+    "Extents",
+    "Heard",
+    "InprocTransport",
+    "Process",
+    "Region",
+    "RegionTable",
+    "Settled",
+    "ShmTransport",
+    "SupportsAllocate",
+    "Transport",
+    "copy",
+    "decode",
+    "encode",
+]

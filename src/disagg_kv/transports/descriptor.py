@@ -1,0 +1,84 @@
+"""What one transport tells another before the first write: a versioned value, encoded with MessagePack."""
+
+from __future__ import annotations
+
+import msgspec
+from attrs import frozen
+
+from ..errors import RemoteProtocolError
+from ..ids import Peer, RegionId
+
+VERSION = 1
+"""Version of the encoding; a descriptor of another one is refused."""
+
+_MAGIC = b"disagg_kv.transport"
+
+
+@frozen
+class Region:
+    """One region, as its owner describes it to peers.
+
+    Args:
+        id: the owner's name for it.
+        nbytes: its length.
+        device: the kind and index of memory, as in ``Buffer``.
+        base: the owner's address, for transports that write by address; else 0.
+        blob: what else the transport needs in order to reach it; empty where peers cannot write to it.
+    """
+
+    id: RegionId
+    nbytes: int
+    device: str = "cpu"
+    base: int = 0
+    blob: bytes = b""
+
+
+@frozen
+class Descriptor:
+    """One incarnation of a transport and the regions it had registered when this was made.
+
+    Args:
+        transport: its name; both sides must run the same transport.
+        incarnation: drawn at random by each transport object, so a restarted peer is another peer.
+        serial: grows with each change of the regions; of two descriptors the later one counts.
+        regions: every live region.
+        blob: what else the transport needs in order to connect.
+    """
+
+    transport: str
+    incarnation: Peer
+    serial: int = 0
+    regions: tuple[Region, ...] = ()
+    blob: bytes = b""
+
+
+def encode(descriptor: Descriptor) -> bytes:
+    """The bytes that travel to peers."""
+    return _MAGIC + bytes([VERSION]) + msgspec.msgpack.encode(descriptor)
+
+
+def decode(data: bytes, transport: str) -> Descriptor:
+    """The descriptor in ``data``, checked.
+
+    Raises:
+        RemoteProtocolError: garbage, another version, or a descriptor of another transport than ``transport``.
+    """
+    if not data.startswith(_MAGIC) or len(data) == len(_MAGIC):
+        raise RemoteProtocolError(f"not a transport descriptor: {len(data)} bytes that begin with {data[:8]!r}")
+    version = data[len(_MAGIC)]
+    if version != VERSION:
+        raise RemoteProtocolError(f"transport descriptor of version {version}, this side speaks version {VERSION}")
+    try:
+        found = msgspec.msgpack.decode(data[len(_MAGIC) + 1 :], type=Descriptor)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"transport descriptor of {len(data)} bytes cannot be read: {error}") from error
+    if found.transport != transport:
+        raise RemoteProtocolError(f"descriptor of transport {found.transport!r} given to transport {transport!r}")
+    if len(found.incarnation) != 16:
+        raise RemoteProtocolError(f"transport descriptor with an incarnation of {len(found.incarnation)} bytes, not 16")
+    for region in found.regions:
+        if not 0 <= region.id < 1 << 31 or not 0 < region.nbytes < 1 << 62 or not 0 <= region.base < 1 << 63:
+            raise RemoteProtocolError(f"transport descriptor with an impossible region: {region}")
+    if len({region.id for region in found.regions}) != len(found.regions):
+        raise RemoteProtocolError("transport descriptor that names a region twice")
+    return found

@@ -1,0 +1,132 @@
+"""Both sides in one process: a submit is a copy. For tests, for learning, and as the smallest correct transport."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from weakref import WeakValueDictionary
+
+from ..errors import PeerLostError, RegistrationError, TransportError
+from ..geometry import I64
+from ..ids import Peer, RegionId, Ticket
+from ..memory import Buffer, Event
+from ..planning import Writes
+from .base import Capabilities, Ended, Heard, Settled
+from .descriptor import Descriptor, Region, decode, encode
+from .regions import Extents, RegionTable, copy
+
+_open: WeakValueDictionary[Peer, InprocTransport] = WeakValueDictionary()
+_registry = threading.Lock()
+
+
+class InprocTransport:
+    """Copies between two transports of one process, also of different threads.
+
+    A write is finished, and quiet, when ``submit`` returns. A peer that was closed counts as lost; nothing of it can
+    land any more.
+    """
+
+    name = "inproc"
+    caps = Capabilities(
+        in_process_only=True, notifies=True, detects_peer_death=True, drain_s=0.0, write_s=1e-6, bytes_per_s=8e9
+    )
+
+    def __init__(self) -> None:
+        self._me = Peer(uuid.uuid4().bytes)
+        self._table = RegionTable(self.caps.devices)
+        self._peers: dict[Peer, tuple[int, Extents]] = {}
+        self._tickets = count(1)
+        self._events: deque[Ended | Settled | Heard] = deque()
+        self._lost: set[Peer] = set()
+        # Held while a peer copies into this transport's memory or while that memory is taken away.
+        self._target = threading.Lock()
+        with _registry:
+            _open[self._me] = self
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """See :meth:`Transport.register`."""
+        with self._target:
+            return self._table.add(buffers)
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """See :meth:`Transport.deregister`; waits for a copy into this transport that another thread makes."""
+        with self._target:
+            self._table.remove(regions)
+
+    def local_descriptor(self) -> bytes:
+        """See :meth:`Transport.local_descriptor`."""
+        regions = tuple(Region(i, b.nbytes, b.device) for i, b in self._table.items())
+        return encode(Descriptor(self.name, self._me, self._table.serial, regions))
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """See :meth:`Transport.connect`; never waits."""
+        remote = decode(descriptor, self.name)
+        peer = remote.incarnation
+        if _find(peer) is None:
+            raise PeerLostError(f"inproc peer {peer.hex()} is not an open transport of this process")
+        if peer not in self._peers or self._peers[peer][0] < remote.serial:
+            places = ((r.id, 0, r.nbytes) for r in remote.regions)
+            self._peers[peer] = (remote.serial, Extents(places, f"peer {peer.hex()[:8]}'s"))
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """See :meth:`Transport.disconnect`."""
+        self._peers.pop(peer, None)
+        self._lost.discard(peer)
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """See :meth:`Transport.submit`; copies before it returns."""
+        if peer not in self._peers:
+            raise TransportError(f"inproc: no peer {peer.hex()}")
+        if after is not None:
+            raise TransportError("inproc does not wait for events: wait first")
+        source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
+        self._peers[peer][1].addresses(writes.remote, writes.remote_off, writes.nbytes)
+        ticket = Ticket(next(self._tickets))
+        there = _find(peer)
+        error = _closed(peer) if there is None else there._receive(self._me, writes, source, notify)
+        self._events.append(Ended(ticket, error))
+        return ticket
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """See :meth:`Transport.poll`."""
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        for peer in self._peers:
+            if peer not in self._lost and _find(peer) is None:
+                self._lost.add(peer)
+                events.append(Heard(peer, None, fenced=True))
+        return events
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """See :meth:`Transport.close`; waits for a copy into this transport that another thread makes."""
+        with self._target, _registry:
+            _open.pop(self._me, None)
+            self._table.clear()
+        self._peers.clear()
+        return ()
+
+    def _receive(self, sender: Peer, writes: Writes, source: I64, notify: bytes | None) -> Exception | None:
+        """Called by the writing peer, in its thread. Looks at what is registered now, not at what it was told."""
+        with self._target:
+            if _find(self._me) is None:
+                return _closed(self._me)
+            try:
+                target = self._table.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
+            except RegistrationError as error:
+                return error
+            copy(target, source, writes.nbytes)
+            if notify is not None:
+                self._events.append(Heard(sender, notify))
+            return None
+
+
+def _find(peer: Peer) -> InprocTransport | None:
+    with _registry:
+        return _open.get(peer)
+
+
+def _closed(peer: Peer) -> PeerLostError:
+    return PeerLostError(f"inproc peer {peer.hex()} is closed")

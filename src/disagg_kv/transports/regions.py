@@ -1,0 +1,169 @@
+"""Bookkeeping that every transport needs: which memory is registered, who uses it, and where a batch lies in it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..errors import RegistrationError
+from ..geometry import I32, I64
+from ..ids import RegionId, Ticket
+from ..memory import Buffer
+from ..planning import Writes
+
+
+class Extents:
+    """Where regions lie, for looking up whole batches at once.
+
+    Args:
+        regions: ``(id, address, nbytes)`` of each.
+        whose: for error messages, for example ``"local"``.
+    """
+
+    def __init__(self, regions: Iterable[tuple[RegionId, int, int]], whose: str) -> None:
+        rows = sorted(regions)
+        self._ids = np.array([i for i, _, _ in rows], np.int64)
+        self._bases = np.array([base for _, base, _ in rows], np.int64)
+        self._sizes = np.array([size for _, _, size in rows], np.int64)
+        self._whose = whose
+
+    def addresses(self, regions: I32, offsets: I64, nbytes: I64) -> I64:
+        """The address at which each range begins.
+
+        Raises:
+            RegistrationError: a region that is not here, or a range that is not inside its region.
+        """
+        if not len(regions):
+            return np.empty(0, np.int64)
+        if not len(self._ids):
+            raise RegistrationError(f"{self._whose} region {int(regions[0])}: none is registered")
+        at = np.minimum(np.searchsorted(self._ids, regions), len(self._ids) - 1)
+        unknown = self._ids[at] != regions
+        if unknown.any():
+            raise RegistrationError(f"{self._whose} region {int(regions[np.argmax(unknown)])} is not registered")
+        sizes = self._sizes[at]
+        outside = (nbytes < 0) | (nbytes > sizes) | (offsets < 0) | (offsets > sizes - nbytes)
+        if outside.any():
+            i = int(np.argmax(outside))
+            raise RegistrationError(
+                f"{self._whose} region {int(regions[i])}: {int(nbytes[i])} bytes at offset {int(offsets[i])} "
+                f"are not inside its {int(sizes[i])} bytes (descriptor {i} of {len(regions)})"
+            )
+        return self._bases[at] + offsets
+
+
+class RegionTable:
+    """The regions one transport has registered, and the unquiet tickets that use them.
+
+    Args:
+        devices: kinds of memory that it may hold, as in ``Capabilities.devices``.
+    """
+
+    def __init__(self, devices: frozenset[str]) -> None:
+        self._devices = devices
+        self._buffers: dict[RegionId, Buffer] = {}
+        self._users: dict[Ticket, frozenset[int]] = {}
+        self.serial = 0
+        self.extents = Extents((), "local")
+
+    def items(self) -> Sequence[tuple[RegionId, Buffer]]:
+        """Every live region."""
+        return tuple(self._buffers.items())
+
+    def add(self, buffers: Sequence[Buffer]) -> tuple[RegionId, ...]:
+        """Number the buffers, all or none. Numbers are never used again.
+
+        Raises:
+            RegistrationError: memory of another kind, memory that cannot be read, or an overlap.
+        """
+        live = list(self._buffers.values())
+        for buffer in buffers:
+            self._check(buffer, live)
+            live.append(buffer)
+        ids = tuple(RegionId(self.serial + i) for i in range(len(buffers)))
+        self._buffers.update(zip(ids, buffers, strict=True))
+        self._changed(len(buffers))
+        return ids
+
+    def remove(self, regions: Sequence[RegionId]) -> tuple[Buffer, ...]:
+        """Forget regions, all or none, and return their buffers.
+
+        Raises:
+            RegistrationError: a region that is not here, is named twice, or is used by a ticket that is not quiet.
+        """
+        for region in regions:
+            if region not in self._buffers or list(regions).count(region) > 1:
+                raise RegistrationError(f"local region {region} is not registered, or given twice: {list(regions)}")
+            users = [ticket for ticket, used in self._users.items() if region in used]
+            if users:
+                raise RegistrationError(f"local region {region} is used by tickets that are not quiet: {users}")
+        gone = tuple(self._buffers.pop(region) for region in regions)
+        self._changed(1)
+        return gone
+
+    def clear(self) -> None:
+        """Forget everything; for ``close``."""
+        self._buffers.clear()
+        self._changed(1)
+
+    def hold(self, ticket: Ticket, writes: Writes) -> None:
+        """Keep the sources of ``writes`` registered until :meth:`quiet`."""
+        self._users[ticket] = frozenset(np.unique(writes.local).tolist())
+
+    def quiet(self, ticket: Ticket) -> None:
+        """The ticket reads nothing any more; harmless for one that is not held."""
+        self._users.pop(ticket, None)
+
+    def _changed(self, by: int) -> None:
+        self.serial += by
+        self.extents = Extents(((i, b.addr, b.nbytes) for i, b in self._buffers.items()), "local")
+
+    def _check(self, buffer: Buffer, live: Sequence[Buffer]) -> None:
+        kind = buffer.device.partition(":")[0]
+        where = f"{buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r}"
+        if kind not in self._devices:
+            raise RegistrationError(f"{where}: this transport registers {', '.join(sorted(self._devices))} memory only")
+        for other in live:
+            if (
+                buffer.device == other.device
+                and buffer.addr < other.addr + other.nbytes
+                and other.addr < buffer.addr + buffer.nbytes
+            ):
+                raise RegistrationError(f"{where}: overlaps the region of {other.nbytes} bytes at {other.addr:#x}")
+        if kind == "cpu" and not (readable(buffer.addr) and readable(buffer.addr + buffer.nbytes - 1)):
+            raise RegistrationError(f"{where}: the memory cannot be read")
+
+
+def readable(addr: int) -> bool:
+    """Whether this process may read the byte at ``addr``, asked of the kernel instead of tried."""
+    if addr >= 1 << 63:
+        return False
+    out, into = os.pipe()
+    try:
+        os.write(into, (ctypes.c_char * 1).from_address(addr))
+    except OSError:
+        return False
+    finally:
+        os.close(out)
+        os.close(into)
+    return True
+
+
+def copy(target: I64, source: I64, nbytes: I64) -> None:
+    """Copy ``nbytes[i]`` bytes from address ``source[i]`` to ``target[i]``, in order.
+
+    Neighbours that follow each other on both sides are copied in one go. The GIL is released during each copy.
+    """
+    some = nbytes > 0
+    if not some.all():
+        target, source, nbytes = target[some], source[some], nbytes[some]
+    if not len(nbytes):
+        return
+    follows = (target[1:] == target[:-1] + nbytes[:-1]) & (source[1:] == source[:-1] + nbytes[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    runs = zip(target[first].tolist(), source[first].tolist(), np.add.reduceat(nbytes, first).tolist(), strict=True)
+    for to, at, size in runs:
+        ctypes.memmove(to, at, size)
