@@ -1,0 +1,7 @@
+"""Hugging Face transformers: a model's cache in the pages of a pool, without a change to any model's code."""
+
+from .cache import PagedHFCache
+from .pages import PageAllocator
+from .spec import spec_from_config
+
+__all__ = ["PageAllocator", "PagedHFCache", "spec_from_config"]

@@ -1,0 +1,62 @@
+"""Handing out the pages of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...errors import CapacityError, ConfigurationError, LocalProtocolError, OversizeError
+from ...geometry import I32
+
+
+class PageAllocator:
+    """A free list: pages go out in the order in which they came in. Not thread-safe.
+
+    Args:
+        pages: every page id, once, in the order in which to hand them out first.
+    """
+
+    def __init__(self, pages: Iterable[int]) -> None:
+        self._free = [int(page) for page in pages]
+        self._all = frozenset(self._free)
+        if len(self._all) != len(self._free) or min(self._free, default=0) < 0:
+            raise ConfigurationError(f"pages must be distinct and not negative: {self._free}")
+
+    @property
+    def free(self) -> int:
+        """How many pages can be taken now."""
+        return len(self._free)
+
+    def take(self, count: int) -> I32:
+        """``count`` free pages ``[count]``.
+
+        Raises:
+            OversizeError: more than there are in all.
+            CapacityError: more than are free now.
+        """
+        if count < 0:
+            raise ConfigurationError(f"{count} pages asked")
+        if count > len(self._all):
+            raise OversizeError("pages", count, len(self._all))
+        if count > len(self._free):
+            raise CapacityError(f"{count} pages asked, {len(self._free)} of {len(self._all)} are free")
+        taken, self._free = self._free[:count], self._free[count:]
+        return np.array(taken, np.int32)
+
+    def give(self, pages: Iterable[int]) -> None:
+        """Take pages back.
+
+        Raises:
+            LocalProtocolError: a page that is free already or that was never here; then none is taken back.
+        """
+        back = [int(page) for page in pages]
+        wrong = [page for page in back if page not in self._all or page in self._free]
+        if wrong or len(set(back)) != len(back):
+            raise LocalProtocolError(f"pages {wrong or back} are free already or not from this allocator")
+        self._free += back
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page is free twice or a stranger is free."""
+        assert len(set(self._free)) == len(self._free)
+        assert self._all.issuperset(self._free)
