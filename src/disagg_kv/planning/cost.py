@@ -1,0 +1,99 @@
+"""Which path is cheapest, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from ..errors import ConfigurationError
+
+
+@frozen
+class Estimate:
+    """What one path would post, and how long that would take.
+
+    Args:
+        path: its name.
+        descriptors: writes.
+        nbytes: bytes on the wire.
+        seconds: estimated time from first post to last byte in its page.
+    """
+
+    path: str
+    descriptors: int
+    nbytes: int
+    seconds: float
+
+
+@frozen
+class Choice:
+    """The path that was taken, one sentence that says why, and the estimates that were compared."""
+
+    path: str
+    reason: str
+    estimates: tuple[Estimate, ...]
+
+
+def _positive(instance: object, attribute: object, value: float) -> None:
+    if not value > 0:
+        raise ConfigurationError(f"cost model: {getattr(attribute, 'name', attribute)} must be positive, not {value}")
+
+
+@frozen
+class CostModel:
+    """Rough costs of one pair of ranks; good enough to tell paths that differ by factors apart.
+
+    Args:
+        write_s: seconds per descriptor, besides its bytes.
+        bytes_per_s: wire.
+        copy_bytes_per_s: gather or scatter, bytes of the part per second.
+        round_trip_s: seconds for a grant.
+        launch_s: seconds to launch one gather or scatter.
+    """
+
+    write_s: float = field(default=1e-6, validator=_positive)
+    bytes_per_s: float = field(default=4e9, validator=_positive)
+    copy_bytes_per_s: float = field(default=4e9, validator=_positive)
+    round_trip_s: float = field(default=2e-4, validator=_positive)
+    launch_s: float = field(default=2e-5, validator=_positive)
+
+    def estimate(self, path: str, descriptors: int, nbytes: int, segments: int = 0) -> Estimate:
+        """Time of one path.
+
+        Args:
+            path: its name.
+            descriptors: writes in all.
+            nbytes: bytes in all.
+            segments: near-equal pieces that go through staging, so that gather, wire and scatter of consecutive
+                pieces overlap; 0: bytes go straight from pages to pages.
+        """
+        wire = descriptors * self.write_s + nbytes / self.bytes_per_s
+        if segments == 0:
+            return Estimate(path, descriptors, nbytes, wire)
+        copy = self.launch_s * segments + nbytes / self.copy_bytes_per_s
+        fill = (2 * copy + wire - max(copy, wire)) / segments
+        return Estimate(path, descriptors, nbytes, self.round_trip_s + max(copy, wire) + fill)
+
+
+def choose(estimates: Sequence[Estimate], refusals: Mapping[str, str]) -> Choice:
+    """Take the fastest of the paths that can; of equal ones the first.
+
+    Args:
+        estimates: one per path that can.
+        refusals: the reason of each path that cannot.
+
+    Raises:
+        ConfigurationError: no path can; the message has every reason.
+    """
+    refused = [f"{path} cannot: {reason}" for path, reason in refusals.items()]
+    if not estimates:
+        raise ConfigurationError(f"no path is left: {'; '.join(refused) or 'none was offered'}")
+    best = min(estimates, key=lambda e: e.seconds)
+    others = [f"{e.path} would take {_describe(e)}" for e in estimates if e is not best]
+    reason = f"{best.path} takes {_describe(best)}"
+    return Choice(best.path, "; ".join([reason, *others, *refused]), tuple(estimates))
+
+
+def _describe(estimate: Estimate) -> str:
+    return f"{estimate.seconds * 1e3:,.2f} ms for {estimate.descriptors:,} writes of {estimate.nbytes:,} bytes"

@@ -1,0 +1,179 @@
+"""What each path would post for one request, counted without posting or even listing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from ..errors import ConfigurationError
+from ..geometry import CacheSpec, Group, Part, Plane, Shard, Site
+from ..ids import GroupId, LayerId, Rank
+from .base import Segment
+from .cost import Choice, CostModel, Estimate, choose
+from .descriptors import direct_count, refuse_direct, runs, slice_count
+from .intake import Intake
+
+PATHS = ("staged", "direct", "slice")
+"""The paths that are compared; of equally fast ones the first is taken."""
+
+
+@frozen
+class PairPlan:
+    """What one prefill rank sends to one decode rank.
+
+    Args:
+        writer: the prefill rank.
+        target: the decode rank.
+        nbytes: bytes, the same on every path.
+        descriptors: writes, for each path that can.
+        segments: segments in which the writer has bytes.
+        refused: the reason, for each path that cannot.
+    """
+
+    writer: Rank
+    target: Rank
+    nbytes: int
+    descriptors: Mapping[str, int]
+    segments: int
+    refused: Mapping[str, str]
+
+
+@frozen
+class Explanation:
+    """One request, path by path.
+
+    Args:
+        pairs: the pairs of ranks between which bytes move, by decode rank, then prefill rank.
+        descriptors: writes in all, for each path that every pair can take.
+        nbytes: bytes in all, the same on every path.
+        refused: the first reason, for each path that some pair cannot take.
+        auto: what ``auto`` takes, and why: estimates are those of the prefill rank that takes longest.
+    """
+
+    pairs: tuple[PairPlan, ...]
+    descriptors: Mapping[str, int]
+    nbytes: int
+    refused: Mapping[str, str]
+    auto: Choice
+
+
+def plain_site(spec: CacheSpec, shard: Shard, rows: int, page_size: int, order: str = "NHD") -> Site:
+    """A pool as engines lay it out: a buffer per plane, dense pages, room for one request of ``rows`` tokens.
+
+    Args:
+        spec: the whole cache.
+        shard: what the rank holds.
+        rows: tokens.
+        page_size: rows of a page.
+        order: ``"NHD"``: units of a row together; ``"HND"``: rows of a unit together, page by page.
+
+    Raises:
+        ConfigurationError: another order, or sizes below 1.
+    """
+    if order not in ("NHD", "HND") or rows < 1 or page_size < 1:
+        raise ConfigurationError(f"a pool of {rows} tokens in pages of {page_size}, order {order!r} (NHD or HND)")
+    group = Group(GroupId("kv"), page_size, -(-rows // page_size))
+    planes: list[Plane] = []
+    sizes: list[int] = []
+    held: dict[tuple[LayerId, str], int] = {}
+    for holding in shard:
+        for layer in holding.layers:
+            held[layer, holding.component] = held.get((layer, holding.component), 0) + len(holding.units)
+    for (layer, name), units in sorted(held.items()):
+        nbytes = spec.component(layer, name).unit_bytes
+        row, unit = (units * nbytes, nbytes) if order == "NHD" else (nbytes, page_size * nbytes)
+        planes.append(Plane(layer, name, group.id, len(sizes), 0, page_size * units * nbytes, row, unit))
+        sizes.append(group.pages * page_size * units * nbytes)
+    return Site(spec, shard, (group,), planes, sizes)
+
+
+def explain(
+    spec: CacheSpec,
+    prefill: Sequence[Shard],
+    decode: Sequence[Shard],
+    tokens: int,
+    page_size: tuple[int, int],
+    *,
+    order: tuple[str, str] = ("NHD", "NHD"),
+    slot_bytes: int = 64 << 20,
+    lease_bytes: int = 512 << 20,
+    rotation: int = 0,
+    cost: CostModel | None = None,
+) -> Explanation:
+    """Count what each path posts for one request of ``tokens`` tokens, all of them sent.
+
+    No two pages of the request follow one another in memory, as in a pool that has been in use for a while.
+
+    Args:
+        spec: the whole cache.
+        prefill: shards of the prefill ranks.
+        decode: shards of the decode ranks.
+        tokens: rows of the request.
+        page_size: rows of a page, (prefill, decode).
+        order: ``"NHD"`` or ``"HND"``, (prefill, decode).
+        slot_bytes: size of a prefill staging slot.
+        lease_bytes: the most that one lease may have.
+        rotation: which replica takes which piece.
+        cost: costs of the fabric; None: the defaults.
+
+    Raises:
+        ConfigurationError: numbers that cannot be, or shards that do not fit together.
+        OversizeError: one row of one layer is more than a slot or a lease.
+    """
+    cost = cost or CostModel()
+    sources = [plain_site(spec, shard, tokens, page_size[0], order[0]) for shard in prefill]
+    pairs: list[PairPlan] = []
+    for number, shard in enumerate(decode):
+        site = plain_site(spec, shard, tokens, page_size[1], order[1])
+        intake = Intake.build(spec, prefill, shard, rotation)
+        cuts = [
+            segment
+            for stage in intake.stages
+            for segment in intake.cut(
+                0, tokens, stage, slot_bytes=slot_bytes, lease_bytes=lease_bytes, page_rows=page_size[0]
+            )
+        ]
+        sizes = [intake.lease(segment)[0] for segment in cuts]
+        for rank, parts in enumerate(intake.parts):
+            writer = Rank(rank)
+            nbytes = [of[writer][1] for of in sizes if writer in of]
+            if nbytes:
+                pairs.append(_pair(writer, Rank(number), sources[rank], site, parts, tokens, nbytes))
+    return _sum_up(pairs, cost)
+
+
+def _pair(
+    writer: Rank, target: Rank, source: Site, site: Site, parts: Sequence[Part], tokens: int, nbytes: Sequence[int]
+) -> PairPlan:
+    layers = [layer for part in parts for layer in part.layers]
+    given = list(runs(source, site, parts, Segment(0, tokens, min(layers), max(layers) + 1)))
+    descriptors = {"staged": len(nbytes), "slice": sum(slice_count(run) for run in given)}
+    refused: dict[str, str] = {}
+    if reason := refuse_direct(source, site, parts):
+        refused["direct"] = reason
+    else:
+        descriptors["direct"] = sum(direct_count(run) for run in given)
+    return PairPlan(writer, target, sum(nbytes), descriptors, len(nbytes), refused)
+
+
+def _sum_up(pairs: Sequence[PairPlan], cost: CostModel) -> Explanation:
+    refused: dict[str, str] = {}
+    for pair in pairs:
+        for path, reason in pair.refused.items():
+            refused.setdefault(path, f"prefill rank {pair.writer} to decode rank {pair.target}: {reason}")
+    able = [path for path in PATHS if path not in refused]
+    totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
+    slowest = [_slowest(pairs, path, cost) for path in able]
+    return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused, choose(slowest, refused))
+
+
+def _slowest(pairs: Sequence[PairPlan], path: str, cost: CostModel) -> Estimate:
+    """The estimate of the prefill rank that takes longest for all that it sends."""
+    estimates: list[Estimate] = []
+    for writer in sorted({pair.writer for pair in pairs}):
+        mine = [pair for pair in pairs if pair.writer == writer]
+        descriptors, nbytes = (sum(pair.descriptors[path] for pair in mine), sum(pair.nbytes for pair in mine))
+        segments = sum(pair.segments for pair in mine) if path == "staged" else 0
+        estimates.append(cost.estimate(path, descriptors, nbytes, segments))
+    return max(estimates, key=lambda e: e.seconds)
