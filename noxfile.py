@@ -87,6 +87,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The site, warnings as errors; ``-- serve`` shows it while you write."""
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.install("--quiet", *CONSTRAINED, "mkdocs", "mkdocs-material", "mkdocstrings-python")
     if session.posargs:
         session.run("mkdocs", *session.posargs)
