@@ -276,7 +276,7 @@ def _own(nbytes: int, device: str) -> Buffer:
 
         tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return Buffer(tensor.data_ptr(), nbytes, str(tensor.device), tensor)
-    except MemoryError as exc:
+    except (MemoryError, ValueError) as exc:
         raise CapacityError(f"no {nbytes} bytes of memory for a pool") from exc
     except (RuntimeError, AssertionError) as exc:
         raise ConfigurationError(f"no pool of {nbytes} bytes on device {device!r}: {exc}") from exc
