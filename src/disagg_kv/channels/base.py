@@ -7,8 +7,16 @@ from typing import Protocol
 
 from attrs import frozen
 
+from ..errors import ConfigurationError
+
 MAX_FRAME = 1 << 20
 """Bytes of the largest control frame."""
+
+
+def check_frame(address: str, frame: bytes) -> None:
+    """Raise a :class:`ConfigurationError` if the frame is larger than MAX_FRAME."""
+    if len(frame) > MAX_FRAME:
+        raise ConfigurationError(f"a frame of {len(frame)} bytes to {address}: at most {MAX_FRAME} are allowed")
 
 
 @frozen

@@ -1,0 +1,124 @@
+"""Channels between endpoints of one process, for tests and simulators."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from ..errors import ConfigurationError
+from .base import Arrived, Closed, Opened, check_frame
+
+
+class Hub:
+    """The network that in-process channels share. Thread-safe; without threads of its own, so runs repeat exactly.
+
+    Args:
+        high_water: frames that an inbox holds; more are dropped.
+    """
+
+    def __init__(self, high_water: int = 10_000) -> None:
+        if high_water < 1:
+            raise ConfigurationError(f"a high water of {high_water} frames: must be positive")
+        self.high_water = high_water
+        self._lock = threading.RLock()
+        self._open: dict[str, InprocChannel] = {}
+        self._watchers: dict[str, dict[InprocChannel, None]] = {}
+
+
+class InprocChannel:
+    """An inbox on a :class:`Hub`; satisfies :class:`Channel`. A frame is in the other inbox when ``send`` returns.
+
+    Args:
+        hub: whom it can reach.
+        name: its address is ``inproc://name``.
+
+    Raises:
+        ConfigurationError: an open channel has that name.
+    """
+
+    def __init__(self, hub: Hub, name: str) -> None:
+        self._hub = hub
+        self._address = f"inproc://{name}"
+        self._frames = 0
+        self._inbox: deque[Arrived | Closed | Opened] = deque()
+        self._woken = False
+        self._closed = False
+        self._changed = threading.Condition(hub._lock)
+        with hub._lock:
+            if self._address in hub._open:
+                raise ConfigurationError(f"channel {self._address}: the address is in use")
+            hub._open[self._address] = self
+            self._announce(Opened(self._address))
+
+    @property
+    def address(self) -> str:
+        """Where others on the hub reach this inbox."""
+        return self._address
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Put a frame into the other inbox. False: no open inbox has that address, or it is full.
+
+        Raises:
+            ConfigurationError: the frame is larger than MAX_FRAME.
+        """
+        check_frame(address, frame)
+        with self._hub._lock:
+            if self._closed:
+                return False
+            other = self._hub._open.get(address)
+            watchers = self._hub._watchers.setdefault(address, {})
+            if self not in watchers:
+                watchers[self] = None
+                if other is not None:
+                    self._put(Opened(address))
+            if other is None or other._frames >= self._hub.high_water:
+                return False
+            other._frames += 1
+            other._put(Arrived(bytes(frame)))
+            return True
+
+    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+        """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._woken or self._closed, timeout_s)
+            self._woken = False
+            came = tuple(self._inbox)
+            self._inbox.clear()
+            self._frames = 0
+            return came
+
+    def wake(self) -> None:
+        """Make a waiting ``poll`` return; from any thread."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def forget(self, address: str) -> None:
+        """Hear no more of that address until something is sent there again."""
+        with self._hub._lock:
+            watchers = self._hub._watchers.get(address, {})
+            watchers.pop(self, None)
+            if not watchers:
+                self._hub._watchers.pop(address, None)
+
+    def close(self) -> None:
+        """Stop; nothing is received or sent afterwards."""
+        with self._hub._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._inbox.clear()
+            for address in [a for a, watchers in self._hub._watchers.items() if self in watchers]:
+                self.forget(address)
+            del self._hub._open[self._address]
+            self._announce(Closed(self._address))
+            self._changed.notify_all()
+
+    def _put(self, event: Arrived | Closed | Opened) -> None:
+        self._inbox.append(event)
+        self._changed.notify_all()
+
+    def _announce(self, event: Closed | Opened) -> None:
+        for watcher in self._hub._watchers.get(self._address, {}):
+            watcher._put(event)

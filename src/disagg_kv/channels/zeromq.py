@@ -1,0 +1,265 @@
+"""Channels over ZeroMQ: loopback TCP and Unix-domain sockets, between the processes of one host."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import Enum
+from math import ceil
+from pathlib import Path
+
+import zmq
+from attrs import define
+from zmq.utils.monitor import recv_monitor_message
+
+from ..errors import ConfigurationError
+from .base import MAX_FRAME, Arrived, Closed, Opened, check_frame
+
+_HARD_LIMIT = 2 * MAX_FRAME
+"""A larger message is not even read: ZeroMQ cuts its connection. Smaller ones that are still too large are counted."""
+_RECONNECT_MS = (50, 1000)
+_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+
+class _State(Enum):
+    NEW = "new"
+    OPEN = "open"
+    LOST = "lost"
+
+
+@define(eq=False)
+class _Link:
+    """The way to one address. NEW: frames wait for the connection; LOST: they are dropped until it is back."""
+
+    push: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    state: _State
+
+
+class ZmqChannel:
+    """A PULL socket as inbox and a PUSH socket per destination; satisfies :class:`Channel`.
+
+    The first frames to an address are kept until its connection stands. When a connection breaks, what was queued
+    for it is thrown away, so that a process that comes back under the old address gets no old frames; the connection
+    is tried again after 50 ms, then ever more slowly, up to 1 s.
+
+    Frames are not encrypted, so only addresses that do not leave the host are allowed. An ``ipc`` socket's file can be
+    used by its owner alone and goes away at ``close``.
+
+    Args:
+        bind: ``tcp://127.0.0.1:0`` (0: any free port; ``address`` tells), ``tcp://[::1]:0`` or ``ipc:///path``.
+        linger_s: how long ``close`` waits for frames that are not sent yet.
+        high_water: frames that wait per destination, and per sender in the inbox; more are dropped.
+
+    Raises:
+        ConfigurationError: an address that is not local, in use or cannot be bound.
+    """
+
+    def __init__(self, bind: str = "tcp://127.0.0.1:0", *, linger_s: float = 0.0, high_water: int = 10_000) -> None:
+        reason = _not_local(bind)
+        if reason is not None:
+            raise ConfigurationError(f"channel {bind!r}: {reason}")
+        if linger_s < 0 or high_water < 1:
+            raise ConfigurationError(f"channel {bind!r}: linger_s {linger_s}, high_water {high_water}: out of range")
+        _refuse_in_use(bind)
+        self._linger_ms = ceil(linger_s * 1000)
+        self._high_water = high_water
+        self._links: dict[str, _Link] = {}
+        self._dropped = 0
+        self._closed = False
+        self._file: Path | None = None
+        self._context = zmq.Context()
+        # Three sockets a destination: the default of 1,023 would end at 340 peers.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._pull = self._context.socket(zmq.PULL)
+        self._waker, self._woken = socket.socketpair()
+        self._poller = zmq.Poller()
+        try:
+            self._address = self._listen(bind)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise ConfigurationError(f"channel {bind!r}: cannot be bound: {exc}") from exc
+
+    def _listen(self, bind: str) -> str:
+        self._pull.setsockopt(zmq.LINGER, 0)
+        self._pull.setsockopt(zmq.RCVHWM, self._high_water)
+        self._pull.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT)
+        self._pull.setsockopt(zmq.IPV6, int("[" in bind))
+        self._pull.bind(bind)
+        address = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+        if address.startswith("ipc://"):
+            self._file = Path(address.removeprefix("ipc://"))
+            self._file.chmod(0o600)
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        self._poller.register(self._pull, zmq.POLLIN)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
+        return address
+
+    @property
+    def address(self) -> str:
+        """Where others reach this inbox; with the real port."""
+        return self._address
+
+    @property
+    def dropped(self) -> int:
+        """Incoming messages that were no control frames: larger than MAX_FRAME, or of several parts."""
+        return self._dropped
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Hand a frame over; never blocks. False: dropped, as the queue is full, the connection lost, the address bad.
+
+        Raises:
+            ConfigurationError: the frame is larger than MAX_FRAME.
+        """
+        check_frame(address, frame)
+        if self._closed:
+            return False
+        link = self._links.get(address)
+        if link is None:
+            if _not_local(address) is not None:
+                return False
+            try:
+                link = self._links[address] = self._connect(address, _State.NEW)
+            except zmq.ZMQError:
+                return False
+        if link.state is _State.LOST:
+            return False
+        try:
+            link.push.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+        """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
+
+        Frames come before news of connections: last words are heard before their speaker's end.
+        """
+        if self._closed:
+            return ()
+        ready = dict(self._poller.poll(max(0, ceil(timeout_s * 1000))))
+        if self._woken.fileno() in ready:
+            self._woken.recv(4096)
+        came: list[Arrived | Closed | Opened] = list(self._frames()) if self._pull in ready else []
+        for address, link in list(self._links.items()):
+            if link.monitor in ready:
+                came.extend(self._news(address, link))
+        return came
+
+    def wake(self) -> None:
+        """Make a waiting ``poll`` return; from any thread, also after ``close``."""
+        try:
+            self._waker.send(b"\0")
+        except OSError:
+            # Full: it is awake already. Closed: nobody waits.
+            return
+
+    def forget(self, address: str) -> None:
+        """Drop the connection towards an address that is no longer needed, and what is queued for it."""
+        link = self._links.pop(address, None)
+        if link is not None:
+            self._disconnect(link, 0)
+
+    def close(self) -> None:
+        """Stop; nothing is received or sent afterwards. Takes up to ``linger_s``."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._links.values():
+            self._disconnect(link, self._linger_ms)
+        self._links.clear()
+        if self._file is not None:
+            # First, so that it cannot be the file of somebody who takes the address over.
+            self._file.unlink(missing_ok=True)
+        self._pull.close(0)
+        self._context.term()
+        self._waker.close()
+        self._woken.close()
+
+    def _connect(self, address: str, state: _State) -> _Link:
+        push = self._context.socket(zmq.PUSH)
+        push.setsockopt(zmq.LINGER, 0)
+        push.setsockopt(zmq.SNDHWM, self._high_water)
+        push.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+        push.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+        push.setsockopt(zmq.IPV6, int("[" in address))
+        link = _Link(push, push.get_monitor_socket(_EVENTS), state)
+        self._poller.register(link.monitor, zmq.POLLIN)
+        try:
+            push.connect(address)
+        except zmq.ZMQError:
+            self._disconnect(link, 0)
+            raise
+        return link
+
+    def _disconnect(self, link: _Link, linger_ms: int) -> None:
+        self._poller.unregister(link.monitor)
+        link.push.disable_monitor()
+        link.monitor.close(0)
+        link.push.close(linger_ms)
+
+    def _frames(self) -> Iterator[Arrived]:
+        for _ in range(self._high_water):
+            try:
+                frame = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            parts = 1
+            while self._pull.getsockopt(zmq.RCVMORE):
+                self._pull.recv(zmq.NOBLOCK)
+                parts += 1
+            if parts > 1 or len(frame) > MAX_FRAME:
+                self._dropped += 1
+            else:
+                yield Arrived(frame)
+
+    def _news(self, address: str, link: _Link) -> Iterator[Closed | Opened]:
+        while True:
+            try:
+                event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                link.state = _State.OPEN
+                yield Opened(address)
+            elif link.state is _State.OPEN:
+                # Only closing the socket throws away what it has queued; a new one tries again. Where the process has
+                # no socket left for it, the next frame does.
+                self.forget(address)
+                with suppress(zmq.ZMQError):
+                    self._links[address] = self._connect(address, _State.LOST)
+                yield Closed(address)
+                return
+
+
+def _not_local(address: str) -> str | None:
+    """Why the address is malformed or leaves the host; None: it is fine."""
+    if re.fullmatch(r"ipc://[^@*].*", address):
+        return None
+    tcp = re.fullmatch(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([^:/\[\]]+)):(\d{1,5})", address)
+    if tcp is None or int(tcp[3]) > 65535:
+        return "neither tcp://host:port nor ipc:///path"
+    host = tcp[1] or tcp[2]
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    return None if loopback else "frames are not encrypted, so only loopback and ipc addresses are allowed"
+
+
+def _refuse_in_use(bind: str) -> None:
+    """Raise if something lives at that ``ipc`` path: ZeroMQ would take it away without a word."""
+    if not bind.startswith("ipc://"):
+        return
+    path = Path(bind.removeprefix("ipc://"))
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigurationError(f"channel {bind!r}: the file is there and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            raise ConfigurationError(f"channel {bind!r}: the address is in use")

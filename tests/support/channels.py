@@ -1,0 +1,46 @@
+"""Helpers for tests of channels: waiting for an event, and an inbox in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from disagg_kv.channels import Arrived, Channel, Closed, Opened
+
+_CHILD = """
+import sys
+from disagg_kv.channels import Arrived, ZmqChannel
+channel = ZmqChannel(sys.argv[1])
+print(channel.address, flush=True)
+while True:
+    for event in channel.poll(60):
+        if isinstance(event, Arrived):
+            print(event.frame.decode(), flush=True)
+"""
+
+
+def wait_for(channel: Channel, *wanted: Arrived | Closed | Opened) -> list[Arrived | Closed | Opened]:
+    """Poll until all of ``wanted`` came; everything that came. The test's own timeout bounds it."""
+    came: list[Arrived | Closed | Opened] = []
+    while not all(event in came for event in wanted):
+        came.extend(channel.poll(60))
+    return came
+
+
+@contextmanager
+def child_inbox(bind: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that prints each frame it receives, and its address; killed at the end."""
+    command = [sys.executable, "-c", _CHILD, bind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, read_line(process)
+        finally:
+            process.kill()
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line that the process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")

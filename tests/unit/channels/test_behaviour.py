@@ -1,0 +1,157 @@
+"""What every channel promises, over all implementations."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from disagg_kv.channels import MAX_FRAME, Arrived, Channel, Closed, Hub, InprocChannel, Opened, ZmqChannel
+from disagg_kv.errors import ConfigurationError
+from tests.support.channels import wait_for
+
+HIGH_WATER = 100
+
+
+class Network:
+    """Opens channels of one kind, and closes what is left open."""
+
+    def __init__(self, kind: str, folder: Path, stack: ExitStack) -> None:
+        hub = Hub(HIGH_WATER)
+        self._stack = stack
+        kinds: dict[str, tuple[Callable[[str], Channel], Callable[[str], Channel]]] = {
+            "inproc": (
+                lambda name: InprocChannel(hub, name),
+                lambda address: InprocChannel(hub, address.removeprefix("inproc://")),
+            ),
+            "tcp": (lambda name: ZmqChannel(high_water=HIGH_WATER), ZmqChannel),
+            "ipc": (lambda name: ZmqChannel(f"ipc://{folder}/{name}", high_water=HIGH_WATER), ZmqChannel),
+        }
+        self._open, self._again = kinds[kind]
+
+    def open(self, name: str) -> Channel:
+        """A new inbox."""
+        return self._stack.enter_context(closing(self._open(name)))
+
+    def open_again(self, address: str) -> Channel:
+        """A new inbox at an address that was closed."""
+        return self._stack.enter_context(closing(self._again(address)))
+
+
+@pytest.fixture(params=["inproc", "tcp", "ipc"])
+def network(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Network]:
+    with ExitStack() as stack:
+        yield Network(request.param, tmp_path, stack)
+
+
+def connected(network: Network) -> tuple[Channel, Channel]:
+    """Two channels, the first connected to the second."""
+    left, right = network.open("left"), network.open("right")
+    assert left.send(right.address, b"first")
+    wait_for(left, Opened(right.address))
+    wait_for(right, Arrived(b"first"))
+    return left, right
+
+
+class TestEveryChannel:
+    def test_a_frame_arrives_whole_and_an_answer_comes_back(self, network: Network) -> None:
+        left, right = connected(network)
+        assert right.send(left.address, b"answer")
+        wait_for(left, Arrived(b"answer"))
+
+    @pytest.mark.parametrize("size", [0, 1, MAX_FRAME])
+    def test_frames_of_every_allowed_size_arrive(self, network: Network, size: int) -> None:
+        left, right = connected(network)
+        assert left.send(right.address, b"x" * size)
+        wait_for(right, Arrived(b"x" * size))
+
+    def test_a_larger_frame_is_refused_with_both_sizes(self, network: Network) -> None:
+        left, right = connected(network)
+        with pytest.raises(ConfigurationError, match=f"{MAX_FRAME + 1} bytes .* at most {MAX_FRAME}"):
+            left.send(right.address, b"x" * (MAX_FRAME + 1))
+
+    def test_ten_thousand_frames_arrive_in_order_and_none_is_lost(self, network: Network) -> None:
+        left, right = connected(network)
+        frames = [str(i).encode() for i in range(10_000)]
+        came: list[object] = []
+        for frame in frames:
+            while not left.send(right.address, frame):
+                came.extend(right.poll(0.01))
+        while len(came) < len(frames):
+            came.extend(right.poll(60))
+        assert came == [Arrived(frame) for frame in frames]
+
+    def test_a_sender_is_told_that_a_queue_is_full_and_never_waits(self, network: Network) -> None:
+        """E9: a peer that reads nothing costs a bounded queue."""
+        left, right = connected(network)
+        sent = 0
+        while left.send(right.address, b"x" * MAX_FRAME):
+            sent += 1
+        came: list[object] = []
+        while len(came) < sent:
+            came.extend(right.poll(60))
+        assert came == [Arrived(b"x" * MAX_FRAME)] * sent
+
+    @pytest.mark.parametrize("address", ["", "nowhere", "tcp://", "tcp://127.0.0.1:99999", "ipc:///" + 200 * "x"])
+    def test_a_malformed_address_drops_the_frame(self, network: Network, address: str) -> None:
+        assert not network.open("left").send(address, b"lost")
+
+    def test_an_empty_inbox_returns_nothing(self, network: Network) -> None:
+        channel = network.open("left")
+        assert not channel.poll(0)
+        assert not channel.poll(-0.5)
+
+    def test_wake_ends_a_wait_from_any_thread(self, network: Network) -> None:
+        channel = network.open("left")
+        thread = threading.Thread(target=channel.wake)
+        thread.start()
+        assert not channel.poll(1000)
+        thread.join()
+
+    def test_wake_ends_one_wait_however_often_it_was_called(self, network: Network) -> None:
+        channel = network.open("left")
+        for _ in range(3):
+            channel.wake()
+        assert not channel.poll(1000)
+        assert not channel.poll(0)
+
+    def test_the_end_of_an_inbox_is_reported_and_its_return_too(self, network: Network) -> None:
+        """E10: what was sent in between does not reach the new inbox."""
+        left, right = connected(network)
+        address = right.address
+        right.close()
+        wait_for(left, Closed(address))
+        assert not left.send(address, b"meanwhile")
+        again = network.open_again(address)
+        wait_for(left, Opened(address))
+        assert left.send(address, b"back")
+        assert wait_for(again, Arrived(b"back")) == [Arrived(b"back")]
+
+    def test_a_forgotten_address_makes_no_news_and_can_be_used_again(self, network: Network) -> None:
+        """E6."""
+        left, right = connected(network)
+        other = network.open("other")
+        assert left.send(other.address, b"first")
+        wait_for(left, Opened(other.address))
+        left.forget(right.address)
+        left.forget(right.address)
+        assert left.send(right.address, b"second")
+        assert wait_for(left, Opened(right.address)) == [Opened(right.address)]
+        wait_for(right, Arrived(b"second"))
+        left.forget(right.address)
+        right.close()
+        other.close()
+        assert wait_for(left, Closed(other.address)) == [Closed(other.address)]
+
+    def test_after_close_nothing_moves_and_nothing_breaks(self, network: Network) -> None:
+        left, right = connected(network)
+        right.send(left.address, b"unread")
+        left.close()
+        left.close()
+        left.wake()
+        left.forget(right.address)
+        assert not left.send(right.address, b"late")
+        assert not left.poll(1000)

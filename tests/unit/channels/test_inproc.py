@@ -1,0 +1,41 @@
+"""What only the in-process channel promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.channels import Arrived, Hub, InprocChannel, Opened
+from disagg_kv.errors import ConfigurationError
+
+
+def test_a_name_is_used_once_at_a_time() -> None:
+    hub = Hub()
+    first = InprocChannel(hub, "one")
+    with pytest.raises(ConfigurationError, match="inproc://one"):
+        InprocChannel(hub, "one")
+    first.close()
+    InprocChannel(hub, "one").close()
+
+
+def test_a_hub_holds_at_least_one_frame() -> None:
+    with pytest.raises(ConfigurationError, match="0 frames"):
+        Hub(0)
+
+
+def test_a_frame_is_there_when_send_returns() -> None:
+    hub = Hub()
+    left, right = InprocChannel(hub, "left"), InprocChannel(hub, "right")
+    assert left.send(right.address, b"frame")
+    assert right.poll(0) == (Arrived(b"frame"),)
+    assert left.poll(0) == (Opened(right.address),)
+
+
+def test_two_watchers_of_one_address_are_told_apart() -> None:
+    hub = Hub()
+    left, other = InprocChannel(hub, "left"), InprocChannel(hub, "other")
+    assert not left.send("inproc://right", b"early")
+    assert not other.send("inproc://right", b"early")
+    left.forget("inproc://right")
+    InprocChannel(hub, "right")
+    assert left.poll(0) == ()
+    assert other.poll(0) == (Opened("inproc://right"),)

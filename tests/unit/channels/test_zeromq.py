@@ -1,0 +1,198 @@
+"""What only the ZeroMQ channel promises."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+
+from disagg_kv.channels import MAX_FRAME, Arrived, Closed, Opened, ZmqChannel
+from disagg_kv.errors import ConfigurationError
+from tests.support.channels import child_inbox, read_line, wait_for
+
+
+@pytest.fixture
+def channel() -> Iterator[ZmqChannel]:
+    with closing(ZmqChannel()) as channel:
+        yield channel
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def bind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path}/inbox"
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class TestAnotherProcess:
+    def test_frames_cross_to_another_process(self, channel: ZmqChannel, bind: str) -> None:
+        with child_inbox(bind) as (child, address):
+            assert channel.send(address, b"hello")
+            assert read_line(child) == "hello"
+
+    def test_the_death_of_a_process_is_reported(self, channel: ZmqChannel, bind: str) -> None:
+        """E6, E10: killed, not closed; and the process that takes over the address is found."""
+        with child_inbox(bind) as (child, address):
+            assert channel.send(address, b"hello")
+            wait_for(channel, Opened(address))
+            child.kill()
+            wait_for(channel, Closed(address))
+        with child_inbox(address) as (child, same):
+            assert same == address
+            wait_for(channel, Opened(address))
+            assert channel.send(address, b"welcome back")
+            assert read_line(child) == "welcome back"
+
+    def test_frames_are_kept_until_an_address_opens_for_the_first_time(self, channel: ZmqChannel) -> None:
+        address = f"tcp://127.0.0.1:{unused_port()}"
+        assert channel.send(address, b"early")
+        with closing(ZmqChannel(address)) as late:
+            assert wait_for(late, Arrived(b"early")) == [Arrived(b"early")]
+
+    def test_close_waits_for_unsent_frames_where_asked_to(self, channel: ZmqChannel) -> None:
+        with closing(ZmqChannel(linger_s=30)) as leaving:
+            assert leaving.send(channel.address, b"last words")
+        wait_for(channel, Arrived(b"last words"))
+
+
+class TestStrangers:
+    @pytest.fixture
+    def stranger(self, channel: ZmqChannel) -> Iterator[zmq.Socket[bytes]]:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+            push.setsockopt(zmq.LINGER, 0)
+            push.connect(channel.address)
+            yield push
+
+    def test_what_is_no_control_frame_is_dropped_and_counted(
+        self, channel: ZmqChannel, stranger: zmq.Socket[bytes]
+    ) -> None:
+        """E13."""
+        stranger.send(b"x" * (MAX_FRAME + 1))
+        stranger.send_multipart([b"two", b"parts"])
+        stranger.send(b"fine")
+        assert wait_for(channel, Arrived(b"fine")) == [Arrived(b"fine")]
+        assert channel.dropped == 2
+
+    def test_a_huge_message_is_cut_off_and_others_are_still_heard(
+        self, channel: ZmqChannel, stranger: zmq.Socket[bytes]
+    ) -> None:
+        """E13."""
+        stranger.send(b"x" * (2 * MAX_FRAME + 1))
+        with closing(ZmqChannel()) as friend:
+            assert friend.send(channel.address, b"fine")
+            assert wait_for(channel, Arrived(b"fine")) == [Arrived(b"fine")]
+        assert channel.dropped == 0
+
+    def test_a_listener_that_does_not_speak_the_protocol_makes_no_news(self, channel: ZmqChannel) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            assert channel.send(address, b"hello")
+            for _ in range(2):
+                server.accept()[0].close()
+                assert not channel.poll(60)
+
+
+class TestAddresses:
+    def test_any_free_port_becomes_the_real_one(self, channel: ZmqChannel) -> None:
+        port = int(channel.address.removeprefix("tcp://127.0.0.1:"))
+        assert 0 < port < 65536
+
+    def test_localhost_and_ipv6_loopback_are_local(self) -> None:
+        with closing(ZmqChannel("tcp://localhost:0")) as named, closing(ZmqChannel("tcp://[::1]:0")) as six:
+            assert named.send(six.address, b"hello")
+            wait_for(six, Arrived(b"hello"))
+
+    @pytest.mark.parametrize(
+        "bind", ["tcp://0.0.0.0:0", "tcp://10.0.0.1:0", "tcp://*:0", "tcp://[::]:0", "tcp://eth0:0"]
+    )
+    def test_frames_are_not_encrypted_so_they_do_not_leave_the_host(self, channel: ZmqChannel, bind: str) -> None:
+        """E13."""
+        with pytest.raises(ConfigurationError, match="only loopback and ipc"):
+            ZmqChannel(bind)
+        assert not channel.send(bind, b"lost")
+
+    @pytest.mark.parametrize(
+        "bind",
+        [
+            "",
+            "nowhere",
+            "udp://127.0.0.1:0",
+            "tcp://127.0.0.1:99999",
+            "ipc://",
+            "ipc://*",
+            "ipc://@abstract",
+            "tcp://[::1]",
+        ],
+    )
+    def test_what_is_no_address_is_refused(self, bind: str) -> None:
+        with pytest.raises(ConfigurationError, match="neither tcp"):
+            ZmqChannel(bind)
+
+    @pytest.mark.parametrize("bind", ["ipc:///nowhere/at/all", "ipc:///" + 200 * "x"])
+    def test_an_address_that_cannot_be_bound_is_refused(self, bind: str) -> None:
+        with pytest.raises(ConfigurationError, match="cannot be bound"):
+            ZmqChannel(bind)
+
+    def test_an_address_in_use_is_refused(self, bind: str) -> None:
+        with closing(ZmqChannel(bind)) as first:
+            with pytest.raises(ConfigurationError, match="in use"):
+                ZmqChannel(first.address)
+            with closing(ZmqChannel()) as other:
+                assert other.send(first.address, b"still here")
+                wait_for(first, Arrived(b"still here"))
+
+    def test_options_out_of_range_are_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="linger_s -1"):
+            ZmqChannel(linger_s=-1.0)
+        with pytest.raises(ConfigurationError, match="high_water 0"):
+            ZmqChannel(high_water=0)
+
+
+class TestNothingIsLeftBehind:
+    def test_a_socket_file_is_its_owners_alone_and_goes_away(self, tmp_path: Path) -> None:
+        path = tmp_path / "inbox"
+        channel = ZmqChannel(f"ipc://{path}")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        channel.close()
+        assert not path.exists()
+
+    def test_the_socket_file_of_a_killed_process_is_replaced(self, tmp_path: Path) -> None:
+        path = tmp_path / "inbox"
+        with child_inbox(f"ipc://{path}") as (child, _):
+            child.kill()
+        assert path.exists()
+        ZmqChannel(f"ipc://{path}").close()
+        assert not path.exists()
+
+    def test_a_file_that_is_no_socket_is_left_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "precious"
+        path.write_text("data")
+        with pytest.raises(ConfigurationError, match="no socket"):
+            ZmqChannel(f"ipc://{path}")
+        assert path.read_text() == "data"
+
+    def test_close_ends_every_thread_and_file(self, bind: str) -> None:
+        def open_now() -> tuple[int, int]:
+            gc.collect()
+            return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+        before = open_now()
+        with closing(ZmqChannel(bind)) as left, closing(ZmqChannel()) as right:
+            assert left.send(right.address, b"there")
+            wait_for(right, Arrived(b"there"))
+            assert right.send(left.address, b"and back")
+            wait_for(left, Arrived(b"and back"))
+            assert left.send(f"tcp://127.0.0.1:{unused_port()}", b"nobody")
+        assert open_now() == before
