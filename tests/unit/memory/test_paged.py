@@ -194,7 +194,7 @@ def test_what_is_not_moved_yet_is_refused_by_name(fused: bool) -> None:
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    wrong = cast(Layout, "DHN")
+    wrong = cast("Layout", "DHN")
     with pytest.raises(GeometryError, match="'DHN'; known: HND, NHD"):
         PagedPool.allocate(GQA, shard(GQA), pages=1, page_size=1, layout=wrong)
     with pytest.raises(GeometryError, match="'DHN'; known: HND, NHD"):
