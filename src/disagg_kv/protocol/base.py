@@ -1,0 +1,245 @@
+"""What goes into the machines besides frames, and what comes out of them. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+from attrs import frozen
+
+from ..ids import Epoch, Generation, Rank, RoomId
+from ..planning import Intake, Segment
+from ..staging import Lease
+from .frames import Frame, WireTable
+
+
+class Phase(IntEnum):
+    """How far a room is, as its engine sees it. Outcome only: whose the pages are says ``released``."""
+
+    FAILED = 0
+    CONNECTING = 1
+    READY = 2
+    MOVING = 3
+    DONE = 4
+
+
+@frozen
+class Options:
+    """Times and bounds of the protocol, all in seconds or counts.
+
+    Args:
+        silence_s: no frame from a peer for so long: it is lost.
+        total_s: a room that has not ended by then fails.
+        heartbeat_s: how often a peer hears from us at least.
+        missed: heartbeats missed after which a peer gets no new grants.
+        closed_s: how long a broken connection may take to come back.
+        retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
+        window: segments of one room that may be between request and acknowledgement towards one destination.
+        tombstones: ended rooms that are remembered, per peer epoch.
+        parked: ``Expect`` frames that may wait for the engine to open their room.
+    """
+
+    silence_s: float = 30.0
+    total_s: float = 300.0
+    heartbeat_s: float = 1.0
+    missed: int = 3
+    closed_s: float = 3.0
+    retry_s: float = 0.2
+    retry_most_s: float = 2.0
+    window: int = 16
+    tombstones: int = 4096
+    parked: int = 4096
+
+
+@frozen
+class Awaited:
+    """Decode's engine said which rows it needs, and where they go.
+
+    Args:
+        start: first row.
+        stop: one past the last row; None: prefill's, if it is not above ``most``.
+        most: rows for which there are pages.
+        paths: names of the paths that decode allows.
+        tables: the pages, where a path exposes them to the peer's writes; None: they are not exposed.
+        tag: must equal prefill's, if both have one.
+    """
+
+    start: int
+    stop: int | None
+    most: int
+    paths: tuple[str, ...]
+    tables: tuple[WireTable, ...] | None
+    tag: bytes
+
+
+@frozen
+class Introduced:
+    """All prefill ranks are known; ``intake`` says what comes from each."""
+
+    writers: tuple[Epoch, ...]
+    intake: Intake
+
+
+@frozen
+class Leased:
+    """The ring granted a segment's lease."""
+
+    segment: Segment
+    lease: Lease
+
+
+@frozen
+class Scattered:
+    """A scatter ended; ``error`` None: the bytes are in the pages."""
+
+    segment: Segment
+    error: Exception | None = None
+
+
+@frozen
+class Decided:
+    """The ranks of our own instance agree."""
+
+    ok: bool
+    reason: str
+
+
+@frozen
+class Lost:
+    """A peer is gone, silent or refused; no evidence of anything."""
+
+    peer: Epoch
+    error: Exception
+
+
+@frozen
+class Gone:
+    """Evidence: the peer's process has ended and its last writes have landed, or it is fenced."""
+
+    peer: Epoch
+
+
+@frozen
+class Cancel:
+    """Our engine, or our own failure, ends the room."""
+
+    error: Exception
+
+
+@frozen
+class Tick:
+    """Time has passed."""
+
+
+@frozen
+class Offered:
+    """Prefill has new rows, pages or their readiness: look again what can move."""
+
+
+@frozen
+class Finished:
+    """Prefill's engine has nothing to add: the room's rows end at ``stop``."""
+
+    stop: int
+    aux: bytes | None
+    tag: bytes
+
+
+@frozen
+class Wrote:
+    """A segment's write is complete: its bytes are visible at the target."""
+
+    segment: Segment
+
+
+@frozen
+class WriteFailed:
+    """A segment's gather or write failed; ``quiesced`` False: it may still read or write."""
+
+    segment: Segment
+    error: Exception
+    quiesced: bool
+
+
+@frozen
+class Quiet:
+    """Evidence that a failed write neither reads nor writes any more."""
+
+    segment: Segment
+
+
+@frozen
+class Send:
+    """Hand this frame to the channel."""
+
+    to: Epoch
+    frame: Frame
+
+
+@frozen
+class Reserve:
+    """Ask the ring for a segment's lease on behalf of a peer (again: ``ready`` may have become true)."""
+
+    peer: Epoch
+    segment: Segment
+    nbytes: int
+    ready: bool
+
+
+@frozen
+class Free:
+    """Nobody writes to the segment's lease any more: give it back, or leave the queue."""
+
+    segment: Segment
+
+
+@frozen
+class Quarantine:
+    """The segment's lease waits for evidence."""
+
+    segment: Segment
+
+
+@frozen
+class Scatter:
+    """Move these writers' parts (rank -> byte in the ring) of a segment into pages."""
+
+    segment: Segment
+    parts: Mapping[Rank, int]
+
+
+@frozen
+class Store:
+    """Put aux data where decode's engine wants them."""
+
+    data: bytes
+
+
+@frozen
+class Vote:
+    """Tell the ranks of our own instance how the room ends here."""
+
+    ok: bool
+    reason: str
+
+
+@frozen
+class Transfer:
+    """Move our part of a segment to a peer: into its ring at ``offset``, or (None) into its pages."""
+
+    to: Epoch
+    segment: Segment
+    offset: int | None
+    nbytes: int
+    lease: int | None
+
+
+Effect = Send | Reserve | Free | Quarantine | Scatter | Store | Vote | Transfer
+
+
+@frozen
+class RoomKey:
+    """One life of a room, as one decode endpoint numbers it."""
+
+    room: RoomId
+    generation: Generation

@@ -1,0 +1,294 @@
+"""The control frames, exactly as they cross the wire: MessagePack arrays, one type each, schema-checked on arrival.
+
+Every frame names its sender's and its receiver's epoch (``src``, ``dst``); frames about a room name the room and its
+generation too. What does not match is counted and dropped by the receiver, never acted upon.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, TypedDict
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..errors import RemoteProtocolError
+from ..ids import RoomId
+
+VERSION = 1
+"""Of the protocol; two sides with different versions refuse each other at ``Hello``."""
+
+MAX_AUX = 64 * 1024
+"""Bytes of aux data that ride in ``Done``."""
+
+U = Annotated[int, Meta(ge=0, le=2**62)]
+EpochBytes = Annotated[bytes, Meta(min_length=16, max_length=16)]
+MaybeEpoch = Annotated[bytes, Meta(max_length=16)]
+RoomBytes = Annotated[bytes, Meta(min_length=1, max_length=64)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+Box = tuple[U, U, U, U]
+"""A segment: start, stop, first, last."""
+
+
+class WireHolding(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A :class:`~disagg_kv.geometry.Holding`."""
+
+    component: Name
+    layers: tuple[U, ...]
+    start: U
+    stop: U
+    ways: U
+    index: U
+    granule: U
+
+
+class WireComponent(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A :class:`~disagg_kv.geometry.Component`."""
+
+    name: Name
+    dtype: Name
+    units: U
+    unit_bytes: U
+    tokens_per_row: U
+    rows: U
+    window: U | None
+    tile_rows: U
+    format: Name
+
+
+class WireSpec(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A :class:`~disagg_kv.geometry.CacheSpec`; layers with equal components share an entry of ``kinds``."""
+
+    model: Annotated[bytes, Meta(max_length=4096)]
+    kinds: tuple[tuple[WireComponent, ...], ...]
+    layers: tuple[tuple[U, U], ...]
+
+
+class WireSite(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A :class:`~disagg_kv.geometry.Site` without its spec."""
+
+    groups: tuple[tuple[Name, U, U, U | None], ...]
+    planes: tuple[tuple[U, Name, Name, U, U, U, U, U], ...]
+    buffers: tuple[U, ...]
+
+
+class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A :class:`~disagg_kv.geometry.PageTable`; ``pages`` are little-endian int32."""
+
+    group: Name
+    first: U
+    pages: bytes
+
+
+class Frame(Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all frames have."""
+
+    src: EpochBytes
+    dst: MaybeEpoch
+
+
+class RoomFrame(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all frames about a room have."""
+
+    room: RoomBytes
+    generation: U
+
+
+class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=0):
+    """Who I am; sent until the other side's ``Hello`` names my epoch, and whenever an epoch does not match."""
+
+    version: U
+    address: Name
+    role: Name
+    instance: Name
+    rank: U
+    host: Name
+    pid: U
+    started: U
+    spec: WireSpec
+    shards: tuple[tuple[WireHolding, ...], ...]
+    site: WireSite
+    regions: tuple[U, ...]
+    transport: Name
+    descriptor: bytes
+    paths: tuple[tuple[Name, U], ...]
+    slot_bytes: U
+    ring_region: U
+    ring_bytes: U
+    lease_bytes: U
+
+
+class Refused(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=1):
+    """We cannot work together: my address, the field that differs, the receiver's value and mine."""
+
+    address: Name
+    field: Text
+    ours: Text
+    theirs: Text
+
+
+class Heartbeat(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=2):
+    """I am alive; every second."""
+
+
+class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=3):
+    """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited.
+
+    ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows.
+    """
+
+    start: U
+    stop: U | None
+    paths: tuple[Name, ...]
+    tables: tuple[WireTable, ...] | None
+    tag: Annotated[bytes, Meta(max_length=256)]
+
+
+class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):
+    """Answer to ``Expect``; ``parked``: the engine has not opened the room yet."""
+
+    parked: bool
+
+
+class StagingRequest(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=5):
+    """Prefill -> decode: I want to send my part of this segment; ``ready``: its data are computed."""
+
+    segment: Box
+    ready: bool
+
+
+class Queued(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=6):
+    """Answer to ``StagingRequest``: wait, a grant follows."""
+
+    segment: Box
+
+
+class Grant(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=7):
+    """Answer to ``StagingRequest``: you may write ``nbytes`` at ``offset`` of the ring, under lease ``lease``."""
+
+    segment: Box
+    lease: U
+    offset: U
+    nbytes: U
+
+
+class Landed(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=8):
+    """The segment has your part already: answer to a late ``StagingRequest`` and acknowledgement of ``ChunkReady``."""
+
+    segment: Box
+
+
+class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=9):
+    """Prefill -> decode, after the write's completion: my part is there; ``lease`` is None for exposed pages."""
+
+    segment: Box
+    lease: U | None
+
+
+class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=10):
+    """Prefill -> decode: all my segments up to row ``stop`` are acknowledged; ``aux`` where this rank has any."""
+
+    stop: U
+    aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
+    tag: Annotated[bytes, Meta(max_length=256)]
+
+
+class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):
+    """Answer to ``Done``: every rank of the decode instance has everything."""
+
+
+class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=12):
+    """Either way: the room has failed. Decode repeats it until ``Drained``, prefill until ``AbortAck``."""
+
+    reason: Text
+
+
+class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=13):
+    """Decode -> prefill: the abort is known."""
+
+
+class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=14):
+    """Prefill -> decode: every write of this room is quiet and none follows; repeated until ``DrainedAck``."""
+
+    reason: Text
+
+
+class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=15):
+    """Decode -> prefill: the evidence has arrived."""
+
+
+class Ballot(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):
+    """Rank -> rank 0 of its own instance: my outcome (None: the room is open); repeated until ``Verdict``."""
+
+    ok: bool | None
+    reason: Text
+
+
+class Verdict(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):
+    """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the ballot is known, the outcome is not."""
+
+    ok: bool | None
+    reason: Text
+
+
+AnyFrame = (
+    Hello
+    | Refused
+    | Heartbeat
+    | Expect
+    | Expected
+    | StagingRequest
+    | Queued
+    | Grant
+    | Landed
+    | ChunkReady
+    | Done
+    | Complete
+    | Abort
+    | AbortAck
+    | Drained
+    | DrainedAck
+    | Ballot
+    | Verdict
+)
+
+
+class Head(TypedDict):
+    """The fields that every frame about a room begins with."""
+
+    src: bytes
+    dst: bytes
+    room: bytes
+    generation: int
+
+
+class Codec:
+    """Turns frames into bytes and checked bytes into frames."""
+
+    MAX_BYTES: ClassVar[int] = 1 << 20
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
+
+    def encode(self, frame: Frame) -> bytes:
+        """The frame's bytes."""
+        return self._encoder.encode(frame)
+
+    def decode(self, data: bytes) -> AnyFrame:
+        """The frame in ``data``.
+
+        Raises:
+            RemoteProtocolError: anything but one whole, valid frame of at most 1 MiB.
+        """
+        if len(data) > self.MAX_BYTES:
+            raise RemoteProtocolError(f"a frame of {len(data)} bytes; at most {self.MAX_BYTES} are allowed")
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as exc:
+            raise RemoteProtocolError(f"not a frame of version {VERSION}: {exc}") from exc
+
+
+def room_of(frame: RoomFrame) -> RoomId:
+    """The room a frame is about."""
+    return RoomId(frame.room)

@@ -1,0 +1,58 @@
+"""What both state machines share: look the event up in the table, act, and check where that led."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from ..errors import DisaggKVError, LocalProtocolError
+from ..planning import Segment
+from .base import Effect
+from .tables import Table
+
+S = TypeVar("S", bound=Enum)
+
+
+class Machine(Generic[S]):
+    """A state, a table and the effects of the event in hand."""
+
+    def __init__(self, table: Table, state: S) -> None:
+        self._table = table
+        self.state = state
+        self.now = 0.0
+        self.ignored = 0
+        self._out: list[Effect] = []
+
+    def handle(self, event: object, now: float) -> list[Effect]:
+        """Take one event in; what has to be done comes out, in order.
+
+        Raises:
+            LocalProtocolError: the event cannot happen in this state, which is a bug of ours.
+        """
+        cell = self._table.get((self.state, type(event)))
+        if cell is None:
+            raise LocalProtocolError(f"{type(event).__name__} in state {self.state.value}")
+        self.now = now
+        if cell.action == "ignore":
+            self.ignored += 1
+            return []
+        action: Callable[[Any], None] = getattr(self, f"_on_{cell.action}")
+        action(event)
+        assert self.state in cell.leads_to, (cell.action, self.state)
+        out, self._out = self._out, []
+        return out
+
+
+def overlap(a: Segment, b: Segment) -> bool:
+    """True if the two rectangles share a cell."""
+    return a.start < b.stop and b.start < a.stop and a.first < b.last and b.first < a.last
+
+
+def ours(error: Exception, where: str) -> DisaggKVError:
+    """Our own error, whatever came: a foreign one becomes its cause."""
+    if isinstance(error, DisaggKVError):
+        return error
+    wrapped = DisaggKVError(f"{where}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

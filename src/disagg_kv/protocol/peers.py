@@ -1,0 +1,307 @@
+"""Which endpoints we know, in which life, and whether they are still there. Sans IO.
+
+An endpoint's life is its epoch. ``Hello`` is repeated towards an address until the endpoint there answers with one that
+names our epoch. Whatever arrives for another life of ours, or from a life we do not know, is counted, dropped and
+answered with ``Hello``, at most once a second and address. A life that is lost stays lost when another life takes its
+address, but one that was only silent may be heard again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from attrs import define, frozen
+
+from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError
+from ..ids import Epoch
+from .base import Lost, Options
+from .frames import VERSION, Frame, Heartbeat, Hello, Refused
+
+
+@frozen
+class SendTo:
+    """Hand this frame to the channel; the receiver's life may not be known yet."""
+
+    address: str
+    frame: Frame
+
+
+@frozen
+class Up:
+    """An endpoint is there, and both sides can work together."""
+
+    hello: Hello
+
+    @property
+    def epoch(self) -> Epoch:
+        """Its life."""
+        return Epoch(self.hello.src)
+
+
+@frozen
+class Unreachable:
+    """Nobody that we can work with answers at this address."""
+
+    address: str
+    error: DisaggKVError
+
+
+@frozen
+class Forget:
+    """Nobody has been heard at this address for so long that it is dropped."""
+
+    address: str
+
+
+PeerEffect = SendTo | Up | Lost | Unreachable | Forget
+
+
+@define
+class _Peer:
+    hello: Hello
+    heard: float
+    closed: float | None = None
+    lost: bool = False
+
+
+FORGET_AFTER = 20
+"""A lost peer is forgotten after so many times the silence that made it lost."""
+
+
+@define
+class _Dial:
+    since: float
+    next_at: float
+    pause: float
+
+
+class PeerTable:
+    """Everyone we talk to.
+
+    Args:
+        epoch: our life.
+        address: our channel's address.
+        hello: makes our ``Hello`` towards a life (empty: not known).
+        admit: raises IncompatiblePeerError or RemoteProtocolError if we cannot work with whom a ``Hello`` is from.
+        options: times.
+    """
+
+    MAX_RETIRED = 4096
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        address: str,
+        hello: Callable[[bytes], Hello],
+        admit: Callable[[Hello], None],
+        options: Options,
+    ) -> None:
+        self._epoch = epoch
+        self._address = address
+        self._hello = hello
+        self._admit = admit
+        self._options = options
+        self._peers: dict[Epoch, _Peer] = {}
+        self._at: dict[str, Epoch] = {}
+        self._dials: dict[str, _Dial] = {}
+        self._retired: OrderedDict[Epoch, None] = OrderedDict()
+        self._answered: OrderedDict[str, float] = OrderedDict()
+        self._beat_at = 0.0
+        self.dropped = 0
+
+    def dial(self, address: str, now: float) -> list[PeerEffect]:
+        """Want to know who is at an address; harmless if we do already."""
+        if address in self._dials or self.at(address) is not None:
+            return []
+        self._dials[address] = _Dial(now, now + self._options.retry_s, self._options.retry_s)
+        return [SendTo(address, self._hello(b""))]
+
+    def at(self, address: str) -> Epoch | None:
+        """The life at an address, unless it is lost."""
+        epoch = self._at.get(address)
+        return None if epoch is None or self._peers[epoch].lost else epoch
+
+    def hello(self, epoch: Epoch) -> Hello:
+        """What a peer said of itself."""
+        return self._peers[epoch].hello
+
+    def address(self, epoch: Epoch) -> str | None:
+        """Where a life is or was; None: never heard of it."""
+        peer = self._peers.get(epoch)
+        return None if peer is None else peer.hello.address
+
+    def lively(self, epoch: Epoch, now: float) -> bool:
+        """False: the peer has missed heartbeats and should get nothing new."""
+        peer = self._peers.get(epoch)
+        return (
+            peer is not None and not peer.lost and now - peer.heard <= self._options.missed * self._options.heartbeat_s
+        )
+
+    def silent_for(self, epoch: Epoch, now: float) -> float:
+        """Seconds since the peer was last heard; infinite if it never was."""
+        peer = self._peers.get(epoch)
+        return float("inf") if peer is None else now - peer.heard
+
+    def epochs(self) -> tuple[Epoch, ...]:
+        """Every life that is not lost."""
+        return tuple(e for e, p in self._peers.items() if not p.lost)
+
+    def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
+        """Somebody introduces itself."""
+        epoch = Epoch(hello.src)
+        if epoch == self._epoch or epoch in self._retired:
+            self.dropped += 1
+            return []
+        try:
+            if hello.version != VERSION:
+                raise IncompatiblePeerError("version", VERSION, hello.version)
+            self._admit(hello)
+        except IncompatiblePeerError as exc:
+            return self._refuse(hello, exc, now)
+        except RemoteProtocolError as exc:
+            return self._refuse(hello, IncompatiblePeerError("hello", "valid", str(exc)), now)
+        out: list[PeerEffect] = []
+        known = self._peers.get(epoch)
+        if known is None:
+            out += self._replace(hello.address, epoch)
+            self._peers[epoch] = _Peer(hello, now)
+            self._at[hello.address] = epoch
+            out.append(Up(hello))
+        else:
+            known.hello, known.heard = hello, now
+            if known.lost:
+                known.lost, known.closed = False, None
+                out.append(Up(hello))
+        if hello.dst == self._epoch:
+            self._dials.pop(hello.address, None)
+        else:
+            out.append(SendTo(hello.address, self._hello(hello.src)))
+        return out
+
+    def _replace(self, address: str, epoch: Epoch) -> list[PeerEffect]:
+        """A new life at a known address retires the old one; that is no evidence that its process has ended."""
+        old = self._at.get(address)
+        if old is None or old == epoch:
+            return []
+        was_lost = self._peers[old].lost
+        self._retire(old)
+        if was_lost:
+            return []
+        return [Lost(old, PeerLostError(f"peer {old.hex()[:8]} at {address}: another life has taken its address"))]
+
+    def _retire(self, epoch: Epoch) -> None:
+        del self._peers[epoch]
+        self._retired[epoch] = None
+        while len(self._retired) > self.MAX_RETIRED:
+            self._retired.popitem(last=False)
+
+    def _refuse(self, hello: Hello, exc: IncompatiblePeerError, now: float) -> list[PeerEffect]:
+        self.dropped += 1
+        refused = Refused(
+            src=self._epoch,
+            dst=hello.src,
+            address=self._address,
+            field=exc.field[:1000],
+            ours=str(exc.theirs)[:1000],
+            theirs=str(exc.ours)[:1000],
+        )
+        out: list[PeerEffect] = [SendTo(hello.address, refused)] if self._may_answer(hello.address, now) else []
+        if self._dials.pop(hello.address, None) is not None:
+            out.append(Unreachable(hello.address, exc))
+        return out
+
+    def on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
+        """Somebody that we dialled cannot work with us. Its own ``Hello`` may say so first; then this is late."""
+        if refused.dst != self._epoch:
+            self.dropped += 1
+            return []
+        error = IncompatiblePeerError(refused.field, refused.ours, refused.theirs)
+        if self._dials.pop(refused.address, None) is None:
+            return []
+        return [Unreachable(refused.address, error)]
+
+    def on_frame(self, frame: Frame, now: float) -> tuple[bool, list[PeerEffect]]:
+        """Any other frame: is it from a life we know, to this life of ours?"""
+        epoch = Epoch(frame.src)
+        peer = self._peers.get(epoch)
+        if peer is None or frame.dst != self._epoch:
+            self.dropped += 1
+            if peer is not None and self._may_answer(peer.hello.address, now):
+                return False, [SendTo(peer.hello.address, self._hello(frame.src))]
+            return False, []
+        peer.heard = now
+        if not peer.lost:
+            return True, []
+        peer.lost, peer.closed = False, None
+        return True, [Up(peer.hello)]
+
+    def _may_answer(self, address: str, now: float) -> bool:
+        """At most one unasked ``Hello`` or ``Refused`` a second and address."""
+        if now - self._answered.get(address, -1.0) < 1.0:
+            return False
+        self._answered[address] = now
+        self._answered.move_to_end(address)
+        while len(self._answered) > self.MAX_RETIRED:
+            self._answered.popitem(last=False)
+        return True
+
+    def on_closed(self, address: str, now: float) -> None:
+        """The connection towards an address broke."""
+        epoch = self._at.get(address)
+        if epoch is not None and self._peers[epoch].closed is None:
+            self._peers[epoch].closed = now
+
+    def on_opened(self, address: str) -> None:
+        """It is back."""
+        epoch = self._at.get(address)
+        if epoch is not None:
+            self._peers[epoch].closed = None
+
+    def lose(self, epoch: Epoch, error: DisaggKVError) -> list[PeerEffect]:
+        """A transport's report, or an observed exit."""
+        peer = self._peers.get(epoch)
+        if peer is None or peer.lost:
+            return []
+        peer.lost = True
+        return [Lost(epoch, error)]
+
+    def tick(self, now: float) -> list[PeerEffect]:
+        """Dial again, beat, and notice who is silent."""
+        o = self._options
+        out: list[PeerEffect] = []
+        for address, dial in list(self._dials.items()):
+            if now - dial.since >= o.silence_s:
+                del self._dials[address]
+                out.append(
+                    Unreachable(address, PeerLostError(f"nobody answered at {address} within {o.silence_s:g} s"))
+                )
+            elif now >= dial.next_at:
+                dial.pause = min(2 * dial.pause, o.retry_most_s)
+                dial.next_at = now + dial.pause
+                out.append(SendTo(address, self._hello(b"")))
+        beat = now >= self._beat_at
+        if beat:
+            self._beat_at = now + o.heartbeat_s
+        for epoch, peer in list(self._peers.items()):
+            if peer.lost:
+                if now - peer.heard >= FORGET_AFTER * o.silence_s:
+                    self._retire(epoch)
+                    if self._at.get(peer.hello.address) == epoch:
+                        del self._at[peer.hello.address]
+                        out.append(Forget(peer.hello.address))
+                continue
+            where = f"peer {epoch.hex()[:8]} at {peer.hello.address}"
+            if now - peer.heard >= o.silence_s:
+                peer.lost = True
+                out.append(Lost(epoch, PeerLostError(f"{where}: silent for {now - peer.heard:.1f} s")))
+            elif peer.closed is not None and now - peer.closed >= o.closed_s:
+                peer.lost = True
+                out.append(Lost(epoch, PeerLostError(f"{where}: its connection broke {now - peer.closed:.1f} s ago")))
+            elif beat:
+                out.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch)))
+        return out
+
+    def next_at(self) -> float:
+        """When a tick is due."""
+        return min([self._beat_at, *(d.next_at for d in self._dials.values())])

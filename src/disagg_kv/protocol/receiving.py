@@ -1,0 +1,530 @@
+"""A room on one decode rank: which rows are awaited, who has sent what, and what a peer may still write to."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from ..errors import AbortedError, DeadlineError, DisaggKVError, GeometryError, IntegrityError, RemoteProtocolError
+from ..geometry import Coverage
+from ..ids import Epoch, Generation, Rank, RoomId
+from ..planning import Intake, Segment
+from ..staging import Lease
+from .base import (
+    Awaited,
+    Cancel,
+    Decided,
+    Free,
+    Gone,
+    Introduced,
+    Leased,
+    Lost,
+    Options,
+    Phase,
+    Quarantine,
+    Reserve,
+    Scatter,
+    Scattered,
+    Send,
+    Store,
+    Tick,
+    Vote,
+)
+from .frames import (
+    Abort,
+    AbortAck,
+    ChunkReady,
+    Complete,
+    Done,
+    Drained,
+    DrainedAck,
+    Expect,
+    Expected,
+    Grant,
+    Head,
+    Landed,
+    Queued,
+    RoomFrame,
+    StagingRequest,
+)
+from .machine import Machine, ours, overlap
+from .retry import Repeater
+from .tables import RECEIVING, Receiving
+from .wire import segment_from_wire, segment_to_wire
+
+
+@define
+class _Writer:
+    """One prefill rank, elected or not."""
+
+    epoch: Epoch
+    rank: Rank
+    done: Done | None = None
+    drained: bool = False
+    gone: bool = False
+    lost: bool = False
+
+    @property
+    def evidence(self) -> bool:
+        """True: it writes nothing more for this room."""
+        return self.drained or self.gone
+
+
+@define
+class _Part:
+    """A segment between the first word about it and its landing."""
+
+    writers: tuple[Rank, ...]
+    offsets: dict[Rank, tuple[int, int]]
+    nbytes: int
+    lease: Lease | None = None
+    asked: set[Rank] = field(factory=set)
+    arrived: set[Rank] = field(factory=set)
+    staged: set[Rank] = field(factory=set)
+    scattering: bool = False
+
+
+class ReceiveRoom(Machine[Receiving]):
+    """The decode side's state machine. Outcome is ``phase`` and ``error``; whose the pages are is ``released``."""
+
+    def __init__(
+        self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, now: float, total_s: float
+    ) -> None:
+        super().__init__(RECEIVING, Receiving.OPENED)
+        self.room = room
+        self.generation = generation
+        self.error: DisaggKVError | None = None
+        self.segments_landed = 0
+        self._epoch = epoch
+        self._options = options
+        self._deadline = now + total_s
+        self._total_s = total_s
+        self._repeat = Repeater(options)
+        self._awaited: Awaited | None = None
+        self._intake: Intake | None = None
+        self._writers: dict[Epoch, _Writer] = {}
+        self._parts: dict[Segment, _Part] = {}
+        self._coverage = Coverage()
+        self._stop: int | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """How far the room is."""
+        if self.error is not None:
+            return Phase.FAILED
+        if self.state is Receiving.OPENED:
+            return Phase.READY if self._intake is not None else Phase.CONNECTING
+        return Phase.DONE if self.state is Receiving.CLOSED else Phase.MOVING
+
+    @property
+    def released(self) -> bool:
+        """True: nobody reads or writes the room's pages any more, neither we nor a peer."""
+        if self.state is Receiving.CLOSED:
+            return True
+        if self.state is not Receiving.DRAINING or any(p.scattering for p in self._parts.values()):
+            return False
+        return not any(self._may_touch_pages(w) for w in self._writers.values())
+
+    @property
+    def writers(self) -> tuple[Epoch, ...]:
+        """The prefill ranks, once they are known."""
+        return tuple(self._writers)
+
+    def next_at(self) -> float | None:
+        """When a Tick is due."""
+        times = [self._repeat.next_at()]
+        if self.state in (Receiving.OPENED, Receiving.MOVING, Receiving.LANDED):
+            times.append(self._deadline)
+        return min((t for t in times if t is not None), default=None)
+
+    # Beginning.
+
+    def _on_awaited(self, event: Awaited) -> None:
+        self._awaited = event
+        self._stop = event.stop
+        self._begin()
+
+    def _on_introduced(self, event: Introduced) -> None:
+        self._intake = event.intake
+        self._writers = {e: _Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._awaited is None or self._intake is None:
+            return
+        self.state = Receiving.MOVING
+        a = self._awaited
+        for w in self._writers.values():
+            expect = Expect(**self._to(w), start=a.start, stop=a.stop, paths=a.paths, tables=a.tables, tag=a.tag)
+            self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
+
+    def _on_expected(self, event: Expected) -> None:
+        w = self._writers[Epoch(event.src)]
+        if event.parked:
+            return
+        self._repeat.stop(("expect", w.rank))
+
+    # Moving.
+
+    def _on_request(self, event: StagingRequest) -> None:
+        w = self._writers[Epoch(event.src)]
+        part = self._part(w, event.segment)
+        if part is None:
+            return
+        segment = segment_from_wire(event.segment)
+        if w.rank in part.arrived:
+            self._landed(w, segment)
+        elif part.lease is not None:
+            part.asked.add(w.rank)
+            self._grant(w, segment, part)
+        else:
+            if w.rank in part.asked:
+                self._send(w, Queued(**self._to(w), segment=event.segment))
+            part.asked.add(w.rank)
+            self._out.append(Reserve(w.epoch, segment, part.nbytes, event.ready))
+
+    def _part(self, w: _Writer, box: tuple[int, int, int, int]) -> _Part | None:
+        """The live segment, new or old; None: it was answered, or the room has failed over it."""
+        assert self._awaited is not None
+        assert self._intake is not None
+        try:
+            segment = segment_from_wire(box)
+            if segment in self._parts:
+                part = self._parts[segment]
+            else:
+                if self._coverage.contains(*box):
+                    self._landed(w, segment)
+                    return None
+                part = self._new_part(segment)
+            if w.rank not in part.writers:
+                raise RemoteProtocolError(f"prefill rank {w.rank} was not elected for any of {segment}")
+        except (RemoteProtocolError, GeometryError) as exc:
+            self._fail(RemoteProtocolError(f"{self._name()}: {exc}"))
+            return None
+        self._parts[segment] = part
+        return part
+
+    def _new_part(self, segment: Segment) -> _Part:
+        assert self._awaited is not None
+        assert self._intake is not None
+        most = self._awaited.most if self._stop is None else self._stop
+        if segment.start < self._awaited.start or segment.stop > most:
+            raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {self._awaited.start}-{most}")
+        self._intake.validate(segment)
+        if self._coverage.overlaps(segment.start, segment.stop, segment.first, segment.last) or any(
+            overlap(segment, other) for other in self._parts
+        ):
+            raise RemoteProtocolError(f"{segment} overlaps another segment")
+        if len(self._parts) >= 2 * self._options.window * len(self._writers):
+            raise RemoteProtocolError(f"more than {len(self._parts)} segments at once")
+        offsets, nbytes = self._intake.lease(segment)
+        return _Part(self._intake.writers(segment), offsets, nbytes)
+
+    def _on_leased(self, event: Leased) -> None:
+        part = self._parts[event.segment]
+        part.lease = event.lease
+        for w in self._writers.values():
+            if w.rank in part.asked:
+                self._grant(w, event.segment, part)
+
+    def _grant(self, w: _Writer, segment: Segment, part: _Part) -> None:
+        assert part.lease is not None
+        offset, nbytes = part.offsets[w.rank]
+        grant = Grant(
+            **self._to(w),
+            segment=segment_to_wire(segment),
+            lease=part.lease.start,
+            offset=part.lease.offset + offset,
+            nbytes=nbytes,
+        )
+        self._send(w, grant)
+
+    def _on_chunk_ready(self, event: ChunkReady) -> None:
+        assert self._awaited is not None
+        w = self._writers[Epoch(event.src)]
+        if event.lease is None and self._awaited.tables is None:
+            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} wrote to pages that were not exposed"))
+            return
+        part = self._part(w, event.segment)
+        if part is None:
+            return
+        segment = segment_from_wire(event.segment)
+        if event.lease is not None and (part.lease is None or part.lease.start != event.lease):
+            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} used lease {event.lease} of {segment}"))
+            return
+        self._landed(w, segment)
+        if w.rank in part.arrived:
+            return
+        part.arrived.add(w.rank)
+        if event.lease is not None:
+            part.staged.add(w.rank)
+        if len(part.arrived) < len(part.writers):
+            return
+        if part.staged:
+            assert part.lease is not None
+            base = part.lease.offset
+            part.scattering = True
+            self._out.append(Scatter(segment, {r: base + part.offsets[r][0] for r in sorted(part.staged)}))
+        else:
+            self._finish_part(segment)
+
+    def _on_scattered(self, event: Scattered) -> None:
+        self._parts[event.segment].scattering = False
+        if event.error is not None:
+            self._fail(ours(event.error, f"{self._name()}: scatter of {event.segment} failed"))
+            return
+        self._finish_part(event.segment)
+
+    def _finish_part(self, segment: Segment) -> None:
+        self._coverage.add(segment.start, segment.stop, segment.first, segment.last)
+        self.segments_landed += 1
+        del self._parts[segment]
+        self._out.append(Free(segment))
+        self._check_landed()
+
+    def _on_done(self, event: Done) -> None:
+        assert self._awaited is not None
+        w = self._writers[Epoch(event.src)]
+        if w.done is not None:
+            return
+        w.done = event
+        a = self._awaited
+        if event.tag and a.tag and event.tag != a.tag:
+            self._fail(IntegrityError(f"{self._name()}: prefill's tag {event.tag.hex()} is not {a.tag.hex()}"))
+            return
+        stops = {v.done.stop for v in self._writers.values() if v.done is not None}
+        if len(stops) > 1:
+            self._fail(RemoteProtocolError(f"{self._name()}: prefill ranks end at different rows: {sorted(stops)}"))
+        elif a.stop is not None and event.stop < a.stop:
+            self._fail(RemoteProtocolError(f"{self._name()}: prefill ends at row {event.stop}, not at {a.stop}"))
+        elif a.stop is None and not a.start <= event.stop <= a.most:
+            self._fail(
+                RemoteProtocolError(
+                    f"{self._name()}: prefill ends at row {event.stop}; pages are there for {a.start}-{a.most}"
+                )
+            )
+        else:
+            self._stop = event.stop if a.stop is None else a.stop
+            self._check_landed()
+
+    def _check_landed(self) -> None:
+        """Succeed only if landed segments exactly cover our box: ``Done`` alone proves nothing."""
+        assert self._awaited is not None
+        assert self._intake is not None
+        if self._parts or any(w.done is None for w in self._writers.values()):
+            return
+        assert self._stop is not None
+        if self._stop > self._awaited.start:
+            for layers in self._intake.stages:
+                if not self._coverage.covers(self._awaited.start, self._stop, layers.start, layers.stop):
+                    self._fail(
+                        RemoteProtocolError(f"{self._name()}: prefill is done, but layers {layers} are not complete")
+                    )
+                    return
+        aux = next((w.done.aux for w in self._writers.values() if w.done and w.done.aux is not None), None)
+        if aux is not None:
+            self._out.append(Store(aux))
+        self._repeat.clear()
+        self.state = Receiving.LANDED
+        self._out.append(Vote(True, ""))
+
+    # Landed here, not yet agreed.
+
+    def _on_answer_landed(self, event: StagingRequest | ChunkReady) -> None:
+        self._landed(self._writers[Epoch(event.src)], segment_from_wire(event.segment))
+
+    def _on_doubt(self, event: Abort | Drained | Cancel) -> None:
+        """Too late to fail alone: ask the others to."""
+        if isinstance(event, Cancel):
+            reason = str(event.error)
+        else:
+            w = self._writers[Epoch(event.src)]
+            if isinstance(event, Drained):
+                w.drained = True
+                self._send(w, DrainedAck(**self._to(w)))
+            else:
+                self._send(w, AbortAck(**self._to(w)))
+            reason = event.reason
+        self._out.append(Vote(False, reason))
+
+    def _on_tick_landed(self, event: Tick) -> None:
+        if self.now >= self._deadline:
+            self._deadline = self.now + self._total_s
+            self._out.append(Vote(False, f"{self._name()}: no agreement within {self._total_s:g} s"))
+
+    def _on_decided(self, event: Decided) -> None:
+        if not event.ok:
+            self._fail(AbortedError(f"{self._name()}: another rank failed: {event.reason}"))
+            return
+        assert self.state is Receiving.LANDED
+        for w in self._writers.values():
+            self._send(w, Complete(**self._to(w)))
+        self.state = Receiving.CLOSED
+
+    # Failing.
+
+    def _on_tick(self, event: Tick) -> None:
+        if self.now >= self._deadline:
+            waiting = [int(w.rank) for w in self._writers.values() if w.done is None]
+            where = f"ranks {waiting} are not done" if self._writers else "the prefill ranks were not found"
+            self._fail(DeadlineError(f"{self._name()}: not complete within {self._total_s:g} s: {where}"))
+        else:
+            self._out += self._repeat.tick(self.now)
+
+    def _on_their_abort(self, event: Abort) -> None:
+        w = self._writers.get(Epoch(event.src))
+        if w is not None:
+            self._send(w, AbortAck(**self._to(w)))
+        self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
+
+    def _on_drained(self, event: Drained) -> None:
+        w = self._writers.get(Epoch(event.src))
+        if w is not None:
+            w.drained = True
+            self._send(w, DrainedAck(**self._to(w)))
+        self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
+
+    def _on_lost(self, event: Lost) -> None:
+        w = self._writers.get(event.peer)
+        if w is not None:
+            w.lost = True
+            if w.done is not None:
+                return
+        self._fail(ours(event.error, self._name()))
+
+    def _on_gone(self, event: Gone) -> None:
+        w = self._writers.get(event.peer)
+        if w is not None:
+            w.gone = True
+
+    def _on_cancel(self, event: Cancel) -> None:
+        self._fail(ours(event.error, self._name()))
+
+    def _fail(self, error: DisaggKVError) -> None:
+        self.error = error
+        self.state = Receiving.DRAINING
+        self._repeat.clear()
+        self._out.append(Vote(False, str(error)))
+        self._tell_abort()
+        for segment, part in list(self._parts.items()):
+            if part.lease is None:
+                del self._parts[segment]
+                self._out.append(Free(segment))
+            else:
+                self._out.append(Quarantine(segment))
+        self._settle()
+
+    def _tell_abort(self) -> None:
+        for w in self._writers.values():
+            if not w.evidence:
+                abort = Abort(**self._to(w), reason=str(self.error)[:1000])
+                self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
+
+    # Draining: memory comes back on evidence only.
+
+    def _on_introduced_late(self, event: Introduced) -> None:
+        self._writers = {e: _Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+        self._tell_abort()
+        self._settle()
+
+    def _on_answer_abort(self, event: StagingRequest) -> None:
+        w = self._writers[Epoch(event.src)]
+        self._send(w, Abort(**self._to(w), reason=str(self.error)[:1000]))
+
+    def _on_leased_late(self, event: Leased) -> None:
+        self._out.append(Free(event.segment))
+
+    def _on_late_chunk(self, event: ChunkReady) -> None:
+        w = self._writers[Epoch(event.src)]
+        part = self._parts.get(segment_from_wire(event.segment))
+        if part is not None and part.lease is not None and part.lease.start == event.lease:
+            part.arrived.add(w.rank)
+        self._settle()
+
+    def _on_scattered_late(self, event: Scattered) -> None:
+        self._parts[event.segment].scattering = False
+        self._settle()
+
+    def _on_late_done(self, event: Done) -> None:
+        self._writers[Epoch(event.src)].done = event
+        self._settle()
+
+    def _on_acknowledge(self, event: Abort) -> None:
+        w = self._writers.get(Epoch(event.src))
+        if w is not None:
+            self._send(w, AbortAck(**self._to(w)))
+
+    def _on_drained_late(self, event: Drained) -> None:
+        w = self._writers.get(Epoch(event.src))
+        if w is not None:
+            w.drained = True
+            self._send(w, DrainedAck(**self._to(w)))
+        self._settle()
+
+    def _on_lost_late(self, event: Lost) -> None:
+        w = self._writers.get(event.peer)
+        if w is None:
+            self.state = Receiving.CLOSED
+        else:
+            w.lost = True
+            self._settle()
+
+    def _on_gone_late(self, event: Gone) -> None:
+        w = self._writers.get(event.peer)
+        if w is not None:
+            w.gone = True
+        self._settle()
+
+    def _on_tick_draining(self, event: Tick) -> None:
+        self._out += self._repeat.tick(self.now)
+
+    def _may_touch_pages(self, w: _Writer) -> bool:
+        exposed = self._awaited is not None and self._awaited.tables is not None
+        return exposed and w.done is None and not w.evidence
+
+    def _owes(self, w: _Writer) -> bool:
+        """True while this writer may still write to memory of ours."""
+        return self._may_touch_pages(w) or any(
+            p.lease is not None and w.rank in p.asked - p.arrived and not w.evidence for p in self._parts.values()
+        )
+
+    def _settle(self) -> None:
+        """Give back what nobody writes to any more; close when nothing is left."""
+        safe = {w.rank for w in self._writers.values() if w.evidence}
+        for segment, part in list(self._parts.items()):
+            if not part.scattering and not part.asked - part.arrived - safe:
+                del self._parts[segment]
+                self._out.append(Free(segment))
+        ended = True
+        for w in self._writers.values():
+            if w.evidence or (w.lost and not self._owes(w)):
+                self._repeat.stop(("abort", w.rank))
+            else:
+                ended = False
+        told = bool(self._writers) or not isinstance(self.error, AbortedError)
+        if ended and told and not self._parts:
+            self.state = Receiving.CLOSED
+
+    # Words.
+
+    def _name(self) -> str:
+        return f"room {self.room.hex()} generation {self.generation}"
+
+    def _to(self, w: _Writer) -> Head:
+        return Head(src=self._epoch, dst=w.epoch, room=self.room, generation=self.generation)
+
+    def _send(self, w: _Writer, frame: RoomFrame) -> None:
+        self._out.append(Send(w.epoch, frame))
+
+    def _landed(self, w: _Writer, segment: Segment) -> None:
+        self._send(w, Landed(**self._to(w), segment=segment_to_wire(segment)))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        segments = list(self._parts)
+        assert not any(overlap(a, b) for i, a in enumerate(segments) for b in segments[i + 1 :])
+        for part in self._parts.values():
+            assert part.arrived <= set(part.writers)
+            assert part.staged <= part.arrived <= part.asked | (part.arrived - part.staged)
+            assert part.lease is not None or not part.staged
+        assert self.state is not Receiving.CLOSED or not self._parts
+        assert (self.error is None) or self.state in (Receiving.DRAINING, Receiving.CLOSED)

@@ -1,0 +1,366 @@
+"""A room on one prefill rank: its rows as the engine adds them, and one flow towards each decode rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+
+from attrs import define, frozen
+
+from ..errors import AbortedError, DisaggKVError, RemoteProtocolError, TransportError
+from ..ids import Epoch, Generation, Rank, RoomId
+from ..planning import Intake, Segment
+from .base import (
+    Cancel,
+    Finished,
+    Gone,
+    Lost,
+    Offered,
+    Options,
+    Quiet,
+    Send,
+    Tick,
+    Transfer,
+    WriteFailed,
+    Wrote,
+)
+from .frames import (
+    Abort,
+    AbortAck,
+    ChunkReady,
+    Complete,
+    Done,
+    Drained,
+    DrainedAck,
+    Expect,
+    Expected,
+    Grant,
+    Head,
+    Landed,
+    Queued,
+    StagingRequest,
+)
+from .machine import Machine, ours
+from .retry import Repeater
+from .tables import SENDING, Sending
+from .wire import segment_from_wire, segment_to_wire
+
+WRITE_TRIES = 3
+"""How often a write is posted that fails with a retryable error and is quiet."""
+
+
+@frozen
+class FlowPlan:
+    """What one prefill rank has to send to one decode rank.
+
+    Args:
+        rank: our rank in the prefill instance.
+        intake: what the decode rank gets from each rank of our instance.
+        start: first row that it awaits.
+        stop: one past the last, None: where our engine ends.
+        exposed: True: its pages are exposed and need no lease.
+        slot_bytes, lease_bytes, page_rows: see :meth:`~disagg_kv.planning.Intake.cut`.
+    """
+
+    rank: Rank
+    intake: Intake
+    start: int
+    stop: int | None
+    exposed: bool
+    slot_bytes: int
+    lease_bytes: int
+    page_rows: int
+
+
+class _Step(Enum):
+    """How far a segment is towards one destination."""
+
+    PLANNED = auto()
+    ASKED = auto()
+    GRANTED = auto()
+    WRITING = auto()
+    ANNOUNCED = auto()
+
+
+@define
+class _Part:
+    nbytes: int
+    step: _Step = _Step.PLANNED
+    grant: Grant | None = None
+    asked_ready: bool = False
+    tries: int = 0
+
+
+class Flow(Machine[Sending]):
+    """The prefill side's state machine for one room and one decode rank.
+
+    ``available(stop)`` tells whether the rows up to ``stop`` are computed and their pages are attached.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        plan: FlowPlan | None,
+        options: Options,
+        available: Callable[[Segment], bool],
+    ) -> None:
+        super().__init__(SENDING, Sending.MOVING)
+        self.peer = Epoch(head["dst"])
+        self.generation = Generation(head["generation"])
+        self.plan = plan
+        self.error: DisaggKVError | None = None
+        self.bytes_landed = 0
+        self.segments_landed = 0
+        self._head = head
+        self._options = options
+        self._available = available
+        self._repeat = Repeater(options)
+        self._parts: dict[Segment, _Part] = {}
+        self._unquiet: set[Segment] = set()
+        self._finished: Finished | None = None
+        self._lost = False
+
+    def next_at(self) -> float | None:
+        """When a Tick is due."""
+        return self._repeat.next_at()
+
+    def offer(self, start: int, stop: int) -> None:
+        """Add the rows ``[start, stop)`` of a new chunk: cut what the decode rank awaits of them into segments."""
+        assert self.plan is not None
+        start = max(start, self.plan.start)
+        stop = stop if self.plan.stop is None else min(stop, self.plan.stop)
+        if start >= stop:
+            return
+        p = self.plan
+        for layers in p.intake.ranges(p.rank):
+            for segment in p.intake.cut(
+                start, stop, layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes, page_rows=p.page_rows
+            ):
+                nbytes = p.intake.part_bytes(segment, p.rank)
+                if nbytes:
+                    self._parts[segment] = _Part(nbytes)
+
+    def begin(self, segment: Segment) -> bool:
+        """The mover starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
+        part = self._parts.get(segment)
+        if self.state is not Sending.MOVING or part is None or part.step is not _Step.GRANTED:
+            return False
+        if not self._available(segment):
+            return False
+        part.step = _Step.WRITING
+        self._unquiet.add(segment)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """True while a gather or a write of this flow may still read or write."""
+        return bool(self._unquiet)
+
+    # Moving.
+
+    def _on_expect_again(self, event: Expect) -> None:
+        self._send(Expected(**self._head, parked=False))
+
+    def _on_offered(self, event: Offered) -> None:
+        self._advance()
+
+    def _advance(self) -> None:
+        """Ask for, or move, as many segments as the window allows."""
+        assert self.plan is not None
+        room = self._options.window
+        for segment, part in self._parts.items():
+            if room == 0:
+                break
+            room -= 1
+            ready = self._available(segment)
+            if part.step is _Step.PLANNED and self.plan.exposed:
+                part.step = _Step.GRANTED
+                if ready:
+                    self._transfer(segment, part)
+            elif part.step is _Step.PLANNED or (part.step is _Step.ASKED and ready and not part.asked_ready):
+                part.step = _Step.ASKED
+                part.asked_ready = ready
+                request = StagingRequest(**self._head, segment=segment_to_wire(segment), ready=ready)
+                self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
+            elif part.step is _Step.GRANTED and ready:
+                self._transfer(segment, part)
+        self._check_finished()
+
+    def _transfer(self, segment: Segment, part: _Part) -> None:
+        """The mover drops what it has already, so a repeated Transfer is harmless."""
+        g = part.grant
+        if g is None:
+            self._out.append(Transfer(self.peer, segment, None, part.nbytes, None))
+        else:
+            self._out.append(Transfer(self.peer, segment, g.offset, part.nbytes, g.lease))
+
+    def _on_queued(self, event: Queued) -> None:
+        """It will be granted; nothing to do, the request is repeated ever more slowly."""
+
+    def _on_grant(self, event: Grant) -> None:
+        segment = segment_from_wire(event.segment)
+        part = self._parts.get(segment)
+        if part is None or part.step is not _Step.ASKED:
+            self.ignored += 1
+            return
+        if event.nbytes != part.nbytes:
+            raise RemoteProtocolError(f"{self._name()}: granted {event.nbytes} bytes for {part.nbytes} of {segment}")
+        self._repeat.stop(("request", segment))
+        part.grant = event
+        part.step = _Step.GRANTED
+        if self._available(segment):
+            self._transfer(segment, part)
+
+    def _on_wrote(self, event: Wrote) -> None:
+        self._unquiet.discard(event.segment)
+        part = self._parts[event.segment]
+        part.step = _Step.ANNOUNCED
+        lease = None if part.grant is None else part.grant.lease
+        notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease)
+        self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
+
+    def _on_write_failed(self, event: WriteFailed) -> None:
+        part = self._parts[event.segment]
+        if event.quiesced:
+            self._unquiet.discard(event.segment)
+            part.tries += 1
+            retryable = isinstance(event.error, TransportError) and event.error.retryable
+            if retryable and part.tries < WRITE_TRIES:
+                part.step = _Step.GRANTED
+                self._transfer(event.segment, part)
+                return
+        self._fail(ours(event.error, self._name()))
+
+    def _on_quiet(self, event: Quiet) -> None:
+        self._unquiet.discard(event.segment)
+
+    def _on_landed(self, event: Landed) -> None:
+        segment = segment_from_wire(event.segment)
+        part = self._parts.get(segment)
+        if part is None or part.step is _Step.WRITING:
+            self.ignored += 1
+            return
+        del self._parts[segment]
+        self._repeat.stop(("request", segment))
+        self._repeat.stop(("notice", segment))
+        self.bytes_landed += part.nbytes
+        self.segments_landed += 1
+        self._advance()
+
+    def _on_finished(self, event: Finished) -> None:
+        self._finished = event
+        self._check_finished()
+
+    def _check_finished(self) -> None:
+        if self._finished is None or self._parts or self.state is not Sending.MOVING:
+            return
+        f = self._finished
+        self.state = Sending.FINISHED
+        done = Done(**self._head, stop=f.stop, aux=f.aux, tag=f.tag)
+        self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
+
+    def _on_complete(self, event: Complete) -> None:
+        self._repeat.clear()
+        self.state = Sending.COMPLETE
+
+    def _on_tick(self, event: Tick) -> None:
+        self._out += self._repeat.tick(self.now)
+
+    # Ending early.
+
+    def _on_their_abort(self, event: Abort) -> None:
+        self.error = AbortedError(f"{self._name()}: decode gave up: {event.reason}")
+        self._stop_moving()
+
+    def _on_their_late_abort(self, event: Abort) -> None:
+        """Everything here is quiet already: say so."""
+        self._send(Drained(**self._head, reason=event.reason))
+
+    def _on_lost(self, event: Lost) -> None:
+        self.error = ours(event.error, self._name())
+        self._lost = True
+        self._stop_moving()
+
+    def _on_gone(self, event: Gone) -> None:
+        self._on_lost(Lost(event.peer, AbortedError("its process has ended")))
+
+    def _on_cancel(self, event: Cancel) -> None:
+        self._fail(ours(event.error, self._name()))
+
+    def _fail(self, error: DisaggKVError) -> None:
+        self.error = error
+        self._stop_moving()
+        if self.state is Sending.ABORTING:
+            abort = Abort(**self._head, reason=str(error)[:1000])
+            self._out.append(self._repeat.start("abort", Send(self.peer, abort), self.now))
+
+    def _stop_moving(self) -> None:
+        """Nothing more is posted; say ``Drained`` as soon as nothing posted is left."""
+        self._repeat.clear()
+        self._parts.clear()
+        self.state = Sending.ABORTING
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._unquiet:
+            return
+        self._repeat.clear()
+        if self._lost:
+            self.state = Sending.CLOSED
+            return
+        self.state = Sending.DRAINING
+        drained = Drained(**self._head, reason=str(self.error)[:1000])
+        self._out.append(self._repeat.start("drained", Send(self.peer, drained), self.now))
+
+    def _on_answer_abort(self, event: Expect) -> None:
+        self._send(Abort(**self._head, reason=str(self.error)[:1000]))
+
+    def _on_quiet_late(self, event: Wrote | Quiet) -> None:
+        self._unquiet.discard(event.segment)
+        self._settle()
+
+    def _on_write_failed_late(self, event: WriteFailed) -> None:
+        if event.quiesced:
+            self._unquiet.discard(event.segment)
+            self._settle()
+
+    def _on_abort_known(self, event: Abort | AbortAck) -> None:
+        self._repeat.stop("abort")
+
+    def _on_lost_late(self, event: Lost) -> None:
+        self._lost = True
+        self._repeat.clear()
+
+    def _on_gone_late(self, event: Gone) -> None:
+        """The peer's memory is nobody's any more, and so is what we wrote there."""
+        self._unquiet.clear()
+        self._lost = True
+        self._settle()
+
+    def _on_answer_drained(self, event: Abort) -> None:
+        self._send(Drained(**self._head, reason=str(self.error)[:1000]))
+
+    def _on_close(self, event: DrainedAck | Lost | Gone | Cancel) -> None:
+        self._repeat.clear()
+        self.state = Sending.CLOSED
+
+    # Words.
+
+    def _name(self) -> str:
+        return f"room {self._head['room'].hex()} towards {self.peer.hex()[:8]}"
+
+    def _send(self, frame: Expected | Abort | Drained) -> None:
+        self._out.append(Send(self.peer, frame))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        for segment, part in self._parts.items():
+            assert (part.step is _Step.WRITING) == (segment in self._unquiet), (segment, part)
+            assert part.step not in (_Step.PLANNED, _Step.ASKED) or part.grant is None
+        assert self.state is Sending.ABORTING or not self._unquiet or self.state is Sending.MOVING
+        assert self.state is Sending.MOVING or not self._parts
+
+
+def room_head(epoch: Epoch, peer: Epoch, room: RoomId, generation: Generation) -> Head:
+    """The head of all frames of one flow."""
+    return Head(src=epoch, dst=peer, room=room, generation=generation)

@@ -1,0 +1,251 @@
+"""The transition tables of both state machines. The documentation's diagrams are drawn from them.
+
+Rules that hold in every row:
+
+* A cell names the method that acts and the states in which it may leave the machine. ``ignore`` counts and does nothing.
+* A pair that is not in the table cannot happen; if it does, that is our bug and the machine asserts.
+* A terminal outcome never changes. Ended rooms are answered from their tombstone, not from here.
+* Memory that a peer may still write to is given back in ``DRAINING`` only on evidence: its part landed, it said
+  ``Drained``, or it is ``Gone``. ``Lost`` is no evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TypeVar
+
+from attrs import frozen
+
+from .base import (
+    Awaited,
+    Cancel,
+    Decided,
+    Finished,
+    Gone,
+    Introduced,
+    Leased,
+    Lost,
+    Offered,
+    Quiet,
+    Scattered,
+    Tick,
+    WriteFailed,
+    Wrote,
+)
+from .frames import (
+    Abort,
+    AbortAck,
+    ChunkReady,
+    Complete,
+    Done,
+    Drained,
+    DrainedAck,
+    Expect,
+    Expected,
+    Grant,
+    Landed,
+    Queued,
+    StagingRequest,
+)
+
+
+class Receiving(Enum):
+    """A room on one decode rank."""
+
+    OPENED = "opened"
+    MOVING = "moving"
+    LANDED = "landed"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class Sending(Enum):
+    """A room on one prefill rank, towards one decode rank."""
+
+    MOVING = "moving"
+    FINISHED = "finished"
+    COMPLETE = "complete"
+    ABORTING = "aborting"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+S = TypeVar("S", bound=Enum)
+
+
+@frozen
+class Cell:
+    """What happens, and where it may lead."""
+
+    action: str
+    leads_to: frozenset[Enum]
+
+
+Table = Mapping[tuple[Enum, type], Cell]
+
+
+def _table(rows: Mapping[S, Mapping[type, tuple[str, tuple[S, ...]]]]) -> Table:
+    return {
+        (state, event): Cell(action, frozenset(leads_to) or frozenset({state}))
+        for state, row in rows.items()
+        for event, (action, leads_to) in row.items()
+    }
+
+
+R = Receiving
+_FAILS = (R.DRAINING, R.CLOSED)
+
+RECEIVING: Table = _table(
+    {
+        R.OPENED: {
+            Awaited: ("awaited", (R.OPENED, R.MOVING)),
+            Introduced: ("introduced", (R.OPENED, R.MOVING)),
+            Abort: ("their_abort", _FAILS),
+            Drained: ("drained", _FAILS),
+            Lost: ("lost", _FAILS),
+            Gone: ("gone", (R.OPENED,)),
+            Cancel: ("cancel", _FAILS),
+            Decided: ("decided", _FAILS),
+            Tick: ("tick", (R.OPENED, *_FAILS)),
+        },
+        R.MOVING: {
+            Expected: ("expected", ()),
+            StagingRequest: ("request", (R.MOVING, *_FAILS)),
+            Leased: ("leased", ()),
+            ChunkReady: ("chunk_ready", (R.MOVING, R.LANDED, *_FAILS)),
+            Scattered: ("scattered", (R.MOVING, R.LANDED, *_FAILS)),
+            Done: ("done", (R.MOVING, R.LANDED, *_FAILS)),
+            Abort: ("their_abort", _FAILS),
+            Drained: ("drained", _FAILS),
+            Lost: ("lost", (R.MOVING, *_FAILS)),
+            Gone: ("gone", (R.MOVING,)),
+            Cancel: ("cancel", _FAILS),
+            Decided: ("decided", _FAILS),
+            Tick: ("tick", (R.MOVING, *_FAILS)),
+        },
+        R.LANDED: {
+            Expected: ("ignore", ()),
+            StagingRequest: ("answer_landed", ()),
+            ChunkReady: ("answer_landed", ()),
+            Done: ("ignore", ()),
+            Abort: ("doubt", ()),
+            Drained: ("doubt", ()),
+            Lost: ("ignore", ()),
+            Gone: ("gone", ()),
+            Cancel: ("doubt", ()),
+            Decided: ("decided", (R.CLOSED, R.DRAINING)),
+            Tick: ("tick_landed", ()),
+        },
+        R.DRAINING: {
+            Awaited: ("ignore", ()),
+            Introduced: ("introduced_late", _FAILS),
+            Expected: ("ignore", ()),
+            StagingRequest: ("answer_abort", ()),
+            Leased: ("leased_late", ()),
+            ChunkReady: ("late_chunk", _FAILS),
+            Scattered: ("scattered_late", _FAILS),
+            Done: ("late_done", _FAILS),
+            Abort: ("acknowledge", ()),
+            Drained: ("drained_late", _FAILS),
+            Lost: ("lost_late", _FAILS),
+            Gone: ("gone_late", _FAILS),
+            Cancel: ("ignore", ()),
+            Decided: ("ignore", ()),
+            Tick: ("tick_draining", ()),
+        },
+    }
+)
+
+P = Sending
+_ENDS = (P.ABORTING, P.DRAINING, P.CLOSED)
+
+SENDING: Table = _table(
+    {
+        P.MOVING: {
+            Expect: ("expect_again", ()),
+            Offered: ("offered", (P.MOVING, P.FINISHED)),
+            Finished: ("finished", (P.MOVING, P.FINISHED)),
+            Queued: ("queued", ()),
+            Grant: ("grant", ()),
+            Landed: ("landed", (P.MOVING, P.FINISHED)),
+            Complete: ("ignore", ()),
+            Wrote: ("wrote", ()),
+            WriteFailed: ("write_failed", (P.MOVING, *_ENDS)),
+            Quiet: ("quiet", ()),
+            Abort: ("their_abort", _ENDS),
+            AbortAck: ("ignore", ()),
+            DrainedAck: ("ignore", ()),
+            Lost: ("lost", _ENDS),
+            Gone: ("gone", _ENDS),
+            Cancel: ("cancel", _ENDS),
+            Tick: ("tick", ()),
+        },
+        P.FINISHED: {
+            Expect: ("expect_again", ()),
+            Offered: ("ignore", ()),
+            Queued: ("ignore", ()),
+            Grant: ("ignore", ()),
+            Landed: ("ignore", ()),
+            Complete: ("complete", (P.COMPLETE,)),
+            Wrote: ("ignore", ()),
+            Abort: ("their_abort", _ENDS),
+            AbortAck: ("ignore", ()),
+            DrainedAck: ("ignore", ()),
+            Lost: ("lost", _ENDS),
+            Gone: ("gone", _ENDS),
+            Cancel: ("cancel", _ENDS),
+            Tick: ("tick", ()),
+        },
+        P.COMPLETE: {
+            Expect: ("expect_again", ()),
+            Offered: ("ignore", ()),
+            Queued: ("ignore", ()),
+            Grant: ("ignore", ()),
+            Landed: ("ignore", ()),
+            Complete: ("ignore", ()),
+            Abort: ("their_late_abort", ()),
+            AbortAck: ("ignore", ()),
+            DrainedAck: ("ignore", ()),
+            Lost: ("ignore", ()),
+            Gone: ("ignore", ()),
+            Cancel: ("close", (P.CLOSED,)),
+            Tick: ("ignore", ()),
+        },
+        P.ABORTING: {
+            Expect: ("answer_abort", ()),
+            Offered: ("ignore", ()),
+            Finished: ("ignore", ()),
+            Queued: ("ignore", ()),
+            Grant: ("ignore", ()),
+            Landed: ("ignore", ()),
+            Complete: ("ignore", ()),
+            Wrote: ("quiet_late", (P.ABORTING, P.DRAINING, P.CLOSED)),
+            WriteFailed: ("write_failed_late", (P.ABORTING, P.DRAINING, P.CLOSED)),
+            Quiet: ("quiet_late", (P.ABORTING, P.DRAINING, P.CLOSED)),
+            Abort: ("abort_known", ()),
+            AbortAck: ("abort_known", ()),
+            DrainedAck: ("ignore", ()),
+            Lost: ("lost_late", ()),
+            Gone: ("gone_late", (P.CLOSED,)),
+            Cancel: ("ignore", ()),
+            Tick: ("tick", ()),
+        },
+        P.DRAINING: {
+            Expect: ("answer_abort", ()),
+            Offered: ("ignore", ()),
+            Finished: ("ignore", ()),
+            Queued: ("ignore", ()),
+            Grant: ("ignore", ()),
+            Landed: ("ignore", ()),
+            Complete: ("ignore", ()),
+            Abort: ("answer_drained", ()),
+            AbortAck: ("ignore", ()),
+            DrainedAck: ("close", (P.CLOSED,)),
+            Lost: ("close", (P.CLOSED,)),
+            Gone: ("close", (P.CLOSED,)),
+            Cancel: ("ignore", ()),
+            Tick: ("tick", ()),
+        },
+    }
+)

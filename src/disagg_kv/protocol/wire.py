@@ -1,0 +1,135 @@
+"""Geometry to and from its wire form. What does not make sense as geometry is the peer's error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ..errors import ConfigurationError, RemoteProtocolError
+from ..geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site
+from ..ids import GroupId, LayerId
+from ..planning import Segment
+from .frames import Box, WireComponent, WireHolding, WireSite, WireSpec, WireTable
+
+
+def segment_to_wire(segment: Segment) -> Box:
+    """Four numbers."""
+    return (segment.start, segment.stop, segment.first, segment.last)
+
+
+def segment_from_wire(box: Box) -> Segment:
+    """A segment that is not empty."""
+    segment = Segment(*box)
+    if segment.start >= segment.stop or segment.first >= segment.last:
+        raise RemoteProtocolError(f"an empty segment: rows {box[0]}-{box[1]}, layers {box[2]}-{box[3]}")
+    return segment
+
+
+def spec_to_wire(spec: CacheSpec) -> WireSpec:
+    """Layers with equal components are written once."""
+    kinds: dict[tuple[Component, ...], int] = {}
+    layers = tuple((int(layer), kinds.setdefault(cs, len(kinds))) for layer, cs in spec.layers.items())
+    return WireSpec(spec.model, tuple(tuple(_component_to_wire(c) for c in cs) for cs in kinds), layers)
+
+
+def _component_to_wire(c: Component) -> WireComponent:
+    return WireComponent(
+        c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.tile_rows, c.format
+    )
+
+
+def spec_from_wire(wire: WireSpec) -> CacheSpec:
+    """The spec, validated."""
+    try:
+        kinds = [
+            tuple(
+                Component(
+                    c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.tile_rows, c.format
+                )
+                for c in cs
+            )
+            for cs in wire.kinds
+        ]
+        return CacheSpec({LayerId(layer): kinds[kind] for layer, kind in wire.layers}, wire.model)
+    except (ConfigurationError, IndexError) as exc:
+        raise RemoteProtocolError(f"a cache spec that cannot be: {exc}") from exc
+
+
+def shard_to_wire(shard: Shard) -> tuple[WireHolding, ...]:
+    """Holding by holding."""
+    return tuple(
+        WireHolding(h.component, tuple(sorted(h.layers)), h.units.start, h.units.stop, h.ways, h.index, h.granule)
+        for h in shard
+    )
+
+
+def shard_from_wire(wire: Iterable[WireHolding], spec: CacheSpec) -> Shard:
+    """The shard, checked against the spec."""
+    try:
+        shard = Shard(
+            tuple(
+                Holding(
+                    h.component,
+                    frozenset(LayerId(layer) for layer in h.layers),
+                    range(h.start, h.stop),
+                    h.ways,
+                    h.index,
+                    h.granule,
+                )
+                for h in wire
+            )
+        )
+        shard.check(spec)
+    except ConfigurationError as exc:
+        raise RemoteProtocolError(f"a shard that cannot be: {exc}") from exc
+    return shard
+
+
+def site_to_wire(site: Site) -> WireSite:
+    """Groups, planes and buffer sizes."""
+    return WireSite(
+        tuple((g.id, g.rows_per_page, g.pages, g.null_page) for g in site.groups),
+        tuple(
+            (int(p.layer), p.component, p.group, p.buffer, p.offset, p.page_stride, p.row_stride, p.unit_stride)
+            for p in site.planes
+        ),
+        site.buffers,
+    )
+
+
+def site_from_wire(wire: WireSite, spec: CacheSpec, shard: Shard) -> Site:
+    """The site, every plane checked against its buffer."""
+    try:
+        site = Site(
+            spec,
+            shard,
+            tuple(Group(GroupId(name), rows, pages, null) for name, rows, pages, null in wire.groups),
+            tuple(
+                Plane(LayerId(layer), component, GroupId(group), buffer, offset, page, row, unit)
+                for layer, component, group, buffer, offset, page, row, unit in wire.planes
+            ),
+            wire.buffers,
+        )
+        site.check()
+    except ConfigurationError as exc:
+        raise RemoteProtocolError(f"a pool that cannot be: {exc}") from exc
+    return site
+
+
+def tables_to_wire(tables: Iterable[PageTable]) -> tuple[WireTable, ...]:
+    """Page ids as little-endian int32."""
+    return tuple(WireTable(t.group, t.first, t.pages.astype("<i4").tobytes()) for t in tables)
+
+
+def tables_from_wire(wire: Sequence[WireTable]) -> Mapping[GroupId, PageTable]:
+    """Tables by group; they are checked against the groups when rows are known."""
+    tables: dict[GroupId, PageTable] = {}
+    for one in wire:
+        if len(one.pages) % 4 or one.group in tables:
+            raise RemoteProtocolError(f"page table of group {one.group!r}: {len(one.pages)} bytes, or given twice")
+        try:
+            tables[GroupId(one.group)] = PageTable(GroupId(one.group), np.frombuffer(one.pages, "<i4"), one.first)
+        except ConfigurationError as exc:
+            raise RemoteProtocolError(f"page table of group {one.group!r}: {exc}") from exc
+    return tables
