@@ -54,6 +54,7 @@ __all__ = [
     "Finished",
     "Flow",
     "FlowPlan",
+    "Forget",
     "Frame",
     "Free",
     "Gone",
