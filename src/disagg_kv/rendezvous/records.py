@@ -1,0 +1,20 @@
+"""What a rank says about itself, checked the same way by every rendezvous."""
+
+from __future__ import annotations
+
+from ..errors import ConfigurationError
+from ..ids import Rank
+
+
+def check_rank(instance: str, rank: Rank, world: int) -> None:
+    """Raise a :class:`ConfigurationError` for a nameless instance or a rank outside ``[0, world)``."""
+    if not instance:
+        raise ConfigurationError(f"rank {rank} of {world}: the instance has no name")
+    if not 0 <= rank < world:
+        raise ConfigurationError(f"instance {instance!r}: rank {rank} is not one of {world}")
+
+
+def check_world(instance: str, rank: Rank, world: int, known: int) -> None:
+    """Raise a :class:`ConfigurationError` if a rank's world size is not that of the ranks before it."""
+    if world != known:
+        raise ConfigurationError(f"instance {instance!r}: rank {rank} says it is one of {world}, others said {known}")

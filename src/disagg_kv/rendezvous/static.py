@@ -1,0 +1,49 @@
+"""Addresses that are known beforehand, or told within one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from ..errors import ConfigurationError
+from ..ids import Rank
+from .base import Source
+from .records import check_rank, check_world
+
+
+class StaticRendezvous:
+    """A table of addresses; satisfies :class:`Rendezvous`. Thread-safe; ``publish`` reaches this process alone.
+
+    Args:
+        addresses: per instance the address of every rank, in order.
+
+    Raises:
+        ConfigurationError: an instance without ranks.
+    """
+
+    def __init__(self, addresses: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._ranks: dict[str, list[str | None]] = {}
+        for instance, given in (addresses or {}).items():
+            if not instance or not given or isinstance(given, str):
+                raise ConfigurationError(f"instance {instance!r}: needs a name and a list of addresses, not {given!r}")
+            self._ranks[instance] = list(given)
+
+    def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
+        """Tell this process where rank ``rank`` of ``world`` of ``instance`` is; replaces what was known before.
+
+        Raises:
+            ConfigurationError: a rank outside ``[0, world)``, or not the world size that is known.
+        """
+        check_rank(instance, rank, world)
+        with self._lock:
+            ranks = self._ranks.setdefault(instance, [None] * world)
+            check_world(instance, rank, world, len(ranks))
+            ranks[rank] = address
+
+    def lookup(self, source: Source) -> tuple[str, ...] | None:
+        """The addresses of all ranks, in order; None: not all are known yet."""
+        with self._lock:
+            ranks = self._ranks.get(source.instance, [])
+            known = tuple(address for address in ranks if address is not None)
+        return known if known and len(known) == len(ranks) else None

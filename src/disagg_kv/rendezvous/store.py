@@ -1,0 +1,126 @@
+"""Addresses told through a torch.distributed store."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..errors import PeerLostError, RemoteProtocolError
+from ..ids import Rank
+from .base import Source
+from .records import check_rank, check_world
+
+_MAX_WORLD = 1 << 16
+"""More ranks than this is no world size but a broken or hostile store."""
+
+
+class Store(Protocol):
+    """What is used of a ``torch.distributed.Store``."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """The value; waits for a key that is not there."""
+        ...
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write the value."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write ``desired`` if ``expected`` stands there, or nothing and that is empty; what stands there then."""
+        ...
+
+
+class StoreRendezvous:
+    """Ranks of several processes find each other through a ``torch.distributed.TCPStore``; satisfies :class:`Rendezvous`.
+
+    Values are JSON text and are checked when read: a store is open to everyone who can reach it. An instance's world
+    size is what the first of its ranks said.
+
+    Args:
+        store: a store that every process reaches; its own timeout bounds each call.
+        prefix: keys begin with it, so that one store serves many purposes.
+    """
+
+    def __init__(self, store: Store, prefix: str = "disagg_kv") -> None:
+        self._store = store
+        self._prefix = prefix
+        # One client connection: a second thread's question must not slip in before the first one's answer.
+        self._lock = threading.Lock()
+
+    def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
+        """Tell everyone where rank ``rank`` of ``world`` of ``instance`` is; replaces what it said before.
+
+        Raises:
+            ConfigurationError: a rank outside ``[0, world)``, or not the world size that other ranks said.
+            PeerLostError: the store cannot be reached.
+            RemoteProtocolError: something else stands under the instance's key.
+        """
+        check_rank(instance, rank, world)
+        with self._reached(instance):
+            # Where nobody was before, ours is set; the answer is what stands there now.
+            said = self._store.compare_set(_key(self._prefix, instance), "", json.dumps(world))
+        check_world(instance, rank, world, _world(instance, said))
+        with self._reached(instance):
+            self._store.set(_key(self._prefix, instance, rank), json.dumps(address))
+
+    def lookup(self, source: Source) -> tuple[str, ...] | None:
+        """The addresses of all ranks, in order; None: not all are known yet. Never waits for a rank.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+            RemoteProtocolError: something else stands under the instance's keys.
+        """
+        instance = source.instance
+        said = self._get(instance, [_key(self._prefix, instance)])
+        if said is None:
+            return None
+        ranks = range(_world(instance, said[0]))
+        addresses = self._get(instance, [_key(self._prefix, instance, rank) for rank in ranks])
+        return None if addresses is None else tuple(_address(instance, address) for address in addresses)
+
+    def _get(self, instance: str, keys: list[str]) -> list[bytes] | None:
+        """The values, or None if one is missing: ``get`` alone would wait for it."""
+        with self._reached(instance):
+            return [self._store.get(key) for key in keys] if self._store.check(keys) else None
+
+    @contextmanager
+    def _reached(self, instance: str) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except RuntimeError as exc:
+                raise PeerLostError(f"instance {instance!r}: the rendezvous store cannot be reached: {exc}") from exc
+
+
+def _key(prefix: str, instance: str, rank: int | None = None) -> str:
+    """A key that no other (instance, rank) has, whatever characters the name has."""
+    return f"{prefix}/{json.dumps([instance] if rank is None else [instance, rank])}"
+
+
+def _parse(instance: str, value: bytes) -> object:
+    try:
+        parsed: object = json.loads(value)
+    except ValueError as exc:
+        raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r}, which is no JSON") from exc
+    return parsed
+
+
+def _world(instance: str, value: bytes) -> int:
+    world = _parse(instance, value)
+    if not isinstance(world, int) or isinstance(world, bool) or not 0 < world <= _MAX_WORLD:
+        raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r} as its number of ranks")
+    return world
+
+
+def _address(instance: str, value: bytes) -> str:
+    address = _parse(instance, value)
+    if not isinstance(address, str):
+        raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r} as a rank's address")
+    return address

@@ -1,0 +1,147 @@
+"""Who is where: what every rendezvous promises, and what each adds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+
+# The classes of torch.distributed, which does not export them to type checkers.
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from disagg_kv.errors import ConfigurationError, PeerLostError, RemoteProtocolError
+from disagg_kv.ids import Rank
+from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous, StoreRendezvous
+
+CHILD = """
+import sys
+from torch.distributed import TCPStore
+from disagg_kv.rendezvous import StoreRendezvous
+port, rank, world = map(int, sys.argv[1:])
+store = TCPStore("127.0.0.1", port, is_master=False)
+StoreRendezvous(store).publish("prefill", rank, world, f"address of {rank}")
+"""
+
+
+@pytest.fixture(params=["static", "store"])
+def rendezvous(request: pytest.FixtureRequest) -> Rendezvous:
+    return StaticRendezvous() if request.param == "static" else StoreRendezvous(HashStore())
+
+
+class TestEveryRendezvous:
+    def test_addresses_come_in_the_order_of_ranks(self, rendezvous: Rendezvous) -> None:
+        for rank in (2, 0, 1):
+            rendezvous.publish("prefill", Rank(rank), 3, f"address {rank}")
+        assert rendezvous.lookup(Source("prefill")) == ("address 0", "address 1", "address 2")
+
+    def test_nothing_is_known_until_all_ranks_are(self, rendezvous: Rendezvous) -> None:
+        assert rendezvous.lookup(Source("prefill")) is None
+        rendezvous.publish("prefill", Rank(1), 2, "one")
+        assert rendezvous.lookup(Source("prefill")) is None
+        rendezvous.publish("prefill", Rank(0), 2, "zero")
+        assert rendezvous.lookup(Source("prefill")) == ("zero", "one")
+
+    def test_a_restarted_rank_replaces_its_address(self, rendezvous: Rendezvous) -> None:
+        rendezvous.publish("prefill", Rank(0), 1, "old")
+        rendezvous.publish("prefill", Rank(0), 1, "new")
+        assert rendezvous.lookup(Source("prefill")) == ("new",)
+
+    def test_instances_are_told_apart_whatever_their_names(self, rendezvous: Rendezvous) -> None:
+        """A7."""
+        names = ["a", "a/0", 'a", 0', "ä b"]
+        for name in names:
+            rendezvous.publish(name, Rank(0), 1, f"address of {name}")
+        assert [rendezvous.lookup(Source(name)) for name in names] == [(f"address of {name}",) for name in names]
+
+    @pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])
+    def test_a_rank_outside_its_world_is_refused(self, rendezvous: Rendezvous, rank: int, world: int) -> None:
+        with pytest.raises(ConfigurationError, match=f"rank {rank} is not one of {world}"):
+            rendezvous.publish("prefill", Rank(rank), world, "address")
+
+    def test_an_instance_needs_a_name(self, rendezvous: Rendezvous) -> None:
+        with pytest.raises(ConfigurationError, match="no name"):
+            rendezvous.publish("", Rank(0), 1, "address")
+
+    def test_ranks_that_disagree_about_their_number_are_refused_with_both_numbers(self, rendezvous: Rendezvous) -> None:
+        rendezvous.publish("prefill", Rank(0), 4, "zero")
+        with pytest.raises(ConfigurationError, match="rank 1 says it is one of 2, others said 4"):
+            rendezvous.publish("prefill", Rank(1), 2, "one")
+
+    def test_threads_may_publish_at_once(self, rendezvous: Rendezvous) -> None:
+        threads = [
+            threading.Thread(target=rendezvous.publish, args=("prefill", Rank(rank), 16, str(rank)))
+            for rank in range(16)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert rendezvous.lookup(Source("prefill")) == tuple(str(rank) for rank in range(16))
+
+
+class TestStatic:
+    def test_given_addresses_are_known_at_once(self) -> None:
+        static = StaticRendezvous({"prefill": ["zero", "one"], "other": ("x",)})
+        assert static.lookup(Source("prefill")) == ("zero", "one")
+        assert static.lookup(Source("other")) == ("x",)
+
+    @pytest.mark.parametrize("given", [{"prefill": []}, {"": ["zero"]}, {"prefill": "zero"}])
+    def test_an_instance_needs_a_name_and_a_list_of_addresses(self, given: dict[str, list[str]]) -> None:
+        with pytest.raises(ConfigurationError, match="needs a name and a list"):
+            StaticRendezvous(given)
+
+
+class TestStore:
+    def test_ranks_of_other_processes_are_found(self) -> None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        found = StoreRendezvous(store)
+        assert found.lookup(Source("prefill")) is None
+        arguments = [sys.executable, "-c", CHILD, str(store.port)]
+        children = [subprocess.Popen([*arguments, str(rank), "2"]) for rank in range(2)]
+        assert [child.wait() for child in children] == [0, 0]
+        assert found.lookup(Source("prefill")) == ("address of 0", "address of 1")
+
+    def test_two_prefixes_share_a_store(self) -> None:
+        store = HashStore()
+        left, right = StoreRendezvous(store, "left"), StoreRendezvous(store, "right")
+        left.publish("prefill", Rank(0), 1, "address")
+        assert right.lookup(Source("prefill")) is None
+
+    def test_a_store_that_went_away_is_a_lost_peer(self) -> None:
+        """Every call says so; none waits."""
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+        found = StoreRendezvous(client)
+        found.publish("prefill", Rank(0), 1, "address")
+        del store
+        with pytest.raises(PeerLostError, match="'prefill'"):
+            found.lookup(Source("prefill"))
+        with pytest.raises(PeerLostError, match="'prefill'"):
+            found.publish("prefill", Rank(0), 1, "address")
+
+    @pytest.mark.parametrize("value", [b"\x80\x04N.", b"", b"0", b'"2"', b"100000000", b"[", b"1.5", b"true", b"null"])
+    def test_a_strange_number_of_ranks_is_refused(self, value: bytes) -> None:
+        """E13: nothing is unpickled, and nothing is believed."""
+        store = HashStore()
+        store.set('disagg_kv/["prefill"]', value.decode("latin1"))
+        with pytest.raises(RemoteProtocolError, match="'prefill'"):
+            StoreRendezvous(store).lookup(Source("prefill"))
+
+    @pytest.mark.parametrize("value", ["", "1", "{", "[]"])
+    def test_a_strange_address_is_refused(self, value: str) -> None:
+        """E13."""
+        store = HashStore()
+        store.set('disagg_kv/["prefill"]', "1")
+        store.set('disagg_kv/["prefill", 0]', value)
+        with pytest.raises(RemoteProtocolError, match="'prefill'"):
+            StoreRendezvous(store).lookup(Source("prefill"))
+
+    def test_what_is_written_is_json(self) -> None:
+        """E13."""
+        store = HashStore()
+        StoreRendezvous(store).publish("prefill", Rank(0), 1, "tcp://127.0.0.1:1")
+        assert json.loads(store.get('disagg_kv/["prefill", 0]')) == "tcp://127.0.0.1:1"
