@@ -1,5 +1,1 @@
 """The command ``disagg-kv``."""
-
-from .main import main
-
-__all__ = ["main"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated
@@ -46,11 +46,11 @@ def build(argv: Sequence[str]) -> typer.Typer:
     return app
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code."""
+def run(argv: Sequence[str], make: Callable[[Sequence[str]], typer.Typer] = build) -> int:
+    """Run one command line with the application that ``make`` builds for it, and return its exit code."""
     as_json = "--json" in argv
     try:
-        code = build(argv)(list(argv) or ["--help"], prog_name="disagg-kv", standalone_mode=False)
+        code = make(argv)(list(argv) or ["--help"], prog_name="disagg-kv", standalone_mode=False)
     except typer.TyperException as error:
         fail("UsageError", error.format_message(), as_json=as_json)
         return 2

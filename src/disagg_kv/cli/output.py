@@ -23,7 +23,7 @@ def emit(document: Mapping[str, Json], *text: RenderableType, as_json: bool) -> 
     if as_json:
         sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for part in text:
         console.print(part)
 

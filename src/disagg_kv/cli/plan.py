@@ -1,0 +1,129 @@
+"""``disagg-kv plan``: what each path would post for one request. Runs nothing and needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ..errors import ConfigurationError
+from ..geometry import CacheSpec, Shard, shard, stages
+from ..planning import Explanation, PairPlan, explain
+from .output import Json, JsonFlag, emit
+
+MIB = 1 << 20
+SHOWN_PAIRS = 16
+"""Rank pairs in the table for people; the JSON document has all."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command()(plan)
+
+
+def plan(
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")],
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="K and V heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one K head.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one V head; default: as K.")] = None,
+    mla_latent: Annotated[int | None, typer.Option(min=1, help="Elements of an MLA latent, in place of heads.")] = None,
+    dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
+    decode_page_size: Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")] = None,
+    order: Annotated[str, typer.Option(help="Order inside a page: NHD (tokens first) or HND.")] = "NHD",
+    decode_order: Annotated[str | None, typer.Option(help="The same for decode, where it differs.")] = None,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of prefill.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of decode.")] = 1,
+    prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of prefill.")] = 1,
+    decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
+    slot_mib: Annotated[int, typer.Option(min=1, help="MiB of a prefill staging slot.")] = 64,
+    ring_mib: Annotated[int, typer.Option(min=1, help="MiB of a decode rank's ring; a lease has at most 1/8.")] = 4096,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what each path would post for one request, and which one ``auto`` takes."""
+    spec = _spec(layers, kv_heads, head_dim, v_head_dim, mla_latent, dtype)
+    found = explain(
+        spec,
+        ranks(spec, prefill_tp, prefill_pp),
+        ranks(spec, decode_tp, decode_pp),
+        tokens,
+        (page_size, decode_page_size or page_size),
+        order=(order, decode_order or order),
+        slot_bytes=slot_mib * MIB,
+        lease_bytes=ring_mib * MIB // 8,
+    )
+    emit(document(found), _paths(found), _pairs(found), f"auto: {found.auto.reason}", as_json=as_json)
+
+
+def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:
+    """The shards of an instance's ranks: stage by stage, inside a stage by tensor-parallel rank."""
+    return [shard(spec, tp=tp, rank=rank, layers=stage) for stage in stages(spec, pp) for rank in range(tp)]
+
+
+def document(found: Explanation) -> dict[str, Json]:
+    """The explanation as JSON; a path that cannot has its reason in ``refused`` and nulls for numbers."""
+    paths: dict[str, Json] = {
+        name: {"descriptors": count, "bytes": found.nbytes, "refused": None}
+        for name, count in found.descriptors.items()
+    }
+    for name, reason in found.refused.items():
+        paths[name] = {"descriptors": None, "bytes": None, "refused": reason}
+    return {
+        "ok": True,
+        "bytes": found.nbytes,
+        "paths": paths,
+        "auto": {"path": found.auto.path, "reason": found.auto.reason},
+        "pairs": [_pair(pair) for pair in found.pairs],
+    }
+
+
+def _spec(
+    layers: int, kv_heads: int | None, head_dim: int | None, v_head_dim: int | None, latent: int | None, dtype: str
+) -> CacheSpec:
+    if latent is not None:
+        if (kv_heads, head_dim, v_head_dim) != (None, None, None):
+            raise ConfigurationError("--mla-latent stands in place of --kv-heads, --head-dim and --v-head-dim")
+        return CacheSpec.mla(layers, latent, dtype)
+    if kv_heads is None or head_dim is None:
+        raise ConfigurationError("--kv-heads and --head-dim are needed, or --mla-latent")
+    return CacheSpec.kv(layers, kv_heads, head_dim, dtype, v_head_dim=v_head_dim)
+
+
+def _pair(pair: PairPlan) -> dict[str, Json]:
+    return {
+        "prefill_rank": pair.writer,
+        "decode_rank": pair.target,
+        "bytes": pair.nbytes,
+        "segments": pair.segments,
+        "descriptors": pair.descriptors,
+        "refused": pair.refused,
+    }
+
+
+def _paths(found: Explanation) -> Table:
+    table = Table("path", "writes", "bytes", "", title="One request, all ranks")
+    for name, count in sorted(found.descriptors.items(), key=lambda item: item[1]):
+        table.add_row(name, f"{count:,}", f"{found.nbytes:,}", "auto" if name == found.auto.path else "")
+    for name, reason in found.refused.items():
+        table.add_row(name, "-", "-", f"cannot: {reason}")
+    return _right(table, 1, 2)
+
+
+def _pairs(found: Explanation) -> Table:
+    able = list(found.descriptors)
+    more = len(found.pairs) - SHOWN_PAIRS
+    title, caption = "Rank by rank", f"and {more:,} more pairs: --json" if more > 0 else None
+    table = Table("prefill", "decode", "bytes", *(f"{name} writes" for name in able), title=title, caption=caption)
+    for pair in found.pairs[:SHOWN_PAIRS]:
+        counts = (f"{pair.descriptors[name]:,}" for name in able)
+        table.add_row(str(pair.writer), str(pair.target), f"{pair.nbytes:,}", *counts)
+    return _right(table, *range(len(table.columns)))
+
+
+def _right(table: Table, *columns: int) -> Table:
+    for column in columns:
+        table.columns[column].justify = "right"
+    return table

@@ -1,0 +1,131 @@
+"""``plan`` says what each path would post, rank pair by rank pair."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from attrs import define
+
+from disagg_kv.cli.main import run
+
+
+@define
+class Cli:
+    """Runs ``plan`` and reads its document."""
+
+    capsys: pytest.CaptureFixture[str]
+
+    def plan(self, line: str, code: int = 0) -> dict[str, object]:
+        assert run(["plan", *line.split(), "--json"]) == code
+        found: dict[str, object] = json.loads(self.capsys.readouterr().out)
+        return found
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+BIG = "--layers 64 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 8192 --page-size 64"
+BIG_BYTES = 64 * 2 * 8 * 128 * 2 * 8192
+
+
+def numbers(found: dict[str, object], path: str) -> tuple[int, int]:
+    """(descriptors, bytes) of one path that can."""
+    paths = found["paths"]
+    assert isinstance(paths, dict)
+    return paths[path]["descriptors"], paths[path]["bytes"]
+
+
+def test_staged_posts_at_least_1000_times_fewer_writes_than_slice(cli: Cli) -> None:
+    """A1, A2: 8,192 tokens, 64 layers, TP 4 -> 1."""
+    found = cli.plan(f"{BIG} --prefill-tp 4 --decode-tp 1")
+    staged, slices = numbers(found, "staged"), numbers(found, "slice")
+    assert slices == (64 * 2 * 8192 * 4, BIG_BYTES)
+    assert staged[1] == BIG_BYTES
+    assert staged[0] * 1000 <= slices[0]
+
+
+def test_a_path_that_cannot_says_why_and_auto_names_its_choice(cli: Cli) -> None:
+    found = cli.plan(f"{BIG} --prefill-tp 4 --decode-tp 1")
+    paths, auto = found["paths"], found["auto"]
+    assert isinstance(paths, dict)
+    assert isinstance(auto, dict)
+    assert "2 units" in paths["direct"]["refused"]
+    assert (paths["direct"]["descriptors"], paths["direct"]["bytes"]) == (None, None)
+    assert auto["path"] == "staged"
+    assert "slice would take" in auto["reason"]
+
+
+def test_equal_layouts_may_go_direct(cli: Cli) -> None:
+    found = cli.plan(f"{BIG} --prefill-tp 2 --decode-tp 2")
+    assert numbers(found, "direct") == (64 * 2 * 128 * 2, BIG_BYTES)
+
+
+def test_replicated_heads_are_planned_once(cli: Cli) -> None:
+    """A6: TP 8 over 2 heads holds each head four times, and every byte is sent once."""
+    found = cli.plan("--layers 8 --kv-heads 2 --head-dim 64 --tokens 1024 --prefill-tp 8 --decode-tp 1")
+    pairs = found["pairs"]
+    assert isinstance(pairs, list)
+    assert sum(pair["bytes"] for pair in pairs) == found["bytes"] == 8 * 2 * 2 * 64 * 2 * 1024
+    assert {pair["prefill_rank"] for pair in pairs} == set(range(8))
+
+
+def test_pipeline_stages_latents_page_sizes_and_orders_are_options(cli: Cli) -> None:
+    """A9, A11, A12."""
+    latent = cli.plan("--layers 6 --mla-latent 576 --tokens 100 --prefill-tp 2 --prefill-pp 2 --decode-tp 1")
+    assert latent["bytes"] == 6 * 576 * 2 * 100
+    stages = cli.plan("--layers 4 --kv-heads 2 --head-dim 8 --tokens 10 --prefill-pp 2 --decode-pp 4")
+    pairs = stages["pairs"]
+    assert isinstance(pairs, list)
+    assert [(p["prefill_rank"], p["decode_rank"]) for p in pairs] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    mixed = cli.plan(
+        "--layers 1 --kv-heads 2 --head-dim 8 --v-head-dim 4 --dtype float32 --tokens 64 --page-size 16"
+        " --decode-page-size 32 --order NHD --decode-order HND"
+    )
+    assert mixed["bytes"] == 2 * (8 + 4) * 4 * 64
+
+
+def test_slots_bound_the_segments(cli: Cli) -> None:
+    """A5: a smaller slot means more, smaller writes of the same bytes."""
+    wide = numbers(cli.plan(f"{BIG} --prefill-tp 4 --slot-mib 64"), "staged")
+    narrow = numbers(cli.plan(f"{BIG} --prefill-tp 4 --slot-mib 1 --ring-mib 64"), "staged")
+    assert narrow[0] > wide[0]
+    assert narrow[1] == wide[1] == BIG_BYTES
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "error", "words"),
+    [
+        ("--layers 2 --tokens 8", 2, "ConfigurationError", "--kv-heads"),
+        ("--layers 2 --tokens 8 --mla-latent 64 --kv-heads 2", 2, "ConfigurationError", "--mla-latent"),
+        ("--layers 2 --tokens 8 --kv-heads 7 --head-dim 8 --prefill-tp 3", 2, "GeometryError", "7 units"),
+        ("--layers 2 --tokens 8 --kv-heads 2 --head-dim 8 --dtype int3", 2, "GeometryError", "bfloat16"),
+        ("--layers 2 --tokens 8 --kv-heads 2 --head-dim 8 --prefill-pp 3", 2, "GeometryError", "3 pipeline stages"),
+        ("--layers 2 --tokens 8 --kv-heads 2 --head-dim 8 --order DNH", 2, "ConfigurationError", "HND"),
+        ("--layers 2 --tokens 8 --kv-heads 8 --head-dim 999999 --slot-mib 1", 1, "OversizeError", "1048576"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error_that_says_why(
+    cli: Cli, line: str, code: int, error: str, words: str
+) -> None:
+    found = cli.plan(line, code)
+    assert found["ok"] is False
+    said = found["error"]
+    assert isinstance(said, dict)
+    assert said["type"] == error
+    assert words in said["message"]
+
+
+def test_people_get_tables_and_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *BIG.split(), "--prefill-tp", "8", "--decode-tp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "Rank by rank" in out
+    assert "auto: staged takes" in out
+
+
+def test_many_pairs_are_cut_short_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan --layers 8 --kv-heads 32 --head-dim 64 --tokens 64 --prefill-tp 32 --decode-tp 16"
+    assert run(line.split()) == 0
+    assert "and 16 more pairs: --json" in capsys.readouterr().out

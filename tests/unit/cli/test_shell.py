@@ -1,0 +1,157 @@
+"""The command's own manners: exit codes, one JSON document, errors as one line, nothing imported for nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+import pytest
+import typer
+
+from disagg_kv.cli.main import COMMANDS, main, run
+from disagg_kv.cli.output import JsonFlag, emit, progress
+from disagg_kv.errors import ConfigurationError, DisaggKVError, PeerLostError
+
+PLAN = ["plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "8", "--tokens", "8"]
+
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "zmq"):
+            raise ImportError(f"{name} was imported")
+
+sys.meta_path.insert(0, Refuse())
+from disagg_kv.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def command(body: Callable[[], None]) -> Callable[[Sequence[str]], typer.Typer]:
+    """An application whose one command ``work`` does ``body``."""
+
+    def work(as_json: JsonFlag = False) -> None:
+        body()
+
+    def make(argv: Sequence[str]) -> typer.Typer:
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.callback()(lambda: None)
+        app.command()(work)
+        return app
+
+    return make
+
+
+def raiser(error: BaseException) -> Callable[[], None]:
+    def body() -> None:
+        raise error
+
+    return body
+
+
+def document(text: str) -> dict[str, object]:
+    """The one JSON document that ``text`` is."""
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == version("disagg_kv") + "\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == 0
+    out = capsys.readouterr().out
+    assert [name for name in COMMANDS if name not in out] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    assert "Usage: disagg-kv " + name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["plan", "--what"], ["nothing"], ["plan", "--layers", "many"], ["plan"]])
+def test_a_wrong_command_line_is_one_line_on_stderr_and_exit_code_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(argv) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("disagg-kv: ")
+    assert said.err.count("\n") == 1
+
+
+def test_with_json_a_wrong_command_line_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--what", "--json"]) == 2
+    found = document(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert found["error"] == {"type": "UsageError", "message": "No such option: --what"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigurationError("TP 3 of 8 heads"), 2), (PeerLostError("rank 3 is gone"), 1)]
+)
+def test_errors_of_the_library_are_one_line_and_an_exit_code(
+    error: DisaggKVError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["work", "--json"], command(raiser(error))) == code
+    said = capsys.readouterr()
+    assert said.err == f"disagg-kv: {error}\n"
+    assert document(said.out)["error"] == {"type": type(error).__name__, "message": str(error)}
+
+
+def test_a_bug_shows_its_traceback_on_stderr_and_still_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["work", "--json"], command(raiser(RuntimeError("oh")))) == 1
+    said = capsys.readouterr()
+    assert "Traceback" in said.err
+    assert document(said.out)["error"] == {"type": "RuntimeError", "message": "unexpected RuntimeError: oh"}
+
+
+def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["work"], command(raiser(KeyboardInterrupt()))) == 130
+    assert capsys.readouterr().err == "disagg-kv: interrupted\n"
+
+
+def test_a_command_chooses_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        emit({"ok": False}, "it failed", as_json=False)
+        raise typer.Exit(1)
+
+    assert run(["work"], command(body)) == 1
+    assert capsys.readouterr().out == "it failed\n"
+
+
+def test_text_for_people_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({}, "pip install 'disagg_kv[hf]'", as_json=False)
+    assert capsys.readouterr().out == "pip install 'disagg_kv[hf]'\n"
+
+
+def test_json_has_no_numbers_that_json_does_not_know() -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        emit({"speed": float("nan")}, as_json=True)
+
+
+def test_progress_keeps_silent_where_stderr_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress() as bar:
+        bar.advance(bar.add_task("work", total=1))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_console_script_exits_with_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["disagg-kv", "--version"])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 0
+
+
+def test_plan_runs_where_torch_cannot_be_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *PLAN, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert document(done.stdout)["ok"] is True
