@@ -1,0 +1,121 @@
+"""How the public API looks to a strict type checker; run as tests too, so that what it shows is also true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_type
+
+import pytest
+from attrs import define, field
+
+from disagg_kv.errors import ConfigurationError, DisaggKVError, TransportError
+from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard
+from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, Ticket, VirtualOffset
+from disagg_kv.memory import Buffer, Event
+from disagg_kv.planning import Writes
+from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
+from disagg_kv.transports import (
+    Capabilities,
+    Ended,
+    Heard,
+    Settled,
+    SupportsAllocate,
+    Transport,
+    register_transport,
+    registry,
+    transport,
+)
+
+
+@define
+class Nowhere:
+    """A transport outside the library: it inherits from nothing, and every write ends as lost."""
+
+    name: str = "nowhere"
+    caps: Capabilities = field(factory=Capabilities)
+    tickets: list[Ticket] = field(factory=list)
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """Number them."""
+        return [RegionId(i) for i in range(len(buffers))]
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """Nothing to forget."""
+
+    def local_descriptor(self) -> bytes:
+        """Nothing to tell."""
+        return b""
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """Everyone is the same."""
+        return Peer(b"nobody")
+
+    def disconnect(self, peer: Peer) -> None:
+        """Nothing to forget."""
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """Take a ticket."""
+        self.tickets.append(Ticket(len(self.tickets)))
+        return self.tickets[-1]
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """Every ticket failed."""
+        ended = [Ended(ticket, TransportError("nowhere to write to"), quiesced=True) for ticket in self.tickets]
+        self.tickets.clear()
+        return ended
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """All is quiet."""
+        return ()
+
+
+def test_a_class_that_inherits_from_nothing_is_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2."""
+    monkeypatch.setattr(registry, "_registered", {})  # so that the name is gone after this test
+    register_transport("nowhere", Nowhere)
+    mine = transport("nowhere")
+    assert_type(mine, Transport)
+    ticket = mine.submit(mine.connect(b"", 1.0), Writes.one(0, 0, 0, 0, 8))
+    assert_type(ticket, Ticket)
+    events = mine.poll()
+    assert_type(events, Sequence[Ended | Settled | Heard])
+    (ended,) = events
+    match ended:
+        case Ended(error=error):
+            assert_type(error, Exception | None)
+            assert isinstance(error, TransportError)
+        case Settled() | Heard():
+            raise AssertionError(ended)
+
+
+def test_optional_powers_are_protocols_that_narrow() -> None:
+    made = transport("shm")
+    if isinstance(made, SupportsAllocate):
+        assert_type(made.allocate(4096), Buffer)
+    made.close(0.0)
+
+
+def test_geometry_speaks_in_ids_and_ranges() -> None:
+    spec = CacheSpec.kv(4, 8, 64, "bfloat16", v_head_dim=32)
+    mine = shard(spec, tp=2, rank=1)
+    assert_type(mine, Shard)
+    assert_type(mine.layers(), tuple[LayerId, ...])
+    assert_type(mine.units(LayerId(0), "k"), tuple[range, ...])
+    assert mine.units(LayerId(3), "v") == (range(4, 8),)
+    table = PageTable(GroupId("kv"), [3, 1, 2])
+    assert_type(table.first, int)
+
+
+def test_a_ring_is_an_allocator_and_its_leases_may_be_none() -> None:
+    ring: StagingAllocator = RingStagingAllocator(4096)
+    lease = ring.reserve(100)
+    assert_type(lease, Lease | None)
+    assert lease is not None
+    assert_type(lease.start, VirtualOffset)
+    assert_type(lease.end, VirtualOffset)
+    assert_type(lease.offset, int)
+
+
+def test_errors_are_one_tree_and_bad_input_is_a_value_error() -> None:
+    error: DisaggKVError = ConfigurationError("no")
+    assert isinstance(error, ValueError)
