@@ -1,0 +1,57 @@
+"""Coverage says what a set of cells says."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg_kv.geometry import Coverage
+
+Rectangle = tuple[int, int, int, int]
+rectangles = st.builds(
+    lambda start, rows, first, layers: (start, start + rows, first, first + layers),
+    st.integers(0, 25),
+    st.integers(1, 8),
+    st.integers(0, 9),
+    st.integers(1, 5),
+)
+
+
+def _cells(rectangle: Rectangle) -> set[tuple[int, int]]:
+    start, stop, first, last = rectangle
+    return {(row, layer) for row in range(start, stop) for layer in range(first, last)}
+
+
+@given(st.lists(rectangles, max_size=30), st.lists(rectangles, min_size=1, max_size=10))
+def test_it_answers_as_a_set_of_cells_would(added: list[Rectangle], asked: list[Rectangle]) -> None:
+    """A2, E3: whatever order segments land in, and however often."""
+    coverage, model = Coverage(), set[tuple[int, int]]()
+    for rectangle in added:
+        coverage.add(*rectangle)
+        coverage.check_integrity()
+        model |= _cells(rectangle)
+    for rectangle in [*asked, *added]:
+        start, _, first, last = rectangle
+        assert coverage.contains(*rectangle) == coverage.covers(*rectangle) == (_cells(rectangle) <= model)
+        assert coverage.overlaps(*rectangle) == bool(_cells(rectangle) & model)
+        stop = start
+        while all((stop, layer) in model for layer in range(first, last)):
+            stop += 1
+        assert coverage.landed_until(start, range(first, last)) == stop
+        assert coverage.landed_until(start, list(range(first, last))[::-1]) == stop
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.randoms())
+def test_a_grid_of_segments_in_any_order_ends_as_one_rectangle(rows: int, layers: int, random: Random) -> None:
+    """A12: stages land independently of each other."""
+    pieces = [(3 * r, 3 * r + 3, layer, layer + 1) for r in range(rows) for layer in range(layers)]
+    random.shuffle(pieces)
+    coverage = Coverage()
+    for piece in pieces:
+        assert not coverage.overlaps(*piece)
+        coverage.add(*piece)
+    coverage.check_integrity()
+    assert coverage.contains(0, 3 * rows, 0, layers)
+    assert coverage.landed_until(0, range(layers)) == 3 * rows

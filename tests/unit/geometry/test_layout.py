@@ -1,0 +1,99 @@
+"""Page tables and planes that do not fit are refused before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from disagg_kv.errors import GeometryError
+from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, Site, shard
+from disagg_kv.ids import GroupId, LayerId
+
+KV = GroupId("kv")
+GROUP = Group(KV, 4, 10, null_page=0)
+SPEC = CacheSpec.kv(1, 2, 3, "int8")
+
+
+def _site(**change: Any) -> Site:
+    k = Plane(LayerId(0), "k", KV, 0, 0, 24, 6, 3)
+    v = Plane(LayerId(0), "v", KV, 1, 0, 24, 3, 12)
+    return Site(SPEC, shard(SPEC), [GROUP], [attrs.evolve(k, **change), v], [240, 240])
+
+
+def test_a_table_keeps_the_callers_page_ids_without_a_copy() -> None:
+    """A plan holds views of page ids."""
+    pages = np.array([3, 1], np.int32)
+    assert PageTable(KV, pages).pages is pages
+
+
+@pytest.mark.parametrize(
+    ("pages", "first", "rows", "message"),
+    [
+        ([1, 2], 0, (0, 9), "rows up to 9, but 2 pages end at 8"),
+        ([1, 2], 4, (0, 8), "rows from 0 on, but the table begins at 4"),
+        ([1, 2], 2, (2, 8), "a table begins at row 2, not at a page of 4 rows"),
+        ([1, 2], -4, (0, 2), "a table begins at row -4"),
+        ([1, 10], 0, (0, 8), "page 10 of 10"),
+        ([1, 2, 1], 0, (0, 8), "a page is in the table twice"),
+        ([1, 0], 0, (0, 8), "the null page 0 is in the table"),
+    ],
+)
+def test_a_table_that_does_not_have_the_rows(pages: list[int], first: int, rows: tuple[int, int], message: str) -> None:
+    """Page ids out of range or twice, and token counts beyond the pages."""
+    with pytest.raises(GeometryError, match=message):
+        PageTable(KV, pages, first).check(GROUP, *rows)
+
+
+def test_tables_that_fit() -> None:
+    """Rows up to the last slot; and no pages for no rows."""
+    PageTable(KV, [9, 1], 4).check(GROUP, 5, 12)
+    PageTable(KV, []).check(GROUP, 0, 0)
+    PageTable(KV, [0]).check(Group(KV, 4, 1), 0, 4)
+
+
+@pytest.mark.parametrize("pages", [[[1]], [1.0], [-1], [2**31], ["1"]])
+def test_what_is_no_page_id(pages: npt.ArrayLike) -> None:
+    """They are whole numbers from 0 to 2^31-1, in a flat list."""
+    with pytest.raises(GeometryError, match="page ids must be"):
+        PageTable(KV, pages)
+
+
+def test_groups_that_cannot_be() -> None:
+    """Sizes are positive; a site knows its groups."""
+    with pytest.raises(GeometryError, match="'kv': 0 pages of 4 rows"):
+        Group(KV, 4, 0)
+    with pytest.raises(GeometryError, match=r"no group 'x'; there are \['kv'\]"):
+        _site().group(GroupId("x"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offset": 1}, "layer 0, 'k': ends at byte 241 of a buffer of 240"),
+        ({"offset": -1}, "the offset not negative"),
+        ({"row_stride": 0}, "strides must be positive"),
+        ({"row_stride": 5}, "a stride of 5 bytes makes cells of 6 bytes overlap"),
+        ({"page_stride": 23}, "a stride of 23 bytes makes cells of 24 bytes overlap"),
+        ({"unit_stride": 2}, "overlap"),
+        ({"buffer": 2}, "buffer 2 of 2"),
+        ({"group": GroupId("x")}, "no group 'x'"),
+        ({"component": "v"}, "do not match the shard"),
+        ({"component": "q"}, "do not match the shard"),
+    ],
+)
+def test_planes_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    """D3: overlapping cells, bytes outside a buffer, planes that the shard does not have."""
+    _site().check()
+    with pytest.raises(GeometryError, match=message):
+        _site(**change).check()
+
+
+def test_strides_of_axes_with_one_cell_do_not_matter() -> None:
+    """Engines leave any number in them."""
+    spec = CacheSpec.mla(1, 3, "int8")
+    plane = Plane(LayerId(0), "latent", KV, 0, 0, 12, 3, 1)
+    Site(spec, shard(spec), [GROUP], [plane], [120]).check()

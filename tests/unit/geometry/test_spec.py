@@ -1,0 +1,96 @@
+"""What a cache is made of, and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg_kv.errors import GeometryError
+from disagg_kv.geometry import CacheSpec, Component, item_bytes
+from disagg_kv.ids import LayerId
+
+
+def test_k_and_v_may_differ_in_dim_and_dtype() -> None:
+    """A9."""
+    spec = CacheSpec.kv(2, 4, 128, "bfloat16", v_head_dim=64, v_dtype="float8_e4m3fn")
+    assert [(c.name, c.units, c.unit_bytes) for c in spec.layers[LayerId(1)]] == [("k", 4, 256), ("v", 4, 64)]
+
+
+def test_a_latent_is_one_unit() -> None:
+    """A11."""
+    spec = CacheSpec.mla(1, 576, "bfloat16")
+    assert spec.component(LayerId(0), "latent") == Component("latent", "bfloat16", 1, 1152)
+
+
+def test_names_come_in_order_of_first_appearance() -> None:
+    """That order is the order of planes in a staged segment; layers are sorted, whatever order they are given in."""
+    late, early = Component("z", "int8", 1, 1), Component("a", "int8", 1, 1)
+    assert CacheSpec({LayerId(5): [early, late], LayerId(2): [late]}).names() == ("z", "a")
+
+
+def test_digests_are_equal_exactly_for_equal_specs() -> None:
+    """The digest is what two sides compare first."""
+    same = [CacheSpec.kv(2, 4, 128, "bfloat16", model=b"m").digest() for _ in range(2)]
+    others = [
+        CacheSpec.kv(2, 4, 128, "bfloat16", model=b"n").digest(),
+        CacheSpec.kv(3, 4, 128, "bfloat16", model=b"m").digest(),
+        CacheSpec.kv(2, 4, 128, "float16", model=b"m").digest(),
+    ]
+    assert same[0] == same[1]
+    assert len({same[0], *others}) == 4
+    assert len(same[0]) == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "bf16"}, "unknown dtype 'bf16'; known: bfloat16, "),
+        ({"name": ""}, "needs a name"),
+        ({"units": 0}, "positive sizes"),
+        ({"unit_bytes": 3}, "unit_bytes 3 is not whole float16s"),
+        ({"tokens_per_row": 0}, "a state has rows"),
+        ({"rows": 2}, "a state has rows"),
+        ({"tokens_per_row": -1}, "a state has rows"),
+        ({"window": 0}, "window 0 must be at least 1"),
+        ({"tile_rows": 0}, "positive sizes"),
+    ],
+)
+def test_a_component_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    """The message has the field and the number."""
+    fields: dict[str, Any] = {"name": "k", "dtype": "float16", "units": 2, "unit_bytes": 4, **change}
+    with pytest.raises(GeometryError, match=message):
+        Component(**fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"tokens_per_row": 0, "rows": 3}, "recurrent state"),
+        ({"tokens_per_row": 4}, "rows of 4 tokens"),
+        ({"window": 128}, "sliding window"),
+        ({"tile_rows": 8}, "tiles of 8 rows"),
+    ],
+)
+def test_what_is_not_moved_yet_says_so(change: dict[str, Any], reason: str | None) -> None:
+    """The model can say it; this version names what it cannot do."""
+    said = Component("k", "int8", 1, 1, **change).unsupported()
+    assert said is None if reason is None else (said is not None and reason in said)
+
+
+def test_specs_and_look_ups_that_cannot_be() -> None:
+    """Each has its own message."""
+    k = Component("k", "int8", 1, 1)
+    with pytest.raises(GeometryError, match="at least one layer"):
+        CacheSpec({})
+    with pytest.raises(GeometryError, match=r"layer 0: needs components with distinct names, has \['k', 'k'\]"):
+        CacheSpec.uniform(1, [k, k])
+    with pytest.raises(GeometryError, match="layer -1"):
+        CacheSpec({LayerId(-1): [k]})
+    with pytest.raises(GeometryError, match=r"layer 0 has no component 'q'; it has \['k'\]"):
+        CacheSpec.uniform(1, [k]).component(LayerId(0), "q")
+    with pytest.raises(GeometryError, match=r"layer 7 has no component 'k'; it has \[\]"):
+        CacheSpec.uniform(1, [k]).component(LayerId(7), "k")
+    with pytest.raises(GeometryError, match="unknown dtype"):
+        item_bytes("float12")
