@@ -5,6 +5,7 @@ from .descriptor import Descriptor, Region, decode, encode
 from .inproc import InprocTransport
 from .process import Process
 from .regions import Extents, RegionTable, copy
+from .registry import available, register_transport, transport
 from .shm import ShmTransport
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "ShmTransport",
     "SupportsAllocate",
     "Transport",
+    "available",
     "copy",
     "decode",
     "encode",
+    "register_transport",
+    "transport",
 ]

@@ -152,3 +152,7 @@ class SupportsAllocate(Protocol):
     def allocate(self, nbytes: int) -> Buffer:
         """``nbytes`` of such memory, zeroed, aligned to a page; freed when its owner is."""
         ...
+
+    def allocated(self, buffer: Buffer) -> bool:
+        """True if all of the buffer is memory that ``allocate`` gave."""
+        ...

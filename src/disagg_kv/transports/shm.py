@@ -141,6 +141,10 @@ class ShmTransport:
         self._segments.add(segment)
         return Buffer(segment.addr, segment.nbytes, "cpu", segment)
 
+    def allocated(self, buffer: Buffer) -> bool:
+        """See :meth:`SupportsAllocate.allocated`."""
+        return bool(self._place(buffer))
+
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`; peers can write only to what :meth:`allocate` gave."""
         return self._table.add(buffers)

@@ -1,0 +1,240 @@
+"""One end of a transport under test: here, or in a child process that does what it is told."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+from attrs import frozen
+
+from ..errors import DisaggKVError
+from ..ids import Peer, RegionId, Ticket
+from ..memory import U8, Buffer, bytes_of
+from ..planning import Writes
+from ..transports import Ended, Heard, Settled, SupportsAllocate, Transport
+
+Told = Ended | Settled | Heard
+
+
+class Memory(Protocol):
+    """How a suite gets, fills and reads the kind of memory that it tests with. Must be picklable."""
+
+    def allocate(self, transport: Transport, nbytes: int) -> Buffer:
+        """Memory that ``transport`` can register and peers can write to."""
+        ...
+
+    def write(self, buffer: Buffer, data: U8) -> None:
+        """Fill the whole buffer."""
+        ...
+
+    def read(self, buffer: Buffer) -> U8:
+        """A copy of the whole buffer."""
+        ...
+
+
+class HostMemory:
+    """CPU memory: the transport's own where it gives some, else NumPy's."""
+
+    def allocate(self, transport: Transport, nbytes: int) -> Buffer:
+        """See :meth:`Memory.allocate`."""
+        if isinstance(transport, SupportsAllocate):
+            return transport.allocate(nbytes)
+        return plain(np.zeros(nbytes, np.uint8))
+
+    def write(self, buffer: Buffer, data: U8) -> None:
+        """See :meth:`Memory.write`."""
+        bytes_of(buffer)[:] = data
+
+    def read(self, buffer: Buffer) -> U8:
+        """See :meth:`Memory.read`."""
+        return bytes_of(buffer).copy()
+
+
+def plain(array: U8) -> Buffer:
+    """The memory of a contiguous array as a buffer."""
+    return Buffer(array.ctypes.data, array.nbytes, "cpu", array)
+
+
+class End:
+    """A transport with its buffers. Every method takes and returns what a pipe can carry."""
+
+    def __init__(self, factory: Callable[[], Transport], memory: Memory) -> None:
+        self.transport = factory()
+        self._memory = memory
+        self._buffers: dict[RegionId, Buffer] = {}
+        self._told: list[Told] = []
+        self._again: tuple[Peer, Writes] | None = None
+
+    def add(self, data: U8) -> RegionId:
+        """Allocate, fill with ``data`` and register."""
+        buffer = self._memory.allocate(self.transport, len(data))
+        self._memory.write(buffer, data)
+        (region,) = self.transport.register([buffer])
+        self._buffers[region] = buffer
+        return region
+
+    def drop(self, region: RegionId) -> None:
+        """Deregister; the memory can still be read."""
+        self.transport.deregister([region])
+
+    def read(self, region: RegionId) -> U8:
+        """What lies in the region's memory."""
+        return self._memory.read(self._buffers[region])
+
+    def fill(self, region: RegionId, data: U8) -> None:
+        """Put something else into the region's memory."""
+        self._memory.write(self._buffers[region], data)
+
+    def descriptor(self) -> bytes:
+        """The transport's own."""
+        return self.transport.local_descriptor()
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """Make the other end a peer."""
+        return self.transport.connect(descriptor, timeout_s)
+
+    def submit(self, peer: Peer, writes: Writes, notify: bytes | None = None) -> Ticket:
+        """Post a batch."""
+        return self.transport.submit(peer, writes, notify=notify)
+
+    def write_on(self, peer: Peer, writes: Writes) -> None:
+        """Post this batch at each poll from now on, until the process is killed."""
+        self._again = (peer, writes)
+
+    def told(self) -> Sequence[Told]:
+        """What the transport told since the last call."""
+        self.work()
+        told, self._told = self._told, []
+        return told
+
+    def work(self) -> None:
+        """One poll; what it returns is kept for :meth:`told`."""
+        if self._again is not None:
+            self.transport.submit(*self._again)
+            self.transport.poll()
+            return
+        self._told.extend(self.transport.poll())
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """Close the transport."""
+        return self.transport.close(drain_s)
+
+
+@frozen
+class _Raised:
+    error: DisaggKVError
+
+
+def _serve(pipe: Connection, factory: Callable[[], Transport], memory: Memory) -> None:
+    """The child: run what the pipe says on an end of its own, and poll meanwhile."""
+    end: End | None = None
+    while True:
+        while not pipe.poll(0.0005):
+            if end is not None:
+                end.work()
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if end is None or name == "open":
+                end = End(factory, memory)
+            pipe.send(None if name == "open" else getattr(end, name)(*args))
+        except DisaggKVError as error:
+            pipe.send(_Raised(error))
+
+
+class Child:
+    """The same as :class:`End`, in a process of its own."""
+
+    def __init__(self, factory: Callable[[], Transport], memory: Memory, timeout_s: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._timeout_s = timeout_s
+        self._process = context.Process(target=_serve, args=(theirs, factory, memory), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def open(self) -> None:
+        """Begin again with a new transport; the one before must be closed."""
+        self._ask("open")
+
+    def add(self, data: U8) -> RegionId:
+        """See :meth:`End.add`."""
+        return RegionId(self._ask("add", data))
+
+    def drop(self, region: RegionId) -> None:
+        """See :meth:`End.drop`."""
+        self._ask("drop", region)
+
+    def read(self, region: RegionId) -> U8:
+        """See :meth:`End.read`."""
+        return np.asarray(self._ask("read", region))
+
+    def fill(self, region: RegionId, data: U8) -> None:
+        """See :meth:`End.fill`."""
+        self._ask("fill", region, data)
+
+    def descriptor(self) -> bytes:
+        """See :meth:`End.descriptor`."""
+        return bytes(self._ask("descriptor"))
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """See :meth:`End.connect`."""
+        return Peer(self._ask("connect", descriptor, timeout_s))
+
+    def submit(self, peer: Peer, writes: Writes, notify: bytes | None = None) -> Ticket:
+        """See :meth:`End.submit`."""
+        return Ticket(self._ask("submit", peer, writes, notify))
+
+    def write_on(self, peer: Peer, writes: Writes) -> None:
+        """See :meth:`End.write_on`."""
+        self._ask("write_on", peer, writes)
+
+    def told(self) -> Sequence[Told]:
+        """See :meth:`End.told`."""
+        return list(self._ask("told"))
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """See :meth:`End.close`."""
+        return tuple(self._ask("close", drain_s))
+
+    def pause(self) -> None:
+        """Freeze the process; returns once every thread of it stands still."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        """Let it run again."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process at once, as the kernel does when memory is short; it stays unreaped until :meth:`stop`."""
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Until the kernel has taken the killed process apart; it stays unreaped."""
+        assert self._process.pid is not None
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+    def stop(self) -> None:
+        """End the process and forget it."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+
+    def _ask(self, name: str, *args: object) -> Any:
+        self._pipe.send((name, args))
+        assert self._pipe.poll(self._timeout_s), f"the child did not answer {name!r} within {self._timeout_s} s"
+        answer = self._pipe.recv()
+        if isinstance(answer, _Raised):
+            raise answer.error
+        return answer

@@ -1,0 +1,238 @@
+"""A transport that fails on purpose, as real ones do, and the same way each time."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from itertools import count
+
+import attrs
+import numpy as np
+from attrs import define
+
+from ..errors import PeerLostError, RegistrationError, TransportError
+from ..ids import Peer, RegionId, Ticket
+from ..memory import Buffer, Event
+from ..planning import Writes
+from ..transports import Ended, Heard, Settled, SupportsAllocate, Transport
+
+
+class Fault(Enum):
+    """What becomes of one submitted batch; ``release`` is :meth:`FaultyTransport.release`."""
+
+    REFUSED = "an error, quiet at once; nothing lands"
+    PARTIAL = "the first half of the bytes lands, then an error, quiet at once"
+    UNACKNOWLEDGED = "everything lands, but an error is reported, not quiet; release settles it"
+    LATE = "an error, not quiet, while nothing has landed; on release everything lands, then it is settled"
+    DELAYED = "nothing lands and nothing is reported; on release it completes as if nothing had been"
+    HUNG = "the first half of the bytes lands and nothing is ever reported; close returns the ticket"
+    PEER_LOST = "an error, quiet at once; the peer is lost and every later batch to it fails"
+
+
+Plan = Callable[[int], Fault | None]
+"""What becomes of the n-th submitted batch, counted from 0; ``{3: Fault.HUNG}.get`` is one."""
+
+
+def seeded(seed: int, shares: Mapping[Fault, float]) -> Plan:
+    """A plan that draws each batch's fault, with the given probabilities, from the seed and the batch's number."""
+
+    def plan(number: int) -> Fault | None:
+        at = random.Random(f"{seed} {number}").random()
+        for fault, share in shares.items():
+            at -= share
+            if at < 0:
+                return fault
+        return None
+
+    return plan
+
+
+@define
+class _Held:
+    """A batch that is not quiet before :meth:`FaultyTransport.release` calls ``resume``; None: it never is."""
+
+    peer: Peer
+    sources: frozenset[int]
+    resume: Callable[[], None] | None
+
+
+@define
+class _Flying:
+    """A batch that the inner transport has, and how its end is to be told."""
+
+    ticket: Ticket
+    tell: Callable[[Ended], Sequence[Ended | Settled]]
+
+
+class FaultyTransport:
+    """Wraps a transport and makes chosen batches fail. Everything else, and the data itself, is the inner one's.
+
+    Args:
+        inner: does the work; belongs to this object from now on.
+        plan: which batch fails how; by default none does.
+    """
+
+    def __init__(self, inner: Transport, plan: Plan = lambda number: None) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._tickets = count(1)
+        self._number = 0
+        self._flying: dict[Ticket, _Flying] = {}
+        self._held: dict[Ticket, _Held] = {}
+        self._lost: set[Peer] = set()
+        self._leaving: set[Peer] = set()
+        self._events: list[Ended | Settled | Heard] = []
+        self.name = inner.name
+        self.caps = attrs.evolve(inner.caps, late_writes=True, drain_s=None)
+
+    @property
+    def held(self) -> tuple[Ticket, ...]:
+        """Tickets that are not quiet before they are released, oldest first; a hung one never is."""
+        return tuple(self._held)
+
+    def release(self, *tickets: Ticket) -> None:
+        """Let these held tickets, by default all, go on; their events come with the next polls. Hung ones stay."""
+        for ticket in tickets or self.held:
+            resume = self._held[ticket].resume
+            if resume is not None:
+                del self._held[ticket]
+                resume()
+        self._let_go()
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """See :meth:`SupportsAllocate.allocate`; plain memory if the inner transport takes any."""
+        if isinstance(self._inner, SupportsAllocate):
+            return self._inner.allocate(nbytes)
+        pages = mmap.mmap(-1, nbytes)
+        return Buffer(np.frombuffer(pages, np.uint8).ctypes.data, nbytes, "cpu", pages)
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """See :meth:`Transport.register`."""
+        return self._inner.register(buffers)
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """See :meth:`Transport.deregister`; refuses what a held ticket still reads."""
+        for ticket, held in self._held.items():
+            used = sorted(held.sources.intersection(regions))
+            if used:
+                raise RegistrationError(f"local region {used[0]} is used by ticket {ticket}, which is not quiet")
+        self._inner.deregister(regions)
+
+    def local_descriptor(self) -> bytes:
+        """See :meth:`Transport.local_descriptor`."""
+        return self._inner.local_descriptor()
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """See :meth:`Transport.connect`."""
+        peer = self._inner.connect(descriptor, timeout_s)
+        self._leaving.discard(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """See :meth:`Transport.disconnect`; what is held for the peer still lands when it is released."""
+        self._leaving.add(peer)
+        self._let_go()
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """See :meth:`Transport.submit`; the batch's number decides what becomes of it."""
+        if peer in self._leaving:
+            raise TransportError(f"no peer {peer.hex()}")
+        fault = Fault.PEER_LOST if peer in self._lost else self._plan(self._number)
+        ticket = Ticket(next(self._tickets))
+
+        def post(some: Writes, tell: Callable[[Ended], Sequence[Ended | Settled]], data: bytes | None = notify) -> None:
+            self._flying[self._inner.submit(peer, some, notify=data, after=after)] = _Flying(ticket, tell)
+
+        if fault is None:
+            post(writes, lambda end: (attrs.evolve(end, ticket=ticket),))
+        else:
+            self._check(peer, writes, notify, after)
+            self._fail(fault, ticket, peer, writes, post)
+        self._number += 1
+        return ticket
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """See :meth:`Transport.poll`."""
+        for event in self._inner.poll():
+            if isinstance(event, Heard):
+                self._events.append(event)
+            elif event.ticket in self._flying:
+                self._tell(event)
+        events, self._events = self._events, []
+        return events
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """See :meth:`Transport.close`; held tickets are not quiet, so they are returned."""
+        unquiet = [self._flying[t].ticket for t in self._inner.close(drain_s) if t in self._flying]
+        unquiet += self._held
+        self._held.clear()
+        return tuple(dict.fromkeys(unquiet))
+
+    def _fail(self, fault: Fault, ticket: Ticket, peer: Peer, writes: Writes, post: Callable[..., None]) -> None:
+        error = TransportError(f"injected: {fault.value}", retryable=True)
+        held = _Held(peer, frozenset(writes.local.tolist()), None)
+        match fault:
+            case Fault.REFUSED:
+                self._events.append(Ended(ticket, error))
+            case Fault.PEER_LOST:
+                if peer not in self._lost:
+                    self._lost.add(peer)
+                    self._events.append(Heard(peer, None))
+                self._events.append(Ended(ticket, PeerLostError(f"injected: peer {peer.hex()} is lost")))
+            case Fault.PARTIAL:
+                post(_first_half(writes), lambda end: (Ended(ticket, error, end.quiesced),), None)
+            case Fault.HUNG:
+                post(_first_half(writes), lambda end: (), None)
+                self._held[ticket] = held
+            case Fault.UNACKNOWLEDGED:
+                held.resume = lambda: self._events.append(Settled(ticket))
+
+                def keep(end: Ended) -> Sequence[Ended]:
+                    self._held[ticket] = held
+                    return (Ended(ticket, error, quiesced=False),)
+
+                post(writes, keep)
+            case Fault.LATE:
+                self._events.append(Ended(ticket, error, quiesced=False))
+                held.resume = lambda: post(writes, lambda end: (Settled(ticket),) if end.quiesced else (), None)
+                self._held[ticket] = held
+            case Fault.DELAYED:
+                held.resume = lambda: post(writes, lambda end: (attrs.evolve(end, ticket=ticket),))
+                self._held[ticket] = held
+
+    def _tell(self, event: Ended | Settled) -> None:
+        flying = self._flying[event.ticket]
+        if isinstance(event, Settled):
+            del self._flying[event.ticket]
+            self._events.append(Settled(flying.ticket))
+            return
+        if event.quiesced:
+            del self._flying[event.ticket]
+        self._events.extend(flying.tell(event))
+
+    def _let_go(self) -> None:
+        """Disconnect the peers that are to go and for which nothing is held any more."""
+        for peer in self._leaving - {held.peer for held in self._held.values()}:
+            self._inner.disconnect(peer)
+            self._leaving.discard(peer)
+
+    def _check(self, peer: Peer, writes: Writes, notify: bytes | None, after: Event | None) -> None:
+        """Raise what the inner transport would raise, without writing: it is given both ends of each range, empty."""
+        if (notify is not None and not self.caps.notifies) or (after is not None and not self.caps.waits_events):
+            raise TransportError(f"{self.name} neither carries this notification nor waits for this event")
+        if bool((writes.nbytes < 0).any()):
+            raise RegistrationError(f"a write of {int(writes.nbytes.min())} bytes")
+        nothing = np.zeros_like(writes.nbytes)
+        for skip in (nothing, writes.nbytes):
+            ends = attrs.evolve(
+                writes, local_off=writes.local_off + skip, remote_off=writes.remote_off + skip, nbytes=nothing
+            )
+            self._inner.submit(peer, ends)
+
+
+def _first_half(writes: Writes) -> Writes:
+    kept = writes.total() // 2
+    beyond = np.cumsum(writes.nbytes) - kept
+    return attrs.evolve(writes, nbytes=writes.nbytes - np.clip(beyond, 0, writes.nbytes))

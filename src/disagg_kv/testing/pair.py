@@ -1,0 +1,169 @@
+"""Two connected ends, a model of what the target's memory must hold, and a log that knows what may be told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..errors import PeerLostError, TransportError
+from ..ids import Peer, RegionId, Ticket
+from ..memory import U8
+from ..planning import Writes
+from ..transports import Capabilities, Ended, Heard, Settled
+from .ends import Child, End, Told
+
+POISON = 0xA5
+"""What fresh target memory is filled with."""
+
+Row = tuple[int, int, int]
+"""One write between the pair's first regions: offset here, offset there, bytes."""
+
+
+def batch(local: RegionId, remote: RegionId, rows: Sequence[Row]) -> Writes:
+    """Writes between two regions."""
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    n = len(table)
+    return Writes(
+        np.full(n, local, np.int32),
+        table[:, 0].copy(),
+        np.full(n, remote, np.int32),
+        table[:, 1].copy(),
+        table[:, 2].copy(),
+    )
+
+
+def noise(nbytes: int, seed: int = 0) -> U8:
+    """Random bytes that are never the poison, so that a missing byte is always seen."""
+    drawn = np.random.default_rng(seed).integers(0, 255, nbytes, dtype=np.uint8)
+    return np.where(drawn == POISON, np.uint8(255), drawn)
+
+
+class Log:
+    """What one transport has told, checked against the contract as it comes in."""
+
+    def __init__(self, caps: Capabilities) -> None:
+        self._caps = caps
+        self.ended: dict[Ticket, Ended] = {}
+        self.settled: set[Ticket] = set()
+        self.heard: list[Heard] = []
+
+    def add(self, told: Sequence[Told]) -> None:
+        """Check and keep."""
+        for event in told:
+            match event:
+                case Heard():
+                    assert event.data is None or self._caps.notifies, f"{event} without caps.notifies"
+                    self.heard.append(event)
+                case Settled():
+                    ended = self.ended.get(event.ticket)
+                    assert ended is not None, f"{event} before the ticket ended"
+                    assert not ended.quiesced, f"{event} after {ended}"
+                    assert event.ticket not in self.settled, f"{event} twice"
+                    self.settled.add(event.ticket)
+                case Ended():
+                    assert event.ticket not in self.ended, f"{event} after {self.ended[event.ticket]}"
+                    assert event.quiesced or event.error is not None, f"{event} is a success that is not quiet"
+                    assert event.quiesced or self._caps.late_writes, f"{event} without caps.late_writes"
+                    assert event.error is None or isinstance(event.error, TransportError | PeerLostError), f"{event}"
+                    self.ended[event.ticket] = event
+
+    def lost(self, peer: Peer) -> bool:
+        """Whether the transport has said, in any of the ways that it may, that the peer is gone."""
+        return any(h.peer == peer and h.data is None for h in self.heard) or any(
+            ended.error is not None for ended in self.ended.values()
+        )
+
+
+class Pair:
+    """A source in this process and a target here or in a child, connected, with ``nbytes`` of memory each.
+
+    Args:
+        source: the end that writes.
+        target: the end that is written to.
+        nbytes: bytes of the first region of either side.
+        timeout_s: how long anything may take.
+    """
+
+    def __init__(self, source: End, target: End | Child, nbytes: int, timeout_s: float) -> None:
+        self.source = source
+        self.target = target
+        self.timeout_s = timeout_s
+        self.log = Log(source.transport.caps)
+        self.there = Log(source.transport.caps)
+        self.others: list[End] = []
+        self.data = noise(nbytes)
+        self.want = np.full(nbytes, POISON, np.uint8)
+        self.local = source.add(self.data)
+        self.remote = target.add(self.want)
+        self.peer = self.connect()
+
+    @property
+    def caps(self) -> Capabilities:
+        """Of the transport under test."""
+        return self.source.transport.caps
+
+    def connect(self) -> Peer:
+        """Connect, again, with the target's newest descriptor."""
+        return self.source.connect(self.target.descriptor(), self.timeout_s)
+
+    def submit(self, *rows: Row, notify: bytes | None = None) -> Ticket:
+        """Post writes between the first regions."""
+        return self.source.submit(self.peer, batch(self.local, self.remote, rows), notify)
+
+    def put(self, *rows: Row) -> None:
+        """Post writes that must succeed, in as many batches as the transport needs, and note what must be there."""
+        most = self.caps.max_batch or max(len(rows), 1)
+        tickets = [self.submit(*rows[i : i + most]) for i in range(0, len(rows), most)]
+        for ticket in tickets:
+            self.succeed(ticket)
+        for here, there, nbytes in rows:
+            self.want[there : there + nbytes] = self.data[here : here + nbytes]
+
+    def work(self) -> None:
+        """Poll both ends, and those in ``others``, once."""
+        for other in self.others:
+            other.told()
+        self.log.add(self.source.told())
+        self.there.add(self.target.told())
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Poll both ends until ``done()``."""
+        wait(done, self.work, self.timeout_s, what)
+
+    def hear(self, number: int) -> None:
+        """Poll until the target has heard ``number`` notifications."""
+        self.until(lambda: len(self.there.heard) >= number, f"notification {number}")
+
+    def end(self, ticket: Ticket) -> Ended:
+        """Poll until the ticket ends."""
+        self.until(lambda: ticket in self.log.ended, f"ticket {ticket} to end")
+        return self.log.ended[ticket]
+
+    def succeed(self, ticket: Ticket) -> None:
+        """Poll until the ticket ends; it must end well."""
+        ended = self.end(ticket)
+        assert ended.error is None, f"{ended}"
+
+    def check(self) -> None:
+        """The target's first region holds what was written and, everywhere else, its poison."""
+        same(self.target.read(self.remote), self.want)
+
+
+def wait(done: Callable[[], bool], work: Callable[[], None], timeout_s: float, what: str) -> None:
+    """Do ``work`` until ``done()``; an AssertionError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        work()
+        time.sleep(0.0002)
+
+
+def same(found: U8, want: U8) -> None:
+    """Two memories are equal, or an AssertionError says where they differ first and in how many bytes."""
+    assert found.shape == want.shape, f"{found.shape} bytes instead of {want.shape}"
+    wrong = np.flatnonzero(found != want)
+    assert not len(wrong), (
+        f"{len(wrong)} of {len(want)} bytes are wrong; byte {wrong[0]} is {found[wrong[0]]}, not {want[wrong[0]]}"
+    )

@@ -1,0 +1,27 @@
+"""The conformance suite for transports: subclass it, name a factory, run pytest.
+
+::
+
+    class TestMine(TransportSuite):
+        @classmethod
+        def factory(cls):
+            return MyTransport
+"""
+
+from __future__ import annotations
+
+from .ends import HostMemory, Memory
+from .transport_data import DataCases
+from .transport_peers import MemoryCases, PeerCases
+from .transport_process import ProcessCases
+
+__all__ = ["HostMemory", "Memory", "TransportSuite"]
+
+
+class TransportSuite(DataCases, MemoryCases, PeerCases, ProcessCases):
+    """Everything a transport promises. Tests that need a capability skip without it.
+
+    Override :meth:`factory`; for other memory than the CPU's, :meth:`memory`; and, if needed, ``one_process`` and
+    ``timeout_s``. Each test of data runs with both ends in this process and with the target in another one; what is
+    asked of a peer that dies or freezes is asked of a real process.
+    """

@@ -1,0 +1,255 @@
+"""The part of the transport suite about memory and peers: registering, connecting, leaving."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+
+from ..errors import DisaggKVError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
+from ..ids import Peer, RegionId
+from ..memory import Buffer
+from ..transports import SupportsAllocate
+from .ends import End, plain
+from .pair import POISON, Pair, batch, noise, same
+from .transport_cases import NBYTES, TransportCases
+
+
+class MemoryCases(TransportCases):
+    """Regions."""
+
+    @pytest.mark.parametrize(("first", "nbytes"), [(0, 4096), (1, 100), (-100, 101), (4095, 2), (-100, 5000)])
+    def test_memory_that_overlaps_a_region_is_refused(self, end: End, first: int, nbytes: int) -> None:
+        """It is refused alone and together with good memory, of which then nothing is registered."""
+        whole = self.memory().allocate(end.transport, 3 * 4096)
+        middle = Buffer(whole.addr + 4096, 4096, whole.device, whole.owner)
+        bad = Buffer(whole.addr + 4096 + first, nbytes, whole.device, whole.owner)
+        good = self.memory().allocate(end.transport, 4096)
+        end.transport.register([middle])
+        for batch_of in ([bad], [good, bad]):
+            with pytest.raises(RegistrationError):
+                end.transport.register(batch_of)
+        end.transport.register([good])
+
+    def test_memory_that_overlaps_within_one_call_is_refused(self, end: End) -> None:
+        """And can be registered on its own afterwards."""
+        whole = self.memory().allocate(end.transport, 8192)
+        half = Buffer(whole.addr + 4096, 4096, whole.device, whole.owner)
+        with pytest.raises(RegistrationError):
+            end.transport.register([whole, half])
+        assert len(end.transport.register([half])) == 1
+
+    def test_neighbours_are_no_overlap(self, end: End) -> None:
+        """One byte after the other, in any order."""
+        whole = self.memory().allocate(end.transport, 3 * 4096)
+        parts = [Buffer(whole.addr + 4096 * i, 4096, whole.device, whole.owner) for i in (2, 0, 1)]
+        assert len(set(end.transport.register(parts))) == 3
+
+    def test_memory_of_another_kind_is_refused(self, end: End) -> None:
+        """The kind stands before the colon of the device (D3)."""
+        with pytest.raises(RegistrationError):
+            end.transport.register([Buffer(1 << 20, 4096, "abacus:0")])
+
+    def test_memory_that_cannot_be_read_is_refused(self, end: End) -> None:
+        """Address 4096 is mapped in no process."""
+        if "cpu" not in end.transport.caps.devices:
+            pytest.skip("not for CPU memory")
+        with pytest.raises(RegistrationError):
+            end.transport.register([Buffer(4096, 4096)])
+
+    def test_unknown_regions_cannot_be_deregistered(self, end: End) -> None:
+        """Nor twice the same; and nothing is forgotten when one of several is unknown."""
+        region = end.add(noise(4096))
+        other = end.add(noise(4096))
+        for bad in ([RegionId(999)], [region, RegionId(999)], [region, region]):
+            with pytest.raises(RegistrationError):
+                end.transport.deregister(bad)
+        end.drop(region)
+        with pytest.raises(RegistrationError):
+            end.drop(region)
+        end.drop(other)
+
+    def test_deregistered_memory_can_be_registered_again(self, end: End) -> None:
+        """The overlap is over."""
+        buffer = self.memory().allocate(end.transport, 4096)
+        for _ in range(3):
+            end.transport.deregister(end.transport.register([buffer]))
+
+    def test_no_write_uses_a_region_after_it_was_deregistered(self, pair: Pair) -> None:
+        """New writes from it are refused."""
+        pair.source.drop(pair.local)
+        with pytest.raises(RegistrationError):
+            pair.submit((0, 0, 10))
+        pair.check()
+
+    def test_a_source_that_is_still_read_is_not_deregistered(self, pair: Pair) -> None:
+        """Where deregistering succeeds, nothing reads the memory any more: it can be overwritten at once (E1)."""
+        ticket = pair.submit((0, 0, NBYTES))
+        try:
+            pair.source.drop(pair.local)
+        except RegistrationError:
+            pair.succeed(ticket)
+            pair.source.drop(pair.local)
+        pair.source.fill(pair.local, np.full(NBYTES, POISON, np.uint8))
+        pair.succeed(ticket)
+        pair.want[:] = pair.data
+        pair.check()
+
+    def test_allocated_memory_is_zero_and_begins_at_a_page(self, end: End) -> None:
+        """With SupportsAllocate."""
+        if not isinstance(end.transport, SupportsAllocate):
+            pytest.skip("does not allocate")
+        for nbytes in (1, 4096, 100_000):
+            buffer = end.transport.allocate(nbytes)
+            assert (buffer.nbytes, buffer.addr % mmap.PAGESIZE) == (nbytes, 0)
+            assert not self.memory().read(buffer).any(), "not zeroed"
+
+    def test_memory_from_elsewhere_is_a_source_and_no_target_where_only_own_memory_is(self, pair: Pair) -> None:
+        """With ``caps.own_memory_only``."""
+        if not pair.caps.own_memory_only:
+            pytest.skip("any memory is a target")
+        (foreign,) = pair.source.transport.register([plain(noise(NBYTES, 7))])
+        pair.succeed(pair.source.submit(pair.peer, batch(foreign, pair.remote, [(0, 0, NBYTES)])))
+        same(pair.target.read(pair.remote), noise(NBYTES, 7))
+        back = pair.target.connect(pair.source.descriptor(), self.timeout_s)
+        with pytest.raises(RegistrationError):
+            pair.target.submit(back, batch(pair.remote, foreign, [(0, 0, 1)]))
+
+
+class PeerCases(TransportCases):
+    """Descriptors, incarnations and ends."""
+
+    def test_a_garbage_descriptor_is_refused(self, pair: Pair) -> None:
+        """So is each truncated one (E13)."""
+        good = pair.target.descriptor()
+        cut = [good[:n] for n in range(0, len(good), max(1, len(good) // 40))]
+        for bad in (*cut, b"\0" * 100, b"{}", noise(300).tobytes(), b"x" + good):
+            with pytest.raises(RemoteProtocolError):
+                pair.source.connect(bad, self.timeout_s)
+        pair.put((0, 0, 100))
+        pair.check()
+
+    def test_a_damaged_descriptor_gives_no_foreign_error(self, pair: Pair) -> None:
+        """Whatever byte is wrong, the answer is one of the library's errors, or a peer."""
+        good = pair.target.descriptor()
+        for at in range(0, len(good), max(1, len(good) // 60)):
+            try:
+                pair.source.connect(good[:at] + bytes([good[at] ^ 0x41]) + good[at + 1 :], 1.0)
+            except DisaggKVError:
+                continue
+
+    def test_connecting_again_gives_the_same_peer_and_its_new_regions(self, pair: Pair) -> None:
+        """An older descriptor that comes late takes nothing away."""
+        older = pair.target.descriptor()
+        more = pair.target.add(np.full(100, POISON, np.uint8))
+        assert pair.connect() == pair.peer
+        assert pair.source.connect(older, self.timeout_s) == pair.peer
+        pair.succeed(pair.source.submit(pair.peer, batch(pair.local, more, [(0, 0, 100)])))
+        same(pair.target.read(more), pair.data[:100])
+        pair.put((0, 0, 100))
+        pair.check()
+
+    def test_regions_are_unknown_before_their_descriptor_was_seen(self, pair: Pair) -> None:
+        """Nothing is guessed."""
+        more = pair.target.add(np.full(100, POISON, np.uint8))
+        with pytest.raises(RegistrationError):
+            pair.source.submit(pair.peer, batch(pair.local, more, [(0, 0, 100)]))
+
+    def test_both_ends_write_to_each_other(self, pair: Pair) -> None:
+        """Connecting in one direction does not hinder the other."""
+        back = pair.target.connect(pair.source.descriptor(), self.timeout_s)
+        mine = pair.source.add(np.full(NBYTES, POISON, np.uint8))
+        assert pair.target.connect(pair.source.descriptor(), self.timeout_s) == back
+        pair.put((0, 0, 1000))
+        ticket = pair.target.submit(back, batch(pair.remote, mine, [(0, 5, 1000)]))
+        pair.until(lambda: ticket in pair.there.ended, "the target's own ticket to end")
+        assert pair.there.ended[ticket].error is None
+        same(pair.source.read(mine)[5:1005], pair.data[:1000])
+        assert not (pair.source.read(mine)[1005:] != POISON).any()
+        pair.check()
+
+    def test_one_source_writes_to_several_peers(self, pair: Pair) -> None:
+        """Peers are told apart, also where their regions have the same number."""
+        if not self.one_process:
+            pytest.skip("needs two targets in one process")
+        other = End(self.factory(), self.memory())
+        pair.others.append(other)
+        region = other.add(np.full(NBYTES, POISON, np.uint8))
+        peer = pair.source.connect(other.descriptor(), self.timeout_s)
+        assert peer != pair.peer
+        pair.put((0, 0, 1000))
+        ticket = pair.source.submit(peer, batch(pair.local, region, [(2000, 1, 1000)]))
+        pair.succeed(ticket)
+        same(other.read(region)[1:1001], pair.data[2000:3000])
+        pair.check()
+        other.close(0.0)
+
+    def test_a_closed_and_restarted_peer_is_another_peer(self, pair: Pair) -> None:
+        """What is written to the new one is not in the old one's memory (E10)."""
+        if not self.one_process or not isinstance(pair.target, End):
+            pytest.skip("once is enough")
+        pair.target.close(0.0)
+        fresh = End(self.factory(), self.memory())
+        pair.others.append(fresh)
+        region = fresh.add(np.full(NBYTES, POISON, np.uint8))
+        peer = pair.source.connect(fresh.descriptor(), self.timeout_s)
+        assert peer != pair.peer
+        ticket = pair.source.submit(peer, batch(pair.local, region, [(0, 0, 100)]))
+        pair.succeed(ticket)
+        same(fresh.read(region)[:100], pair.data[:100])
+        pair.check()
+        fresh.close(0.0)
+
+    def test_a_closed_peer_is_no_peer(self, pair: Pair) -> None:
+        """Its descriptor is refused as lost or unreachable, or its loss is told later; nothing hangs."""
+        descriptor = pair.target.descriptor()
+        pair.target.close(0.0)
+        late = End(self.factory(), self.memory())
+        try:
+            late.connect(descriptor, 1.0)
+        except (PeerLostError, TransportError):
+            pass
+        finally:
+            late.close(0.0)
+
+    def test_a_disconnected_peer_is_unknown_until_it_is_connected_again(self, pair: Pair) -> None:
+        """A ticket posted before still ends; unknown peers are ignored."""
+        ticket = pair.submit((0, 0, 1000))
+        pair.source.transport.disconnect(pair.peer)
+        pair.source.transport.disconnect(pair.peer)
+        pair.source.transport.disconnect(Peer(b"\0" * 16))
+        pair.end(ticket)
+        with pytest.raises(TransportError):
+            pair.submit((0, 0, 1))
+        assert pair.connect() == pair.peer
+        pair.put((0, 0, 2000))
+        pair.check()
+
+    def test_close_tells_which_tickets_are_not_quiet(self, pair: Pair) -> None:
+        """The others have ended, and their data is there; a second close does nothing."""
+        tickets = [pair.submit((100 * i, 100 * i, 100)) for i in range(20)]
+        left = pair.source.close(self.timeout_s)
+        assert set(left) <= set(tickets)
+        pair.log.add(pair.source.told())
+        for i, ticket in enumerate(tickets):
+            if ticket not in left and pair.log.ended[ticket].error is None:
+                pair.want[100 * i : 100 * i + 100] = pair.data[100 * i : 100 * i + 100]
+        if not left:
+            pair.check()
+        assert list(pair.source.close(self.timeout_s)) == []
+
+    def test_poll_never_raises(self, pair: Pair) -> None:
+        """Not when nothing happened, not after a disconnect, not after close."""
+        assert list(pair.source.transport.poll()) == []
+        pair.source.transport.disconnect(pair.peer)
+        pair.source.transport.poll()
+        pair.source.close(0.0)
+        assert list(pair.source.transport.poll()) == []
+
+    def test_a_closed_transport_refuses_work(self, pair: Pair) -> None:
+        """With one of the library's errors."""
+        pair.source.close(0.0)
+        with pytest.raises(DisaggKVError):
+            pair.submit((0, 0, 1))
+        pair.check()

@@ -1,0 +1,138 @@
+"""The part of the transport suite about peers that die, freeze and come back: real processes, real signals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ..errors import PeerLostError, TransportError
+from .ends import Child, End
+from .pair import POISON, Log, Pair, batch, noise, same, wait
+from .transport_cases import NBYTES, TransportCases
+
+
+class ProcessCases(TransportCases):
+    """A peer in a process of its own, which the test may kill."""
+
+    @pytest.fixture
+    def victim(self) -> Iterator[Child]:
+        """A process for one test."""
+        child = Child(self.factory(), self.memory(), self.timeout_s)
+        yield child
+        child.stop()
+
+    @pytest.fixture
+    def apart(self, end: End, victim: Child) -> Pair:
+        """Two connected ends, the target in the victim."""
+        victim.open()
+        return Pair(end, victim, NBYTES, self.timeout_s)
+
+    @pytest.fixture(autouse=True)
+    def _reaches_processes(self, request: pytest.FixtureRequest) -> None:
+        if "victim" in request.fixturenames and request.getfixturevalue("end").transport.caps.in_process_only:
+            pytest.skip("in_process_only")
+
+    def test_a_peer_that_was_killed_before_connect_is_lost(self, end: End, victim: Child) -> None:
+        """Connecting fails, or the loss is told afterwards; its memory is gone and nobody hangs (E10)."""
+        victim.open()
+        remote = victim.add(np.zeros(NBYTES, np.uint8))
+        descriptor = victim.descriptor()
+        victim.kill()
+        victim.wait()
+        try:
+            peer = end.connect(descriptor, self.timeout_s)
+        except (PeerLostError, TransportError):
+            return
+        log, local = Log(end.transport.caps), end.add(noise(NBYTES))
+        end.submit(peer, batch(local, remote, [(0, 0, NBYTES)]))
+        if end.transport.caps.detects_peer_death:
+            wait(lambda: log.lost(peer), lambda: log.add(end.told()), self.timeout_s, "the loss to be told")
+
+    def test_a_peer_that_was_killed_is_reported(self, apart: Pair, victim: Child) -> None:
+        """As ``Heard(data=None)`` or by a ticket that fails, whether or not anything is in flight."""
+        apart.put((0, 0, 100))
+        apart.check()
+        victim.kill()
+        if not apart.caps.detects_peer_death:
+            apart.submit((0, 0, NBYTES))
+            apart.source.told()
+            return
+
+        def work() -> None:
+            apart.submit((0, 0, NBYTES))
+            apart.log.add(apart.source.told())
+
+        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be told")
+
+    def test_a_peer_that_is_killed_during_writes_ends_or_leaves_every_ticket(self, apart: Pair, victim: Child) -> None:
+        """No ticket is lost: each has ended, or ``close`` names it as not quiet."""
+        tickets = [apart.submit((0, 0, NBYTES)) for _ in range(20)]
+        victim.kill()
+        tickets += [apart.submit((0, 0, NBYTES)) for _ in range(20)]
+        left = apart.source.close(1.0)
+        apart.log.add(apart.source.told())
+        quiet = {t for t, ended in apart.log.ended.items() if ended.quiesced} | apart.log.settled
+        assert set(tickets) - set(left) <= quiet, "tickets of which nothing was ever told"
+
+    def test_a_killed_peer_writes_nothing_after_its_fence(self, apart: Pair, victim: Child) -> None:
+        """What ``Heard(data=None, fenced=True)`` claims: the memory it wrote to stands still."""
+        mine = apart.source.add(np.full(NBYTES, POISON, np.uint8))
+        back = victim.connect(apart.source.descriptor(), self.timeout_s)
+        victim.write_on(back, batch(apart.remote, mine, [(0, 0, NBYTES)]))
+        zero = np.zeros(NBYTES, np.uint8)
+        apart.source.fill(mine, zero)
+
+        def written() -> bool:
+            return bool(apart.source.read(mine).any())
+
+        wait(written, lambda: apart.log.add(apart.source.told()), self.timeout_s, "the peer to write")
+        victim.kill()
+        if not apart.caps.detects_peer_death:
+            return
+
+        def work() -> None:
+            apart.submit((0, 0, 1))
+            apart.log.add(apart.source.told())
+
+        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be told")
+        if not any(h.fenced for h in apart.log.heard):
+            return
+        apart.source.fill(mine, zero)
+        for _ in range(200):
+            apart.log.add(apart.source.told())
+        same(apart.source.read(mine), zero)
+
+    def test_a_peer_that_froze_and_woke_has_every_byte(self, apart: Pair, victim: Child) -> None:
+        """A stopped process is not a dead one: the ticket may wait, the data is right in the end (E9)."""
+        apart.put((0, 0, 100))
+        victim.pause()
+        ticket = apart.submit((1000, 1000, 5000))
+        for _ in range(50):
+            apart.log.add(apart.source.told())
+        victim.resume()
+        apart.succeed(ticket)
+        apart.want[1000:6000] = apart.data[1000:6000]
+        apart.check()
+        assert not any(h.data is None for h in apart.log.heard), "a frozen peer was called lost"
+
+    def test_a_peer_that_comes_back_is_another_peer(self, apart: Pair, victim: Child) -> None:
+        """The same transport restarted in a new process; writes reach the new one (E10)."""
+        victim.kill()
+        fresh = Child(self.factory(), self.memory(), self.timeout_s)
+        fresh.open()
+        again = fresh.add(np.full(NBYTES, POISON, np.uint8))
+        peer = apart.source.connect(fresh.descriptor(), self.timeout_s)
+        assert peer != apart.peer
+        log = Log(apart.caps)
+        ticket = apart.source.submit(peer, batch(apart.local, again, [(0, 0, 1000)]))
+
+        def work() -> None:
+            log.add(apart.source.told())
+            fresh.told()
+
+        wait(lambda: ticket in log.ended, work, self.timeout_s, f"ticket {ticket} to end")
+        assert log.ended[ticket].error is None
+        same(fresh.read(again)[:1000], apart.data[:1000])
+        fresh.stop()

@@ -1,0 +1,83 @@
+"""Transports by name: the built-in ones, those registered by a call, those of installed packages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+
+from ..errors import ConfigurationError, DisaggKVError, UnknownNameError
+from .base import Transport
+
+ENTRY_POINTS = "disagg_kv.transports"
+"""The entry-point group in which an installed package names its transports."""
+
+Factory = Callable[..., Transport]
+"""Makes a transport; its parameters are the transport's options."""
+
+_BUILTIN = {
+    "inproc": "disagg_kv.transports.inproc:InprocTransport",
+    "shm": "disagg_kv.transports.shm:ShmTransport",
+}
+_registered: dict[str, Factory] = {}
+
+
+def register_transport(name: str, factory: Factory) -> None:
+    """Make ``transport(name, ...)`` call ``factory`` in this process; replaces what the name meant before."""
+    _registered[name] = factory
+
+
+def transport(name: str, **options: object) -> Transport:
+    """A new transport. Imports nothing but the one that is asked for.
+
+    Raises:
+        UnknownNameError: no transport, or no option of it, has that name; lists those that there are.
+        MissingDependencyError: it needs a package that is not installed, or another host.
+        ConfigurationError: a package's entry point cannot be loaded.
+    """
+    factory = _factory(name)
+    parameters = inspect.signature(factory).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for option in options:
+            if option not in known:
+                raise UnknownNameError(f"option of transport {name!r}", option, known)
+    return factory(**options)
+
+
+def available() -> dict[str, str | None]:
+    """Every known name with the reason why it does not work here, or None if it does.
+
+    Each transport is made once and closed, so this may load large libraries.
+    """
+    found: dict[str, str | None] = {}
+    for name in sorted({*_BUILTIN, *_registered, *_installed()}):
+        try:
+            transport(name).close(0.0)
+            found[name] = None
+        except DisaggKVError as error:
+            found[name] = str(error)
+    return found
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _factory(name: str) -> Factory:
+    if name in _registered:
+        return _registered[name]
+    if name in _BUILTIN:
+        return _load(EntryPoint(name, _BUILTIN[name], ENTRY_POINTS))
+    installed = _installed()
+    if name not in installed:
+        raise UnknownNameError("transport", name, {*_BUILTIN, *_registered, *installed})
+    return _load(installed[name])
+
+
+def _load(point: EntryPoint) -> Factory:
+    try:
+        factory: Factory = point.load()
+    except Exception as error:
+        raise ConfigurationError(f"transport {point.name!r}: {point.value} cannot be loaded: {error}") from error
+    return factory
