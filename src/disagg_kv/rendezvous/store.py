@@ -38,7 +38,7 @@ class Store(Protocol):
 
 
 class StoreRendezvous:
-    """Ranks of several processes find each other through a ``torch.distributed.TCPStore``; satisfies :class:`Rendezvous`.
+    """Ranks of several processes find each other through a torch ``TCPStore``; satisfies :class:`Rendezvous`.
 
     Values are JSON text and are checked when read: a store is open to everyone who can reach it. An instance's world
     size is what the first of its ranks said.

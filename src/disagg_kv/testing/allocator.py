@@ -1,0 +1,227 @@
+"""What every :class:`StagingAllocator` must do: a suite to inherit and a state machine to run.
+
+::
+
+    class TestMine(StagingAllocatorSuite):
+        def allocator(self, capacity, alignment):
+            return MyAllocator(capacity, alignment)
+
+    class MyMachine(AllocatorMachine):
+        def allocator(self, capacity, alignment):
+            return MyAllocator(capacity, alignment)
+
+    TestMyMachine = MyMachine.TestCase
+
+Needs pytest and hypothesis.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ..errors import ConfigurationError, LocalProtocolError, OversizeError
+from ..staging import Lease, StagingAllocator
+
+CAPACITY = 1024
+ALIGNMENT = 64
+
+
+def reserve(allocator: StagingAllocator, nbytes: int) -> Lease:
+    """A lease that must be there."""
+    lease = allocator.reserve(nbytes)
+    assert lease is not None, f"no room for {nbytes} bytes"
+    assert (lease.nbytes, lease.capacity) == (nbytes, allocator.capacity)
+    allocator.check_integrity()
+    return lease
+
+
+class StagingAllocatorSuite:
+    """Promises that need no random order of calls. Subclasses give ``allocator``; test methods are inherited."""
+
+    def allocator(self, capacity: int, alignment: int) -> StagingAllocator:
+        """An empty allocator; ``capacity`` is a multiple of ``alignment``."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def ring(self) -> StagingAllocator:
+        """An empty allocator of 16 aligned places."""
+        return self.allocator(CAPACITY, ALIGNMENT)
+
+    def test_it_says_what_it_was_made_of(self, ring: StagingAllocator) -> None:
+        """Capacity and alignment are those asked for."""
+        assert (ring.capacity, ring.alignment) == (CAPACITY, ALIGNMENT)
+
+    def test_starts_only_grow_and_are_aligned(self, ring: StagingAllocator) -> None:
+        """A start is unique for ever, over many laps."""
+        last_end = 0
+        for nbytes in (1, ALIGNMENT, ALIGNMENT + 1, CAPACITY // 2 - 1, CAPACITY) * 20:
+            lease = reserve(ring, nbytes)
+            assert lease.start >= last_end
+            assert lease.start % ALIGNMENT == 0
+            last_end = lease.end
+            ring.release(lease)
+
+    def test_a_lease_never_straddles_the_end(self, ring: StagingAllocator) -> None:
+        """What does not fit before the end begins a new lap."""
+        ring.release(reserve(ring, CAPACITY - ALIGNMENT))
+        lease = reserve(ring, ALIGNMENT + 1)
+        assert (lease.lap, lease.offset) == (1, 0)
+
+    def test_the_whole_buffer_can_be_one_lease_wherever_the_head_is(self, ring: StagingAllocator) -> None:
+        """A3."""
+        ring.release(reserve(ring, 3 * ALIGNMENT))
+        assert reserve(ring, CAPACITY).offset == 0
+
+    def test_a_full_buffer_says_wait(self, ring: StagingAllocator) -> None:
+        """A3: and goes on after a release."""
+        first = reserve(ring, ALIGNMENT)
+        reserve(ring, CAPACITY - ALIGNMENT)
+        assert ring.reserve(1) is None
+        ring.release(first)
+        assert reserve(ring, ALIGNMENT).offset == first.offset
+
+    def test_bytes_come_back_in_any_order(self, ring: StagingAllocator) -> None:
+        """A3: a younger lease's bytes can be used while an older one is live."""
+        leases = [reserve(ring, CAPACITY // 4) for _ in range(4)]
+        for index in (2, 0, 3, 1):
+            ring.release(leases[index])
+            assert reserve(ring, CAPACITY // 4).offset == leases[index].offset
+
+    def test_a_second_release_is_harmless(self, ring: StagingAllocator) -> None:
+        """E4: also when somebody else has the bytes by then."""
+        first = reserve(ring, CAPACITY)
+        ring.release(first)
+        ring.release(first)
+        second = reserve(ring, CAPACITY)
+        ring.release(first)
+        assert ring.reserve(1) is None
+        ring.release(second)
+        reserve(ring, CAPACITY)
+
+    def test_more_than_the_buffer_is_refused_with_both_sizes(self, ring: StagingAllocator) -> None:
+        """A3: for good, full or not."""
+        with pytest.raises(OversizeError, match=str(CAPACITY)) as caught:
+            ring.reserve(CAPACITY + 1)
+        assert (caught.value.asked, caught.value.capacity) == (CAPACITY + 1, CAPACITY)
+
+    @pytest.mark.parametrize("nbytes", [0, -1])
+    def test_a_lease_of_nothing_is_refused(self, ring: StagingAllocator, nbytes: int) -> None:
+        """The number is in the message."""
+        with pytest.raises(ConfigurationError, match=str(nbytes)):
+            ring.reserve(nbytes)
+
+    def test_a_lease_of_another_ring_is_refused(self, ring: StagingAllocator) -> None:
+        """Of another size, not granted yet, or in the place of one of ours; ours stays live."""
+        reserve(ring, CAPACITY // 2)
+        other, twin = self.allocator(2 * CAPACITY, ALIGNMENT), self.allocator(CAPACITY, ALIGNMENT)
+        for foreign in (reserve(other, ALIGNMENT), reserve(twin, ALIGNMENT), reserve(twin, CAPACITY // 2)):
+            with pytest.raises(LocalProtocolError, match="not from this ring"):
+                ring.release(foreign)
+        assert ring.reserve(CAPACITY // 2 + 1) is None
+
+    def test_one_frozen_lease_never_stops_the_others(self, ring: StagingAllocator) -> None:
+        """E2: it is a hole that everyone goes round, lap after lap."""
+        reserve(ring, 5 * ALIGNMENT)
+        frozen = reserve(ring, ALIGNMENT)
+        for _ in range(100):
+            lease = reserve(ring, 5 * ALIGNMENT)
+            assert lease.offset + lease.nbytes <= frozen.offset or lease.offset >= frozen.offset + ALIGNMENT
+            ring.release(lease)
+        assert ring.tail == 0
+
+    def test_a_request_of_twenty_buffers_passes_through(self, ring: StagingAllocator) -> None:
+        """A5: in segments, some of which are on their way at any time."""
+        moving: list[Lease] = []
+        moved = 0
+        while moved < 20 * CAPACITY:
+            lease = ring.reserve(CAPACITY // 8)
+            if lease is None:
+                done = moving.pop(0)
+                ring.release(done)
+                moved += done.nbytes
+            else:
+                moving.append(lease)
+            ring.check_integrity()
+
+    def test_the_tail_is_the_oldest_live_lease(self, ring: StagingAllocator) -> None:
+        """Or the head, where nothing is live."""
+        assert ring.tail == 0
+        first, second, third = (reserve(ring, ALIGNMENT) for _ in range(3))
+        ring.release(second)
+        assert ring.tail == first.start
+        ring.release(first)
+        assert ring.tail == third.start
+        ring.release(third)
+        assert ring.tail == third.end
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Random calls against a list that names the owner of every byte. Subclasses give ``allocator``."""
+
+    def allocator(self, capacity: int, alignment: int) -> StagingAllocator:
+        """An empty allocator; ``capacity`` is a multiple of ``alignment``."""
+        raise NotImplementedError
+
+    @initialize(places=st.integers(1, 24), alignment=st.sampled_from([1, 2, 8]))
+    def make(self, places: int, alignment: int) -> None:
+        """Begin with an empty buffer."""
+        self.capacity = places * alignment
+        self.alignment = alignment
+        self.ring = self.allocator(self.capacity, alignment)
+        self.owners: list[Lease | None] = [None] * self.capacity
+        self.live: list[Lease] = []
+        self.ended: list[Lease] = []
+        self.head = 0
+
+    def expected(self, nbytes: int) -> int | None:
+        """The first aligned start from the head on, at most one round away, whose bytes nobody owns."""
+        for start in range(self.head, self.head + self.capacity, self.alignment):
+            place = start % self.capacity
+            if place + nbytes <= self.capacity and not any(self.owners[place : place + nbytes]):
+                return start
+        return None
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        """The lease is the next free run, or there is none."""
+        nbytes = data.draw(st.integers(1, self.capacity))
+        expected = self.expected(nbytes)
+        lease = self.ring.reserve(nbytes)
+        if expected is None:
+            assert lease is None
+            return
+        assert lease is not None
+        assert (lease.start, lease.nbytes, lease.capacity) == (expected, nbytes, self.capacity)
+        assert (lease.offset, lease.lap) == (expected % self.capacity, expected // self.capacity)
+        self.owners[lease.offset : lease.offset + nbytes] = [lease] * nbytes
+        self.live.append(lease)
+        self.head = -(-lease.end // self.alignment) * self.alignment
+
+    @rule(more=st.integers(1, 100))
+    def oversize(self, more: int) -> None:
+        """What can never fit is refused and changes nothing."""
+        with pytest.raises(OversizeError):
+            self.ring.reserve(self.capacity + more)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Any live lease gives its bytes back."""
+        lease = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.ring.release(lease)
+        self.owners[lease.offset : lease.offset + lease.nbytes] = [None] * lease.nbytes
+        self.ended.append(lease)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def release_again(self, data: st.DataObject) -> None:
+        """A lease that has ended gives nothing back."""
+        self.ring.release(data.draw(st.sampled_from(self.ended)))
+
+    @invariant()
+    def holds(self) -> None:
+        """The allocator's own check agrees, and the tail is the oldest live start."""
+        self.ring.check_integrity()
+        assert self.ring.tail == (self.live[0].start if self.live else self.head)
