@@ -121,7 +121,8 @@ def explain(
         ConfigurationError: numbers that cannot be, or shards that do not fit together.
         OversizeError: one row of one layer is more than a slot or a lease.
     """
-    cost = cost or CostModel()
+    if not decode:
+        raise ConfigurationError("a plan needs at least one decode rank")
     sources = [plain_site(spec, shard, tokens, page_size[0], order[0]) for shard in prefill]
     pairs: list[PairPlan] = []
     for number, shard in enumerate(decode):
@@ -140,7 +141,7 @@ def explain(
             nbytes = [of[writer][1] for of in sizes if writer in of]
             if nbytes:
                 pairs.append(_pair(writer, Rank(number), sources[rank], site, parts, tokens, nbytes))
-    return _sum_up(pairs, cost)
+    return _sum_up(pairs, cost or CostModel())
 
 
 def _pair(

@@ -23,9 +23,8 @@ ALIGN = 256
 _same = attrs.cmp_using(eq=np.array_equal)
 
 
-def aligned(nbytes: int, alignment: int) -> int:
-    """``nbytes`` rounded up to a multiple of ``alignment``."""
-    return -(-nbytes // alignment) * alignment
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
 
 
 @frozen
@@ -121,7 +120,7 @@ class Intake:
         for writer, nbytes in self._sizes(segment.rows, segment.layers).items():
             if nbytes:
                 places[writer] = (offset, nbytes)
-                offset += aligned(nbytes, alignment)
+                offset += _ceil(nbytes, alignment) * alignment
         return places, offset
 
     def cut(
@@ -164,9 +163,9 @@ class Intake:
         for run in self._layer_runs(layers, limits):
             most = self._most_rows(stop - start, run, limits)
             step = page_rows if most >= page_rows else 1
-            low, high = start // step, -(-stop // step)
-            count = -(-(high - low) // (most // step))
-            edges = [start, *((low + (high - low) * i // count) * step for i in range(1, count)), stop]
+            low, high = start // step, _ceil(stop, step)
+            count = _ceil(high - low, most // step)
+            edges = [start, *((low + _ceil((high - low) * i, count)) * step for i in range(1, count)), stop]
             segments += [Segment(a, b, run.start, run.stop) for a, b in pairwise(edges)]
         return segments
 
@@ -216,7 +215,7 @@ class Intake:
             middle = (low + high + 1) // 2
             sizes: dict[Rank, int] = {}
             for share, row_bytes in shares:
-                sizes[share.writer] = sizes.get(share.writer, 0) + -(-middle // share.ways) * row_bytes
+                sizes[share.writer] = sizes.get(share.writer, 0) + _ceil(middle, share.ways) * row_bytes
             if limits.exceeded(sizes):
                 high = middle - 1
             else:
@@ -235,7 +234,7 @@ class _Limits:
         largest = max(sizes.values())
         if largest > self.slot_bytes:
             return "staging slot", largest, self.slot_bytes
-        lease = sum(aligned(nbytes, self.alignment) for nbytes in sizes.values())
+        lease = sum(_ceil(nbytes, self.alignment) * self.alignment for nbytes in sizes.values())
         return ("staging lease", lease, self.lease_bytes) if lease > self.lease_bytes else None
 
 

@@ -1,0 +1,123 @@
+"""What a decode rank takes in, by example, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.errors import ConfigurationError, GeometryError, OversizeError
+from disagg_kv.geometry import CacheSpec, Shard, shard, stages
+from disagg_kv.ids import LayerId, Rank
+from disagg_kv.planning import Intake, Segment
+
+SPEC = CacheSpec.kv(4, 2, 8, "int8")  # a row of a head is 16 bytes a layer
+BOTH = [shard(SPEC, tp=2, rank=r) for r in range(2)]
+
+
+def test_a_lease_is_writer_major_and_aligned() -> None:
+    """Offsets and the whole are multiples of the alignment; sizes are not padded."""
+    intake = Intake.build(SPEC, BOTH, shard(SPEC))
+    segment = Segment(0, 5, 0, 4)
+    assert intake.writers(segment) == (0, 1)
+    assert intake.part_bytes(segment, Rank(1)) == 5 * 4 * 16
+    assert intake.lease(segment) == ({0: (0, 320), 1: (512, 320)}, 1024)
+    assert intake.lease(segment, 64) == ({0: (0, 320), 1: (320, 320)}, 640)
+
+
+def test_rows_are_cut_near_equally_at_pages() -> None:
+    """A5: at absolute multiples of the page, whatever row the cut begins at."""
+    intake = Intake.build(SPEC, BOTH, shard(SPEC))
+    cut = intake.cut(5, 40, range(4), slot_bytes=64 * 17, lease_bytes=1 << 20, page_rows=8)
+    assert [(s.start, s.stop) for s in cut] == [(5, 16), (16, 32), (32, 40)]
+    plain = intake.cut(5, 40, range(4), slot_bytes=64 * 17, lease_bytes=1 << 20, page_rows=32)
+    assert [(s.start, s.stop) for s in plain] == [(5, 17), (17, 29), (29, 40)]
+    assert intake.cut(5, 5, range(4), slot_bytes=1, lease_bytes=1) == []
+
+
+def test_the_lease_limits_rows_too() -> None:
+    """Two writers' parts of 256 bytes fill a lease of 512: padding counts."""
+    intake = Intake.build(SPEC, BOTH, shard(SPEC))
+    cut = intake.cut(0, 8, range(4), slot_bytes=1 << 20, lease_bytes=512)
+    assert [s.rows for s in cut] == [4, 4]
+
+
+def test_layers_are_cut_only_where_no_row_fits() -> None:
+    """As few runs as possible; each run's rows are cut on their own."""
+    intake = Intake.build(SPEC, BOTH, shard(SPEC))
+    cut = intake.cut(0, 2, range(4), slot_bytes=48, lease_bytes=1 << 20)
+    assert cut == [Segment(0, 1, 0, 3), Segment(1, 2, 0, 3), Segment(0, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("slot", "lease", "what", "asked"), [(15, 4096, "staging slot", 16), (4096, 511, "staging lease", 512)]
+)
+def test_one_row_of_one_layer_that_does_not_fit_is_refused(slot: int, lease: int, what: str, asked: int) -> None:
+    """A3: for good, with both sizes."""
+    intake = Intake.build(SPEC, BOTH, shard(SPEC))
+    message = f"{what}, for one row of layer 0: {asked} bytes asked, but there are only {min(slot, lease)}"
+    with pytest.raises(OversizeError, match=message):
+        intake.cut(0, 2, range(4), slot_bytes=slot, lease_bytes=lease)
+
+
+def test_a_single_row_that_only_one_replica_sends_fits_where_two_would_not() -> None:
+    """Replicas that share a layer by rows do not all have a share of one row."""
+    spec = CacheSpec.mla(1, 16, "int8")
+    intake = Intake.build(spec, [shard(spec)] * 3, shard(spec))
+    cut = intake.cut(0, 3, range(1), slot_bytes=16, lease_bytes=256)
+    assert [s.rows for s in cut] == [1, 1, 1]
+    assert [intake.writers(s) for s in cut] == [(2,)] * 3
+
+
+def test_ranges_are_stages_split_where_layers_are_missing() -> None:
+    """A12: the target's layers 0, 1 and 3 from two stages of two layers."""
+    ours = [shard(SPEC, layers=stage) for stage in stages(SPEC, 2)]
+    target = shard(SPEC, layers=[LayerId(0), LayerId(1), LayerId(3)])
+    intake = Intake.build(SPEC, ours, target)
+    assert intake.ranges(Rank(0)) == (range(2),)
+    assert intake.ranges(Rank(1)) == (range(3, 4),)
+    assert intake.stages == (range(2), range(3, 4))
+    assert intake.part_bytes(Segment(0, 1, 0, 2), Rank(1)) == 0
+    gap = Intake.build(SPEC, [shard(SPEC)], target)
+    assert gap.ranges(Rank(0)) == (range(2), range(3, 4))
+
+
+def test_stages_that_overlap_are_split_where_the_writers_change() -> None:
+    """Every writer of a segment holds all of its layers, so that all of them cut it alike."""
+    ours = [shard(SPEC, layers=map(LayerId, range(3))), shard(SPEC, layers=map(LayerId, range(1, 4)))]
+    intake = Intake.build(SPEC, ours, shard(SPEC))
+    assert intake.ranges(Rank(0)) == (range(1), range(1, 3))
+    assert intake.ranges(Rank(1)) == (range(1, 3), range(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("segment", "message"),
+    [
+        (Segment(0, 1, 1, 3), r"layers \[1, 3\) are not a run within one of \[0, 2\), \[2, 4\)"),
+        (Segment(0, 1, 0, 5), r"layers \[0, 5\) are not"),
+        (Segment(0, 1, 1, 1), r"layers \[1, 1\) are not"),
+        (Segment(0, 1, -1, 1), r"layers \[-1, 1\) are not"),
+        (Segment(3, 3, 0, 1), r"a segment of rows \[3, 3\)"),
+        (Segment(-1, 3, 0, 1), r"a segment of rows \[-1, 3\)"),
+    ],
+)
+def test_segments_from_the_wire_are_checked(segment: Segment, message: str) -> None:
+    """Decode trusts no range."""
+    intake = Intake.build(SPEC, [shard(SPEC, layers=stage) for stage in stages(SPEC, 2)], shard(SPEC))
+    with pytest.raises(GeometryError, match=message):
+        intake.validate(segment)
+    intake.validate(Segment(0, 1, 2, 4))
+
+
+def test_cuts_that_make_no_sense_are_refused() -> None:
+    """Before anything is computed."""
+    intake = Intake.build(SPEC, BOTH, shard(SPEC))
+    for start, stop, page in ((-1, 2, 1), (3, 2, 1), (0, 2, 0)):
+        with pytest.raises(ConfigurationError, match="cannot cut rows"):
+            intake.cut(start, stop, range(4), slot_bytes=99, lease_bytes=999, page_rows=page)
+    with pytest.raises(GeometryError, match=r"layers \[2, 6\) are not"):
+        intake.cut(0, 2, range(2, 6), slot_bytes=99, lease_bytes=999)
+
+
+def test_a_target_without_layers_is_refused() -> None:
+    """There is nothing to plan."""
+    with pytest.raises(GeometryError, match="the target holds no layers"):
+        Intake.build(SPEC, BOTH, Shard([]))

@@ -1,0 +1,51 @@
+"""A plan is as large as its segments, not as its tokens."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.ids import GroupId
+from disagg_kv.planning import Intake, PartView, Segment, StagedLayout, plain_site
+
+SPEC = CacheSpec.kv(64, 8, 128, "bfloat16")
+WRITERS = [shard(SPEC, tp=8, rank=r) for r in range(8)]
+TARGET = shard(SPEC, tp=4, rank=1)
+
+Plan = list[tuple[Segment, StagedLayout]]
+
+
+def _plan(tokens: int, slot_bytes: int) -> Plan:
+    intake = Intake.build(SPEC, WRITERS, TARGET)
+    view = PartView(plain_site(SPEC, WRITERS[2], tokens, 64), intake.parts[2], SPEC)
+    cut = intake.cut(0, tokens, range(64), slot_bytes=slot_bytes, lease_bytes=1 << 50, page_rows=64)
+    return [(segment, view.layout(segment)) for segment in cut]
+
+
+def _held(tokens: int, slot_bytes: int) -> tuple[int, int]:
+    """Segments of a plan and the bytes that it keeps alive."""
+    tracemalloc.start()
+    try:
+        plan = _plan(tokens, slot_bytes)
+        return len(plan), tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_plan_grows_with_segments_and_not_with_tokens() -> None:
+    """Sixteen times the tokens in as many segments cost the same; twice the segments cost at most twice as much."""
+    _held(8192, 4 << 20)
+    few, small = _held(8192, 16 << 20)
+    same, large = _held(131072, 256 << 20)
+    twice, double = _held(131072, 128 << 20)
+    assert (few, same, twice) == (16, 16, 32)
+    assert abs(large - small) < 2048
+    assert small < double < 2.1 * small
+
+
+def test_page_ids_are_views() -> None:
+    """A table keeps the engine's own array, however long."""
+    pages = np.arange(2048, dtype=np.int32)
+    assert np.shares_memory(PageTable(GroupId("kv"), pages).pages, pages)

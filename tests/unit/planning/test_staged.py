@@ -1,0 +1,61 @@
+"""The order of bytes in a staged part, by example."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from disagg_kv.errors import GeometryError
+from disagg_kv.geometry import CacheSpec, Holding, Part, Shard, elect, shard
+from disagg_kv.ids import LayerId
+from disagg_kv.planning import PartView, Segment, plain_site
+
+SPEC = CacheSpec.kv(3, 4, 2, "int8", v_head_dim=1)
+
+
+def test_planes_come_component_by_component_then_layer_by_layer() -> None:
+    """DESIGN section 5: K of its layers, then V of its layers; rows, units, bytes inside."""
+    ours = [shard(SPEC, tp=2, rank=r) for r in range(2)]
+    parts = elect(SPEC, ours, shard(SPEC))[1]
+    here = PartView(plain_site(SPEC, ours[1], 64, 4), parts, SPEC).layout(Segment(2, 7, 1, 3))
+    site = plain_site(SPEC, shard(SPEC), 64, 4)
+    there = PartView(site, parts, SPEC).layout(Segment(2, 7, 1, 3))
+    assert [(site.planes[p].component, site.planes[p].layer) for p in there.plane] == [
+        ("k", 1), ("k", 2), ("v", 1), ("v", 2),
+    ]  # fmt: skip
+    assert here.first_unit.tolist() == [0] * 4
+    assert there.first_unit.tolist() == [2] * 4
+    assert here.offset.tolist() == there.offset.tolist() == [0, 20, 40, 50]
+    assert here.nbytes == there.nbytes == 60
+    assert (here.row_start.tolist(), here.row_stop.tolist()) == ([2] * 4, [7] * 4)
+
+
+def test_units_in_two_runs_of_one_plane_come_by_unit_number() -> None:
+    """The target keeps the units 2 and 3 before 0 and 1."""
+    every = frozenset([LayerId(0)])
+    spec = CacheSpec.mla(1, 2, "int8")
+    spec = attrs.evolve(spec, layers={LayerId(0): [attrs.evolve(spec.layers[LayerId(0)][0], units=4)]})
+    target = Shard([Holding("latent", every, range(2, 4)), Holding("latent", every, range(2))])
+    (parts,) = elect(spec, [shard(spec)], target)
+    layout = PartView(plain_site(spec, target, 4, 4), parts, spec).layout(Segment(0, 1, 0, 1))
+    assert layout.first_unit.tolist() == [2, 0]
+    assert layout.offset.tolist() == [0, 4]
+
+
+def test_planes_without_rows_are_left_out() -> None:
+    """Four replicas share one row of a layer: one of them sends it."""
+    spec = CacheSpec.mla(1, 2, "int8")
+    site = plain_site(spec, shard(spec), 4, 4)
+    parts = elect(spec, [shard(spec)] * 4, shard(spec))
+    layouts = [PartView(site, mine, spec).layout(Segment(3, 4, 0, 1)) for mine in parts]
+    assert [(layout.nbytes, len(layout.plane)) for layout in layouts] == [(0, 0)] * 3 + [(2, 1)]
+    assert PartView(site, (), spec).layout(Segment(0, 4, 0, 1)).nbytes == 0
+
+
+def test_a_pool_that_does_not_have_the_parts_is_refused() -> None:
+    """A missing plane, and units that are not one run."""
+    site = plain_site(SPEC, shard(SPEC, tp=2, rank=0, layers=[LayerId(0)]), 4, 4)
+    with pytest.raises(GeometryError, match="the pool has no plane for layer 1, 'k'"):
+        PartView(site, [Part("k", (LayerId(1),), range(1))], SPEC)
+    with pytest.raises(GeometryError, match=r"layer 0, 'k': units \[1, 3\) are not in one of .* \[\(0, 2\)\]"):
+        PartView(site, [Part("k", (LayerId(0),), range(1, 3))], SPEC)
