@@ -79,7 +79,7 @@ class ZmqChannel:
         self._poller = zmq.Poller()
         try:
             self._address = self._listen(bind)
-        except zmq.ZMQError as exc:
+        except (zmq.ZMQError, OSError) as exc:
             self.close()
             raise ConfigurationError(f"channel {bind!r}: cannot be bound: {exc}") from exc
 

@@ -92,7 +92,8 @@ class RingStagingAllocator:
         """Give the bytes back at once, in any order; a second release is harmless.
 
         A live lease is given back only by the very object that ``reserve`` returned: an equal one may be another
-        ring's, and its bytes are not ours to free.
+        ring's, and its bytes are not ours to free. Starts that have ended are not remembered, so another ring's lease
+        that looks like an old one of ours is taken for that, and changes nothing.
 
         Raises:
             LocalProtocolError: the lease is not from this ring.
