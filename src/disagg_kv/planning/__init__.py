@@ -2,7 +2,17 @@
 
 from .base import Segment, StagedLayout, Writes
 from .cost import Choice, CostModel, Estimate, choose
-from .descriptors import coalesce, direct_writes, refuse_direct, slice_writes
+from .descriptors import (
+    Run,
+    Tables,
+    coalesce,
+    direct_count,
+    direct_writes,
+    refuse_direct,
+    runs,
+    slice_count,
+    slice_writes,
+)
 from .explain import Explanation, PairPlan, explain, plain_site
 from .intake import Intake
 from .staged import PartView
@@ -15,14 +25,19 @@ __all__ = [
     "Intake",
     "PairPlan",
     "PartView",
+    "Run",
     "Segment",
     "StagedLayout",
+    "Tables",
     "Writes",
     "choose",
     "coalesce",
+    "direct_count",
     "direct_writes",
     "explain",
     "plain_site",
     "refuse_direct",
+    "runs",
+    "slice_count",
     "slice_writes",
 ]
