@@ -49,6 +49,10 @@ def seeded(seed: int, shares: Mapping[Fault, float]) -> Plan:
     return plan
 
 
+class _Pages(mmap.mmap):
+    """Memory given by :meth:`FaultyTransport.allocate` itself."""
+
+
 @define
 class _Held:
     """A batch that is not quiet before :meth:`FaultyTransport.release` calls ``resume``; None: it never is."""
@@ -105,8 +109,14 @@ class FaultyTransport:
         """See :meth:`SupportsAllocate.allocate`; plain memory if the inner transport takes any."""
         if isinstance(self._inner, SupportsAllocate):
             return self._inner.allocate(nbytes)
-        pages = mmap.mmap(-1, nbytes)
+        pages = _Pages(-1, nbytes)
         return Buffer(np.frombuffer(pages, np.uint8).ctypes.data, nbytes, "cpu", pages)
+
+    def allocated(self, buffer: Buffer) -> bool:
+        """See :meth:`SupportsAllocate.allocated`."""
+        if isinstance(self._inner, SupportsAllocate):
+            return self._inner.allocated(buffer)
+        return isinstance(buffer.owner, _Pages)
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`."""

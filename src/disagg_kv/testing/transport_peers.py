@@ -104,6 +104,10 @@ class MemoryCases(TransportCases):
             buffer = end.transport.allocate(nbytes)
             assert (buffer.nbytes, buffer.addr % mmap.PAGESIZE) == (nbytes, 0)
             assert not self.memory().read(buffer).any(), "not zeroed"
+            assert end.transport.allocated(buffer)
+            last = Buffer(buffer.addr + nbytes - 1, 1, buffer.device, buffer.owner)
+            assert end.transport.allocated(last), "a part of allocated memory is allocated, too"
+        assert not end.transport.allocated(plain(noise(100))), "memory from elsewhere"
 
     def test_memory_from_elsewhere_is_a_source_and_no_target_where_only_own_memory_is(self, pair: Pair) -> None:
         """With ``caps.own_memory_only``."""

@@ -3,7 +3,7 @@
 from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
 from .descriptor import Descriptor, Region, decode, encode
 from .inproc import InprocTransport
-from .process import Process
+from .process import Process, Watch
 from .regions import Extents, RegionTable, copy
 from .registry import available, register_transport, transport
 from .shm import ShmTransport
@@ -22,6 +22,7 @@ __all__ = [
     "ShmTransport",
     "SupportsAllocate",
     "Transport",
+    "Watch",
     "available",
     "copy",
     "decode",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
 
 from attrs import frozen
@@ -18,6 +19,22 @@ def _started(pid: int) -> int:
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+class Watch:
+    """Tells when one process has ended; from :meth:`Process.watch`. Owns a pidfd, which goes with this object."""
+
+    def __init__(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        self._poll = select.poll()
+        self._poll.register(pidfd, select.POLLIN)
+
+    def ended(self) -> bool:
+        """Whether it has; then no thread of it runs any more, so nothing that it copied itself lands later."""
+        return bool(self._poll.poll(0))
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
 
 
 @frozen
@@ -39,27 +56,22 @@ class Process:
         """The calling process."""
         return cls(os.getpid(), _started(os.getpid()), _host())
 
-    def watch(self) -> int:
-        """A file descriptor that becomes readable when the process has ended; the caller closes it.
-
-        Once it is readable no thread of the process runs any more, so nothing that it copied itself lands later.
+    def watch(self) -> Watch:
+        """Something that tells when the process has ended.
 
         Raises:
-            PeerLostError: the process has ended.
+            PeerLostError: it has ended already.
             TransportError: it is not a process of this host and PID namespace.
         """
         here = _host()
         if self.host != here:
             raise TransportError(f"process {self.pid} is of host or PID namespace {self.host}, this one of {here}")
         try:
-            watched = os.pidfd_open(self.pid)
-        except OSError as error:
+            watch = Watch(os.pidfd_open(self.pid))
+            # Looked at after the pidfd was opened: if this is the process, the pidfd cannot be of a later one.
+            started = _started(self.pid)
+        except (OSError, OverflowError) as error:
             raise PeerLostError(f"process {self.pid} has ended: {error}") from error
-        # Started when the descriptor says, seen after the pidfd was opened: the pidfd cannot be of a later process.
-        try:
-            if _started(self.pid) == self.started:
-                return watched
-        except OSError:
-            pass
-        os.close(watched)
-        raise PeerLostError(f"process {self.pid}, started at tick {self.started}, has ended")
+        if started != self.started:
+            raise PeerLostError(f"process {self.pid} of tick {self.started} has ended; another has its id")
+        return watch

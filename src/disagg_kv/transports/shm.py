@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-import select
 import uuid
 from collections.abc import Sequence
 from itertools import count
@@ -27,7 +26,7 @@ from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
 from .descriptor import Descriptor, Region, decode, encode
-from .process import Process
+from .process import Process, Watch
 from .regions import Extents, RegionTable, copy
 
 
@@ -91,7 +90,7 @@ class _Segment:
 class _Remote:
     """A connected peer: what of it is mapped here, and how its end is noticed."""
 
-    pidfd: int
+    watch: Watch
     serial: int
     mappings: dict[RegionId, mmap.mmap]
     extents: Extents
@@ -124,7 +123,6 @@ class ShmTransport:
         self._segments: WeakSet[_Segment] = WeakSet()
         self._numbers = count()
         self._peers: dict[Peer, _Remote] = {}
-        self._watch = select.poll()
         self._tickets = count(1)
         self._events: list[Ended | Settled | Heard] = []
 
@@ -143,7 +141,7 @@ class ShmTransport:
 
     def allocated(self, buffer: Buffer) -> bool:
         """See :meth:`SupportsAllocate.allocated`."""
-        return bool(self._place(buffer))
+        return self._segment(buffer) is not None
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`; peers can write only to what :meth:`allocate` gave."""
@@ -175,14 +173,13 @@ class ShmTransport:
         known = self._peers.get(peer)
         if known is not None and (known.lost or known.serial >= remote.serial):
             return peer
-        pidfd = process.watch()
+        watch = process.watch()
         mappings: dict[RegionId, mmap.mmap] = {}
         try:
             for region in remote.regions:
                 if region.id in places:
                     mappings[region.id] = _map(process, peer, places[region.id], region.nbytes)
         except BaseException:
-            os.close(pidfd)
             for mapping in mappings.values():
                 mapping.close()
             raise
@@ -192,19 +189,14 @@ class ShmTransport:
             for r in remote.regions
             if r.id in places
         )
-        self._peers[peer] = _Remote(pidfd, remote.serial, mappings, Extents(where, f"peer {peer.hex()[:8]}'s writable"))
-        self._watch.register(pidfd, select.POLLIN)
+        self._peers[peer] = _Remote(watch, remote.serial, mappings, Extents(where, f"peer {peer.hex()[:8]}'s writable"))
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
         remote = self._peers.pop(peer, None)
-        if remote is None:
-            return
-        if not remote.lost:
-            self._watch.unregister(remote.pidfd)
-        os.close(remote.pidfd)
-        remote.unmap()
+        if remote is not None:
+            remote.unmap()
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns."""
@@ -216,7 +208,7 @@ class ShmTransport:
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
         target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
-        self._look()
+        self._look(peer, remote)
         if remote.lost:
             self._events.append(Ended(ticket, PeerLostError(f"shm: the process of peer {peer.hex()} has ended")))
             return ticket
@@ -226,7 +218,8 @@ class ShmTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
-        self._look()
+        for peer, remote in self._peers.items():
+            self._look(peer, remote)
         events, self._events = self._events, []
         return events
 
@@ -239,21 +232,24 @@ class ShmTransport:
         self._table.clear()
         return ()
 
-    def _place(self, buffer: Buffer) -> bytes:
+    def _segment(self, buffer: Buffer) -> _Segment | None:
+        """The memory given by :meth:`allocate` in which the whole buffer lies."""
         for segment in self._segments:
-            offset = buffer.addr - segment.addr
-            if offset >= 0 and offset + buffer.nbytes <= segment.nbytes:
-                return msgspec.msgpack.encode(_Place(segment.number, segment.fd, offset))
-        return b""
+            if segment.addr <= buffer.addr and buffer.addr + buffer.nbytes <= segment.addr + segment.nbytes:
+                return segment
+        return None
 
-    def _look(self) -> None:
-        """Note the end of peers' processes."""
-        ended = {fd for fd, _ in self._watch.poll(0)}
-        for peer, remote in self._peers.items():
-            if remote.pidfd in ended:
-                self._watch.unregister(remote.pidfd)
-                remote.lost = True
-                self._events.append(Heard(peer, None, fenced=True))
+    def _place(self, buffer: Buffer) -> bytes:
+        segment = self._segment(buffer)
+        if segment is None:
+            return b""
+        return msgspec.msgpack.encode(_Place(segment.number, segment.fd, buffer.addr - segment.addr))
+
+    def _look(self, peer: Peer, remote: _Remote) -> None:
+        """Note the end of a peer's process."""
+        if not remote.lost and remote.watch.ended():
+            remote.lost = True
+            self._events.append(Heard(peer, None, fenced=True))
 
 
 def _map(process: Process, peer: Peer, place: _Place, nbytes: int) -> mmap.mmap:
