@@ -2,8 +2,8 @@
 
 8,192 tokens, bfloat16, K and V of one layer, 2 of 8 heads of 128: what one rank of tensor-parallel size 4 exchanges
 with a rank that holds every head. The bytes are checked before anything is timed; the runs of the three are
-interleaved, and their clock is the CPU time of the one thread, which other processes on the host do not add to; ratios are
-of medians.
+interleaved, and their clock is the CPU time of the one thread, to which other processes on the host add only what they
+take of caches and memory bandwidth. Ratios are of medians.
 
     python benchmarks/kernels.py > benchmarks/results/cpu_kernels.json
 """

@@ -80,13 +80,14 @@ def _entry(pool: MemoryPool, number: int, first: int, units: int, start: int, st
     side_by_side = plane.unit_stride == unit_bytes
     runs, run = (1, units * unit_bytes) if side_by_side else (units, unit_bytes)
     run_stride = 0 if side_by_side else plane.unit_stride
-    nbytes = math.gcd(plane.page_stride, plane.row_stride, run_stride, run)
-    last = (group.pages - 1) * plane.page_stride + (group.rows_per_page - 1) * plane.row_stride
+    row_stride = plane.row_stride if group.rows_per_page > 1 else 0
+    nbytes = math.gcd(plane.page_stride, row_stride, run_stride, run)
+    last = (group.pages - 1) * plane.page_stride + (group.rows_per_page - 1) * row_stride
     flat: Pieces = np.ndarray(
         ((last + (runs - 1) * run_stride + run) // nbytes,),
         np.dtype((np.void, nbytes)),
         bytes_of(pool.buffers[plane.buffer]),
         plane.offset + first * plane.unit_stride,
     )
-    strides = (plane.page_stride // nbytes, plane.row_stride // nbytes, run_stride // nbytes)
+    strides = (plane.page_stride // nbytes, row_stride // nbytes, run_stride // nbytes)
     return flat, _Shape(start, stop, group.rows_per_page, *strides, runs, run // nbytes, nbytes)
