@@ -75,9 +75,9 @@ def properties(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Mypy, strict, over library, tests and this file."""
+    """Mypy, strict, over everything that is Python."""
     enter_cpu(session)
-    cpu(session, "mypy", *(session.posargs or ("src", "tests", "noxfile.py")))
+    cpu(session, "mypy", *(session.posargs or ("src", "tests", "benchmarks", "noxfile.py")))
 
 
 @nox.session

@@ -1,6 +1,6 @@
 """Code blocks of README and docs, for tests that run them.
 
-A block may have a marker in the line before its fence: ``<!-- test: skip <reason> -->``, or any other word, by which
+A block may have a marker in the line before its fence: ``<!-- test: skip <reason> -->``, or a word by which
 :func:`marked` finds it.
 """
 
