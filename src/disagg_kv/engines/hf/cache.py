@@ -14,7 +14,7 @@ from .optional import require_transformers
 
 if TYPE_CHECKING:
     import torch
-    from transformers.cache_utils import Cache, DynamicCache
+    from transformers.cache_utils import DynamicCache
 
 
 class PagedHFCache:
@@ -56,23 +56,18 @@ class PagedHFCache:
         """The page-id space."""
         return self._group
 
-    @property
-    def layers(self) -> int:
-        """How many layers there are."""
-        return len(self._planes)
-
     def pages_for(self, rows: int) -> int:
         """How many pages ``rows`` rows need."""
         return -(-rows // self._group.rows_per_page)
 
-    def recording(self, table: PageTable) -> Cache:
+    def recording(self, table: PageTable) -> DynamicCache:
         """An empty cache for one room: every row that a model appends is written to the room's pages too.
 
-        Give it to the model as ``past_key_values``; rows begin at 0, so ``table.first`` must be 0.
+        Give it to the model as ``past_key_values``. Appending raises what :meth:`write` raises.
         """
-        from .layer import recording
+        from .recording import RecordingCache
 
-        return recording(self, table)
+        return RecordingCache(self, table)
 
     def write(self, layer: int, table: PageTable, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer's keys and values ``[1, heads, rows, dim]`` into the rows from ``start`` on.

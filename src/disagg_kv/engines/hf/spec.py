@@ -37,9 +37,7 @@ def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b""
         raise UnsupportedError(f"model type {config.model_type!r}: the cache of an encoder-decoder is not moved")
     kinds = [type(layer) for layer in DynamicCache(config=config).layers]
     layers: dict[LayerId, tuple[Component, Component]] = {}
-    for number, (kind, of) in enumerate(
-        zip(kinds, config.get_text_config(decoder=True).per_layer_config, strict=True)
-    ):
+    for number, (kind, of) in enumerate(zip(kinds, config.get_text_config(decoder=True).per_layer_config, strict=True)):
         if kind is not DynamicLayer:
             raise UnsupportedError(
                 f"model type {config.model_type!r}, layer {number}: keeps a {kind.__name__}; "

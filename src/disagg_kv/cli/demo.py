@@ -1,0 +1,128 @@
+"""``disagg-kv demo``: a real model's cache from tensor-parallel prefill processes to decode processes, and checked."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import attrs
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from .output import Json, JsonFlag, emit, progress
+
+if TYPE_CHECKING:
+    from ..engines.hf.demo import DemoConfig, Report
+
+
+class Inject(StrEnum):
+    """What can be made wrong on purpose."""
+
+    swap_heads = "swap-heads"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command()(demo)
+
+
+def demo(
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel prefill processes.")] = 4,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel decode processes.")] = 1,
+    strategy: Annotated[str, typer.Option(help="How the cache crosses: staged, slice, direct, auto ...")] = "staged",
+    transport: Annotated[str, typer.Option(help="A registered transport's name.")] = "shm",
+    transport_module: Annotated[
+        str | None, typer.Option(help="A module to import first, which registers the transport.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the shortest prompt.")] = 384,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass of prefill.")] = 150,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 16,
+    decode_page_size: Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the model; both TP sizes divide it.")] = 8,
+    inject: Annotated[
+        Inject | None, typer.Option(help="Make it wrong on purpose: KV heads 0 and 1 change places before they leave.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until it gives up.")] = 300.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Move a model's cache between process groups, generate from it, and compare tokens and bytes.
+
+    A Llama-architecture model with random weights runs prefill on some processes and decode on others; one more
+    process runs the whole model. Exit code 0: the same tokens, and every byte where it belongs.
+    """
+    from ..engines.hf.demo import DemoConfig, run_demo, steps
+
+    config = DemoConfig(
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        strategy=strategy,
+        transport=transport,
+        transport_module=transport_module,
+        requests=requests,
+        max_new_tokens=max_new_tokens,
+        prompt_tokens=prompt_tokens,
+        chunk_tokens=chunk_tokens,
+        prefill_page_size=page_size,
+        decode_page_size=decode_page_size or page_size,
+        layers=layers,
+        kv_heads=kv_heads,
+        inject="swap-heads" if inject else None,
+        timeout_s=timeout,
+    )
+    with progress() as bar:
+        task = bar.add_task("starting", total=steps(config))
+        report = run_demo(
+            config, lambda told: bar.update(task, advance=1, description=f"{told.role} {told.rank}: {told.kind}")
+        )
+    emit(document(report), _moved(config, report), _ranks(report), verdict(report), as_json=as_json)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def document(report: Report) -> dict[str, Json]:
+    """The report as JSON."""
+    found: dict[str, Json] = attrs.asdict(report)
+    return {"ok": found.pop("ok"), **found}
+
+
+def verdict(report: Report) -> Text:
+    """One line: whether it worked, and why not."""
+    wrong = [] if report.tokens_equal else ["the tokens differ from those of one process"]
+    if report.wrong_bytes:
+        wrong.append(f"{report.wrong_bytes:,} bytes are wrong")
+    if report.stray_bytes:
+        wrong.append(f"{report.stray_bytes:,} bytes beside them were changed")
+    if not report.ok:
+        return Text(f"FAILED: {', '.join(wrong)}", "red")
+    return Text("OK: the tokens are those of one process, and every byte is right", "green")
+
+
+def _moved(config: DemoConfig, report: Report) -> Table:
+    table = Table(
+        "what", "", title=f"TP {report.prefill_tp} -> {report.decode_tp}, {report.strategy}, {report.transport}"
+    )
+    per_token = f"{report.descriptors:,} (one per token and head slice: {report.descriptors_slice:,})"
+    rows = {
+        "requests": f"{report.requests} ({report.prompt_tokens:,} tokens, {report.new_tokens} new ones each)",
+        "chunks": f"{sum(-(-n // config.chunk_tokens) for n in config.prompt_lengths)} forward passes of prefill",
+        "KV bytes": f"{report.kv_bytes:,}",
+        "writes": per_token,
+        "path": ", ".join(report.paths),
+        "GB/s": f"{report.gb_per_s:.2f} while writes were in flight",
+        **{f"{name} s": f"{seconds:.3f}" for name, seconds in report.phases.items()},
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _ranks(report: Report) -> Table:
+    table = Table("rank", "pid", "KV heads", "bytes", "writes", title="Processes")
+    for rank in report.ranks:
+        heads = f"{rank.kv_heads[0]}-{rank.kv_heads[-1]}" if len(rank.kv_heads) > 1 else str(rank.kv_heads[0])
+        table.add_row(f"{rank.role} {rank.rank}", str(rank.pid), heads, f"{rank.nbytes:,}", f"{rank.descriptors:,}")
+    return table

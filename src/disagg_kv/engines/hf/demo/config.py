@@ -1,0 +1,136 @@
+"""What a demo is asked to do, and what its processes know about each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from ....errors import ConfigurationError
+
+Role = Literal["prefill", "decode", "reference"]
+Injection = Literal["swap-heads"]
+Kind = Literal["ready", "prefilled", "released", "arrived", "decoded", "done", "failed"]
+
+
+@frozen
+class DemoConfig:
+    """One demo.
+
+    Args:
+        prefill_tp: tensor-parallel prefill processes.
+        decode_tp: tensor-parallel decode processes.
+        strategy: how the cache crosses, for example ``"staged"``.
+        transport: a registered transport's name.
+        transport_module: a module to import first, which registers that transport.
+        requests: how many prompts.
+        max_new_tokens: greedy tokens of each, the first of which prefill computes.
+        prompt_tokens: length of the first prompt; the others are up to 127 tokens longer.
+        chunk_tokens: tokens of one forward pass of prefill.
+        prefill_page_size: rows of a page on the prefill side.
+        decode_page_size: rows of a page on the decode side.
+        layers: layers of the model.
+        kv_heads: KV heads of the model, which has twice as many query heads.
+        head_dim: elements of one head.
+        inject: ``"swap-heads"``: the pages of KV heads 0 and 1 are exchanged on the prefill side, after the model has
+            used them and before they are sent. Prefill's own cache, which is the reference for bytes, stays right.
+        seed: of the model's weights and of the order of pages.
+        timeout_s: seconds until the demo gives up.
+    """
+
+    prefill_tp: int = 4
+    decode_tp: int = 1
+    strategy: str = "staged"
+    transport: str = "shm"
+    transport_module: str | None = None
+    requests: int = 4
+    max_new_tokens: int = 32
+    prompt_tokens: int = 384
+    chunk_tokens: int = 150
+    prefill_page_size: int = 16
+    decode_page_size: int = 16
+    layers: int = 4
+    kv_heads: int = 8
+    head_dim: int = 32
+    inject: Injection | None = None
+    seed: int = 0
+    timeout_s: float = 300.0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("prefill_tp", "decode_tp"):
+            tp = getattr(self, name)
+            if tp < 1 or self.kv_heads % tp:
+                raise ConfigurationError(
+                    f"{name} {tp}: transformers cuts {self.kv_heads} KV heads only over a divisor of {self.kv_heads}"
+                )
+        positive = ("requests", "max_new_tokens", "chunk_tokens", "prefill_page_size", "decode_page_size", "layers")
+        for name in (*positive, "head_dim", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)}")
+        if not self.chunk_tokens < self.prompt_tokens <= 4096:
+            raise ConfigurationError(
+                f"prompt_tokens {self.prompt_tokens} must be more than chunk_tokens {self.chunk_tokens}, at most 4096"
+            )
+        if self.inject is not None and (self.kv_heads < 2 or self.max_new_tokens < 2):
+            raise ConfigurationError(
+                f"inject {self.inject!r} needs 2 KV heads and 2 new tokens (the first is prefill's), "
+                f"not {self.kv_heads} and {self.max_new_tokens}"
+            )
+
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Tokens of every prompt; they differ, so that last pages and chunks are partly filled."""
+        return tuple(self.prompt_tokens + 37 * i % 128 for i in range(self.requests))
+
+    @property
+    def members(self) -> tuple[tuple[Role, int, int], ...]:
+        """Role, rank and world of every process."""
+        prefill: list[tuple[Role, int, int]] = [("prefill", r, self.prefill_tp) for r in range(self.prefill_tp)]
+        decode: list[tuple[Role, int, int]] = [("decode", r, self.decode_tp) for r in range(self.decode_tp)]
+        return (*prefill, *decode, ("reference", 0, 1))
+
+
+@frozen
+class Job:
+    """What the parent tells the processes.
+
+    Args:
+        config: the demo.
+        work: the folder where everything goes.
+        parent: the parent's process id.
+        store_port: of the parent's ``TCPStore`` on 127.0.0.1.
+    """
+
+    config: DemoConfig
+    work: str
+    parent: int
+    store_port: int
+
+
+@frozen
+class Told:
+    """One line from a process to the parent: what it has done.
+
+    Args:
+        role: who.
+        rank: which.
+        pid: its process id.
+        kind: ``ready``, ``done`` or ``failed``; or, for one request each: ``prefilled``, ``released``, ``arrived`` or
+            ``decoded``.
+        text: with ``failed``: why.
+        error: with ``failed``: the exception's class, empty where a process ended without a word.
+    """
+
+    role: Role
+    rank: int
+    pid: int
+    kind: Kind
+    text: str = ""
+    error: str = ""
+
+
+def steps(config: DemoConfig) -> int:
+    """How many lines other than ``failed`` a demo that works tells."""
+    ranks = config.prefill_tp + config.decode_tp
+    requests = config.requests * (2 * ranks + 1)
+    return 2 * (ranks + 1) + requests

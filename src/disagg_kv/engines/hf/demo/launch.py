@@ -1,0 +1,99 @@
+"""Starts every rank of a demo: imports what takes long once, forks, and sees to it that all end together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import connection, get_context
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+import attrs
+import msgspec
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from . import decode, prefill, reference
+from .config import Job, Role, Told
+from .lifetime import GRACE_S, die_with
+from .member import Member
+from .model import save_model
+from .run import load_module
+
+LINE = 4096
+"""Bytes that a pipe takes in one piece (PIPE_BUF), so that lines of several processes never mix."""
+
+WORK: Mapping[Role, Callable[[Member, Store], None]] = {
+    "prefill": prefill.run,
+    "decode": decode.run,
+    "reference": reference.run,
+}
+
+
+def tell(fd: int, told: Told) -> None:
+    """Write one line to the parent."""
+    line = msgspec.json.encode(told)
+    if len(line) >= LINE:  # JSON makes at most six bytes of one
+        line = msgspec.json.encode(attrs.evolve(told, text=told.text[: LINE // 8]))
+    os.write(fd, line + b"\n")
+
+
+def run_member(job: Job, role: Role, rank: int, world: int, launcher: int, events: int) -> None:
+    """The whole life of one rank; exits with 1 if it failed, after having said why."""
+    die_with(launcher)
+    member = Member(job, role, rank, world, lambda told: tell(events, told))
+    try:
+        with member.group() as store:
+            WORK[role](member, store)
+    except Exception as error:
+        traceback.print_exc()
+        member.tell("failed", str(error) or "no reason given", type(error).__name__)
+        sys.exit(1)
+    member.tell("done")
+
+
+def supervise(job: Job, events: int) -> bool:
+    """Start all ranks and wait for them; True if all ended well. At the first that has not, none is left running."""
+    fork = get_context("fork")
+    live: dict[ForkProcess, tuple[Role, int]] = {}
+    good = True
+    try:
+        for role, rank, world in job.config.members:
+            process = fork.Process(target=run_member, args=(job, role, rank, world, os.getpid(), events), daemon=True)
+            live[process] = (role, rank)
+            process.start()
+        while live and good:
+            connection.wait([process.sentinel for process in live])
+            for process in [p for p in live if p.exitcode is not None]:
+                role, rank = live.pop(process)
+                code = process.exitcode or 0
+                good = good and code == 0
+                if code < 0:
+                    tell(events, Told(role, rank, process.pid or 0, "failed", f"killed by signal {-code}"))
+    finally:
+        for process in live:
+            process.terminate()
+        for process in live:
+            process.join(GRACE_S)
+            process.kill()
+            process.join()
+    return good
+
+
+def main(folder: str) -> None:
+    """Run the demo that ``job.json`` in ``folder`` describes."""
+    job = msgspec.json.decode((Path(folder) / "job.json").read_bytes(), type=Job)
+    die_with(job.parent)
+    events = os.dup(1)
+    os.dup2(2, 1)  # whatever libraries print is log
+    torch.set_num_threads(1)
+    if job.config.transport_module is not None:
+        load_module(job.config.transport_module)
+    save_model(job.config, Path(job.work) / "model")
+    sys.exit(0 if supervise(job, events) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

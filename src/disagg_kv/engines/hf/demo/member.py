@@ -1,0 +1,65 @@
+"""One process of a demo: who it is, and what it leaves for the parent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .config import Job, Kind, Role, Told
+from .model import join_group
+from .store import reach
+
+
+class Member:
+    """Who this process is.
+
+    Args:
+        job: the demo.
+        role: what it does.
+        rank: which of its role.
+        world: how many of its role there are.
+        tell: gives one line to the parent.
+    """
+
+    def __init__(self, job: Job, role: Role, rank: int, world: int, tell: Callable[[Told], None]) -> None:
+        self.job = job
+        self.config = job.config
+        self.role: Role = role
+        self.rank = rank
+        self.world = world
+        self.work = Path(job.work)
+        self._tell = tell
+
+    def tell(self, kind: Kind, text: str = "", error: str = "") -> None:
+        """Tell the parent what happened."""
+        self._tell(Told(self.role, self.rank, os.getpid(), kind, text, error))
+
+    @contextmanager
+    def group(self) -> Iterator[Store]:
+        """Be one of the role's tensor-parallel group inside; gives the parent's store."""
+        store = reach(self.job.store_port, self.config.timeout_s)
+        torch.set_num_threads(1)
+        join_group(self.rank, self.world, PrefixStore(f"group-{self.role}", store))
+        try:
+            with torch.inference_mode():
+                yield store
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def save(self, name: str, array: npt.NDArray[np.generic]) -> None:
+        """Leave an array as ``name-<rank>.npy``."""
+        np.save(self.work / f"{name}-{self.rank}.npy", array)
+
+    def leave(self, result: object) -> None:
+        """Leave the result as ``<role>-<rank>.json``."""
+        (self.work / f"{self.role}-{self.rank}.json").write_bytes(msgspec.json.encode(result))

@@ -1,0 +1,89 @@
+"""The demo's model and prompts: random weights made on the spot, text of this library's own sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .config import DemoConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.cache_utils import Cache
+
+BOS = 256
+VOCABULARY = 288
+"""256 bytes, the beginning, and padding to a number that 2, 3, 4, 6 and 8 ranks divide."""
+
+
+def llama_config(config: DemoConfig) -> LlamaConfig:
+    """A Llama with grouped-query attention: two query heads per KV head.
+
+    Its weights are spread wider than usual: with transformers' default it would repeat one token for ever, and
+    equal tokens would prove little.
+    """
+    from transformers import LlamaConfig
+
+    heads = 2 * config.kv_heads
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16 * heads,
+        intermediate_size=32 * heads,
+        num_hidden_layers=config.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        initializer_range=0.15,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        dtype="float32",
+    )
+
+
+def save_model(config: DemoConfig, folder: Path) -> None:
+    """Write the model, with random weights, as safetensors."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(config.seed)
+    LlamaForCausalLM(llama_config(config)).save_pretrained(folder)
+
+
+def load_model(folder: Path, tp: int) -> LlamaForCausalLM:
+    """The model on this process, one of ``tp`` of the default process group; the whole model with ``tp`` 1."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    plan = DistributedConfig(tp_plan="auto", tp_size=tp) if tp > 1 else None
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=plan)
+    return model
+
+
+def prompts(config: DemoConfig) -> tuple[tuple[int, ...], ...]:
+    """Byte tokens of this library's sources, each prompt from another place."""
+    package = Path(__file__).parents[3]
+    sources = [path for path in sorted(package.rglob("*.py")) if path.stat().st_size]
+    text = b"".join(path.read_bytes() for path in sources)
+    text += text[: max(config.prompt_lengths)]
+    step = (len(text) - max(config.prompt_lengths)) // config.requests
+    return tuple((BOS, *text[i * step :][: n - 1]) for i, n in enumerate(config.prompt_lengths))
+
+
+def join_group(rank: int, world: int, store: Store) -> None:
+    """Make the default process group, as ``torchrun`` would have made it possible; nothing with one rank."""
+    if world == 1:
+        return
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def forward(model: LlamaForCausalLM, tokens: Sequence[int], cache: Cache) -> int:
+    """Append ``tokens`` to ``cache`` and return the greedy next one."""
+    output = model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return int(output.logits[0, -1].argmax())

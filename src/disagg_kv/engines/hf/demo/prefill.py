@@ -1,0 +1,64 @@
+"""A prefill rank: chunked forward passes, each chunk's pages sent as soon as they are final."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.distributed_c10d import Store
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ....geometry import PageTable
+from .. import PageAllocator, PagedHFCache
+from . import wire
+from .inject import swap_heads
+from .lifetime import now
+from .member import Member
+from .model import forward, load_model, prompts
+from .pool import heads, shuffled
+from .results import PrefillResult
+
+
+def run(member: Member, store: Store) -> None:
+    """Prefill every prompt and send its cache, then wait until nobody reads the pages any more."""
+    config = member.config
+    model = load_model(member.work / "model", member.world)
+    with wire.prefill(member, store) as (endpoint, pool):
+        paged = PagedHFCache(pool)
+        free = PageAllocator(shuffled(paged.group.pages, config.seed))
+        member.tell("ready")
+        ready = now()
+        deliveries = []
+        for request, prompt in enumerate(prompts(config)):
+            delivery = endpoint.open(wire.room(request))
+            deliveries.append(delivery)
+            table = PageTable(paged.group.id, free.take(paged.pages_for(len(prompt))))
+            cache = paged.recording(table)
+            token = 0
+            for start in range(0, len(prompt), config.chunk_tokens):
+                stop = min(start + config.chunk_tokens, len(prompt))
+                token = forward(model, prompt[start:stop], cache)
+                if config.inject == "swap-heads":
+                    swap_heads(member, pool, table, start, stop)
+                delivery.send_chunk(stop, [table], None)
+            pool.write_aux(request, token.to_bytes(4, "little"))
+            delivery.finish(len(prompt), aux=request)
+            member.save(f"own-{request}", _own(cache))
+            member.tell("prefilled")
+        ended = now()
+        rooms = wire.finished(endpoint, deliveries, member, "released")
+        member.leave(PrefillResult(os.getpid(), heads(pool), ready, ended, rooms))
+
+
+def _own(cache: Cache) -> npt.NDArray[np.float32]:
+    """What the model itself keeps ``[layers, 2, heads, rows, dim]``."""
+    layers: list[torch.Tensor] = []
+    for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer)
+        assert layer.keys is not None
+        assert layer.values is not None
+        layers.append(torch.cat((layer.keys, layer.values)))
+    own: npt.NDArray[np.float32] = torch.stack(layers).numpy()
+    return own

@@ -1,0 +1,31 @@
+"""One process with the whole model and transformers' own ``generate``: which tokens are right."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from .lifetime import now
+from .member import Member
+from .model import load_model, prompts
+from .results import ReferenceResult
+
+
+def run(member: Member, _: Store) -> None:
+    """Generate every request's tokens; the cache never leaves the model."""
+    config = member.config
+    model: Any = load_model(member.work / "model", 1)
+    member.tell("ready")
+    began = now()
+    tokens: list[tuple[int, ...]] = []
+    for prompt in prompts(config):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=config.max_new_tokens
+        )
+        tokens.append(tuple(out[0, len(prompt) :].tolist()))
+        member.tell("decoded")
+    member.leave(ReferenceResult(os.getpid(), now() - began, tuple(tokens)))

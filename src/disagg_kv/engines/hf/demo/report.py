@@ -1,0 +1,161 @@
+"""What a demo found out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from ....geometry import CacheSpec, shard
+from ....planning import explain
+from .check import Checked
+from .config import DemoConfig, Role
+from .results import Moved, Results
+
+
+@frozen
+class RankReport:
+    """One process.
+
+    Args:
+        role: ``prefill``, ``decode`` or ``reference``.
+        rank: which of its role.
+        pid: its process id.
+        kv_heads: the KV heads it holds.
+        nbytes: bytes of cache that it sent or received.
+        descriptors: writes that it posted.
+    """
+
+    role: Role
+    rank: int
+    pid: int
+    kv_heads: tuple[int, ...]
+    nbytes: int = 0
+    descriptors: int = 0
+
+
+@frozen
+class Report:
+    """One demo. It worked (``ok``) where tokens are equal and no byte is wrong.
+
+    Args:
+        tokens_equal: every decode rank generated what one process with the whole model did.
+        wrong_bytes: bytes in decode's pages that are not prefill's.
+        stray_bytes: bytes of decode's memory, outside those rows, that were changed.
+        requests: how many.
+        prompt_tokens: tokens of all prompts.
+        new_tokens: tokens generated for each.
+        kv_bytes: bytes of cache that decode got, over all ranks.
+        descriptors: writes that prefill posted.
+        descriptors_slice: writes that one per token and head slice would have been.
+        strategy: as asked for.
+        paths: the paths that rooms took.
+        transport: as asked for.
+        prefill_tp: prefill processes.
+        decode_tp: decode processes.
+        inject: what was made wrong on purpose.
+        phases: seconds. ``start``: until every process was ready; ``prefill``: forward passes, first to last;
+            ``transfer``: from the first forward pass to the last arrival, so it overlaps ``prefill``; ``decode`` and
+            ``reference``: forward passes; ``check``: comparing; the phases of the endpoints: the slowest rank's sum.
+        gb_per_s: ``kv_bytes`` in 1e9 bytes over the ``wire`` seconds of the slowest rank.
+        ranks: every process.
+    """
+
+    tokens_equal: bool
+    wrong_bytes: int
+    stray_bytes: int
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+    kv_bytes: int
+    descriptors: int
+    descriptors_slice: int
+    strategy: str
+    paths: tuple[str, ...]
+    transport: str
+    prefill_tp: int
+    decode_tp: int
+    inject: str | None
+    phases: Mapping[str, float]
+    gb_per_s: float
+    ranks: tuple[RankReport, ...]
+    ok: bool = field(init=False)
+
+    @ok.default
+    def _ok(self) -> bool:
+        return self.tokens_equal and self.wrong_bytes == 0 and self.stray_bytes == 0
+
+
+def assemble(config: DemoConfig, results: Results, checked: Checked, started: float, check_s: float) -> Report:
+    """Put together what the processes left and what the comparison found.
+
+    Args:
+        config: the demo.
+        results: what the processes left.
+        checked: the comparison.
+        started: when the parent began, on the processes' clock.
+        check_s: seconds that the comparison took.
+    """
+    sent = [room for rank in results.prefill for room in rank.rooms]
+    ready = max(*(rank.ready for rank in results.prefill), *(rank.ready for rank in results.decode))
+    phases = {
+        "start": ready - started,
+        "prefill": max(rank.ended for rank in results.prefill) - ready,
+        "transfer": max(rank.arrived for rank in results.decode) - ready,
+        "decode": max(rank.ended - rank.arrived for rank in results.decode),
+        "reference": results.reference.seconds,
+        "check": check_s,
+        **_endpoint_phases(results),
+    }
+    wire = phases.get("wire", 0.0)
+    return Report(
+        tokens_equal=all(rank.tokens == results.reference.tokens for rank in results.decode),
+        wrong_bytes=checked.wrong,
+        stray_bytes=checked.stray,
+        requests=config.requests,
+        prompt_tokens=sum(config.prompt_lengths),
+        new_tokens=config.max_new_tokens,
+        kv_bytes=checked.nbytes,
+        descriptors=sum(room.descriptors for room in sent),
+        descriptors_slice=_descriptors_slice(config),
+        strategy=config.strategy,
+        paths=tuple(sorted({room.path for room in sent if room.path})),
+        transport=config.transport,
+        prefill_tp=config.prefill_tp,
+        decode_tp=config.decode_tp,
+        inject=config.inject,
+        phases={name: round(seconds, 6) for name, seconds in phases.items()},
+        gb_per_s=round(checked.nbytes / wire / 1e9, 3) if wire else 0.0,
+        ranks=(
+            *(_rank("prefill", rank, of.pid, of.heads, of.rooms) for rank, of in enumerate(results.prefill)),
+            *(_rank("decode", rank, of.pid, of.heads, of.rooms) for rank, of in enumerate(results.decode)),
+            _rank("reference", 0, results.reference.pid, tuple(range(config.kv_heads)), ()),
+        ),
+    )
+
+
+def _rank(role: Role, rank: int, pid: int, heads: tuple[int, ...], rooms: Sequence[Moved]) -> RankReport:
+    nbytes = sum(room.nbytes for room in rooms)
+    return RankReport(role, rank, pid, heads, nbytes, sum(room.descriptors for room in rooms))
+
+
+def _endpoint_phases(results: Results) -> dict[str, float]:
+    """Seconds of each phase that endpoints report, of the rank that spent most in it."""
+    slowest: dict[str, float] = {}
+    for rooms in (*(rank.rooms for rank in results.prefill), *(rank.rooms for rank in results.decode)):
+        mine: dict[str, float] = {}
+        for room in rooms:
+            for phase, seconds in room.seconds.items():
+                mine[phase] = mine.get(phase, 0.0) + seconds
+        for phase, seconds in mine.items():
+            slowest[phase] = max(slowest.get(phase, 0.0), seconds)
+    return slowest
+
+
+def _descriptors_slice(config: DemoConfig) -> int:
+    """Writes of the per-token path for all requests."""
+    spec = CacheSpec.kv(config.layers, config.kv_heads, config.head_dim, "float32")
+    worlds = (config.prefill_tp, config.decode_tp)
+    prefill, decode = ([shard(spec, tp=tp, rank=rank) for rank in range(tp)] for tp in worlds)
+    sizes = (config.prefill_page_size, config.decode_page_size)
+    return sum(explain(spec, prefill, decode, rows, sizes).descriptors["slice"] for rows in config.prompt_lengths)

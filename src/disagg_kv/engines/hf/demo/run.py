@@ -1,0 +1,166 @@
+"""The parent of a demo: starts it, hears its processes, compares what they left, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+
+from .... import errors
+from ....errors import ConfigurationError, DeadlineError, PeerLostError
+from ....strategies import strategy
+from ....transports import transport
+from ..optional import require_transformers
+from .check import check
+from .config import DemoConfig, Job, Told
+from .lifetime import GRACE_S, now
+from .report import Report, assemble
+from .results import Results
+from .store import host
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # ranks share the host's few cores, and float32 sums keep one order
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) -> Report:
+    """Run one demo in processes of its own; none of them, and no file, is left when this returns or raises.
+
+    Args:
+        config: what to do.
+        told: called with every line from the processes, ``steps(config)`` of them if all goes well.
+
+    Raises:
+        ConfigurationError: the transport or strategy is unknown or cannot do this.
+        MissingDependencyError: transformers is not installed.
+        PeerLostError: a process ended before its time; names it, and why if it could say so.
+        DeadlineError: ``config.timeout_s`` is over; names who has not finished.
+    """
+    require_transformers()
+    strategy(config.strategy)
+    _check_transport(config)
+    started = now()
+    store = host()
+    with tempfile.TemporaryDirectory(prefix="disagg-kv-demo-") as folder:
+        work = Path(folder)
+        (work / "job.json").write_bytes(msgspec.json.encode(Job(config, folder, os.getpid(), store.port)))
+        with _launched(work) as launcher:
+            _listen(config, launcher, work, told, started + config.timeout_s)
+        checking = now()
+        results = Results.read(work, config)
+        checked = check(work, config.prompt_lengths, config.prefill_tp, [rank.pool for rank in results.decode])
+        return assemble(config, results, checked, started, now() - checking)
+
+
+def _check_transport(config: DemoConfig) -> None:
+    if config.transport_module is not None:
+        load_module(config.transport_module)
+    carrier = transport(config.transport)
+    caps = carrier.caps
+    carrier.close(0.0)
+    if caps.in_process_only or "cpu" not in caps.devices:
+        reason = "works only within one process" if caps.in_process_only else f"moves {sorted(caps.devices)} memory"
+        raise ConfigurationError(f"transport {config.transport!r} {reason}; the demo's processes have CPU memory")
+
+
+@contextmanager
+def _launched(work: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that starts all others, in a process group of its own: an interrupt comes to the parent alone."""
+    command = [sys.executable, "-m", f"{__package__}.launch", str(work)]
+    with (
+        (work / "log").open("wb") as log,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **ENVIRONMENT},
+            process_group=0,
+        ) as launcher,
+    ):
+        try:
+            yield launcher
+        finally:
+            launcher.terminate()
+            try:
+                launcher.wait(2 * GRACE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(launcher.pid, 9)
+
+
+def _listen(
+    config: DemoConfig, launcher: subprocess.Popen[bytes], work: Path, told: Callable[[Told], None], deadline: float
+) -> None:
+    """Hear every line until the last process has ended; raise if one of them failed or time is over."""
+    waiting = {(role, rank) for role, rank, _ in config.members}
+    failures: list[Told] = []
+    for line in _lines(launcher, deadline):
+        if line is None:
+            names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
+            raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; still at work: {names or 'nobody'}")
+        one = msgspec.json.decode(line, type=Told)
+        if one.kind == "failed":
+            failures.append(one)
+            continue
+        if one.kind == "done":
+            waiting.discard((one.role, one.rank))
+        told(one)
+    if failures or launcher.wait() != 0:
+        raise _failure(failures, launcher.returncode, work)
+
+
+def _lines(launcher: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes | None]:
+    """Lines of its standard output until it is closed; None when the deadline has passed."""
+    pipe = launcher.stdout
+    assert pipe is not None
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(deadline - now(), 0.0)):
+                yield None
+                continue
+            data = os.read(pipe.fileno(), 1 << 16)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
+
+
+def _failure(failures: list[Told], code: int, work: Path) -> errors.DisaggKVError:
+    """One error for all that went wrong: a killed process first, since it drags others with it, else the first."""
+    if not failures:
+        tail = " | ".join((work / "log").read_text(errors="replace").splitlines()[-5:])
+        return PeerLostError(f"demo: its processes could not be run (exit code {code}): {tail}")
+    first = next((one for one in failures if not one.error), failures[0])
+    others = sorted({f"{one.role} rank {one.rank}" for one in failures} - {f"{first.role} rank {first.rank}"})
+    also = f" (after that also: {', '.join(others)})" if others else ""
+    message = f"demo: {first.role} rank {first.rank} (pid {first.pid}) failed: {first.text}{also}"
+    kind = getattr(errors, first.error, None)
+    configuration = isinstance(kind, type) and issubclass(kind, ConfigurationError)
+    return ConfigurationError(message) if configuration else PeerLostError(message)
+
+
+def load_module(name: str) -> None:
+    """Import a module that registers a transport; also one in the current folder.
+
+    Raises:
+        ConfigurationError: it cannot be imported.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        import_module(name)
+    except Exception as error:
+        raise ConfigurationError(f"transport module {name!r} cannot be imported: {error}") from error

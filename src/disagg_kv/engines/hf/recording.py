@@ -1,0 +1,29 @@
+"""The cache that a model fills while its rows go to pages; imported only once transformers is known to be there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ...geometry import PageTable
+
+if TYPE_CHECKING:
+    from .cache import PagedHFCache
+
+
+class RecordingCache(DynamicCache):
+    """A model's own cache, of which every appended row also goes to the pages of one room."""
+
+    def __init__(self, paged: PagedHFCache, table: PageTable) -> None:
+        super().__init__()
+        self._paged = paged
+        self._table = table
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one layer's new rows ``[1, heads, rows, dim]`` to the pages, then do what the model expects."""
+        self._paged.write(layer_idx, self._table, self.get_seq_length(layer_idx), key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
