@@ -16,6 +16,7 @@ CPU = ROOT / ".nox" / "cpu"
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 
 nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "docs", "demo", "tests"]
 

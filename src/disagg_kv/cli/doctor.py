@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 from attrs import asdict, frozen
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import ConfigurationError
 from .output import Json, JsonFlag, emit
@@ -43,7 +44,7 @@ def doctor(as_json: JsonFlag = False) -> None:
     table = Table("", "name", "works", "detail", "remedy")
     for kind, findings in found.items():
         for f in findings:
-            table.add_row(kind, f.name, "yes" if f.works else "no", f.detail, f.remedy)
+            table.add_row(kind, f.name, "yes" if f.works else "no", Text(f.detail), Text(f.remedy))
     host = {"python": platform.python_version(), "platform": platform.platform(), "disagg_kv": version("disagg_kv")}
     groups: dict[str, Json] = {kind: [asdict(f) for f in findings] for kind, findings in found.items()}
     verdict = f"Nothing works of: {', '.join(lacking)}." if lacking else "This host can run disagg_kv."

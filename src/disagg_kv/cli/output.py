@@ -19,11 +19,14 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print exactly one JSON d
 
 
 def emit(document: Mapping[str, Json], *text: RenderableType, as_json: bool) -> None:
-    """Print a command's result: the document, or the text for people."""
+    """Print a command's result: the document, or the text for people.
+
+    Strings may use rich's markup; what is not our own wording is wrapped in ``rich.text.Text``.
+    """
     if as_json:
         sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
         return
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False)
     for part in text:
         console.print(part)
 

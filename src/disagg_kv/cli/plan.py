@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, shard, stages
@@ -55,7 +56,7 @@ def plan(
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
     )
-    emit(document(found), _paths(found), _pairs(found), f"auto: {found.auto.reason}", as_json=as_json)
+    emit(document(found), _paths(found), _pairs(found), Text(f"auto: {found.auto.reason}"), as_json=as_json)
 
 
 def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:
@@ -108,7 +109,7 @@ def _paths(found: Explanation) -> Table:
     for name, count in sorted(found.descriptors.items(), key=lambda item: item[1]):
         table.add_row(name, f"{count:,}", f"{found.nbytes:,}", "auto" if name == found.auto.path else "")
     for name, reason in found.refused.items():
-        table.add_row(name, "-", "-", f"cannot: {reason}")
+        table.add_row(name, "-", "-", Text(f"cannot: {reason}"))
     return _right(table, 1, 2)
 
 

@@ -48,7 +48,9 @@ def test_a_host_where_no_transport_works_cannot_run_the_library(
 ) -> None:
     monkeypatch.setattr(registry, "_BUILTIN", {})
     assert run(["doctor"]) == 1
-    assert "Nothing works of: transports." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Nothing works of: transports." in out
+    assert "[fabric]" in out
 
 
 def test_a_channel_that_cannot_be_bound_says_why() -> None:

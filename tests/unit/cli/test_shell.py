@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import pytest
 import typer
+from rich.text import Text
 
 from disagg_kv.cli.main import COMMANDS, main, run
 from disagg_kv.cli.output import JsonFlag, emit, progress
@@ -128,9 +129,9 @@ def test_a_command_chooses_its_exit_code(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "it failed\n"
 
 
-def test_text_for_people_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    emit({}, "pip install 'disagg_kv[hf]'", as_json=False)
-    assert capsys.readouterr().out == "pip install 'disagg_kv[hf]'\n"
+def test_people_get_markup_and_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({}, "[bold]now[/bold]", Text("pip install 'disagg_kv[hf]'"), as_json=False)
+    assert capsys.readouterr().out == "now\npip install 'disagg_kv[hf]'\n"
 
 
 def test_json_has_no_numbers_that_json_does_not_know() -> None:
