@@ -46,7 +46,7 @@ class Coverage:
     """A set of cells (row, layer) that grows by rectangles.
 
     Layers with the same rows share one list of intervals, and adjacent intervals merge: rectangles that arrive in
-    order cost constant memory, and no order costs more than the rectangles themselves.
+    order cost constant memory.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Coverage:
         self._bands[before:after] = _joined([*self._bands[before:low], *filled, *self._bands[high:after]])
 
     def contains(self, start: int, stop: int, first: int, last: int) -> bool:
-        """True if every cell of the rectangle is in; an empty rectangle always is."""
+        """True if every cell of the rectangle is in; an empty rectangle always is. Also named ``covers``."""
         if start >= stop or first >= last:
             return True
         low, high = self._between(first, last)
