@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import typer
 from attrs import asdict, frozen
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError
@@ -31,6 +30,10 @@ class Finding:
     detail: str = ""
     remedy: str = ""
 
+    def __str__(self) -> str:
+        word = "works" if self.works else "NO"
+        return f"{self.name:<13} {word:<6} {self.detail}{self.remedy and '; remedy: '}{self.remedy}".rstrip()
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
@@ -41,14 +44,11 @@ def doctor(as_json: JsonFlag = False) -> None:
     """Say what works on this host; for what does not, the reason and the remedy."""
     found = examine()
     lacking = [kind for kind in NEEDED if not any(f.works for f in found[kind])]
-    table = Table("", "name", "works", "detail", "remedy")
-    for kind, findings in found.items():
-        for f in findings:
-            table.add_row(kind, f.name, "yes" if f.works else "no", Text(f.detail), Text(f.remedy))
+    lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
     host = {"python": platform.python_version(), "platform": platform.platform(), "disagg_kv": version("disagg_kv")}
     groups: dict[str, Json] = {kind: [asdict(f) for f in findings] for kind, findings in found.items()}
     verdict = f"Nothing works of: {', '.join(lacking)}." if lacking else "This host can run disagg_kv."
-    emit({"ok": not lacking, "host": host, **groups}, table, verdict, as_json=as_json)
+    emit({"ok": not lacking, "host": host, **groups}, *map(Text, lines), verdict, as_json=as_json)
     if lacking:
         raise typer.Exit(1)
 

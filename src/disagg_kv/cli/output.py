@@ -10,6 +10,7 @@ from typing import Annotated, TypeAlias
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """A value that JSON can say."""
@@ -21,14 +22,15 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print exactly one JSON d
 def emit(document: Mapping[str, Json], *text: RenderableType, as_json: bool) -> None:
     """Print a command's result: the document, or the text for people.
 
-    Strings may use rich's markup; what is not our own wording is wrapped in ``rich.text.Text``.
+    Strings may use rich's markup; what is not our own wording is wrapped in ``rich.text.Text``. Neither is broken
+    into lines.
     """
     if as_json:
         sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
         return
     console = Console(highlight=False)
     for part in text:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, str | Text))
 
 
 def log(message: str) -> None:
