@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ...errors import CapacityError, ConfigurationError, LocalProtocolError, OversizeError
+from ...errors import CapacityError, ConfigurationError, LocalProtocolError
 from ...geometry import I32
 
 
@@ -32,13 +32,10 @@ class PageAllocator:
         """``count`` free pages ``[count]``.
 
         Raises:
-            OversizeError: more than there are in all.
-            CapacityError: more than are free now.
+            CapacityError: more than are free now, or than there are at all.
         """
         if count < 0:
             raise ConfigurationError(f"{count} pages asked")
-        if count > len(self._all):
-            raise OversizeError("pages", count, len(self._all))
         if count > len(self._free):
             raise CapacityError(f"{count} pages asked, {len(self._free)} of {len(self._all)} are free")
         taken, self._free = self._free[:count], self._free[count:]

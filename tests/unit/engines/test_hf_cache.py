@@ -1,0 +1,206 @@
+"""A model's cache goes into pages and comes out of them bit for bit, without the model's knowledge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.cache_utils import Cache, DynamicLayer
+
+from disagg_kv.engines.hf import PageAllocator, PagedHFCache, spec_from_config
+from disagg_kv.errors import GeometryError, UnsupportedError
+from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
+from disagg_kv.ids import GroupId, LayerId
+from disagg_kv.memory import Buffer, Layout, PagedPool
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.15,
+}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+PROMPT = [7, 1, 33, 62, 5, 5, 18, 40, 2, 63, 11]
+
+
+def llama(dtype: str = "float32") -> PreTrainedModel:
+    """Grouped-query attention: 2 layers, 2 KV heads."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = LlamaForCausalLM._from_config(LlamaConfig(**SIZES, **HEADS, dtype=dtype))
+    return model
+
+
+def models() -> list[tuple[str, type[PreTrainedModel], PreTrainedConfig]]:
+    """One of each kind."""
+    latent = DeepseekV3Config(**SIZES, **LATENT, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2)
+    return [
+        ("llama", LlamaForCausalLM, LlamaConfig(**SIZES, **HEADS)),
+        ("qwen3", Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS)),
+        ("deepseek_v3", DeepseekV3ForCausalLM, latent),
+    ]
+
+
+def pool_for(model: PreTrainedModel, page_size: int = 4, layout: Layout = "NHD", fused: bool = False) -> PagedPool:
+    """Eight pages of what the model caches."""
+    spec = spec_from_config(model.config, str(model.dtype).removeprefix("torch."))
+    return PagedPool.allocate(spec, shard(spec), pages=16, page_size=page_size, layout=layout, fused=fused)
+
+
+def run(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
+    """Logits of the last token."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True).logits
+    assert isinstance(logits, torch.Tensor)
+    return logits[0, -1]
+
+
+def kept(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values per layer."""
+    layers = []
+    for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer)
+        assert layer.keys is not None
+        assert layer.values is not None
+        layers.append((layer.keys, layer.values))
+    return layers
+
+
+def table_for(paged: PagedHFCache, rows: int) -> PageTable:
+    """Pages in no order."""
+    order = np.random.default_rng(0).permutation(paged.group.pages)
+    return PageTable(paged.group.id, PageAllocator(order).take(paged.pages_for(rows)))
+
+
+@pytest.mark.parametrize(("make", "config"), [m[1:] for m in models()], ids=[m[0] for m in models()])
+def test_a_recorded_cache_is_loaded_bit_for_bit_and_generation_goes_on_from_it(
+    make: type[PreTrainedModel], config: PreTrainedConfig
+) -> None:
+    """A5, A9, A11: in chunks that are not whole pages, for keys and values of other dims, for latents."""
+    torch.manual_seed(0)
+    model = make(config)
+    paged = PagedHFCache(pool_for(model))
+    table = table_for(paged, len(PROMPT))
+    own = paged.recording(table)
+    run(model, PROMPT[:6], own)
+    last = run(model, PROMPT[6:], own)
+    loaded = paged.load(table, len(PROMPT))
+    for ours, theirs in zip(kept(own), kept(loaded), strict=True):
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+    token = [int(last.argmax())]
+    assert torch.equal(run(model, token, loaded), run(model, token, own))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_pages_hold_what_the_model_caches_in_every_layout(page_size: int, layout: Layout, fused: bool) -> None:
+    """A9: cell by cell, read from the pool's own view; cells of other rows stay as they were."""
+    model = llama("bfloat16")
+    pool = pool_for(model, page_size, layout, fused)
+    paged = PagedHFCache(pool)
+    table = table_for(paged, len(PROMPT))
+    own = paged.recording(table)
+    run(model, PROMPT, own)
+    for number, plane in enumerate(pool.site.planes):
+        cells = pool.view(number).copy()
+        cached = kept(own)[plane.layer]["kv".index(plane.component)]
+        for row in range(len(PROMPT)):
+            cell = cells[table.pages[row // page_size], row % page_size]
+            assert cell.tobytes() == cached[0, :, row].contiguous().view(torch.uint8).numpy().tobytes()
+            cell[:] = 0
+        assert not cells.any()
+
+
+def test_a_rank_that_caches_other_heads_than_its_shard_is_refused_before_anything_is_written() -> None:
+    """A6: a model without a tensor-parallel plan keeps all heads on every rank; that must not go unnoticed."""
+    model = llama()
+    spec = spec_from_config(model.config, "float32")
+    pool = PagedPool.allocate(spec, shard(spec, tp=2, rank=1), pages=4, page_size=4)
+    paged = PagedHFCache(pool)
+    table = table_for(paged, 4)
+    message = r"layer 0, 'k': the model caches torch.float32 \(1, 2, 4, 8\), this rank's shard has .*\(1, 1, 4, 8\)"
+    with pytest.raises(GeometryError, match=message):
+        run(model, PROMPT[:4], paged.recording(table))
+    assert not any(pool.view(i).any() for i in range(len(pool.site.planes)))
+
+
+def test_values_of_another_shape_are_refused_before_the_keys_are_written() -> None:
+    """Both or none."""
+    pool = pool_for(llama())
+    paged = PagedHFCache(pool)
+    with pytest.raises(GeometryError, match="layer 1, 'v'"):
+        paged.write(1, table_for(paged, 4), 0, torch.ones(1, 2, 4, 8), torch.ones(1, 2, 3, 8))
+    with pytest.raises(GeometryError, match="layer 1, 'k'"):
+        paged.write(1, table_for(paged, 4), 0, torch.ones(2, 2, 4, 8), torch.ones(2, 2, 4, 8))
+    with pytest.raises(GeometryError, match=r"torch.float64"):
+        paged.write(1, table_for(paged, 4), 0, torch.ones(1, 2, 4, 8).double(), torch.ones(1, 2, 4, 8).double())
+    assert not any(pool.view(i).any() for i in range(len(pool.site.planes)))
+
+
+def test_rows_beyond_the_table_are_refused() -> None:
+    """With the numbers."""
+    model = llama()
+    paged = PagedHFCache(pool_for(model))
+    table = table_for(paged, 8)
+    with pytest.raises(GeometryError, match="rows up to 11, but 2 pages end at 8"):
+        run(model, PROMPT, paged.recording(table))
+    with pytest.raises(GeometryError, match="rows up to 9, but 2 pages end at 8"):
+        paged.load(table, 9)
+
+
+def test_a_table_may_begin_behind_a_held_prefix() -> None:
+    """C1: rows are the room's, not the table's."""
+    paged = PagedHFCache(pool_for(llama()))
+    whole = table_for(paged, 12)
+    tail = PageTable(whole.group, whole.pages[1:], first=4)
+    keys, values = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    paged.write(0, tail, 5, keys, values)
+    found = paged.read(0, whole, 5, 12)
+    assert torch.equal(found[0], keys)
+    assert torch.equal(found[1], values)
+
+
+def test_a_pool_that_is_not_a_whole_models_is_refused() -> None:
+    """Missing layers, missing components, a third component."""
+    spec = CacheSpec.kv(2, 2, 8, "float32")
+    some = PagedPool.allocate(spec, shard(spec, layers=[LayerId(1)]), pages=1, page_size=1)
+    with pytest.raises(UnsupportedError, match=r"layers \(1,\) of 2"):
+        PagedHFCache(some)
+    mla = CacheSpec.mla(1, 16, "float32")
+    one = PagedPool.allocate(mla, shard(mla), pages=1, page_size=1)
+    with pytest.raises(UnsupportedError, match=r"layer 0 holds \('latent',\)"):
+        PagedHFCache(one)
+
+
+def test_memory_whose_strides_do_not_suit_the_dtype_is_refused() -> None:
+    """An engine's own memory can be laid out so that no tensor of the dtype describes it."""
+    spec = CacheSpec.kv(1, 1, 8, "float32")
+    memory = np.zeros(256, np.uint8)
+    group = Group(GroupId("kv"), 1, 2)
+    planes = [Plane(LayerId(0), name, group.id, 0, at, 66, 66, 33) for name, at in (("k", 0), ("v", 132))]
+    buffer = Buffer(memory.ctypes.data, memory.nbytes, "cpu", memory)
+    pool = PagedPool.adopt(spec, shard(spec), [group], planes, [buffer])
+    with pytest.raises(GeometryError, match=r"layer 0, 'k': strides \(66, 66, 33\) do not align float32"):
+        PagedHFCache(pool)
