@@ -1,14 +1,16 @@
 """The ranks of one instance agree how each room ended: success needs every rank, any failure fails all.
 
 Rank 0 counts. Every other rank tells it when a room opens and when its own outcome is known, and repeats that until it
-is answered. Generations number a room's lives on each rank separately, so rank 0 pairs them in the order in which
-they come: the n-th unpaired life of a room on one rank belongs to the n-th life of it on the others.
+is decided: rarely once rank 0 knows that the room is open. Generations number a room's lives on each rank separately,
+so rank 0 pairs them in the order in which they come: the n-th unpaired life of a room on one rank belongs to the n-th
+life of it on the others. For that, a rank speaks of a later life of a room only when the earlier one is decided.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
+import msgspec
 from attrs import Factory, define, frozen
 
 from ..ids import Epoch, Generation, Rank, RoomId
@@ -16,10 +18,13 @@ from .base import Decided, Options, RoomKey, Send
 from .frames import Ballot, Verdict
 from .retry import Repeater
 
+LIVES = 8
+"""So many decided lives of one room id are remembered."""
+
 
 @frozen
 class Outcome:
-    """A room of ours is decided."""
+    """A room of ours is decided. It may be said again, never otherwise."""
 
     key: RoomKey
     decided: Decided
@@ -27,11 +32,19 @@ class Outcome:
 
 @define
 class _Life:
-    """One life of a room over all ranks."""
+    """One life of a room over all ranks: which life of each rank it is, and how that ended."""
 
-    generations: dict[Rank, Generation] = Factory(dict)
+    lives: dict[Rank, tuple[Epoch, Generation]] = Factory(dict)
     votes: dict[Rank, bool] = Factory(dict)
     decided: Decided | None = None
+
+
+@define
+class _Said:
+    """A ballot of ours without a verdict; ``alone``: we ended the room without one."""
+
+    ballot: Ballot
+    alone: bool = False
 
 
 class Agreement:
@@ -50,23 +63,33 @@ class Agreement:
         self._epoch = epoch
         self._options = options
         self._leader: Epoch | None = None
+        self._left: Epoch | None = None
         self._repeat = Repeater(options)
-        self._waiting: dict[RoomKey, Ballot] = {}
+        self._waiting: OrderedDict[RoomId, OrderedDict[Generation, _Said]] = OrderedDict()
         self._lives: OrderedDict[RoomId, list[_Life]] = OrderedDict()
+        self._forgotten: dict[Epoch, int] = {}
         self._ranks: dict[Epoch, Rank] = {}
 
     @property
     def undecided(self) -> int:
         """Rooms of ours that wait for an outcome."""
-        return len(self._waiting)
+        return sum(not said.alone for line in self._waiting.values() for said in line.values())
+
+    @property
+    def remembered(self) -> int:
+        """Lives of rooms that are kept, decided or not."""
+        return sum(map(len, self._lives.values())) + sum(map(len, self._waiting.values()))
 
     def joined(self, epoch: Epoch, rank: Rank, now: float) -> list[Send]:
         """A rank of our instance is there (again, perhaps in a new life)."""
         self._ranks = {e: r for e, r in self._ranks.items() if r != rank} | {epoch: rank}
+        self._forgotten = {e: g for e, g in self._forgotten.items() if e in self._ranks}
         if rank != 0 or self._rank == 0:
             return []
+        if self._left not in (None, epoch):
+            self._drop_alone()
         self._leader = epoch
-        return [self._tell(key, ballot, now) for key, ballot in self._waiting.items()]
+        return [self._tell(room, now) for room in self._waiting]
 
     def lost(self, epoch: Epoch, now: float) -> list[Send | Outcome]:
         """A rank of our instance is lost: rooms that need it fail."""
@@ -74,15 +97,17 @@ class Agreement:
         out: list[Send | Outcome] = []
         if rank is None:
             return out
-        if self._rank != 0:
-            self._leader = None
-            for key in list(self._waiting):
-                out += self._close(key, Decided(False, "rank 0 of our instance is lost"))
-            return out
-        for room, lives in list(self._lives.items()):
-            for life in lives:
-                if life.decided is None and not life.votes.get(rank, False):
-                    out += self._decide(room, life, Decided(False, f"rank {rank} of our instance is lost"))
+        if self._rank == 0:
+            for room, lives in list(self._lives.items()):
+                for life in list(lives):
+                    if life.decided is None and not life.votes.get(rank, False):
+                        out += self._decide(room, life, Decided(False, f"rank {rank} of our instance is lost"))
+        elif rank == 0:
+            self._left, self._leader = self._leader, None
+            self._repeat.clear()
+            for room, line in self._waiting.items():
+                for generation, said in line.items():
+                    out += self._end_alone(RoomKey(room, generation), said, "rank 0 of our instance is lost")
         return out
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str, now: float) -> list[Send | Outcome]:
@@ -90,17 +115,23 @@ class Agreement:
         if self._world == 1:
             return [] if ok is None else [Outcome(key, Decided(ok, reason))]
         if self._rank == 0:
-            return self._count(key.room, self._rank, key.generation, ok, reason)
-        if ok is not None and key not in self._waiting:
+            return self._count(key.room, self._rank, self._epoch, key.generation, ok, reason)
+        line = self._waiting.get(key.room, OrderedDict())
+        said = line.get(key.generation)
+        if (said is None and ok is not None) or (said is not None and said.alone):
             return []
         ballot = Ballot(src=self._epoch, dst=b"", room=key.room, generation=key.generation, ok=ok, reason=reason[:1000])
-        self._waiting[key] = ballot
+        said = line[key.generation] = _Said(ballot)
+        self._waiting[key.room] = line
         if self._leader is not None:
-            return [self._tell(key, ballot, now)]
-        while len(self._waiting) > self._options.tombstones:
-            self._waiting.pop(next(iter(self._waiting)))
+            return [self._tell(key.room, now)] if next(iter(line)) == key.generation else []
         # Nobody can have counted our success without rank 0, and it hears of the failure should it come.
-        return [Outcome(key, Decided(False, reason))] if ok is False else []
+        out = self._end_alone(key, said, reason) if ok is False else []
+        while len(self._waiting) > self._options.tombstones:
+            room, oldest = self._waiting.popitem(last=False)
+            for generation, one in oldest.items():
+                out += self._end_alone(RoomKey(room, generation), one, "too many rooms wait for rank 0")
+        return out
 
     def on_ballot(self, ballot: Ballot) -> list[Send | Outcome]:
         """Rank 0: another rank's ballot; it is answered in any case."""
@@ -109,23 +140,36 @@ class Agreement:
         if rank is None or self._rank != 0:
             return []
         room, generation = RoomId(ballot.room), Generation(ballot.generation)
-        out = self._count(room, rank, generation, ballot.ok, ballot.reason)
+        if self._find(room, rank, peer, generation) is None and self._is_old(room, rank, peer, generation):
+            return [self._verdict(peer, room, generation, Decided(False, "the outcome is forgotten"))]
+        out = self._count(room, rank, peer, generation, ballot.ok, ballot.reason)
         if not any(isinstance(e, Send) and e.to == peer for e in out):
-            life = self._life(room, rank, generation)
+            life = self._find(room, rank, peer, generation)
+            assert life is not None
             out.append(self._verdict(peer, room, generation, life.decided))
         return out
 
-    def on_verdict(self, verdict: Verdict) -> list[Send | Outcome]:
+    def on_verdict(self, verdict: Verdict, now: float = 0.0) -> list[Send | Outcome]:
         """Other ranks: rank 0's answer."""
         key = RoomKey(RoomId(verdict.room), Generation(verdict.generation))
-        ballot = self._waiting.get(key)
-        if ballot is None or Epoch(verdict.src) != self._leader:
+        line = self._waiting.get(key.room, OrderedDict())
+        said = line.get(key.generation)
+        if said is None or Epoch(verdict.src) != self._leader:
             return []
-        if verdict.ok is not None:
-            return self._close(key, Decided(verdict.ok, verdict.reason))
-        if ballot.ok is None:
-            self._repeat.stop(key)
-        return []
+        if verdict.ok is None:
+            if said.ballot.ok is None:
+                self._repeat.slow(key)
+            return []
+        out: list[Send | Outcome] = []
+        if not said.alone:
+            out.append(Outcome(key, Decided(verdict.ok, verdict.reason)))
+        self._repeat.stop(key)
+        del line[key.generation]
+        if line:
+            out.append(self._tell(key.room, now))
+        else:
+            del self._waiting[key.room]
+        return out
 
     def tick(self, now: float) -> list[Send]:
         """Repeat what is unanswered."""
@@ -135,34 +179,53 @@ class Agreement:
         """When a tick is due."""
         return self._repeat.next_at()
 
-    def _tell(self, key: RoomKey, ballot: Ballot, now: float) -> Send:
+    # Other ranks.
+
+    def _tell(self, room: RoomId, now: float) -> Send:
+        """Say what we have to say of the earliest life of a room that is not decided."""
         assert self._leader is not None
-        addressed = Ballot(
-            src=ballot.src,
-            dst=self._leader,
-            room=ballot.room,
-            generation=ballot.generation,
-            ok=ballot.ok,
-            reason=ballot.reason,
-        )
-        return self._repeat.start(key, Send(self._leader, addressed), now)
+        generation, said = next(iter(self._waiting[room].items()))
+        addressed = msgspec.structs.replace(said.ballot, dst=self._leader)
+        return self._repeat.start(RoomKey(room, generation), Send(self._leader, addressed), now)
 
-    def _close(self, key: RoomKey, decided: Decided) -> list[Send | Outcome]:
-        self._waiting.pop(key, None)
-        self._repeat.stop(key)
-        return [Outcome(key, decided)]
+    def _end_alone(self, key: RoomKey, said: _Said, reason: str) -> list[Send | Outcome]:
+        """End a room of ours without rank 0; it is told so when it is heard again."""
+        if said.alone:
+            return []
+        said.alone = True
+        said.ballot = msgspec.structs.replace(said.ballot, ok=False, reason=reason[:1000])
+        return [Outcome(key, Decided(False, reason))]
 
-    def _life(self, room: RoomId, rank: Rank, generation: Generation) -> _Life:
+    def _drop_alone(self) -> None:
+        """Another life of rank 0 knows nothing of the rooms that its earlier life took with it."""
+        for room, line in list(self._waiting.items()):
+            for generation in [g for g, said in line.items() if said.alone]:
+                del line[generation]
+            if not line:
+                del self._waiting[room]
+
+    # Rank 0.
+
+    def _find(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> _Life | None:
+        lives = self._lives.get(room, [])
+        return next((life for life in lives if life.lives.get(rank) == (epoch, generation)), None)
+
+    def _is_old(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> bool:
+        """A rank's generations grow, and it speaks of the lives of one room in order."""
+        known = [life.lives[rank] for life in self._lives.get(room, []) if rank in life.lives]
+        return generation <= self._forgotten.get(epoch, -1) or any(e == epoch and g > generation for e, g in known)
+
+    def _life(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> _Life:
         """The life that a rank's generation belongs to: its own, else the earliest that this rank has no part in."""
+        life = self._find(room, rank, epoch, generation)
+        if life is not None:
+            return life
         lives = self._lives.setdefault(room, [])
         for life in lives:
-            if life.generations.get(rank) == generation:
+            if rank not in life.lives:
+                life.lives[rank] = (epoch, generation)
                 return life
-        for life in lives:
-            if rank not in life.generations:
-                life.generations[rank] = generation
-                return life
-        lives.append(_Life({rank: generation}))
+        lives.append(_Life({rank: (epoch, generation)}))
         self._lives.move_to_end(room)
         self._forget()
         return lives[-1]
@@ -173,15 +236,17 @@ class Agreement:
             room = next((r for r, ls in self._lives.items() if all(x.decided is not None for x in ls)), None)
             if room is None:
                 return
-            del self._lives[room]
+            for life in self._lives.pop(room):
+                for epoch, generation in life.lives.values():
+                    if epoch in self._ranks:
+                        self._forgotten[epoch] = max(self._forgotten.get(epoch, 0), generation)
 
     def _count(
-        self, room: RoomId, rank: Rank, generation: Generation, ok: bool | None, reason: str
+        self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, ok: bool | None, reason: str
     ) -> list[Send | Outcome]:
-        life = self._life(room, rank, generation)
+        life = self._life(room, rank, epoch, generation)
         if life.decided is not None:
-            late = life.decided if rank == self._rank else None
-            return [] if late is None else [Outcome(RoomKey(room, generation), late)]
+            return [Outcome(RoomKey(room, generation), life.decided)] if rank == self._rank else []
         if ok is None:
             return []
         life.votes[rank] = ok
@@ -194,18 +259,18 @@ class Agreement:
     def _decide(self, room: RoomId, life: _Life, decided: Decided) -> list[Send | Outcome]:
         life.decided = decided
         out: list[Send | Outcome] = []
-        for epoch, rank in self._ranks.items():
-            if rank in life.generations and rank != self._rank:
-                out.append(self._verdict(epoch, room, life.generations[rank], decided))
-        if self._rank in life.generations:
-            out.append(Outcome(RoomKey(room, life.generations[self._rank]), decided))
+        for rank, (epoch, generation) in life.lives.items():
+            if rank == self._rank:
+                out.append(Outcome(RoomKey(room, generation), decided))
+            elif epoch in self._ranks:
+                out.append(self._verdict(epoch, room, generation, decided))
         self._trim(room)
         return out
 
     def _trim(self, room: RoomId) -> None:
         """Of a room that is used again and again, keep the last few decided lives."""
         lives = self._lives[room]
-        while len(lives) > 8 and lives[0].decided is not None:
+        while len(lives) > LIVES and lives[0].decided is not None:
             lives.pop(0)
 
     def _verdict(self, to: Epoch, room: RoomId, generation: Generation, decided: Decided | None) -> Send:

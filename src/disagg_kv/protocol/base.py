@@ -34,6 +34,7 @@ class Options:
         missed: heartbeats missed after which a peer gets no new grants.
         closed_s: how long a broken connection may take to come back.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
+        known_s: how often a ballot is repeated that is known already, should the verdict be lost.
         window: segments of one room that may be between request and acknowledgement towards one destination.
         tombstones: ended rooms that are remembered, per peer epoch.
         parked: ``Expect`` frames that may wait for the engine to open their room.
@@ -46,6 +47,7 @@ class Options:
     closed_s: float = 3.0
     retry_s: float = 0.2
     retry_most_s: float = 2.0
+    known_s: float = 10.0
     window: int = 16
     tombstones: int = 4096
     parked: int = 4096

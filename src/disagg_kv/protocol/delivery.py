@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import define
 
-from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, RemoteProtocolError
+from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ..geometry import PageTable
 from ..ids import Epoch, Generation, GroupId, RoomId
 from ..planning import Segment
@@ -96,15 +96,21 @@ class SendRoom:
         self, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool, after: object | None, now: float
     ) -> list[Effect]:
         """Rows up to ``stop`` with their pages; rows known already get these pages again after a withdrawal."""
+        if self.error is not None or self.done:
+            return []
+        if self._finished is not None and stop > self.stop:
+            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after it was finished at {self.stop}")
         for chunk in self.chunks:
-            if chunk.tables is None and all(t.first <= chunk.start for t in tables.values()):
+            covered = chunk.stop <= stop and all(t.first <= chunk.start for t in tables.values())
+            if chunk.tables is None and covered:
                 chunk.tables, chunk.ready, chunk.after = tables, ready, after
+        out: list[Effect] = []
         if stop > self.stop:
             chunk = Chunk(self.stop, stop, tables, ready, after)
             self.chunks.append(chunk)
             for flow in self._planned():
-                flow.offer(chunk.start, chunk.stop)
-        return self._all(Offered(), now)
+                out += _offer(flow, [chunk], now)
+        return self._reviewed(out, now) + self._all(Offered(), now)
 
     def ready(self, stop: int, after: object | None, now: float) -> list[Effect]:
         """The rows up to ``stop`` that were announced ahead are computed now, or will be at ``after``."""
@@ -120,6 +126,10 @@ class SendRoom:
 
     def finish(self, stop: int, aux: bytes | None, tag: bytes, now: float) -> list[Effect]:
         """Nothing is added: the room's rows end at ``stop``."""
+        if self.error is not None or self.done:
+            return []
+        if self._finished is not None:
+            raise LocalProtocolError(f"room {self.room.hex()}: finished at row {self._finished.stop} already")
         if stop != self.stop and self.chunks:
             raise LocalProtocolError(f"room {self.room.hex()}: finish at row {stop}, but chunks end at {self.stop}")
         self._finished = Finished(stop, aux, tag)
@@ -132,14 +142,16 @@ class SendRoom:
     # What decode ranks say.
 
     def expect(self, peer: Epoch, generation: Generation, plan: FlowPlan, world: int, now: float) -> list[Effect]:
-        """A decode rank awaits the room: begin its flow."""
-        if self.world not in (None, world):
-            raise RemoteProtocolError(f"room {self.room.hex()}: decode instances of {self.world} and {world} ranks")
-        self.world = world
+        """A decode rank awaits the room: begin its flow. If the room has failed, the flow ends at once."""
         flow = self._flow(peer, generation, plan)
-        for chunk in self.chunks:
-            flow.offer(chunk.start, chunk.stop)
-        out = flow.handle(Offered(), now)
+        error = self.error
+        if self.world not in (None, world):
+            error = RemoteProtocolError(f"room {self.room.hex()}: decode instances of {self.world} and {world} ranks")
+        if error is not None:
+            return self._reviewed(flow.handle(Cancel(error), now), now)
+        self.world = world
+        out = _offer(flow, self.chunks, now)
+        out += flow.handle(Offered(), now)
         if self._finished is not None:
             out += flow.handle(self._finished, now)
         return self._reviewed(out, now)
@@ -159,14 +171,25 @@ class SendRoom:
         return chunk.ready and chunk.tables is not None
 
     def handle(self, peer: Epoch, event: object, now: float) -> list[Effect]:
-        """An event of one flow."""
-        return self._reviewed(self.flows[peer].handle(event, now), now)
+        """An event of one flow; nothing after its end."""
+        flow = self.flows[peer]
+        if flow.state is Sending.CLOSED:
+            return []
+        return self._reviewed(flow.handle(event, now), now)
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed."""
         if now >= self._deadline and self.error is None and not self.done:
-            return self.cancel(DeadlineError(f"room {self.room.hex()}: not complete within {self._total_s:g} s"), now)
+            return self.cancel(DeadlineError(self._overdue()), now)
         return self._all(Tick(), now)
+
+    def _overdue(self) -> str:
+        late = [
+            f"{f.peer.hex()[:8]} is {f.state.value}" for f in self.flows.values() if f.state is not Sending.COMPLETE
+        ]
+        world = "unknown" if self.world is None else self.world
+        asked = f"{len(self.flows)} of {world} decode ranks asked for it"
+        return f"room {self.room.hex()}: not complete within {self._total_s:g} s: {'; '.join([asked, *late])}"
 
     # How it ends.
 
@@ -226,3 +249,13 @@ class SendRoom:
         assert not (self.done and self.error is not None)
         for flow in self.flows.values():
             flow.check_integrity()
+
+
+def _offer(flow: Flow, chunks: Sequence[Chunk], now: float) -> list[Effect]:
+    """Add chunks to a flow; rows that no slot or lease can hold end it."""
+    try:
+        for chunk in chunks:
+            flow.offer(chunk.start, chunk.stop)
+    except OversizeError as exc:
+        return flow.handle(Cancel(exc), now)
+    return []

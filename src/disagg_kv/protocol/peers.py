@@ -163,6 +163,9 @@ class PeerTable:
             return self._refuse(hello, IncompatiblePeerError("hello", "valid", str(exc)), now)
         out: list[PeerEffect] = []
         known = self._peers.get(epoch)
+        if self._stale(hello):
+            self.dropped += 1
+            return []
         if known is None:
             out += self._replace(hello.address, epoch)
             self._peers[epoch] = _Peer(hello, now)
@@ -178,6 +181,17 @@ class PeerTable:
         else:
             out.append(SendTo(hello.address, self._hello(hello.src)))
         return out
+
+    def _stale(self, hello: Hello) -> bool:
+        """A life keeps its address, and an older life does not take the address back from one that is there."""
+        known = self._peers.get(Epoch(hello.src))
+        if known is not None:
+            return known.hello.address != hello.address
+        there = self.at(hello.address)
+        if there is None:
+            return False
+        other = self._peers[there].hello
+        return hello.host == other.host and hello.started < other.started
 
     def _replace(self, address: str, epoch: Epoch) -> list[PeerEffect]:
         """A new life at a known address retires the old one; that is no evidence that its process has ended."""
@@ -286,7 +300,7 @@ class PeerTable:
         for epoch, peer in list(self._peers.items()):
             if peer.lost:
                 if now - peer.heard >= FORGET_AFTER * o.silence_s:
-                    self._retire(epoch)
+                    del self._peers[epoch]
                     if self._at.get(peer.hello.address) == epoch:
                         del self._at[peer.hello.address]
                         out.append(Forget(peer.hello.address))
@@ -298,8 +312,11 @@ class PeerTable:
             elif peer.closed is not None and now - peer.closed >= o.closed_s:
                 peer.lost = True
                 out.append(Lost(epoch, PeerLostError(f"{where}: its connection broke {now - peer.closed:.1f} s ago")))
-            elif beat:
+            elif beat and self.lively(epoch, now):
                 out.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch)))
+            elif beat:
+                # Another life may have taken the address: it does not know us, and can answer only a Hello.
+                out.append(SendTo(peer.hello.address, self._hello(epoch)))
         return out
 
     def next_at(self) -> float:

@@ -13,6 +13,7 @@ from .base import (
     Awaited,
     Cancel,
     Decided,
+    Effect,
     Free,
     Gone,
     Introduced,
@@ -62,6 +63,7 @@ class _Writer:
     drained: bool = False
     gone: bool = False
     lost: bool = False
+    open: int = 0
 
     @property
     def evidence(self) -> bool:
@@ -76,11 +78,16 @@ class _Part:
     writers: tuple[Rank, ...]
     offsets: dict[Rank, tuple[int, int]]
     nbytes: int
+    asker: Epoch
     lease: Lease | None = None
     asked: set[Rank] = field(factory=set)
     arrived: set[Rank] = field(factory=set)
     staged: set[Rank] = field(factory=set)
     scattering: bool = False
+
+
+def _granted(part: _Part, w: _Writer, lease: int) -> bool:
+    return part.lease is not None and part.lease.start == lease and w.rank in part.asked
 
 
 class ReceiveRoom(Machine[Receiving]):
@@ -103,8 +110,17 @@ class ReceiveRoom(Machine[Receiving]):
         self._intake: Intake | None = None
         self._writers: dict[Epoch, _Writer] = {}
         self._parts: dict[Segment, _Part] = {}
+        self._claimed = Coverage()
         self._coverage = Coverage()
         self._stop: int | None = None
+        self._exposed = False
+
+    def handle(self, event: object, now: float) -> list[Effect]:
+        """See :meth:`Machine.handle`; frames of strangers only count."""
+        if isinstance(event, RoomFrame) and event.src not in self._writers:
+            self.ignored += 1
+            return []
+        return super().handle(event, now)
 
     @property
     def phase(self) -> Phase:
@@ -153,6 +169,7 @@ class ReceiveRoom(Machine[Receiving]):
             return
         self.state = Receiving.MOVING
         a = self._awaited
+        self._exposed = a.tables is not None
         for w in self._writers.values():
             expect = Expect(**self._to(w), start=a.start, stop=a.stop, paths=a.paths, tables=a.tables, tag=a.tag)
             self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
@@ -167,20 +184,27 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_request(self, event: StagingRequest) -> None:
         w = self._writers[Epoch(event.src)]
+        if w.open >= self._options.window and Segment(*event.segment) not in self._parts:
+            # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
+            self._send(w, Queued(**self._to(w), segment=event.segment))
+            return
         part = self._part(w, event.segment)
         if part is None:
             return
         segment = segment_from_wire(event.segment)
         if w.rank in part.arrived:
             self._landed(w, segment)
-        elif part.lease is not None:
+            return
+        again = w.rank in part.asked
+        if not again:
             part.asked.add(w.rank)
+            w.open += 1
+        if part.lease is not None:
             self._grant(w, segment, part)
-        else:
-            if w.rank in part.asked:
-                self._send(w, Queued(**self._to(w), segment=event.segment))
-            part.asked.add(w.rank)
-            self._out.append(Reserve(w.epoch, segment, part.nbytes, event.ready))
+            return
+        if again:
+            self._send(w, Queued(**self._to(w), segment=event.segment))
+        self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
 
     def _part(self, w: _Writer, box: tuple[int, int, int, int]) -> _Part | None:
         """The live segment, new or old; None: it was answered, or the room has failed over it."""
@@ -194,30 +218,28 @@ class ReceiveRoom(Machine[Receiving]):
                 if self._coverage.contains(*box):
                     self._landed(w, segment)
                     return None
-                part = self._new_part(segment)
+                part = self._new_part(w, segment)
             if w.rank not in part.writers:
                 raise RemoteProtocolError(f"prefill rank {w.rank} was not elected for any of {segment}")
         except (RemoteProtocolError, GeometryError) as exc:
             self._fail(RemoteProtocolError(f"{self._name()}: {exc}"))
             return None
-        self._parts[segment] = part
+        if segment not in self._parts:
+            self._claimed.add(segment.start, segment.stop, segment.first, segment.last)
+            self._parts[segment] = part
         return part
 
-    def _new_part(self, segment: Segment) -> _Part:
+    def _new_part(self, w: _Writer, segment: Segment) -> _Part:
         assert self._awaited is not None
         assert self._intake is not None
         most = self._awaited.most if self._stop is None else self._stop
         if segment.start < self._awaited.start or segment.stop > most:
             raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {self._awaited.start}-{most}")
         self._intake.validate(segment)
-        if self._coverage.overlaps(segment.start, segment.stop, segment.first, segment.last) or any(
-            overlap(segment, other) for other in self._parts
-        ):
+        if self._claimed.overlaps(segment.start, segment.stop, segment.first, segment.last):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
-        if len(self._parts) >= 2 * self._options.window * len(self._writers):
-            raise RemoteProtocolError(f"more than {len(self._parts)} segments at once")
         offsets, nbytes = self._intake.lease(segment)
-        return _Part(self._intake.writers(segment), offsets, nbytes)
+        return _Part(self._intake.writers(segment), offsets, nbytes, w.epoch)
 
     def _on_leased(self, event: Leased) -> None:
         part = self._parts[event.segment]
@@ -248,13 +270,13 @@ class ReceiveRoom(Machine[Receiving]):
         if part is None:
             return
         segment = segment_from_wire(event.segment)
-        if event.lease is not None and (part.lease is None or part.lease.start != event.lease):
+        if event.lease is not None and not _granted(part, w, event.lease):
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} used lease {event.lease} of {segment}"))
             return
         self._landed(w, segment)
         if w.rank in part.arrived:
             return
-        part.arrived.add(w.rank)
+        self._arrive(part, w)
         if event.lease is not None:
             part.staged.add(w.rank)
         if len(part.arrived) < len(part.writers):
@@ -266,6 +288,10 @@ class ReceiveRoom(Machine[Receiving]):
             self._out.append(Scatter(segment, {r: base + part.offsets[r][0] for r in sorted(part.staged)}))
         else:
             self._finish_part(segment)
+
+    def _arrive(self, part: _Part, w: _Writer) -> None:
+        part.arrived.add(w.rank)
+        w.open -= w.rank in part.asked
 
     def _on_scattered(self, event: Scattered) -> None:
         self._parts[event.segment].scattering = False
@@ -330,20 +356,18 @@ class ReceiveRoom(Machine[Receiving]):
     # Landed here, not yet agreed.
 
     def _on_answer_landed(self, event: StagingRequest | ChunkReady) -> None:
-        self._landed(self._writers[Epoch(event.src)], segment_from_wire(event.segment))
+        self._landed(self._writers[Epoch(event.src)], Segment(*event.segment))
 
     def _on_doubt(self, event: Abort | Drained | Cancel) -> None:
         """Too late to fail alone: ask the others to."""
         if isinstance(event, Cancel):
             reason = str(event.error)
         else:
-            w = self._writers[Epoch(event.src)]
-            if isinstance(event, Drained):
-                w.drained = True
-                self._send(w, DrainedAck(**self._to(w)))
-            else:
-                self._send(w, AbortAck(**self._to(w)))
             reason = event.reason
+            if isinstance(event, Drained):
+                self._drained(event)
+            else:
+                self._on_acknowledge(event)
         self._out.append(Vote(False, reason))
 
     def _on_tick_landed(self, event: Tick) -> None:
@@ -371,25 +395,25 @@ class ReceiveRoom(Machine[Receiving]):
             self._out += self._repeat.tick(self.now)
 
     def _on_their_abort(self, event: Abort) -> None:
-        w = self._writers.get(Epoch(event.src))
-        if w is not None:
-            self._send(w, AbortAck(**self._to(w)))
+        self._on_acknowledge(event)
         self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
 
     def _on_drained(self, event: Drained) -> None:
-        w = self._writers.get(Epoch(event.src))
-        if w is not None:
-            w.drained = True
-            self._send(w, DrainedAck(**self._to(w)))
+        self._drained(event)
         self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
 
     def _on_lost(self, event: Lost) -> None:
+        """A writer that is not done is needed; while none is known, any loss is of somebody that we look for."""
         w = self._writers.get(event.peer)
         if w is not None:
             w.lost = True
-            if w.done is not None:
-                return
-        self._fail(ours(event.error, self._name()))
+        if w.done is None if w is not None else not self._writers:
+            self._fail(ours(event.error, self._name()))
+
+    def _on_lost_landed(self, event: Lost) -> None:
+        w = self._writers.get(event.peer)
+        if w is not None:
+            w.lost = True
 
     def _on_gone(self, event: Gone) -> None:
         w = self._writers.get(event.peer)
@@ -435,10 +459,11 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_late_chunk(self, event: ChunkReady) -> None:
         w = self._writers[Epoch(event.src)]
-        part = self._parts.get(segment_from_wire(event.segment))
-        if part is not None and part.lease is not None and part.lease.start == event.lease:
-            part.arrived.add(w.rank)
-        self._settle()
+        part = self._parts.get(Segment(*event.segment))
+        if part is not None and event.lease is not None and _granted(part, w, event.lease):
+            if w.rank not in part.arrived:
+                self._arrive(part, w)
+            self._settle()
 
     def _on_scattered_late(self, event: Scattered) -> None:
         self._parts[event.segment].scattering = False
@@ -449,24 +474,24 @@ class ReceiveRoom(Machine[Receiving]):
         self._settle()
 
     def _on_acknowledge(self, event: Abort) -> None:
-        w = self._writers.get(Epoch(event.src))
-        if w is not None:
-            self._send(w, AbortAck(**self._to(w)))
+        w = self._writers[Epoch(event.src)]
+        self._send(w, AbortAck(**self._to(w)))
+
+    def _drained(self, event: Drained) -> None:
+        w = self._writers[Epoch(event.src)]
+        w.drained = True
+        self._send(w, DrainedAck(**self._to(w)))
 
     def _on_drained_late(self, event: Drained) -> None:
-        w = self._writers.get(Epoch(event.src))
-        if w is not None:
-            w.drained = True
-            self._send(w, DrainedAck(**self._to(w)))
+        self._drained(event)
         self._settle()
 
     def _on_lost_late(self, event: Lost) -> None:
-        w = self._writers.get(event.peer)
-        if w is None:
+        if not self._writers:
             self.state = Receiving.CLOSED
-        else:
-            w.lost = True
-            self._settle()
+            return
+        self._on_lost_landed(event)
+        self._settle()
 
     def _on_gone_late(self, event: Gone) -> None:
         w = self._writers.get(event.peer)
@@ -478,8 +503,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._out += self._repeat.tick(self.now)
 
     def _may_touch_pages(self, w: _Writer) -> bool:
-        exposed = self._awaited is not None and self._awaited.tables is not None
-        return exposed and w.done is None and not w.evidence
+        return self._exposed and w.done is None and not w.evidence
 
     def _owes(self, w: _Writer) -> bool:
         """True while this writer may still write to memory of ours."""
@@ -526,5 +550,7 @@ class ReceiveRoom(Machine[Receiving]):
             assert part.arrived <= set(part.writers)
             assert part.staged <= part.arrived <= part.asked | (part.arrived - part.staged)
             assert part.lease is not None or not part.staged
+        for w in self._writers.values():
+            assert w.open == sum(w.rank in p.asked - p.arrived for p in self._parts.values()) or self.error is not None
         assert self.state is not Receiving.CLOSED or not self._parts
         assert (self.error is None) or self.state in (Receiving.DRAINING, Receiving.CLOSED)

@@ -28,6 +28,13 @@ class Repeater:
         self._due[key] = _Due(send, now + self._options.retry_s, self._options.retry_s)
         return send
 
+    def slow(self, key: Hashable) -> None:
+        """It is known, but its answer is still to come: repeat it rarely, should that be lost."""
+        due = self._due.get(key)
+        if due is not None and due.pause != self._options.known_s:
+            due.at += self._options.known_s - due.pause
+            due.pause = self._options.known_s
+
     def stop(self, key: Hashable) -> None:
         """The answer is here."""
         self._due.pop(key, None)
@@ -45,7 +52,8 @@ class Repeater:
         out = []
         for due in self._due.values():
             if due.at <= now:
-                due.pause = min(2 * due.pause, self._options.retry_most_s)
+                if due.pause < self._options.retry_most_s:
+                    due.pause = min(2 * due.pause, self._options.retry_most_s)
                 due.at = now + due.pause
                 out.append(due.send)
         return out

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from attrs import define, frozen
 
-from ..errors import AbortedError, DisaggKVError, RemoteProtocolError, TransportError
+from ..errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, Segment
 from .base import (
@@ -43,7 +43,7 @@ from .frames import (
 from .machine import Machine, ours
 from .retry import Repeater
 from .tables import SENDING, Sending
-from .wire import segment_from_wire, segment_to_wire
+from .wire import segment_to_wire
 
 WRITE_TRIES = 3
 """How often a write is posted that fails with a retryable error and is quiet."""
@@ -198,13 +198,15 @@ class Flow(Machine[Sending]):
         """It will be granted; nothing to do, the request is repeated ever more slowly."""
 
     def _on_grant(self, event: Grant) -> None:
-        segment = segment_from_wire(event.segment)
+        segment = Segment(*event.segment)
         part = self._parts.get(segment)
         if part is None or part.step is not _Step.ASKED:
             self.ignored += 1
             return
         if event.nbytes != part.nbytes:
-            raise RemoteProtocolError(f"{self._name()}: granted {event.nbytes} bytes for {part.nbytes} of {segment}")
+            granted = f"granted {event.nbytes} bytes for {part.nbytes} of {segment}"
+            self._fail(RemoteProtocolError(f"{self._name()}: {granted}"))
+            return
         self._repeat.stop(("request", segment))
         part.grant = event
         part.step = _Step.GRANTED
@@ -231,11 +233,8 @@ class Flow(Machine[Sending]):
                 return
         self._fail(ours(event.error, self._name()))
 
-    def _on_quiet(self, event: Quiet) -> None:
-        self._unquiet.discard(event.segment)
-
     def _on_landed(self, event: Landed) -> None:
-        segment = segment_from_wire(event.segment)
+        segment = Segment(*event.segment)
         part = self._parts.get(segment)
         if part is None or part.step is _Step.WRITING:
             self.ignored += 1
@@ -282,7 +281,7 @@ class Flow(Machine[Sending]):
         self._stop_moving()
 
     def _on_gone(self, event: Gone) -> None:
-        self._on_lost(Lost(event.peer, AbortedError("its process has ended")))
+        self._on_lost(Lost(event.peer, PeerLostError(f"{self._name()}: the peer's process has ended")))
 
     def _on_cancel(self, event: Cancel) -> None:
         self._fail(ours(event.error, self._name()))
@@ -327,15 +326,10 @@ class Flow(Machine[Sending]):
     def _on_abort_known(self, event: Abort | AbortAck) -> None:
         self._repeat.stop("abort")
 
-    def _on_lost_late(self, event: Lost) -> None:
+    def _on_lost_late(self, event: Lost | Gone) -> None:
+        """Nobody to talk to; but what we posted may still read our memory, whatever became of the peer's."""
         self._lost = True
         self._repeat.clear()
-
-    def _on_gone_late(self, event: Gone) -> None:
-        """The peer's memory is nobody's any more, and so is what we wrote there."""
-        self._unquiet.clear()
-        self._lost = True
-        self._settle()
 
     def _on_answer_drained(self, event: Abort) -> None:
         self._send(Drained(**self._head, reason=str(self.error)[:1000]))
