@@ -61,7 +61,7 @@ class Process:
 
         Raises:
             PeerLostError: it has ended already.
-            TransportError: it is not a process of this host and PID namespace.
+            TransportError: it is not a process of this host and PID namespace, or cannot be watched.
         """
         here = _host()
         if self.host != here:
@@ -70,8 +70,12 @@ class Process:
             watch = Watch(os.pidfd_open(self.pid))
             # Looked at after the pidfd was opened: if this is the process, the pidfd cannot be of a later one.
             started = _started(self.pid)
-        except (OSError, OverflowError) as error:
+        except (ProcessLookupError, FileNotFoundError) as error:
             raise PeerLostError(f"process {self.pid} has ended: {error}") from error
+        except (OSError, OverflowError) as error:
+            raise TransportError(f"process {self.pid} cannot be watched: {error}") from error
         if started != self.started:
             raise PeerLostError(f"process {self.pid} of tick {self.started} has ended; another has its id")
+        if watch.ended():
+            raise PeerLostError(f"process {self.pid} has ended, but nobody has waited for it yet")
         return watch

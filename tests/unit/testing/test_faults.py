@@ -1,0 +1,197 @@
+"""What each injected fault does to the bytes, to the events and to the memory that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from disagg_kv.errors import PeerLostError, RegistrationError, TransportError
+from disagg_kv.ids import Ticket
+from disagg_kv.planning import Writes
+from disagg_kv.testing import Fault, FaultyTransport, seeded
+from disagg_kv.testing.ends import End, HostMemory
+from disagg_kv.testing.pair import POISON, Pair
+from disagg_kv.transports import Ended, Heard, InprocTransport, Settled, ShmTransport, Transport
+
+N = 1000
+
+
+class Rig:
+    """A faulty source whose first batch suffers ``fault``, connected to a sound target."""
+
+    def __init__(self, fault: Fault, inner: Callable[[], Transport] = InprocTransport) -> None:
+        self.faulty = FaultyTransport(inner(), {0: fault}.get)
+        self.pair = Pair(End(lambda: self.faulty, HostMemory()), End(inner, HostMemory()), N, 5.0)
+
+    def landed(self) -> int:
+        """How many leading bytes of the target are the source's; everything after them is poison."""
+        found = self.pair.target.read(self.pair.remote)
+        n = int((found != POISON).argmin()) if (found == POISON).any() else N
+        assert found.tobytes() == self.pair.data[:n].tobytes() + bytes([POISON]) * (N - n)
+        return n
+
+    def submit(self) -> Ticket:
+        """Three writes that together fill the target."""
+        return self.pair.submit((0, 0, 100), (100, 100, 700), (800, 800, 200))
+
+    def told(self) -> list[tuple[str, Ticket, bool]]:
+        """Events since the last call: what, ticket, quiet."""
+        said: list[tuple[str, Ticket, bool]] = []
+        for event in self.pair.source.told():
+            if isinstance(event, Ended):
+                said.append(
+                    ("ended" if event.error is None else type(event.error).__name__, event.ticket, event.quiesced)
+                )
+            elif isinstance(event, Settled):
+                said.append(("settled", event.ticket, True))
+        return said
+
+
+def test_a_refused_batch_is_quiet_and_nothing_of_it_lands() -> None:
+    """The next one goes through."""
+    rig = Rig(Fault.REFUSED)
+    ticket = rig.submit()
+    assert rig.told() == [("TransportError", ticket, True)]
+    assert (rig.landed(), rig.faulty.held) == (0, ())
+    rig.pair.succeed(rig.submit())
+    assert rig.landed() == N
+
+
+def test_half_of_a_partial_batch_lands_to_the_byte() -> None:
+    """In the middle of a descriptor; the rest never does."""
+    rig = Rig(Fault.PARTIAL)
+    ticket = rig.submit()
+    assert rig.told() == [("TransportError", ticket, True)]
+    rig.faulty.release()
+    assert rig.landed() == N // 2
+
+
+def test_an_unacknowledged_batch_has_landed_but_is_not_quiet_before_release() -> None:
+    """Its source stays registered until then (E1)."""
+    rig = Rig(Fault.UNACKNOWLEDGED)
+    ticket = rig.submit()
+    assert rig.told() == [("TransportError", ticket, False)]
+    assert (rig.landed(), rig.faulty.held) == (N, (ticket,))
+    with pytest.raises(RegistrationError, match=f"ticket {ticket}, which is not quiet"):
+        rig.pair.source.drop(rig.pair.local)
+    rig.faulty.release(ticket)
+    assert rig.told() == [("settled", ticket, True)]
+    rig.pair.source.drop(rig.pair.local)
+
+
+def test_a_late_batch_lands_after_its_error() -> None:
+    """As a write that nobody can cancel does (E1); also when the peer was disconnected meanwhile."""
+    rig = Rig(Fault.LATE)
+    ticket = rig.submit()
+    assert rig.told() == [("TransportError", ticket, False)]
+    assert rig.landed() == 0
+    rig.pair.source.transport.disconnect(rig.pair.peer)
+    with pytest.raises(TransportError):
+        rig.submit()
+    with pytest.raises(RegistrationError):
+        rig.pair.source.drop(rig.pair.local)
+    rig.faulty.release()
+    assert rig.told() == [("settled", ticket, True)]
+    assert rig.landed() == N
+    rig.pair.connect()
+    rig.pair.succeed(rig.submit())
+
+
+def test_a_delayed_batch_completes_when_it_is_released() -> None:
+    """With its notification; later ones overtake it."""
+    rig = Rig(Fault.DELAYED)
+    ticket = rig.pair.submit((0, 0, N), notify=b"late")
+    other = rig.pair.submit((0, 0, 10), notify=b"early")
+    assert rig.told() == [("ended", other, True)]
+    assert rig.landed() == 10
+    rig.faulty.release()
+    assert rig.told() == [("ended", ticket, True)]
+    assert rig.landed() == N
+    assert [h.data for h in rig.pair.target.told() if isinstance(h, Heard)] == [b"early", b"late"]
+
+
+def test_a_hung_batch_never_ends() -> None:
+    """Half of it lands; ``close`` names it."""
+    rig = Rig(Fault.HUNG)
+    ticket = rig.submit()
+    rig.faulty.release()
+    assert rig.told() == []
+    assert (rig.landed(), rig.faulty.held) == (N // 2, (ticket,))
+    assert list(rig.faulty.close(0.0)) == [ticket]
+    assert list(rig.faulty.close(0.0)) == []
+
+
+def test_a_lost_peer_stays_lost() -> None:
+    """It is heard once, without a fence; every later batch fails, also after connecting again."""
+    rig = Rig(Fault.PEER_LOST)
+    first, second = rig.submit(), rig.submit()
+    events = list(rig.pair.source.told())
+    assert events[0] == Heard(rig.pair.peer, None, fenced=False)
+    ended = [e for e in events if isinstance(e, Ended)]
+    assert [(e.ticket, e.quiesced) for e in ended] == [(first, True), (second, True)]
+    assert all(isinstance(e.error, PeerLostError) for e in ended)
+    rig.pair.connect()
+    rig.submit()
+    assert rig.told()[0][0] == "PeerLostError"
+    assert rig.landed() == 0
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_a_bad_batch_is_refused_whatever_was_planned_for_it(fault: Fault) -> None:
+    """Nothing lands and no event tells of it; the plan's number is not used up."""
+    rig = Rig(fault)
+    peer, local, remote = rig.pair.peer, rig.pair.local, rig.pair.remote
+    for at, nbytes in ((N - 9, 10), (N + 1, 0), (-1, 2), (5, -1), ((1 << 63) - 1, 10)):
+        for writes in (Writes.one(local, at, remote, 0, nbytes), Writes.one(local, 0, remote, at, nbytes)):
+            with pytest.raises(RegistrationError):
+                rig.pair.source.submit(peer, writes)
+    with pytest.raises(TransportError):
+        rig.faulty.submit(peer, Writes.one(local, 0, remote, 0, 1), after=_Never())
+    assert rig.told() == []
+    assert rig.landed() == 0
+    ticket = rig.submit()
+    assert rig.told() != [("ended", ticket, True)]
+
+
+@pytest.mark.parametrize("fault", [Fault.DELAYED, Fault.LATE, Fault.HUNG])
+def test_close_names_what_is_held(fault: Fault) -> None:
+    """It can never be quiet now."""
+    rig = Rig(fault)
+    ticket = rig.submit()
+    assert list(rig.faulty.close(0.0)) == [ticket]
+    rig.faulty.release()
+
+
+def test_a_notification_needs_an_inner_transport_that_carries_it() -> None:
+    """Also for a batch that is to fail."""
+    rig = Rig(Fault.DELAYED, ShmTransport)
+    with pytest.raises(TransportError, match="shm neither carries"):
+        rig.pair.submit((0, 0, 1), notify=b"")
+
+
+def test_the_claims_are_the_inner_ones_and_late_writes() -> None:
+    """And no bound on how late they are."""
+    caps = FaultyTransport(ShmTransport()).caps
+    assert (caps.late_writes, caps.drain_s, caps.own_memory_only) == (True, None, True)
+
+
+def test_a_seeded_plan_is_the_same_each_time_and_keeps_its_shares() -> None:
+    """Whatever order it is asked in."""
+    shares = {Fault.LATE: 0.25, Fault.HUNG: 0.25}
+    one, two = seeded(3, shares), seeded(3, shares)
+    drawn = [one(i) for i in range(2000)]
+    assert drawn == [two(i) for i in reversed(range(2000))][::-1]
+    assert drawn != [seeded(4, shares)(i) for i in range(2000)]
+    assert all(400 < drawn.count(fault) < 600 for fault in shares)
+    assert 900 < drawn.count(None) < 1100
+
+
+class _Never:
+    """An event that does not happen."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody may wait for this")

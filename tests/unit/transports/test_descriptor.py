@@ -1,0 +1,42 @@
+"""Descriptors: what goes in comes out, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from disagg_kv.errors import RemoteProtocolError
+from disagg_kv.ids import Peer, RegionId
+from disagg_kv.transports import Descriptor, Region, decode, encode
+from disagg_kv.transports.descriptor import _MAGIC, VERSION
+
+ME = Peer(bytes(range(16)))
+
+
+def test_a_descriptor_survives_the_wire() -> None:
+    """With every field."""
+    whole = Descriptor("x", ME, 7, (Region(RegionId(3), 10, "cuda:1", 1 << 62, b"\0"), Region(RegionId(4), 1)), b"blob")
+    assert decode(encode(whole), "x") == whole
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (b"", "not a transport descriptor: 0 bytes"),
+        (_MAGIC, "not a transport descriptor"),
+        (_MAGIC + bytes([VERSION + 1]) + b"\x80", f"version {VERSION + 1}, this side speaks version {VERSION}"),
+        (_MAGIC + bytes([VERSION]), "cannot be read"),
+        (_MAGIC + bytes([VERSION]) + b"\x80", "cannot be read"),
+        (_MAGIC + bytes([VERSION]) + msgspec.msgpack.encode({"transport": 3}), "cannot be read"),
+        (encode(Descriptor("y", ME)), "of transport 'y' given to transport 'x'"),
+        (encode(Descriptor("x", Peer(b"short"))), "an incarnation of 5 bytes"),
+        (encode(Descriptor("x", ME, 0, (Region(RegionId(-1), 5),))), "impossible region"),
+        (encode(Descriptor("x", ME, 0, (Region(RegionId(1), 0),))), "impossible region"),
+        (encode(Descriptor("x", ME, 0, (Region(RegionId(1), 5, "cpu", -1),))), "impossible region"),
+        (encode(Descriptor("x", ME, 0, (Region(RegionId(1), 5), Region(RegionId(1), 6)))), "names a region twice"),
+    ],
+)
+def test_what_is_no_descriptor_is_refused_with_the_reason(bad: bytes, says: str) -> None:
+    """Garbage, other versions, other transports, values that cannot be (E13)."""
+    with pytest.raises(RemoteProtocolError, match=says):
+        decode(bad, "x")

@@ -1,0 +1,211 @@
+"""What shared memory promises beyond the conformance suite."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import msgspec
+import numpy as np
+import pytest
+
+from disagg_kv.errors import PeerLostError, RegistrationError, RemoteProtocolError, TransportError
+from disagg_kv.ids import Peer, RegionId
+from disagg_kv.memory import Buffer, bytes_of
+from disagg_kv.planning import Writes
+from disagg_kv.testing.ends import plain
+from disagg_kv.transports import Ended, Heard, Process, Region, ShmTransport, decode, encode
+from disagg_kv.transports.shm import _Place
+
+CHILD = """
+import sys
+from disagg_kv.transports import ShmTransport
+side = ShmTransport()
+side.register([side.allocate(1 << 20)])
+sys.stdout.buffer.write(len(side.local_descriptor()).to_bytes(4) + side.local_descriptor())
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def changed(descriptor: bytes, **fields: int) -> bytes:
+    """The descriptor with other fields in its first region's place."""
+    found = decode(descriptor, "shm")
+    place = attrs.evolve(msgspec.msgpack.decode(found.regions[0].blob, type=_Place), **fields)
+    region = attrs.evolve(found.regions[0], blob=msgspec.msgpack.encode(place))
+    return encode(attrs.evolve(found, regions=(region,)))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_is_ended_by_a_signal_leaves_nothing_behind(how: signal.Signals) -> None:
+    """Its memory never had a name, and connecting to it is an error at once."""
+    before = sorted(os.listdir("/dev/shm"))
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    descriptor = child.stdout.read(int.from_bytes(child.stdout.read(4)))
+    side = ShmTransport()
+    peer = side.connect(descriptor, 1.0)
+    assert not [name for name in os.listdir("/dev/shm") if peer.hex() in name]
+    child.send_signal(how)
+    _, errors = child.communicate()
+    assert b"leaked" not in errors
+    assert list(side.poll()) == [Heard(peer, None, fenced=True)]
+    assert list(side.poll()) == []
+    assert side.connect(descriptor, 1.0) == peer, "a peer already known stays known, and lost"
+    with pytest.raises(PeerLostError):
+        ShmTransport().connect(descriptor, 1.0)
+    assert [name for name in sorted(os.listdir("/dev/shm")) if name not in before and "disagg" in name] == []
+    side.close(0.0)
+
+
+def test_memory_goes_with_its_owner_and_not_with_the_transport() -> None:
+    """``close`` leaves it readable; the last reference frees it."""
+    side = ShmTransport()
+    buffer = side.allocate(4096)
+    view = bytes_of(buffer)
+    side.close(0.0)
+    view[:] = 7
+    assert view.sum() == 7 * 4096
+    place = f"{buffer.addr:x}-"
+    assert place in Path("/proc/self/maps").read_text()
+    del view, buffer
+    gc.collect()
+    assert place not in Path("/proc/self/maps").read_text()
+
+
+def test_a_part_of_allocated_memory_is_a_region_at_its_own_place() -> None:
+    """Also at an odd offset, not at a page."""
+    source, target = ShmTransport(), ShmTransport()
+    whole = target.allocate(3 * 4096)
+    part = Buffer(whole.addr + 4099, 1000, whole.device, whole.owner)
+    (remote,) = target.register([part])
+    (local,) = source.register([plain(np.arange(1000, dtype=np.uint8))])
+    peer = source.connect(target.local_descriptor(), 1.0)
+    source.submit(peer, Writes.one(local, 0, remote, 0, 1000))
+    want = np.zeros(3 * 4096, np.uint8)
+    want[4099:5099] = np.arange(1000, dtype=np.uint8)
+    assert bytes_of(whole).tobytes() == want.tobytes()
+    source.close(0.0)
+    target.close(0.0)
+
+
+def test_memory_that_the_host_does_not_have_is_refused() -> None:
+    """With the number asked for; so are sizes that are none."""
+    side = ShmTransport()
+    for nbytes in (1 << 50, 1 << 70, 0, -1):
+        with pytest.raises(RegistrationError, match=f"cannot allocate {nbytes} bytes"):
+            side.allocate(nbytes)
+
+
+def test_a_peer_that_closed_has_no_memory_to_connect_to() -> None:
+    """Although its process still runs."""
+    target = ShmTransport()
+    memory = target.allocate(4096)
+    target.register([memory])
+    descriptor = target.local_descriptor()
+    target.close(0.0)
+    with pytest.raises(PeerLostError):
+        ShmTransport().connect(descriptor, 1.0)
+
+
+def test_only_the_memory_that_was_meant_is_ever_opened(tmp_path: Path) -> None:
+    """A file descriptor that means something else by now, or a range outside, is the peer's loss, not a mapping."""
+    target = ShmTransport()
+    memory = target.allocate(4096)
+    target.register([memory])
+    descriptor = target.local_descriptor()
+    with (tmp_path / "other").open("wb") as other:
+        for bad in (
+            changed(descriptor, fd=other.fileno()),
+            changed(descriptor, number=77),
+            changed(descriptor, offset=1),
+            changed(descriptor, offset=-4096),
+        ):
+            with pytest.raises(PeerLostError, match="is not"):
+                ShmTransport().connect(bad, 1.0)
+    target.close(0.0)
+
+
+def test_a_failed_connect_keeps_nothing_mapped() -> None:
+    """Neither file descriptors nor the regions that came before the bad one."""
+    target, source = ShmTransport(), ShmTransport()
+    memory = target.allocate(4096)
+    target.register([memory])
+    good = decode(target.local_descriptor(), "shm")
+    bad = attrs.evolve(
+        good.regions[0], id=RegionId(9), blob=decode(changed(encode(good), number=5), "shm").regions[0].blob
+    )
+    before = len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd")
+    with pytest.raises(PeerLostError):
+        source.connect(encode(attrs.evolve(good, regions=(*good.regions, bad))), 1.0)
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd")) == before
+    target.close(0.0)
+
+
+@pytest.mark.parametrize(("spare", "says"), [(1, "cannot be watched"), (2, "cannot be mapped")])
+def test_a_process_that_may_open_no_more_files_is_not_told_that_its_peer_is_lost(spare: int, says: str) -> None:
+    """The peer lives: the error is the connecting side's own."""
+    target, source = ShmTransport(), ShmTransport()
+    memory = target.allocate(4096)
+    target.register([memory])
+    descriptor = target.local_descriptor()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(spare)]
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1] + 1, hard))
+    try:
+        with pytest.raises(TransportError, match=says):
+            source.connect(descriptor, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    source.connect(descriptor, 1.0)
+    source.close(0.0)
+    target.close(0.0)
+
+
+@pytest.mark.parametrize("blob", [b"", b"\x80", b"\xc1"])
+def test_a_descriptor_with_a_garbled_inside_is_garbage(blob: bytes) -> None:
+    """The envelope alone does not make a descriptor."""
+    good = decode(ShmTransport().local_descriptor(), "shm")
+    region = Region(RegionId(0), 5, blob=blob or b"\0")
+    for bad in (attrs.evolve(good, blob=blob), attrs.evolve(good, regions=(region,))):
+        with pytest.raises(RemoteProtocolError, match="cannot be read"):
+            ShmTransport().connect(encode(bad), 1.0)
+
+
+def test_a_peer_of_another_host_cannot_be_reached() -> None:
+    """Nor one of another PID namespace; it is not called lost, because it may well live."""
+    good = decode(ShmTransport().local_descriptor(), "shm")
+    elsewhere = msgspec.msgpack.encode(attrs.evolve(Process.own(), host="elsewhere"))
+    with pytest.raises(TransportError, match="elsewhere"):
+        ShmTransport().connect(encode(attrs.evolve(good, blob=elsewhere)), 1.0)
+
+
+def test_writes_to_a_lost_peer_fail_and_are_quiet() -> None:
+    """Every one, also after the loss was told."""
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    descriptor = child.stdout.read(int.from_bytes(child.stdout.read(4)))
+    side = ShmTransport()
+    (local,) = side.register([plain(np.zeros(100, np.uint8))])
+    peer = side.connect(descriptor, 1.0)
+    child.kill()
+    child.communicate()
+    tickets = [side.submit(peer, Writes.one(local, 0, 0, 0, 100)) for _ in range(2)]
+    lost, *ended = side.poll()
+    assert lost == Heard(peer, None, fenced=True)
+    assert [e.ticket for e in ended if isinstance(e, Ended) and isinstance(e.error, PeerLostError)] == tickets
+    assert all(isinstance(e, Ended) and e.quiesced for e in ended)
+    side.disconnect(peer)
+    side.disconnect(Peer(b"?" * 16))
+    side.close(0.0)
