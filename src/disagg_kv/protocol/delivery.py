@@ -11,7 +11,7 @@ from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolEr
 from ..geometry import PageTable
 from ..ids import Epoch, Generation, GroupId, RoomId
 from ..planning import Segment
-from .base import Cancel, Decided, Effect, Finished, Offered, Options, Phase, Tick, Vote
+from .base import Cancel, Decided, Effect, Finished, Later, Offered, Options, Phase, Tick, Vote
 from .frames import Abort
 from .machine import ours
 from .sending import Flow, FlowPlan, room_head
@@ -33,7 +33,7 @@ class Chunk:
     stop: int
     tables: Mapping[GroupId, PageTable] | None
     ready: bool
-    after: object | None
+    after: Later | None
 
 
 class SendRoom:
@@ -93,7 +93,7 @@ class SendRoom:
     # What the engine says.
 
     def add(
-        self, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool, after: object | None, now: float
+        self, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool, after: Later | None, now: float
     ) -> list[Effect]:
         """Rows up to ``stop`` with their pages; rows known already get these pages again after a withdrawal."""
         if self.error is not None or self.done:
@@ -112,7 +112,7 @@ class SendRoom:
                 out += _offer(flow, [chunk], now)
         return self._reviewed(out, now) + self._all(Offered(), now)
 
-    def ready(self, stop: int, after: object | None, now: float) -> list[Effect]:
+    def ready(self, stop: int, after: Later | None, now: float) -> list[Effect]:
         """The rows up to ``stop`` that were announced ahead are computed now, or will be at ``after``."""
         for chunk in self.chunks:
             if chunk.stop <= stop and not chunk.ready:

@@ -151,10 +151,11 @@ class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class StagingRequest(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=5):
-    """Prefill -> decode: I want to send my part of this segment; ``ready``: its data are computed."""
+    """Prefill -> decode: I want to send my part of this segment by ``path``; ``ready``: its data are computed."""
 
     segment: Box
     ready: bool
+    path: Name = "staged"
 
 
 class Queued(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=6):

@@ -101,6 +101,8 @@ class ReceiveRoom(Machine[Receiving]):
         self.generation = generation
         self.error: DisaggKVError | None = None
         self.segments_landed = 0
+        self.bytes_landed = 0
+        self.paths: dict[Rank, str] = {}
         self._epoch = epoch
         self._options = options
         self._deadline = now + total_s
@@ -184,6 +186,10 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_request(self, event: StagingRequest) -> None:
         w = self._writers[Epoch(event.src)]
+        path = self.paths.setdefault(w.rank, event.path)
+        if path != event.path or path not in self._awaited_paths():
+            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} must not use path {event.path!r}"))
+            return
         if w.open >= self._options.window and Segment(*event.segment) not in self._parts:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
             self._send(w, Queued(**self._to(w), segment=event.segment))
@@ -205,6 +211,10 @@ class ReceiveRoom(Machine[Receiving]):
         if again:
             self._send(w, Queued(**self._to(w), segment=event.segment))
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
+
+    def _awaited_paths(self) -> tuple[str, ...]:
+        assert self._awaited is not None
+        return self._awaited.paths
 
     def _part(self, w: _Writer, box: tuple[int, int, int, int]) -> _Part | None:
         """The live segment, new or old; None: it was answered, or the room has failed over it."""
@@ -303,6 +313,7 @@ class ReceiveRoom(Machine[Receiving]):
     def _finish_part(self, segment: Segment) -> None:
         self._coverage.add(segment.start, segment.stop, segment.first, segment.last)
         self.segments_landed += 1
+        self.bytes_landed += sum(nbytes for _, nbytes in self._parts[segment].offsets.values())
         del self._parts[segment]
         self._out.append(Free(segment))
         self._check_landed()

@@ -60,6 +60,7 @@ class FlowPlan:
         stop: one past the last, None: where our engine ends.
         exposed: True: its pages are exposed and need no lease.
         slot_bytes, lease_bytes, page_rows: see :meth:`~disagg_kv.planning.Intake.cut`.
+        path: its name.
     """
 
     rank: Rank
@@ -70,6 +71,7 @@ class FlowPlan:
     slot_bytes: int
     lease_bytes: int
     page_rows: int
+    path: str = "staged"
 
 
 class _Step(Enum):
@@ -180,7 +182,8 @@ class Flow(Machine[Sending]):
             elif part.step is _Step.PLANNED or (part.step is _Step.ASKED and ready and not part.asked_ready):
                 part.step = _Step.ASKED
                 part.asked_ready = ready
-                request = StagingRequest(**self._head, segment=segment_to_wire(segment), ready=ready)
+                box = segment_to_wire(segment)
+                request = StagingRequest(**self._head, segment=box, ready=ready, path=self.plan.path)
                 self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
             elif part.step is _Step.GRANTED and ready:
                 self._transfer(segment, part)
