@@ -1,1 +1,83 @@
-"""Move KV cache from prefill GPUs to decode GPUs."""
+"""Move KV cache from prefill GPUs to decode GPUs.
+
+An engine builds a pool over its cache, opens a :class:`PrefillEndpoint` or a :class:`DecodeEndpoint` per rank, and
+handles a room per request. What is not named here or in a layer's ``__init__`` is private.
+"""
+
+from .channels import Channel
+from .endpoints import DecodeEndpoint, Delivery, PeerInfo, PrefillEndpoint, Receiver, Reception, Report, Sender, Step
+from .errors import DisaggKVError
+from .geometry import (
+    CacheSpec,
+    Component,
+    Group,
+    Holding,
+    PageTable,
+    Plane,
+    Shard,
+    Site,
+    attention_tp,
+    shard,
+    stages,
+)
+from .ids import Epoch, GroupId, LayerId, Peer, Rank, RegionId, RoomId, Ticket
+from .memory import Buffer, Event, MemoryPool, PagedPool
+from .protocol import Options, Phase
+from .rendezvous import Rendezvous, Source
+from .strategies import Path, Strategy, register, strategy
+from .trace import Observer, Recorder, Span
+from .transports import Capabilities, Transport, register_transport, transport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Buffer",
+    "CacheSpec",
+    "Capabilities",
+    "Channel",
+    "Component",
+    "DecodeEndpoint",
+    "Delivery",
+    "DisaggKVError",
+    "Epoch",
+    "Event",
+    "Group",
+    "GroupId",
+    "Holding",
+    "LayerId",
+    "MemoryPool",
+    "Observer",
+    "Options",
+    "PageTable",
+    "PagedPool",
+    "Path",
+    "Peer",
+    "PeerInfo",
+    "Phase",
+    "Plane",
+    "PrefillEndpoint",
+    "Rank",
+    "Receiver",
+    "Reception",
+    "Recorder",
+    "RegionId",
+    "Rendezvous",
+    "Report",
+    "RoomId",
+    "Sender",
+    "Shard",
+    "Site",
+    "Source",
+    "Span",
+    "Step",
+    "Strategy",
+    "Ticket",
+    "Transport",
+    "attention_tp",
+    "register",
+    "register_transport",
+    "shard",
+    "stages",
+    "strategy",
+    "transport",
+]

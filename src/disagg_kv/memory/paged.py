@@ -89,7 +89,7 @@ class PagedPool:
             else:
                 placed, end = _separate(spec, shard, layer, space, layout, start)
             planes += placed
-        buffer = allocator(end) if allocator else _own(end, device)
+        buffer = allocator(end) if allocator else new_buffer(end, device)
         if buffer.nbytes < end:
             raise GeometryError(f"the allocator gave {buffer.nbytes} bytes of {end}")
         site = Site(spec, shard, (space,), planes, (buffer.nbytes,))
@@ -266,7 +266,7 @@ def _fused(
     return planes, start + space.pages * page
 
 
-def _own(nbytes: int, device: str) -> Buffer:
+def new_buffer(nbytes: int, device: str) -> Buffer:
     """Zeroed memory that the buffer owns, aligned for vector loads."""
     try:
         if device == "cpu":

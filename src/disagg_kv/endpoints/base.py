@@ -1,0 +1,240 @@
+"""What an engine sees: senders and receivers, and a handle per room.
+
+No call here blocks on a peer or on the wire, except ``close`` and an event's ``synchronize``. One engine thread calls;
+an endpoint's own thread makes progress, so that heartbeats, grants and completions never wait for a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from attrs import define, field, frozen
+
+from ..errors import DisaggKVError
+from ..geometry import PageTable
+from ..ids import Epoch, GroupId, LayerId, Rank, RoomId
+from ..memory import Event
+from ..protocol import Phase
+from ..rendezvous import Source
+
+
+@define
+class Report:
+    """What one room cost on this rank so far; live, written by the endpoint's thread.
+
+    Args:
+        path: how the bytes crossed; on prefill the last choice, on decode what arrived.
+        reason: why that path.
+        nbytes: bytes written to peers, or landed in our pages.
+        descriptors: writes posted.
+        segments: segments acknowledged, or landed.
+        seconds: time per phase: ``gather``, ``post``, ``wire``, ``scatter``, ``total``.
+    """
+
+    path: str = ""
+    reason: str = ""
+    nbytes: int = 0
+    descriptors: int = 0
+    segments: int = 0
+    seconds: dict[str, float] = field(factory=dict)
+
+    def spend(self, phase: str, seconds: float) -> None:
+        """Add to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+@frozen
+class PeerInfo:
+    """Another endpoint, as it introduced itself."""
+
+    instance: str
+    rank: Rank
+    address: str
+    epoch: Epoch
+    host: str
+    pid: int
+
+
+class Handle(Protocol):
+    """One room on one rank."""
+
+    @property
+    def room(self) -> RoomId:
+        """Its id."""
+        ...
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is. ``DONE`` and ``FAILED`` are final, and equal on all ranks of the instance."""
+        ...
+
+    @property
+    def released(self) -> bool:
+        """True, for good: nobody reads or writes the room's pages any more. Free pages on this only."""
+        ...
+
+    @property
+    def error(self) -> DisaggKVError | None:
+        """Why it failed."""
+        ...
+
+    @property
+    def report(self) -> Report:
+        """What it cost so far."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Give the room up; idempotent, harmless after its end. Before ``expect`` it declines the room."""
+        ...
+
+
+class Delivery(Handle, Protocol):
+    """A room on a prefill rank."""
+
+    @property
+    def held(self) -> Mapping[GroupId, int] | None:
+        """Rows that decode holds already, per group; None until it has said so."""
+        ...
+
+    def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
+        """Hand over the rows up to ``stop``, final now or at ``ready``.
+
+        Args:
+            stop: one past the last row; grows from call to call, except after ``withdraw``.
+            pages: one table per group that covers the rows since the last call; after ``withdraw``, since row 0 or
+                whatever has to be given again.
+            ready: when the bytes are final.
+
+        Raises:
+            GeometryError: tables that do not cover the rows, page ids out of range or twice.
+            LocalProtocolError: after ``finish``, or ``stop`` does not grow.
+        """
+        ...
+
+    def finish(
+        self,
+        stop: int,
+        *,
+        state: Sequence[PageTable] = (),
+        aux: int | None = None,
+        tag: bytes = b"",
+        ready: Event | None = None,
+    ) -> None:
+        """Nothing is added: the room's rows end at ``stop``.
+
+        Args:
+            stop: where the last chunk ended; 0 for a room without rows.
+            state: pages of recurrent state.
+            aux: the aux row to send along; the lowest rank that gives one counts.
+            tag: at most 256 bytes that must equal decode's, if both have one (a digest of the prompt, say).
+            ready: when the aux row is final.
+
+        Raises:
+            LocalProtocolError: called twice, or ``stop`` is not where the chunks ended.
+            UnsupportedError: state, or aux rows above 64 KiB.
+        """
+        ...
+
+    def withdraw(self) -> Event:
+        """Preemption: stop reading the pages. The event fires when reads have ended; the room stays open."""
+        ...
+
+
+class Reception(Handle, Protocol):
+    """A room on a decode rank."""
+
+    def expect(
+        self,
+        stop: int | None,
+        pages: Sequence[PageTable],
+        *,
+        held: Mapping[GroupId, int] | None = None,
+        state: Sequence[PageTable] = (),
+        aux: int | None = None,
+        tag: bytes = b"",
+    ) -> Mapping[GroupId, int]:
+        """Say which rows are awaited, and where they go.
+
+        Args:
+            stop: one past the last row; None: prefill's, if the pages suffice.
+            pages: one table per group.
+            held: rows held already, per group; returned as taken, rounded down to our pages.
+            state: pages of recurrent state.
+            aux: the aux row to fill.
+            tag: see :meth:`Delivery.finish`.
+
+        Raises:
+            GeometryError: tables that do not cover the rows, page ids out of range or twice, no such aux row.
+            LocalProtocolError: called twice.
+            UnsupportedError: a held prefix or state, which this version does not move.
+        """
+        ...
+
+
+class Step(Protocol):
+    """One forward pass over many rooms."""
+
+    def layer_ready(self, layer: LayerId, ready: Event | None = None) -> None:
+        """A layer's rows are final, now or at ``ready``, for all rooms of the step; layers come in any order, once.
+
+        Raises:
+            GeometryError: no such layer on this rank.
+            LocalProtocolError: announced twice, or after ``close``.
+        """
+        ...
+
+    def close(self, ready: Event | None = None) -> None:
+        """Every layer that was not announced is final, now or at ``ready``."""
+        ...
+
+
+class Sender(Protocol):
+    """A prefill rank's endpoint."""
+
+    def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> Delivery:
+        """Begin a room; None: the endpoint's options.
+
+        Raises:
+            LocalProtocolError: the room is open already, or the endpoint is closed.
+            QuarantineFullError: too much staging memory waits for evidence.
+        """
+        ...
+
+    def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]]) -> Step:
+        """Announce a forward pass: per room where its rows will end, and their pages. Grants are asked for now (A4)."""
+        ...
+
+    def poll(self) -> Sequence[Delivery]:
+        """Rooms whose ``phase`` or ``released`` changed since the last call."""
+        ...
+
+    def confirm_terminated(self, epoch: Epoch) -> None:
+        """The operator's evidence that the process of a peer's life has ended."""
+        ...
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """Abort what is open, wait at most ``drain_s`` for writes in flight and stop."""
+        ...
+
+
+class Receiver(Protocol):
+    """A decode rank's endpoint."""
+
+    def open(
+        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+    ) -> Reception:
+        """Begin a room; see :meth:`Sender.open`."""
+        ...
+
+    def poll(self) -> Sequence[Reception]:
+        """Rooms whose ``phase`` or ``released`` changed since the last call."""
+        ...
+
+    def confirm_terminated(self, epoch: Epoch) -> None:
+        """The operator's evidence that the process of a peer's life has ended."""
+        ...
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """Abort what is open, wait at most ``drain_s`` for evidence and stop."""
+        ...

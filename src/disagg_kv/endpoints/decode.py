@@ -1,0 +1,478 @@
+"""The decode half of a node: rooms, the ring, and scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from ..errors import (
+    AbortedError,
+    DisaggKVError,
+    IncompatiblePeerError,
+    LocalProtocolError,
+    OversizeError,
+    PeerLostError,
+    QuarantineFullError,
+    RemoteProtocolError,
+)
+from ..ids import Epoch, Generation, Rank, RoomId
+from ..kernels import Kernels, Move
+from ..memory import Buffer, Event, MemoryPool
+from ..planning import Segment
+from ..protocol import (
+    Awaited,
+    Cancel,
+    Decided,
+    Effect,
+    Ended,
+    Free,
+    Gone,
+    Introduced,
+    Leased,
+    Lost,
+    Quarantine,
+    ReceiveRoom,
+    Receiving,
+    Reserve,
+    RoomFrame,
+    RoomKey,
+    Scatter,
+    Scattered,
+    Send,
+    Store,
+    Tick,
+    Vote,
+)
+from ..protocol.frames import Abort, AbortAck, ChunkReady, Complete, Done, Drained, DrainedAck, Landed, StagingRequest
+from ..protocol.sending import room_head
+from ..protocol.wire import tables_to_wire
+from ..rendezvous import Source
+from ..staging import GrantQueue
+from ..strategies import Job, Path
+from ..trace import Span
+from ..transports import Ended as TicketEnded
+from ..transports import Settled
+from .handles import Changes
+from .introduction import Remote
+from .node import LOOKUP_S, Node
+from .reception import ReceptionHandle, Wanted
+from .routes import Routes
+
+TICK_S = 0.02
+"""How often open rooms look at the clock."""
+
+PEER_QUARANTINE = 0.25
+ALL_QUARANTINE = 0.5
+"""Parts of the ring that may wait for evidence before new rooms are refused: of one peer's doing, and in all."""
+
+
+@define(eq=False)
+class _Room:
+    key: RoomKey
+    machine: ReceiveRoom
+    handle: ReceptionHandle
+    source: Source
+    silence_s: float
+    opened: float
+    routes: Routes | None = None
+    remotes: tuple[Remote, ...] = ()
+    wanted: Wanted | None = None
+
+
+@define(eq=False)
+class _Instance:
+    """A prefill instance, as far as we know it."""
+
+    addresses: tuple[str, ...] | None = None
+    look_at: float = 0.0
+    waiting: list[_Room] = field(factory=list)
+
+
+@define(eq=False)
+class _Scattering:
+    key: RoomKey
+    segment: Segment
+    event: Event
+    started: float
+
+
+class DecodeRole:
+    """Everything here runs on the endpoint's thread."""
+
+    def __init__(
+        self,
+        node: Node,
+        pool: MemoryPool,
+        ring: Buffer,
+        queue: GrantQueue[Epoch, tuple[RoomKey, Segment]],
+        kernels: Kernels,
+        exposed: bool,
+        changes: Changes[ReceptionHandle],
+    ) -> None:
+        self._node = node
+        self._pool = pool
+        self._ring = ring
+        self._queue = queue
+        self._kernels = kernels
+        self._exposed = exposed
+        self._changes = changes
+        self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
+        self._rooms: dict[RoomKey, _Room] = {}
+        self._instances: dict[Source, _Instance] = {}
+        self._routes: dict[tuple[Epoch, ...], Routes] = {}
+        self._scattering: list[_Scattering] = []
+        self._tick_at = 0.0
+        self.quarantined = 0
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet."""
+        return len(self._rooms)
+
+    # What the engine says, on this thread.
+
+    def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, silence_s: float, total_s: float) -> None:
+        """Begin a room: find its prefill ranks."""
+        now = self._node.now
+        machine = ReceiveRoom(key.room, key.generation, self._node.me.epoch, self._node.options, now, total_s)
+        room = _Room(key, machine, handle, source, silence_s, now)
+        self._rooms[key] = room
+        self._node.vote(key, None, "")
+        instance = self._instances.setdefault(source, _Instance())
+        instance.waiting.append(room)
+        instance.look_at = now
+        self._find(source, instance)
+        self._publish(room)
+
+    def expect(self, key: RoomKey, wanted: Wanted) -> None:
+        """Rows are awaited."""
+        room = self._rooms.get(key)
+        if room is None:
+            return
+        room.wanted = wanted
+        tables = tables_to_wire(wanted.tables.values()) if self._exposed else None
+        paths = tuple(self._paths)
+        self._handle(room, Awaited(wanted.start, wanted.stop, wanted.most, paths, tables, wanted.tag))
+
+    def abort(self, key: RoomKey, error: DisaggKVError) -> None:
+        """The engine gives the room up."""
+        room = self._rooms.get(key)
+        if room is not None:
+            self._handle(room, Cancel(error))
+
+    # Finding prefill.
+
+    def _find(self, source: Source, instance: _Instance) -> None:
+        node = self._node
+        instance.look_at = node.now + LOOKUP_S
+        try:
+            found = node.rendezvous.lookup(source)
+        except PeerLostError as exc:
+            self._unreachable(instance, exc)
+            return
+        if found is not None:
+            instance.addresses = found
+            for address in found:
+                if node.peers.at(address) is None:
+                    node.dial(address)
+            self._introduce(instance)
+
+    def _introduce(self, instance: _Instance) -> None:
+        """Once all ranks are there, begin the rooms that wait for them."""
+        epochs = [self._node.peers.at(a) for a in instance.addresses or ()]
+        remotes = [self._node.remotes.get(e) for e in epochs if e is not None]
+        ready = [r for r in remotes if r is not None]
+        if not instance.addresses or len(ready) < len(instance.addresses):
+            return
+        waiting, instance.waiting = instance.waiting, []
+        for room in waiting:
+            if self._rooms.get(room.key) is not room:
+                continue
+            try:
+                self._check_instance(room.source, ready)
+                self._check_quarantine(ready)
+            except DisaggKVError as exc:
+                self._handle(room, Lost(Epoch(b""), exc))
+                continue
+            room.remotes = tuple(ready)
+            writers = tuple(r.epoch for r in ready)
+            if writers not in self._routes:
+                self._routes[writers] = Routes(ready[0].shards, self._pool.site)
+            room.routes = self._routes[writers]
+            self._handle(room, Introduced(writers, room.routes.intake(room.key.room)))
+
+    def _check_instance(self, source: Source, remotes: Sequence[Remote]) -> None:
+        """All ranks must say the same of their instance, and be where the rendezvous says they are."""
+        first = remotes[0]
+        for rank, remote in enumerate(remotes):
+            hello = remote.hello
+            said = (hello.instance, hello.rank, len(remote.shards), hello.slot_bytes)
+            wanted = (source.instance, rank, len(remotes), first.hello.slot_bytes)
+            names = ("instance", "rank", "ranks", "slot_bytes")
+            for name, ours, theirs in zip(names, wanted, said, strict=True):
+                if ours != theirs:
+                    raise IncompatiblePeerError(f"{name} of {hello.address}", ours, theirs)
+            if remote.shards != first.shards:
+                raise IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
+
+    def _check_quarantine(self, remotes: Sequence[Remote]) -> None:
+        for remote in remotes:
+            held = self._queue.quarantined_bytes(remote.epoch)
+            if held > PEER_QUARANTINE * self._ring.nbytes:
+                raise QuarantineFullError(
+                    f"peer {remote.epoch.hex()[:8]}: {held} of {self._ring.nbytes} ring bytes wait for evidence"
+                )
+
+    def on_up(self, remote: Remote) -> None:
+        """A prefill rank is there."""
+        self._queue.connect(remote.epoch)
+        self._queue.resume(remote.epoch)
+        for instance in list(self._instances.values()):
+            if instance.addresses and remote.hello.address in instance.addresses:
+                self._introduce(instance)
+
+    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
+        """A prefill rank cannot be worked with: rooms that wait for it fail."""
+        for instance in list(self._instances.values()):
+            if instance.addresses and address in instance.addresses:
+                self._unreachable(instance, error)
+
+    def _unreachable(self, instance: _Instance, error: DisaggKVError) -> None:
+        instance.addresses = None
+        waiting, instance.waiting = instance.waiting, []
+        for room in waiting:
+            if self._rooms.get(room.key) is room:
+                self._handle(room, Lost(Epoch(b""), error))
+
+    def on_lost(self, lost: Lost) -> None:
+        """Rooms that need this rank fail; what it may still write to stays in quarantine."""
+        for room in self._with(lost.peer):
+            self._handle(room, lost)
+        self._queue.forget(lost.peer)
+        for writers in [w for w in self._routes if lost.peer in w]:
+            del self._routes[writers]
+
+    def on_gone(self, epoch: Epoch) -> None:
+        """Evidence: it writes nothing more."""
+        for room in self._with(epoch):
+            self._handle(room, Gone(epoch))
+
+    def _with(self, epoch: Epoch) -> list[_Room]:
+        return [r for r in self._rooms.values() if epoch in r.machine.writers]
+
+    # Frames.
+
+    def on_frame(self, frame: RoomFrame) -> None:
+        """See :class:`~disagg_kv.endpoints.node.Role`."""
+        epoch = Epoch(frame.src)
+        key = _key(frame)
+        room = self._rooms.get(key)
+        if room is None:
+            self._answer_ended(frame, epoch, key)
+        elif epoch in room.machine.writers:
+            try:
+                self._handle(room, frame)
+            except RemoteProtocolError as exc:
+                self._handle(room, Cancel(exc))
+        else:
+            self._node.observer.count("frames.not_a_writer")
+
+    def _answer_ended(self, frame: RoomFrame, epoch: Epoch, key: RoomKey) -> None:
+        """A late frame is answered from the tombstone, and nothing revives the room."""
+        node = self._node
+        head = room_head(node.me.epoch, epoch, key.room, key.generation)
+        ended = node.tombstones.outcome(epoch, key.room, key.generation)
+        if isinstance(frame, Abort):
+            node.send(Send(epoch, AbortAck(**head)))
+        elif isinstance(frame, Drained):
+            node.send(Send(epoch, DrainedAck(**head)))
+        elif ended is None or ended is Ended.EVICTED:
+            node.observer.count("frames.unknown_room")
+        elif ended is Ended.FAILED:
+            node.send(Send(epoch, Abort(**head, reason="the room has failed")))
+        elif isinstance(frame, StagingRequest | ChunkReady):
+            node.send(Send(epoch, Landed(**head, segment=frame.segment)))
+        elif isinstance(frame, Done):
+            node.send(Send(epoch, Complete(**head)))
+
+    def on_decided(self, key: RoomKey, decided: Decided) -> None:
+        """The ranks of our instance agree."""
+        room = self._rooms.get(key)
+        if room is not None:
+            self._handle(room, decided)
+
+    def on_ticket(self, event: TicketEnded | Settled) -> None:
+        """Decode posts nothing."""
+        raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
+
+    # Effects.
+
+    def _handle(self, room: _Room, event: object) -> None:
+        if room.machine.state is not Receiving.CLOSED:
+            self._apply(room, room.machine.handle(event, self._node.now))
+
+    def _apply(self, room: _Room, effects: Sequence[Effect]) -> None:
+        freed = False
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._node.send(effect)
+                case Vote(ok, reason):
+                    self._node.vote(room.key, ok, reason)
+                case Reserve():
+                    self._reserve(room, effect)
+                case Free(segment):
+                    self._queue.cancel((room.key, segment))
+                    self._queue.release((room.key, segment))
+                    freed = True
+                case Quarantine(segment):
+                    self._queue.quarantine((room.key, segment))
+                case Scatter():
+                    self._scatter(room, effect)
+                case Store(data):
+                    if room.wanted is not None and room.wanted.aux is not None:
+                        self._store(room, room.wanted.aux, data)
+                case _:
+                    raise LocalProtocolError(f"a receiving room asked for {effect}")
+        if freed:
+            self.quarantined = self._queue.quarantined_bytes()
+            self._grant()
+        self._publish(room)
+
+    def _reserve(self, room: _Room, effect: Reserve) -> None:
+        key = (room.key, effect.segment)
+        try:
+            lease = self._queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
+        except OversizeError as exc:
+            self._handle(room, Cancel(RemoteProtocolError(f"a segment that does not fit: {exc}")))
+            return
+        if lease is not None:
+            self._handle(room, Leased(effect.segment, lease))
+        else:
+            self._grant()
+
+    def _grant(self) -> None:
+        for (key, segment), lease in self._queue.grants():
+            room = self._rooms.get(key)
+            if room is None or room.machine.state is Receiving.CLOSED:
+                self._queue.release((key, segment))
+            else:
+                self._handle(room, Leased(segment, lease))
+
+    def _store(self, room: _Room, slot: int, data: bytes) -> None:
+        if len(data) > self._pool.aux_bytes:
+            error = RemoteProtocolError(f"aux data of {len(data)} bytes for rows of {self._pool.aux_bytes}")
+            self._handle(room, Cancel(error))
+        else:
+            self._pool.write_aux(slot, data)
+
+    def _scatter(self, room: _Room, effect: Scatter) -> None:
+        assert room.routes is not None
+        assert room.wanted is not None
+        started = self._node.clock()
+        try:
+            moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
+            event = self._kernels.scatter(self._pool, moves, self._ring)
+        except Exception as exc:
+            self._handle(room, Scattered(effect.segment, exc))
+            return
+        if event is None:
+            self._scattered(room, effect.segment, started)
+        else:
+            self._scattering.append(_Scattering(room.key, effect.segment, event, started))
+
+    def _move(self, room: _Room, segment: Segment, rank: Rank, base: int) -> Move:
+        assert room.routes is not None
+        assert room.wanted is not None
+        site = self._pool.site
+        parts = room.routes.intake(room.key.room).parts[rank]
+        view = room.routes.view(room.key.room, rank, site)
+        job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables)
+        return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
+
+    def _scattered(self, room: _Room, segment: Segment, started: float) -> None:
+        room.handle.report.spend("scatter", self._node.clock() - started)
+        self._handle(room, Scattered(segment))
+
+    def work(self) -> bool:
+        """Finish scatters."""
+        for one in [s for s in self._scattering if s.event.query()]:
+            self._scattering.remove(one)
+            room = self._rooms.get(one.key)
+            if room is not None:
+                self._scattered(room, one.segment, one.started)
+        return bool(self._scattering)
+
+    def _publish(self, room: _Room) -> None:
+        machine, report = room.machine, room.handle.report
+        report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
+        report.path = "+".join(sorted(set(machine.paths.values()))) or "exposed pages"
+        if machine.released and "total" not in report.seconds:
+            report.spend("total", self._node.now - room.opened)
+        if room.handle.publish(machine.phase, machine.released, machine.error):
+            self._changes.add(room.handle)
+        if machine.state is Receiving.CLOSED and self._rooms.get(room.key) is room:
+            del self._rooms[room.key]
+            ended = Ended.DONE if machine.error is None else Ended.FAILED
+            self._node.remember(machine.writers, room.key, ended)
+            self._node.observer.span(Span("room", room.key.room, room.opened, self._node.now, report.nbytes))
+
+    # Time.
+
+    def tick(self) -> None:
+        """Deadlines, repeats, silence, and prefill ranks that are looked for."""
+        now, peers = self._node.now, self._node.peers
+        if now < self._tick_at:
+            return
+        self._tick_at = now + TICK_S
+        for source, instance in list(self._instances.items()):
+            instance.waiting = [r for r in instance.waiting if self._rooms.get(r.key) is r]
+            if not instance.waiting:
+                del self._instances[source]
+            elif instance.look_at <= now:
+                self._find(source, instance)
+        for epoch in peers.epochs():
+            if epoch in self._node.remotes:
+                (self._queue.resume if peers.lively(epoch, now) else self._queue.suspend)(epoch)
+        for room in list(self._rooms.values()):
+            due = room.machine.next_at()
+            if due is not None and due <= now:
+                self._handle(room, Tick())
+            self._check_silence(room, now)
+        self._grant()
+
+    def _check_silence(self, room: _Room, now: float) -> None:
+        if room.machine.error is not None:
+            return
+        if not room.machine.writers and now - room.opened >= room.silence_s:
+            error = PeerLostError(f"prefill instance {room.source.instance!r} was not found in {room.silence_s:g} s")
+            self._handle(room, Lost(Epoch(b""), error))
+        for epoch in room.machine.writers:
+            if self._node.peers.silent_for(epoch, now) >= room.silence_s:
+                error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
+                self._handle(room, Lost(epoch, error))
+
+    def next_at(self) -> float | None:
+        """When ``tick`` is due."""
+        return self._tick_at if self._rooms or self._queue.waiting else None
+
+    def integrity_failure(self, error: DisaggKVError) -> None:
+        """No open room can be trusted."""
+        for room in list(self._rooms.values()):
+            self._handle(room, Cancel(error))
+
+    def abort_all(self, reason: str) -> None:
+        """The endpoint closes."""
+        for room in list(self._rooms.values()):
+            self._handle(room, Cancel(AbortedError(reason)))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        self._queue.check_integrity()
+        for room in self._rooms.values():
+            room.machine.check_integrity()
+
+
+def _key(frame: RoomFrame) -> RoomKey:
+    return RoomKey(RoomId(frame.room), Generation(frame.generation))

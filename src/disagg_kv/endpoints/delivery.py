@@ -1,0 +1,145 @@
+"""What a prefill engine holds of a room and of a forward pass. Every call is checked before anything happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from ..errors import AbortedError, GeometryError, LocalProtocolError, UnsupportedError
+from ..geometry import PageTable
+from ..ids import GroupId, LayerId
+from ..memory import Event, MemoryPool
+from ..protocol import MAX_AUX, Effect, RoomKey, SendRoom
+from .handles import Happened, RoomHandle, check_tables
+
+Act = Callable[[SendRoom, float], list[Effect]]
+
+
+class Office(Protocol):
+    """The endpoint, as its handles see it; nothing blocks."""
+
+    def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
+        """Have a room's machine do something on the endpoint's thread, once ``ready`` has happened."""
+        ...
+
+    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+        """Stop reading a room's pages."""
+        ...
+
+
+class DeliveryHandle(RoomHandle):
+    """A room on a prefill rank; see :class:`~disagg_kv.endpoints.base.Delivery`."""
+
+    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office) -> None:
+        super().__init__(key.room)
+        self._key = key
+        self._pool = pool
+        self._office = office
+        self._held: Mapping[GroupId, int] | None = None
+        self._stop = 0
+        self._given = 0
+        self._finished = False
+
+    @property
+    def held(self) -> Mapping[GroupId, int] | None:
+        """Rows that decode holds already; None until it has said so."""
+        return self._held
+
+    def hold(self, held: Mapping[GroupId, int]) -> None:
+        """Endpoint's thread: decode has said so."""
+        self._held = held
+
+    def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Delivery.send_chunk`."""
+        tables = self.admit(stop, pages)
+        self._change(lambda machine, now: machine.add(stop, tables, ready=True, after=ready, now=now))
+
+    def admit(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
+        """Check the next rows and their pages; from then on they count as handed over."""
+        if self._finished:
+            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish")
+        if stop <= self._given:
+            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
+        tables = check_tables(self._pool.site, pages, self._given, stop)
+        self._given = stop
+        self._stop = max(self._stop, stop)
+        return tables
+
+    def announce(self, stop: int, tables: Mapping[GroupId, PageTable]) -> None:
+        """Rows that a forward pass is about to compute: ask for grants (A4)."""
+        self._change(lambda machine, now: machine.add(stop, tables, ready=False, after=None, now=now))
+
+    def computed(self, stop: int, ready: Event | None) -> None:
+        """The pass is done, or will be at ``ready``."""
+        self._change(lambda machine, now: machine.ready(stop, ready, now))
+
+    def finish(
+        self,
+        stop: int,
+        *,
+        state: Sequence[PageTable] = (),
+        aux: int | None = None,
+        tag: bytes = b"",
+        ready: Event | None = None,
+    ) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Delivery.finish`."""
+        if state:
+            raise UnsupportedError(f"room {self.room.hex()}: recurrent state is not moved yet")
+        if self._finished or stop != self._stop:
+            raise LocalProtocolError(
+                f"room {self.room.hex()}: finish at row {stop}, "
+                + ("which is the second" if self._finished else f"but chunks end at {self._stop}")
+            )
+        if len(tag) > 256:
+            raise LocalProtocolError(f"room {self.room.hex()}: a tag of {len(tag)} bytes; at most 256 are allowed")
+        if aux is not None:
+            if self._pool.aux_bytes > MAX_AUX:
+                raise UnsupportedError(f"aux rows of {self._pool.aux_bytes} bytes; at most {MAX_AUX} are moved yet")
+            self._pool.read_aux(aux)
+        self._finished = True
+
+        def act(machine: SendRoom, now: float) -> list[Effect]:
+            return machine.finish(stop, None if aux is None else self._pool.read_aux(aux), tag, now)
+
+        self._office.change(self._key, act, ready)
+
+    def withdraw(self) -> Event:
+        """See :meth:`~disagg_kv.endpoints.base.Delivery.withdraw`."""
+        fired = Happened()
+        self._given = 0
+        self._office.withdraw(self._key, fired)
+        return fired
+
+    def abort(self, reason: str) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Handle.abort`."""
+        error = AbortedError(f"room {self.room.hex()}: {reason}")
+        self._change(lambda machine, now: machine.cancel(error, now))
+
+    def _change(self, act: Act) -> None:
+        self._office.change(self._key, act)
+
+
+class ForwardPass:
+    """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.base.Step`."""
+
+    def __init__(self, rooms: Mapping[DeliveryHandle, int], layers: Sequence[LayerId]) -> None:
+        self._rooms = rooms
+        self._layers = frozenset(layers)
+        self._seen: set[LayerId] = set()
+        self._closed = False
+
+    def layer_ready(self, layer: LayerId, ready: Event | None = None) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`; with the per-chunk schedule ``close`` sends."""
+        if layer not in self._layers:
+            raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
+        if self._closed or layer in self._seen:
+            raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
+        self._seen.add(layer)
+
+    def close(self, ready: Event | None = None) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
+        if self._closed:
+            raise LocalProtocolError("the step is closed already")
+        self._closed = True
+        for handle, stop in self._rooms.items():
+            handle.computed(stop, ready)

@@ -1,0 +1,63 @@
+"""The endpoint's own thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from .node import Node
+
+TURN_S = 1.0
+"""The longest single wait; whatever happens wakes the thread earlier."""
+
+
+class Driver:
+    """Turns a node until it is closed. With ``thread=False`` the caller turns it."""
+
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        abort_all: Callable[[str], None],
+        open_rooms: Callable[[], int],
+        thread: bool,
+    ) -> None:
+        self._node = node
+        self._abort_all = abort_all
+        self._open_rooms = open_rooms
+        self._stop = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
+        if self._thread is not None:
+            self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """True once ``close`` was called."""
+        return self._closed
+
+    def turn(self, timeout_s: float = 0.0) -> None:
+        """One turn, on the calling thread; only without a thread of our own."""
+        assert self._thread is None
+        self._node.turn(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._node.turn(TURN_S)
+
+    def close(self, drain_s: float) -> None:
+        """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        node = self._node
+        until = node.clock() + drain_s
+        node.post(lambda: self._abort_all("the endpoint closes"))
+        if self._thread is not None:
+            self._stop.set()
+            node.channel.wake()
+            self._thread.join()
+        node.turn(0.0)
+        while self._open_rooms() and node.clock() < until:
+            node.turn(0.02)
+        node.stop(max(0.0, until - node.clock()))

@@ -1,0 +1,63 @@
+"""Noticing that a peer's process has ended, which is evidence where silence is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import PeerLostError, TransportError
+from ..ids import Epoch
+from ..protocol import Hello
+from ..transports.process import Process, Watch
+
+
+class Exits:
+    """Watches the processes of peers on this host, and counts the time since an end was observed or confirmed."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._watches: dict[Epoch, Watch] = {}
+        self._ended: dict[Epoch, float] = {}
+        self._news: list[Epoch] = []
+
+    def watch(self, epoch: Epoch, hello: Hello) -> None:
+        """Watch a peer, if it is a process of this host; one of our own process never ends before us."""
+        process = Process(hello.pid, hello.started, hello.host)
+        if process == Process.own() or epoch in self._watches or epoch in self._ended:
+            return
+        try:
+            self._watches[epoch] = process.watch()
+        except TransportError:
+            return  # another host: only its operator can know
+        except PeerLostError:
+            self._end(epoch)
+
+    def ended(self) -> list[Epoch]:
+        """Whose process has ended since the last call."""
+        for epoch in [e for e, watch in self._watches.items() if watch.ended()]:
+            del self._watches[epoch]
+            self._end(epoch)
+        found, self._news = self._news, []
+        return found
+
+    def _end(self, epoch: Epoch) -> None:
+        self._ended[epoch] = self._clock()
+        self._news.append(epoch)
+
+    def confirm(self, epoch: Epoch) -> None:
+        """Somebody saw the process end."""
+        self._ended.setdefault(epoch, self._clock())
+
+    def drained(self, drain_s: float | None) -> list[Epoch]:
+        """Whose last writes have landed: it ended ``drain_s`` ago (None: nobody knows how long that takes)."""
+        if drain_s is None:
+            return []
+        return [epoch for epoch, at in self._ended.items() if self._clock() - at >= drain_s]
+
+    def forget(self, epoch: Epoch) -> None:
+        """Its evidence was used, or nothing is owed to it."""
+        self._ended.pop(epoch, None)
+        self._watches.pop(epoch, None)
+
+    def close(self) -> None:
+        """Watch nobody."""
+        self._watches.clear()

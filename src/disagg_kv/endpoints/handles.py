@@ -1,0 +1,141 @@
+"""Handles: what an engine holds of a room. Written by the endpoint's thread, read by the engine's."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from ..errors import ConfigurationError, DisaggKVError, GeometryError, LocalProtocolError
+from ..geometry import PageTable, Site
+from ..ids import GroupId, RoomId
+from ..protocol import Phase
+from .base import Report
+
+H = TypeVar("H")
+
+
+class RoomHandle:
+    """Outcome and ownership of one room, live."""
+
+    def __init__(self, room: RoomId) -> None:
+        self._room = room
+        self._phase = Phase.CONNECTING
+        self._released = False
+        self._error: DisaggKVError | None = None
+        self._report = Report()
+
+    @property
+    def room(self) -> RoomId:
+        """Its id."""
+        return self._room
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is."""
+        return self._phase
+
+    @property
+    def released(self) -> bool:
+        """True: nobody reads or writes its pages any more."""
+        return self._released
+
+    @property
+    def error(self) -> DisaggKVError | None:
+        """Why it failed."""
+        return self._error
+
+    @property
+    def report(self) -> Report:
+        """What it cost so far."""
+        return self._report
+
+    def publish(self, phase: Phase, released: bool, error: DisaggKVError | None) -> bool:
+        """Endpoint's thread: take over the machine's state; True if the engine should look."""
+        if (phase, released) == (self._phase, self._released):
+            return False
+        # The error is there before the phase that makes the engine look at it, and ``released`` comes last.
+        self._error = error
+        self._phase = phase
+        self._released = released
+        return True
+
+
+class Changes(Generic[H]):
+    """Handles that changed, each once, in the order of their first change."""
+
+    def __init__(self) -> None:
+        self._queue: deque[H] = deque()
+
+    def add(self, handle: H) -> None:
+        """Endpoint's thread."""
+        self._queue.append(handle)
+
+    def take(self) -> Sequence[H]:
+        """Engine's thread."""
+        taken: dict[int, H] = {}
+        while self._queue:
+            handle = self._queue.popleft()
+            taken.setdefault(id(handle), handle)
+        return list(taken.values())
+
+
+class Happened:
+    """An event that the endpoint's thread sets."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def query(self) -> bool:
+        """True once it has happened."""
+        return self._event.is_set()
+
+    def synchronize(self) -> None:
+        """Block until it has happened."""
+        self._event.wait()
+
+    def set(self) -> None:
+        """It has happened."""
+        self._event.set()
+
+
+class Closable(Protocol):
+    """Something that may be closed."""
+
+    @property
+    def closed(self) -> bool:
+        """True once it is."""
+        ...
+
+
+def check_room(room: RoomId, last: RoomHandle | None, endpoint: Closable) -> None:
+    """Raise unless a room may be opened now.
+
+    Raises:
+        LocalProtocolError: its last life has not been released, or the endpoint is closed.
+        ConfigurationError: an id that is empty or longer than 64 bytes.
+    """
+    if not 1 <= len(room) <= 64:
+        raise ConfigurationError(f"a room id of {len(room)} bytes; 1 to 64 are allowed")
+    if endpoint.closed:
+        raise LocalProtocolError(f"room {room.hex()}: the endpoint is closed")
+    if last is not None and not last.released:
+        raise LocalProtocolError(f"room {room.hex()} is open already")
+
+
+def check_tables(site: Site, pages: Sequence[PageTable], start: int, stop: int) -> Mapping[GroupId, PageTable]:
+    """Tables by group, checked to cover ``[start, stop)`` in every group of the pool.
+
+    Raises:
+        GeometryError: a group twice, unknown or missing, or a table that does not cover the rows.
+    """
+    tables = {t.group: t for t in pages}
+    if len(tables) != len(pages):
+        raise GeometryError(f"two page tables for one group: {[t.group for t in pages]}")
+    for table in pages:
+        table.check(site.group(table.group), start, stop)
+    missing = [g.id for g in site.groups if g.id not in tables]
+    if missing and stop > start:
+        raise GeometryError(f"no page table for {missing}")
+    return tables

@@ -1,0 +1,186 @@
+"""What an endpoint says of itself, and whether two of them can work together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import attrs
+from attrs import field, frozen
+
+from ..errors import ConfigurationError, GeometryError, IncompatiblePeerError
+from ..geometry import CacheSpec, Shard, Site
+from ..ids import Epoch, Rank, RegionId
+from ..planning import Intake
+from ..protocol import VERSION, Hello
+from ..protocol.wire import (
+    shard_from_wire,
+    shard_to_wire,
+    site_from_wire,
+    site_to_wire,
+    spec_from_wire,
+    spec_to_wire,
+)
+from ..strategies import Path
+from ..transports import Transport
+from ..transports.process import Process
+
+Role = Literal["prefill", "decode"]
+
+
+@frozen
+class Self:
+    """One endpoint, as it introduces itself.
+
+    Args:
+        epoch: its life.
+        role: which side.
+        instance: name of the set of ranks it belongs to.
+        rank: its index there.
+        shards: what every rank of the instance holds.
+        site: its pool.
+        regions: its pool's registered buffers.
+        paths: what it can use.
+        slot_bytes: prefill: bytes of a staging slot.
+        ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
+    """
+
+    epoch: Epoch
+    address: str
+    role: Role
+    instance: str
+    rank: Rank
+    shards: tuple[Shard, ...]
+    site: Site
+    regions: tuple[RegionId, ...]
+    transport: Transport
+    paths: tuple[Path, ...]
+    slot_bytes: int = 0
+    ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
+    ring_bytes: int = 0
+    lease_bytes: int = 0
+    process: Process = field(factory=Process.own)
+
+    def hello(self) -> Callable[[bytes], Hello]:
+        """Makes the ``Hello`` towards a life; everything but that is encoded once."""
+        spec = spec_to_wire(self.site.spec)
+        shards = tuple(shard_to_wire(s) for s in self.shards)
+        site = site_to_wire(self.site)
+        descriptor = self.transport.local_descriptor()
+
+        def hello(dst: bytes) -> Hello:
+            return Hello(
+                src=self.epoch,
+                dst=dst,
+                version=VERSION,
+                address=self.address,
+                role=self.role,
+                instance=self.instance,
+                rank=self.rank,
+                host=self.process.host,
+                pid=self.process.pid,
+                started=self.process.started,
+                spec=spec,
+                shards=shards,
+                site=site,
+                regions=self.regions,
+                transport=self.transport.name,
+                descriptor=descriptor,
+                paths=tuple((p.name, p.version) for p in self.paths),
+                slot_bytes=self.slot_bytes,
+                ring_region=self.ring_region,
+                ring_bytes=self.ring_bytes,
+                lease_bytes=self.lease_bytes,
+            )
+
+        return hello
+
+    def admit(self, hello: Hello) -> None:
+        """Raise unless we can work with whom a ``Hello`` is from.
+
+        Raises:
+            IncompatiblePeerError: names the one field that differs.
+            RemoteProtocolError: what it says of itself cannot be.
+        """
+        spec = spec_from_wire(hello.spec)
+        check_spec(self.site.spec, spec)
+        shards = tuple(shard_from_wire(s, spec) for s in hello.shards)
+        if not hello.rank < len(shards):
+            raise IncompatiblePeerError("rank", f"below {len(shards)}", hello.rank)
+        site_from_wire(hello.site, spec, shards[hello.rank])
+        if hello.role == self.role:
+            self._admit_sibling(hello, shards)
+            return
+        if hello.transport != self.transport.name:
+            raise IncompatiblePeerError("transport", self.transport.name, hello.transport)
+        ours = {(p.name, p.version) for p in self.paths}
+        if not ours & set(hello.paths):
+            raise IncompatiblePeerError("paths", sorted(ours), sorted(hello.paths))
+        sides = (shards, self.shards) if self.role == "decode" else (self.shards, shards)
+        try:
+            for target in sides[1]:
+                Intake.build(spec, sides[0], target, 0)
+        except ConfigurationError as exc:
+            raise IncompatiblePeerError("shards", "a split that decode's boxes can be made of", str(exc)) from exc
+
+    def _admit_sibling(self, hello: Hello, shards: Sequence[Shard]) -> None:
+        if hello.instance != self.instance:
+            raise IncompatiblePeerError("role", f"{self.role} of {self.instance}", f"{hello.role} of {hello.instance}")
+        if hello.rank == self.rank:
+            raise IncompatiblePeerError("rank", self.rank, hello.rank)
+        if tuple(shards) != self.shards:
+            raise IncompatiblePeerError("shards", f"{len(self.shards)} of our instance", f"{len(shards)} others")
+
+
+def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
+    """Raise an IncompatiblePeerError that names the first field in which two specs differ."""
+    if ours.model != theirs.model:
+        raise IncompatiblePeerError("spec.model", ours.model.hex(), theirs.model.hex())
+    if len(ours.layers) != len(theirs.layers):
+        raise IncompatiblePeerError("spec.layers", len(ours.layers), len(theirs.layers))
+    for layer, components in ours.layers.items():
+        others = theirs.layers.get(layer)
+        where = f"spec.layers[{layer}]"
+        if others is None:
+            raise IncompatiblePeerError(where, "there", "missing")
+        names = [c.name for c in components], [c.name for c in others]
+        if names[0] != names[1]:
+            raise IncompatiblePeerError(where, *names)
+        for a, b in zip(components, others, strict=True):
+            for name in (f.name for f in attrs.fields(type(a))):
+                if getattr(a, name) != getattr(b, name):
+                    raise IncompatiblePeerError(f"{where}.{a.name}.{name}", getattr(a, name), getattr(b, name))
+
+
+@frozen
+class Remote:
+    """Another endpoint, decoded once: what its ``Hello`` said."""
+
+    hello: Hello
+    spec: CacheSpec
+    shards: tuple[Shard, ...]
+    site: Site
+
+    @classmethod
+    def of(cls, hello: Hello) -> Remote:
+        """From a ``Hello`` that was admitted."""
+        spec = spec_from_wire(hello.spec)
+        shards = tuple(shard_from_wire(s, spec) for s in hello.shards)
+        return cls(hello, spec, shards, site_from_wire(hello.site, spec, shards[hello.rank]))
+
+    @property
+    def epoch(self) -> Epoch:
+        """Its life."""
+        return Epoch(self.hello.src)
+
+    def page_rows(self) -> int:
+        """Rows of its largest page: where segments are cut."""
+        return max((g.rows_per_page for g in self.site.groups), default=1)
+
+
+def check_instance(shards: Sequence[Shard], rank: int, site: Site) -> None:
+    """Raise a GeometryError unless the pool is what the instance says this rank holds."""
+    if not 0 <= rank < len(shards):
+        raise GeometryError(f"rank {rank} of an instance of {len(shards)} ranks")
+    if shards[rank] != site.shard:
+        raise GeometryError(f"rank {rank}: the pool's shard is not the one that the instance's list has for it")

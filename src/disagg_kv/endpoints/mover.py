@@ -1,0 +1,346 @@
+"""Prefill's data path: gather into slots, post, and know when source memory is quiet again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from attrs import define, field, frozen
+
+from ..errors import CapacityError, DisaggKVError, OversizeError
+from ..geometry import PageTable
+from ..ids import Epoch, GroupId, RegionId, Ticket
+from ..kernels import Kernels, Move
+from ..memory import Buffer, Event, MemoryPool
+from ..planning import Segment, StagedLayout, Writes
+from ..protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
+from ..staging import ALIGNMENT
+from ..transports import Ended, Settled, Transport
+from .base import Report
+
+
+@frozen
+class Load:
+    """What the mover has to know of a transfer that it begins now.
+
+    Args:
+        plan: writes into exposed pages (regions named), or what to gather.
+        tables: the room's pages.
+        after: when they are final.
+        ring: the destination's ring.
+        report: where to book the cost.
+    """
+
+    plan: Writes | StagedLayout
+    tables: Mapping[GroupId, PageTable]
+    after: Event | None
+    ring: RegionId
+    report: Report
+
+
+class Rooms(Protocol):
+    """What the mover asks of the endpoint."""
+
+    def after(self, room: RoomKey, transfer: Transfer) -> Event | None:
+        """When the transfer's rows are final; None: now."""
+        ...
+
+    def sharing(self, room: RoomKey, transfer: Transfer) -> int:
+        """Transfers of one segment with equal numbers carry the same bytes."""
+        ...
+
+    def begin(self, room: RoomKey, transfer: Transfer) -> Load | None:
+        """Begin a transfer: from now on it reads and writes. None: it has become void."""
+        ...
+
+    def reading(self, room: RoomKey, by: int) -> None:
+        """So many more (or fewer) reads of the room's pages are under way."""
+        ...
+
+    def moved(self, room: RoomKey, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
+        """How a transfer went."""
+        ...
+
+    def submit(self, to: Epoch, writes: Writes) -> Ticket:
+        """Post to a destination."""
+        ...
+
+
+@define
+class _Slot:
+    """A staging buffer's part: free when nobody gathers into it and all its posts are quiet."""
+
+    offset: int
+    pins: dict[int, Epoch] = field(factory=dict)
+
+
+@define(eq=False)
+class _Post:
+    """What was posted for one transfer, as one: it ends when all its tickets have ended."""
+
+    number: int
+    room: RoomKey
+    transfer: Transfer
+    slot: _Slot | None
+    report: Report
+    started: float
+    tickets: set[Ticket] = field(factory=set)
+    unquiet: set[Ticket] = field(factory=set)
+    error: Exception | None = None
+
+
+@define(eq=False)
+class _Gathering:
+    event: Event
+    posts: list[tuple[_Post, Writes]]
+
+
+class Mover:
+    """Transfers in, writes out. Runs on the endpoint's thread only.
+
+    A slot is reusable when all its posts are quiet; one destination pins at most a quarter of the slots, so a slow one
+    never delays the others (A14). Destinations granted by then are served by one gather (A8).
+    """
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        kernels: Kernels,
+        transport: Transport,
+        staging: Buffer,
+        region: RegionId,
+        slot_bytes: int,
+        rooms: Rooms,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._kernels = kernels
+        self._max_batch = transport.caps.max_batch
+        self._staging = staging
+        self._region = region
+        self._slot_bytes = slot_bytes
+        self._slots = [_Slot(at) for at in range(0, staging.nbytes - slot_bytes + 1, slot_bytes)]
+        self._rooms = rooms
+        self._clock = clock
+        self._queue: OrderedDict[tuple[RoomKey, Epoch, Segment], Transfer] = OrderedDict()
+        self._gathering: list[_Gathering] = []
+        self._posts: dict[Ticket, _Post] = {}
+        self._number = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Gathers and writes that are not quiet."""
+        return len(self._gathering) + len(self._posts)
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots that cannot be reused yet."""
+        return sum(bool(s.pins) for s in self._slots)
+
+    def add(self, room: RoomKey, transfer: Transfer) -> None:
+        """Queue a transfer; one that is queued already is replaced."""
+        self._queue[(room, transfer.to, transfer.segment)] = transfer
+
+    def forget(self, room: RoomKey) -> None:
+        """Drop what is queued for a room that has ended."""
+        for key in [k for k in self._queue if k[0] == room]:
+            del self._queue[key]
+
+    def work(self) -> bool:
+        """Start what can start, finish gathers; True while something is in flight."""
+        for one in [g for g in self._gathering if g.event.query()]:
+            self._gathering.remove(one)
+            self._gathered(one.posts)
+        waiting = False
+        for key in list(self._queue):
+            transfer = self._queue.get(key)
+            if transfer is None:
+                continue
+            event = self._rooms.after(key[0], transfer)
+            if event is not None and not event.query():
+                waiting = True
+            elif transfer.offset is None:
+                del self._queue[key]
+                self._direct(key[0], transfer)
+            else:
+                self._staged(key[0], transfer)
+        return waiting or bool(self._gathering or self._posts)
+
+    # Straight from pages to pages.
+
+    def _direct(self, room: RoomKey, transfer: Transfer) -> None:
+        load = self._rooms.begin(room, transfer)
+        if load is None:
+            return
+        assert isinstance(load.plan, Writes)
+        self._rooms.reading(room, 1)
+        self._post(self._new_post(room, transfer, None, load.report), load.plan)
+
+    # Through a slot.
+
+    def _staged(self, room: RoomKey, first: Transfer) -> None:
+        """One gather for all destinations of the same segment that are granted by now and fit a slot."""
+        slot = next((s for s in self._slots if not s.pins), None)
+        if slot is None:
+            return
+        loads: list[tuple[Transfer, Load, int]] = []
+        places: dict[int, int] = {}
+        used = 0
+        for transfer in self._same(room, first):
+            share = self._rooms.sharing(room, transfer)
+            need = 0 if share in places else -(-transfer.nbytes // ALIGNMENT) * ALIGNMENT
+            if self._full(transfer.to) or (places and used + need > self._slot_bytes):
+                continue
+            del self._queue[(room, transfer.to, transfer.segment)]
+            load = self._rooms.begin(room, transfer)
+            if load is not None:
+                places.setdefault(share, used)
+                used += need
+                loads.append((transfer, load, places[share]))
+        if loads:
+            self._gather(room, slot, loads)
+
+    def _same(self, room: RoomKey, first: Transfer) -> list[Transfer]:
+        return [t for (r, _, s), t in self._queue.items() if r == room and s == first.segment and t.offset is not None]
+
+    def _full(self, to: Epoch) -> bool:
+        """One destination pins at most a quarter of the slots."""
+        return sum(to in s.pins.values() for s in self._slots) >= max(1, len(self._slots) // 4)
+
+    def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
+        moves: dict[int, Move] = {}
+        posts: list[tuple[_Post, Writes]] = []
+        after: Event | None = None
+        started = self._clock()
+        for transfer, load, place in loads:
+            assert isinstance(load.plan, StagedLayout)
+            assert transfer.offset is not None
+            post = self._new_post(room, transfer, slot, load.report)
+            where = slot.offset + place
+            moves.setdefault(place, Move(load.plan, load.tables, where))
+            posts.append((post, Writes.one(self._region, where, load.ring, transfer.offset, load.plan.nbytes)))
+            after = load.after
+        self._rooms.reading(room, 1)
+        try:
+            event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
+        except Exception as exc:
+            self._rooms.reading(room, -1)
+            for post, _ in posts:
+                post.error = exc
+                self._end(post)
+            return
+        loads[0][1].report.spend("gather", self._clock() - started)
+        if event is None:
+            self._gathered(posts)
+        else:
+            self._gathering.append(_Gathering(event, posts))
+
+    def _gathered(self, posts: list[tuple[_Post, Writes]]) -> None:
+        self._rooms.reading(posts[0][0].room, -1)
+        for post, writes in posts:
+            self._post(post, writes)
+
+    # Posting and ending.
+
+    def _new_post(self, room: RoomKey, transfer: Transfer, slot: _Slot | None, report: Report) -> _Post:
+        self._number += 1
+        if slot is not None:
+            slot.pins[self._number] = transfer.to
+        return _Post(self._number, room, transfer, slot, report, self._clock())
+
+    def _post(self, post: _Post, writes: Writes) -> None:
+        post.started = self._clock()
+        try:
+            for batch in _batches(writes, self._max_batch):
+                ticket = self._rooms.submit(post.transfer.to, batch)
+                post.tickets.add(ticket)
+                self._posts[ticket] = post
+        except DisaggKVError as exc:
+            post.error = exc
+        post.report.descriptors += len(writes)
+        post.report.spend("post", self._clock() - post.started)
+        if not post.tickets:
+            self._end(post)
+
+    def on_ticket(self, event: Ended | Settled) -> None:
+        """A write ended, or is quiet at last."""
+        post = self._posts.get(event.ticket)
+        if post is None:
+            return
+        if isinstance(event, Settled):
+            self._quiet(post, event.ticket)
+            return
+        post.tickets.discard(event.ticket)
+        post.error = post.error or event.error
+        if event.quiesced:
+            del self._posts[event.ticket]
+        else:
+            post.unquiet.add(event.ticket)
+        if not post.tickets:
+            self._end(post)
+
+    def _end(self, post: _Post) -> None:
+        """All tickets have ended, well or not, quiet or not."""
+        transfer = post.transfer
+        post.report.spend("wire", self._clock() - post.started)
+        if not post.unquiet:
+            self._unpin(post)
+        if post.error is None:
+            post.report.nbytes += transfer.nbytes
+            self._rooms.moved(post.room, transfer.to, Wrote(transfer.segment))
+        else:
+            failed = WriteFailed(transfer.segment, post.error, not post.unquiet)
+            self._rooms.moved(post.room, transfer.to, failed)
+
+    def _quiet(self, post: _Post, ticket: Ticket) -> None:
+        del self._posts[ticket]
+        post.unquiet.discard(ticket)
+        if not post.unquiet and not post.tickets:
+            self._unpin(post)
+            self._rooms.moved(post.room, post.transfer.to, Quiet(post.transfer.segment))
+
+    def _unpin(self, post: _Post) -> None:
+        if post.slot is not None:
+            del post.slot.pins[post.number]
+        else:
+            self._rooms.reading(post.room, -1)
+
+    def gone(self, epoch: Epoch) -> None:
+        """A destination's process has ended and nothing moves between us any more: its tickets are quiet."""
+        for ticket, post in [(t, p) for t, p in self._posts.items() if p.transfer.to == epoch]:
+            if ticket in post.unquiet:
+                self._quiet(post, ticket)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        pinned = {n for slot in self._slots for n in slot.pins}
+        live = {p.number for p in self._posts.values() if p.slot is not None}
+        live |= {post.number for g in self._gathering for post, _ in g.posts}
+        assert pinned == live, (pinned, live)
+
+
+def _batches(writes: Writes, most: int | None) -> Iterator[Writes]:
+    """No batch above what the transport takes at once."""
+    if most is None or len(writes) <= most:
+        yield writes
+        return
+    for start in range(0, len(writes), most):
+        cut = slice(start, start + most)
+        yield Writes(
+            writes.local[cut], writes.local_off[cut], writes.remote[cut], writes.remote_off[cut], writes.nbytes[cut]
+        )
+
+
+def staging_slots(slots: int, slot_bytes: int) -> int:
+    """Bytes of a staging buffer.
+
+    Raises:
+        OversizeError: no room for a single aligned part.
+        CapacityError: fewer than one slot.
+    """
+    if slots < 1:
+        raise CapacityError(f"{slots} staging slots")
+    if slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT:
+        raise OversizeError(f"a staging slot must be a multiple of {ALIGNMENT} bytes", slot_bytes, ALIGNMENT)
+    return slots * slot_bytes

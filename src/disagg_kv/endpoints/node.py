@@ -1,0 +1,395 @@
+"""What both kinds of endpoint do alike: introduce themselves, beat, notice ends, pass frames on, and keep going.
+
+A :class:`Node` is driven by :meth:`turn`, either by its own thread (:class:`Driver`) or by whoever simulates it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from ..channels import Arrived, Channel, Closed, Opened
+from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
+from ..ids import Epoch, Peer, Rank
+from ..memory import Event
+from ..protocol import (
+    Agreement,
+    AnyFrame,
+    Codec,
+    Decided,
+    Ended,
+    Forget,
+    Hello,
+    Lost,
+    Options,
+    Outcome,
+    PeerEffect,
+    PeerTable,
+    RoomFrame,
+    RoomKey,
+    Send,
+    SendTo,
+    Tombstones,
+    Unreachable,
+    Up,
+)
+from ..protocol.frames import Ballot, Heartbeat, Refused, Verdict
+from ..rendezvous import Rendezvous, Source
+from ..trace import Observer
+from ..transports import Ended as TicketEnded
+from ..transports import Heard, Settled
+from .base import PeerInfo
+from .exits import Exits
+from .introduction import Remote, Self
+
+log = logging.getLogger("disagg_kv")
+
+CONNECT_S = 2.0
+"""Seconds that a transport may take to reach a peer whose Hello just came in."""
+
+LOOKUP_S = 0.05
+"""Seconds between two look-ups of somebody who is not there yet."""
+
+IDLE_S = 0.2
+"""The longest that an endpoint sleeps: exits of peers are noticed this fast."""
+
+
+class Role(Protocol):
+    """The half that is different: rooms, and what moves their bytes."""
+
+    def on_frame(self, frame: RoomFrame) -> None:
+        """A frame about a room, from a life that is known, to this life."""
+        ...
+
+    def on_up(self, remote: Remote) -> None:
+        """A peer of the other side is there."""
+        ...
+
+    def on_lost(self, lost: Lost) -> None:
+        """A peer of the other side is lost."""
+        ...
+
+    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
+        """Nobody whom we can work with answers at an address."""
+        ...
+
+    def on_gone(self, epoch: Epoch) -> None:
+        """Evidence: a peer's process has ended and its last writes have landed."""
+        ...
+
+    def on_ticket(self, event: TicketEnded | Settled) -> None:
+        """A write ended, or is quiet at last."""
+        ...
+
+    def on_decided(self, key: RoomKey, decided: Decided) -> None:
+        """The ranks of our instance agree."""
+        ...
+
+    def work(self) -> bool:
+        """Start and finish copies; True while something is in flight that only polling finishes."""
+        ...
+
+    def tick(self) -> None:
+        """Time has passed."""
+        ...
+
+    def next_at(self) -> float | None:
+        """When ``tick`` is due."""
+        ...
+
+    def integrity_failure(self, error: DisaggKVError) -> None:
+        """Something unforeseen went wrong in this endpoint: no open room can be trusted."""
+        ...
+
+
+class Node:
+    """The endpoint's thread's half: everything here runs on that one thread, except ``post``."""
+
+    def __init__(
+        self,
+        me: Self,
+        channel: Channel,
+        rendezvous: Rendezvous,
+        options: Options,
+        observer: Observer,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.me = me
+        self.channel = channel
+        self.rendezvous = rendezvous
+        self.options = options
+        self.observer = observer
+        self.clock = clock
+        self.now = clock()
+        self.codec = Codec()
+        self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
+        self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
+        self.tombstones = Tombstones(options.tombstones)
+        self.remotes: dict[Epoch, Remote] = {}
+        self.links: dict[Epoch, Peer] = {}
+        self.role: Role | None = None
+        self._sleep = sleep
+        self._epochs: dict[Peer, Epoch] = {}
+        self._siblings: dict[Epoch, Rank] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._later: list[tuple[Event, Callable[[], None]]] = []
+        self._exits = Exits(clock)
+        self._look_at: float | None = None if me.rank == 0 else self.now
+        rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
+
+    # From any thread.
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have the endpoint's thread do something, in order."""
+        self._commands.append(command)
+        self.channel.wake()
+
+    def when(self, event: Event | None, command: Callable[[], None]) -> None:
+        """Do it once an event has happened; on the endpoint's thread."""
+        if event is None or event.query():
+            command()
+        else:
+            self._later.append((event, command))
+
+    # One turn.
+
+    def turn(self, timeout_s: float) -> None:
+        """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
+        self.now = self.clock()
+        busy = self._guard(self._progress) is not False
+        wait = 0.0 if busy or self._commands else self._wait(timeout_s)
+        arrived = self.channel.poll(wait)
+        self.now = self.clock()
+        for event in arrived:
+            self._guard(partial(self._on_channel, event))
+        if busy and not arrived:
+            self._sleep(50e-6)
+
+    def _progress(self) -> bool:
+        assert self.role is not None
+        while self._commands:
+            self._guard(self._commands.popleft())
+        if self._later:
+            waiting, self._later = self._later, []
+            for event, command in waiting:
+                self.when(event, command)
+        for report in self.me.transport.poll():
+            self._guard(partial(self._on_transport, report))
+        self._guard(self._tick)
+        busy = self._guard(self.role.work)
+        return bool(busy) or bool(self._later)
+
+    def _guard(self, act: Callable[[], object]) -> object:
+        """Whatever goes wrong ends rooms, with the reason, but never this thread (E8)."""
+        try:
+            return act()
+        except RemoteProtocolError as exc:
+            self.observer.count("frames.refused")
+            log.warning("refused: %s", exc)
+        except Exception as exc:
+            log.exception("an endpoint met an error that it did not foresee; its open rooms fail")
+            self.observer.count("errors.unforeseen")
+            error = DisaggKVError(f"the endpoint failed: {exc}")
+            error.__cause__ = exc
+            assert self.role is not None
+            self.role.integrity_failure(error)
+        return None
+
+    def _wait(self, timeout_s: float) -> float:
+        assert self.role is not None
+        times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
+        until = min([self.now + min(timeout_s, IDLE_S), *(t for t in times if t is not None)])
+        return max(0.0, until - self.now)
+
+    def _tick(self) -> None:
+        assert self.role is not None
+        self._peer_effects(self.peers.tick(self.now))
+        for send in self.agreement.tick(self.now):
+            self.send(send)
+        for epoch in self._exits.ended():
+            self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its process has ended"))
+        for epoch in self._exits.drained(self.me.transport.caps.drain_s):
+            self._gone(epoch)
+        if self._look_at is not None and self.now >= self._look_at:
+            self._find_leader()
+        self.role.tick()
+
+    def _find_leader(self) -> None:
+        """Rank 0 of our instance counts the votes: introduce ourselves to it."""
+        self._look_at = self.now + LOOKUP_S
+        found = self.rendezvous.lookup(Source(self.me.instance))
+        if found is not None:
+            self._look_at = self.now + self.options.heartbeat_s
+            self.dial(found[0])
+
+    # What comes in.
+
+    def _on_channel(self, event: Arrived | Closed | Opened) -> None:
+        if isinstance(event, Arrived):
+            self._on_frame(self.codec.decode(event.frame))
+        elif isinstance(event, Closed):
+            self.peers.on_closed(event.address, self.now)
+        else:
+            self.peers.on_opened(event.address)
+
+    def _on_frame(self, frame: AnyFrame) -> None:
+        assert self.role is not None
+        if isinstance(frame, Hello):
+            self._peer_effects(self.peers.on_hello(frame, self.now))
+            return
+        if isinstance(frame, Refused):
+            self._peer_effects(self.peers.on_refused(frame, self.now))
+            return
+        good, effects = self.peers.on_frame(frame, self.now)
+        self._peer_effects(effects)
+        if not good:
+            self.observer.count("frames.stale")
+        elif isinstance(frame, Ballot):
+            self.agree(self.agreement.on_ballot(frame))
+        elif isinstance(frame, Verdict):
+            self.agree(self.agreement.on_verdict(frame))
+        elif not isinstance(frame, Heartbeat):
+            if frame.src in self._siblings:
+                raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
+            self.role.on_frame(frame)
+
+    def _on_transport(self, event: TicketEnded | Settled | Heard) -> None:
+        assert self.role is not None
+        if not isinstance(event, Heard):
+            self.role.on_ticket(event)
+            return
+        epoch = self._epochs.get(event.peer)
+        if epoch is None or event.data is not None:
+            self.observer.count("transport.unexpected")
+            return
+        self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: {self.me.transport.name} reports its end"))
+        if event.fenced:
+            self._gone(epoch)
+
+    def _peer_effects(self, effects: Sequence[PeerEffect]) -> None:
+        assert self.role is not None
+        for effect in effects:
+            match effect:
+                case SendTo(address, frame):
+                    self._put(address, self.codec.encode(frame))
+                case Up():
+                    self._up(effect)
+                case Lost():
+                    self._on_lost(effect)
+                case Unreachable(address, error):
+                    self.role.on_unreachable(address, error)
+                case Forget(address):
+                    self.channel.forget(address)
+
+    def _up(self, up: Up) -> None:
+        assert self.role is not None
+        hello = up.hello
+        if hello.role == self.me.role:
+            self._siblings[up.epoch] = Rank(hello.rank)
+            for send in self.agreement.joined(up.epoch, Rank(hello.rank), self.now):
+                self.send(send)
+            return
+        remote = Remote.of(hello)
+        try:
+            link = self.me.transport.connect(hello.descriptor, CONNECT_S)
+        except (TransportError, PeerLostError, RemoteProtocolError) as exc:
+            self.lose(up.epoch, exc)
+            self.role.on_unreachable(hello.address, exc)
+            return
+        self.remotes[up.epoch] = remote
+        self.links[up.epoch] = link
+        self._epochs[link] = up.epoch
+        self._exits.watch(up.epoch, hello)
+        self.role.on_up(remote)
+
+    def dial(self, address: str) -> None:
+        """Get to know who is at an address."""
+        self._peer_effects(self.peers.dial(address, self.now))
+
+    def lose(self, epoch: Epoch, error: DisaggKVError) -> None:
+        """A peer is lost for a reason that the peer table does not see by itself."""
+        self._peer_effects(self.peers.lose(epoch, error))
+
+    def _on_lost(self, lost: Lost) -> None:
+        assert self.role is not None
+        self.observer.count("peers.lost")
+        log.warning("%s", lost.error)
+        if lost.peer in self._siblings:
+            del self._siblings[lost.peer]
+            self._look_at = None if self.me.rank == 0 else self.now
+            self.agree(self.agreement.lost(lost.peer, self.now))
+        else:
+            self.role.on_lost(lost)
+
+    def confirm_terminated(self, epoch: Epoch) -> None:
+        """The operator saw a process end: that is evidence once its last writes must have landed."""
+        self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its end was confirmed"))
+        self._exits.confirm(epoch)
+
+    def _gone(self, epoch: Epoch) -> None:
+        assert self.role is not None
+        self._exits.forget(epoch)
+        self.role.on_gone(epoch)
+        link = self.links.pop(epoch, None)
+        if link is not None:
+            self.me.transport.disconnect(link)
+            self._epochs.pop(link, None)
+        self.remotes.pop(epoch, None)
+
+    # What goes out.
+
+    def send(self, send: Send) -> None:
+        """To a life, wherever it is; dropped if it is not known any more."""
+        address = self.peers.address(send.to)
+        if address is None:
+            self.observer.count("frames.unroutable")
+        else:
+            self._put(address, self.codec.encode(send.frame))
+
+    def _put(self, address: str, frame: bytes) -> None:
+        if not self.channel.send(address, frame):
+            self.observer.count("frames.dropped")
+
+    def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
+        """Tell our instance how a room ends here."""
+        self.agree(self.agreement.vote(key, ok, reason, self.now))
+
+    def agree(self, effects: Sequence[Send | Outcome]) -> None:
+        """Act on what the agreement says."""
+        assert self.role is not None
+        for effect in effects:
+            if isinstance(effect, Outcome):
+                self.role.on_decided(effect.key, effect.decided)
+            else:
+                self.send(effect)
+
+    def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: Ended) -> None:
+        """A room has ended."""
+        for epoch in epochs:
+            self.tombstones.remember(epoch, key.room, key.generation, ended)
+
+    def known(self) -> list[PeerInfo]:
+        """Who is there."""
+        found = []
+        for epoch in self.peers.epochs():
+            h = self.peers.hello(epoch)
+            found.append(PeerInfo(h.instance, Rank(h.rank), h.address, epoch, h.host, h.pid))
+        return found
+
+    def stop(self, drain_s: float) -> None:
+        """Let go of channel, transport and watches."""
+        left = self.me.transport.close(drain_s)
+        if left:
+            log.warning("%d writes were still in flight when the endpoint closed", len(left))
+        self._exits.close()
+        self.channel.close()
+
+
+def new_epoch() -> Epoch:
+    """Sixteen bytes that were never used before."""
+    return Epoch(os.urandom(16))

@@ -1,0 +1,464 @@
+"""The prefill half of a node: rooms, parked expectations, and the transfers that serve them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from attrs import define, field, frozen
+
+from ..errors import AbortedError, DisaggKVError, LocalProtocolError, RemoteProtocolError, TransportError
+from ..geometry import I32, PageTable, Part
+from ..ids import Epoch, Generation, GroupId, RegionId, RoomId, Ticket
+from ..memory import Event, MemoryPool
+from ..planning import CostModel, Writes
+from ..protocol import (
+    Chunk,
+    Decided,
+    Effect,
+    Ended,
+    FlowPlan,
+    Gone,
+    Lost,
+    Quiet,
+    RoomFrame,
+    RoomKey,
+    Send,
+    SendRoom,
+    Transfer,
+    Vote,
+    WriteFailed,
+    Wrote,
+)
+from ..protocol.frames import Abort, Drained, Expect, Expected
+from ..protocol.sending import room_head
+from ..protocol.wire import tables_from_wire
+from ..strategies import Job, Path, Strategy, Tables
+from ..trace import Span
+from ..transports import Ended as TicketEnded
+from ..transports import Settled
+from .choosing import Pair, choose_path
+from .delivery import DeliveryHandle
+from .handles import Changes, Happened
+from .introduction import Remote
+from .mover import Load, Mover
+from .node import Node
+from .routes import Routes
+
+V = TypeVar("V")
+
+TICK_S = 0.02
+"""How often open rooms look at the clock."""
+
+
+@frozen
+class _Way:
+    """How one room's bytes get to one decode rank."""
+
+    remote: Remote
+    path: Path
+    pair: Pair
+    tables: Tables
+    share: int
+    ring: RegionId
+
+
+@define(eq=False)
+class _Room:
+    key: RoomKey
+    machine: SendRoom
+    handle: DeliveryHandle
+    silence_s: float
+    opened: float
+    ways: dict[Epoch, _Way] = field(factory=dict)
+    withdrawn: list[Happened] = field(factory=list)
+
+
+@define
+class _Unmet:
+    """A room that ended before some decode ranks had asked for it."""
+
+    until: float
+    reason: str
+    answered: set[Epoch] = field(factory=set)
+
+
+class PrefillRole:
+    """Everything here runs on the endpoint's thread."""
+
+    def __init__(
+        self,
+        node: Node,
+        pool: MemoryPool,
+        strategy: Strategy,
+        paths: Sequence[Path],
+        changes: Changes[DeliveryHandle],
+    ) -> None:
+        self._node = node
+        self._pool = pool
+        self._strategy = strategy
+        self._paths = tuple(paths)
+        self._changes = changes
+        self._regions: I32 = np.array(node.me.regions, np.int32)
+        caps = node.me.transport.caps
+        self._costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
+        self._newest: dict[RoomId, _Room] = {}
+        self._rooms: dict[RoomKey, _Room] = {}
+        self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
+        self._parked: OrderedDict[tuple[RoomId, Epoch], tuple[Expect, float]] = OrderedDict()
+        self._unmet: OrderedDict[RoomId, _Unmet] = OrderedDict()
+        self._declined: OrderedDict[RoomId, str] = OrderedDict()
+        self._routes: dict[Epoch, Routes] = {}
+        self._shares: dict[tuple[Part, ...], int] = {}
+        self._tick_at = 0.0
+        self.mover: Mover | None = None
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet."""
+        return len(self._rooms)
+
+    # What the engine says, on this thread.
+
+    def open(self, key: RoomKey, handle: DeliveryHandle, silence_s: float, total_s: float) -> None:
+        """Begin a room, and whatever was parked for it."""
+        now = self._node.now
+        machine = SendRoom(key.room, key.generation, self._node.me.epoch, self._node.options, now, total_s)
+        room = _Room(key, machine, handle, silence_s, now)
+        self._rooms[key] = self._newest[key.room] = room
+        self._node.vote(key, None, "")
+        self._unmet.pop(key.room, None)
+        declined = self._declined.pop(key.room, None)
+        if declined is not None:
+            error = AbortedError(f"room {key.room.hex()}: decode gave up: {declined}")
+            self._apply(room, machine.cancel(error, now))
+            return
+        for parked in [k for k in self._parked if k[0] == key.room]:
+            expect, _ = self._parked.pop(parked)
+            self._begin(room, expect)
+
+    def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
+        """Have a room's machine do something, if the room is still there."""
+        room = self._rooms.get(key)
+        if room is not None:
+            self._apply(room, act(room.machine, self._node.now))
+
+    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+        """Take the pages of a room away; fires when they are not read any more."""
+        room = self._rooms.get(key)
+        if room is None:
+            fired.set()
+            return
+        room.machine.withdraw()
+        room.withdrawn.append(fired)
+        self._publish(room)
+
+    # Frames.
+
+    def on_frame(self, frame: RoomFrame) -> None:
+        """See :class:`~disagg_kv.endpoints.node.Role`."""
+        epoch = Epoch(frame.src)
+        room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
+        if room is not None:
+            try:
+                self._apply(room, room.machine.handle(epoch, frame, self._node.now))
+            except RemoteProtocolError as exc:
+                self._apply(room, room.machine.cancel(exc, self._node.now))
+        elif isinstance(frame, Expect):
+            self._on_expect(frame)
+        elif isinstance(frame, Abort):
+            self._on_abort(frame)
+        else:
+            self._node.observer.count("frames.unknown_room")
+
+    def _on_expect(self, frame: Expect) -> None:
+        node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
+        head = room_head(node.me.epoch, epoch, name, Generation(frame.generation))
+        ended = node.tombstones.outcome(epoch, name, Generation(frame.generation))
+        if ended is Ended.EVICTED:
+            node.observer.count("frames.evicted_room")
+            return
+        unmet = self._unmet.get(name)
+        if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
+            if unmet is not None:
+                unmet.answered.add(epoch)
+                node.remember([epoch], RoomKey(name, Generation(frame.generation)), Ended.FAILED)
+            reason = "the room has ended" if unmet is None else unmet.reason
+            node.send(Send(epoch, Abort(**head, reason=reason)))
+            return
+        room = self._newest.get(name)
+        if room is not None and not room.machine.released and epoch not in room.machine.flows:
+            self._begin(room, frame)
+        elif (name, epoch) in self._parked or len(self._parked) < node.options.parked:
+            self._parked[(name, epoch)] = (frame, node.now + node.options.silence_s)
+            node.send(Send(epoch, Expected(**head, parked=True)))
+        else:
+            node.observer.count("frames.not_parked")
+
+    def _on_abort(self, frame: Abort) -> None:
+        node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
+        generation = Generation(frame.generation)
+        self._parked.pop((name, epoch), None)
+        room = self._newest.get(name)
+        if room is not None and not room.machine.released and epoch not in room.machine.flows:
+            self._flows[(name, epoch, generation)] = room
+            self._apply(room, room.machine.decline(epoch, generation, frame, node.now))
+            return
+        if node.tombstones.outcome(epoch, name, generation) is None:
+            node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
+            if room is None and name not in self._unmet:
+                self._declined[name] = frame.reason
+                _bound(self._declined, node.options.parked)
+        head = room_head(node.me.epoch, epoch, name, generation)
+        node.send(Send(epoch, Drained(**head, reason=frame.reason)))
+
+    def _begin(self, room: _Room, frame: Expect) -> None:
+        """A decode rank awaits an open room: decide how its bytes cross."""
+        node, epoch, name = self._node, Epoch(frame.src), room.key.room
+        remote = node.remotes.get(epoch)
+        if remote is None:
+            node.observer.count("frames.unknown_peer")
+            return
+        generation = Generation(frame.generation)
+        head = room_head(node.me.epoch, epoch, name, generation)
+        self._flows[(name, epoch, frame.generation)] = room
+        try:
+            way, plan = self._way(room, remote, frame)
+        except DisaggKVError as exc:
+            refused = Abort(**head, reason=str(exc)[:1000])
+            node.send(Send(epoch, Expected(**head, parked=False)))
+            self._apply(room, room.machine.decline(epoch, generation, refused, node.now))
+            node.send(Send(epoch, refused))
+            return
+        room.ways[epoch] = way
+        node.send(Send(epoch, Expected(**head, parked=False)))
+        room.handle.hold({g.id: frame.start for g in self._pool.site.groups})
+        self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
+
+    def _way(self, room: _Room, remote: Remote, frame: Expect) -> tuple[_Way, FlowPlan]:
+        node, hello = self._node, remote.hello
+        routes = self._routes.setdefault(remote.epoch, Routes(node.me.shards, remote.site))
+        intake = routes.intake(room.key.room)
+        site = self._pool.site
+        pair = Pair(
+            node.me.rank,
+            site,
+            remote.site,
+            intake,
+            routes.view(room.key.room, node.me.rank, site),
+            node.me.slot_bytes,
+            hello.lease_bytes,
+            remote.page_rows(),
+        )
+        tables = {} if frame.tables is None else tables_from_wire(frame.tables)
+        theirs = set(hello.paths)
+        known = [p for p in self._paths if (p.name, p.version) in theirs]
+        rows = 0 if frame.stop is None else frame.stop - frame.start
+        path, reason = choose_path(
+            self._strategy.path, known, frame.paths, frame.tables is not None, pair, rows, self._costs
+        )
+        room.handle.report.path = path.name
+        room.handle.report.reason = reason
+        share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
+        way = _Way(remote, path, pair, tables, share, RegionId(hello.ring_region))
+        plan = FlowPlan(
+            node.me.rank,
+            intake,
+            frame.start,
+            frame.stop,
+            path.exposes_pages,
+            pair.slot_bytes,
+            pair.lease_bytes,
+            pair.page_rows,
+            path.name,
+        )
+        return way, plan
+
+    # Peers.
+
+    def on_up(self, remote: Remote) -> None:
+        """Nothing to do before it asks."""
+
+    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
+        """We dial nobody of the other side."""
+
+    def on_lost(self, lost: Lost) -> None:
+        """Its flows end."""
+        self._to_flows(lost.peer, lost)
+        self._routes.pop(lost.peer, None)
+
+    def on_gone(self, epoch: Epoch) -> None:
+        """Nothing moves between us any more."""
+        assert self.mover is not None
+        self.mover.gone(epoch)
+        self._to_flows(epoch, Gone(epoch))
+
+    def _to_flows(self, epoch: Epoch, event: Lost | Gone) -> None:
+        for room in [r for (_, e, _), r in self._flows.items() if e == epoch]:
+            if epoch in room.machine.flows:
+                self._apply(room, room.machine.handle(epoch, event, self._node.now))
+
+    def on_decided(self, key: RoomKey, decided: Decided) -> None:
+        """The ranks of our instance agree."""
+        self.change(key, lambda machine, now: machine.decided(decided, now))
+
+    # Moving.
+
+    def work(self) -> bool:
+        """Gather and post."""
+        assert self.mover is not None
+        return self.mover.work()
+
+    def on_ticket(self, event: TicketEnded | Settled) -> None:
+        """A write ended."""
+        assert self.mover is not None
+        self.mover.on_ticket(event)
+
+    def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        chunk = self._chunk(key, transfer)
+        return None if chunk is None else chunk.after
+
+    def sharing(self, key: RoomKey, transfer: Transfer) -> int:
+        """Equal parts of one segment are gathered once."""
+        room = self._rooms.get(key)
+        return -1 if room is None else room.ways[transfer.to].share
+
+    def begin(self, key: RoomKey, transfer: Transfer) -> Load | None:
+        """Plan a transfer, if it still makes sense."""
+        room = self._rooms.get(key)
+        chunk = self._chunk(key, transfer)
+        if room is None or chunk is None or not room.machine.flows[transfer.to].begin(transfer.segment):
+            return None
+        way = room.ways[transfer.to]
+        tables: dict[GroupId, PageTable] = dict(chunk.tables or {})
+        started = self._node.clock()
+        job = Job(way.pair.source, way.pair.target, way.pair.parts, way.pair.view, transfer.segment, tables, way.tables)
+        try:
+            plan = way.path.send(job)
+        except DisaggKVError as exc:
+            self.moved(key, transfer.to, WriteFailed(transfer.segment, exc, True))
+            return None
+        if isinstance(plan, Writes):
+            plan = plan.renamed(self._regions, np.array(way.remote.hello.regions, np.int32))
+        room.handle.report.spend("plan", self._node.clock() - started)
+        return Load(plan, tables, chunk.after, way.ring, room.handle.report)
+
+    def _chunk(self, key: RoomKey, transfer: Transfer) -> Chunk | None:
+        room = self._rooms.get(key)
+        if room is None or not room.machine.chunks:
+            return None
+        return room.machine.chunk(transfer.segment)
+
+    def reading(self, key: RoomKey, by: int) -> None:
+        """Count reads of a room's pages."""
+        room = self._rooms[key]
+        room.machine.reads += by
+        if by < 0:
+            self._publish(room)
+
+    def moved(self, key: RoomKey, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
+        """Tell the flow how its transfer went."""
+        self.change(key, lambda machine, now: machine.handle(to, event, now))
+
+    def submit(self, to: Epoch, writes: Writes) -> Ticket:
+        """Post to a destination."""
+        link = self._node.links.get(to)
+        if link is None:
+            raise TransportError(f"peer {to.hex()[:8]} is not connected")
+        return self._node.me.transport.submit(link, writes)
+
+    # Effects and time.
+
+    def _apply(self, room: _Room, effects: Sequence[Effect]) -> None:
+        assert self.mover is not None
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._node.send(effect)
+                case Vote(ok, reason):
+                    self._node.vote(room.key, ok, reason)
+                case Transfer():
+                    self.mover.add(room.key, effect)
+                case _:
+                    raise LocalProtocolError(f"a sending room asked for {effect}")
+        self._publish(room)
+
+    def _publish(self, room: _Room) -> None:
+        machine = room.machine
+        room.handle.report.segments = sum(f.segments_landed for f in machine.flows.values())
+        if room.withdrawn and machine.reads == 0:
+            for fired in room.withdrawn:
+                fired.set()
+            room.withdrawn.clear()
+        if machine.released and "total" not in room.handle.report.seconds:
+            room.handle.report.spend("total", self._node.now - room.opened)
+        if room.handle.publish(machine.phase, machine.released, machine.error):
+            self._changes.add(room.handle)
+        if machine.closed and self._rooms.get(room.key) is room:
+            self._close(room)
+
+    def _close(self, room: _Room) -> None:
+        assert self.mover is not None
+        node, name, machine = self._node, room.key.room, room.machine
+        self.mover.forget(room.key)
+        del self._rooms[room.key]
+        if self._newest.get(name) is room:
+            del self._newest[name]
+        ended = Ended.DONE if machine.done else Ended.FAILED
+        for epoch, flow in machine.flows.items():
+            self._flows.pop((name, epoch, flow.generation), None)
+            node.remember([epoch], RoomKey(name, flow.generation), ended)
+        if machine.error is not None and (machine.world is None or len(machine.flows) < machine.world):
+            until = node.now + node.options.total_s
+            self._unmet[name] = _Unmet(until, str(machine.error)[:1000], set(machine.flows))
+            _bound(self._unmet, node.options.parked)
+        node.observer.span(Span("room", name, room.opened, node.now, room.handle.report.nbytes))
+
+    def tick(self) -> None:
+        """Deadlines, repeats, silence, and what was parked for too long."""
+        now = self._node.now
+        if now < self._tick_at:
+            return
+        self._tick_at = now + TICK_S
+        for room in list(self._rooms.values()):
+            due = room.machine.next_at()
+            if due is not None and due <= now:
+                self._apply(room, room.machine.tick(now))
+            for epoch in list(room.machine.flows):
+                if self._node.peers.silent_for(epoch, now) >= room.silence_s:
+                    error = DisaggKVError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
+                    self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
+        for parked in [k for k, (_, until) in self._parked.items() if until <= now]:
+            del self._parked[parked]
+        for name in [n for n, u in self._unmet.items() if u.until <= now]:
+            del self._unmet[name]
+
+    def next_at(self) -> float | None:
+        """When ``tick`` is due."""
+        return self._tick_at if self._rooms or self._parked else None
+
+    def integrity_failure(self, error: DisaggKVError) -> None:
+        """No open room can be trusted."""
+        for room in list(self._rooms.values()):
+            self._apply(room, room.machine.cancel(error, self._node.now))
+
+    def abort_all(self, reason: str) -> None:
+        """The endpoint closes."""
+        for room in list(self._rooms.values()):
+            self._apply(room, room.machine.cancel(AbortedError(reason), self._node.now))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        assert self.mover is not None
+        self.mover.check_integrity()
+        for room in self._rooms.values():
+            room.machine.check_integrity()
+
+
+def _bound(remembered: OrderedDict[RoomId, V], most: int) -> None:
+    """Forget the oldest beyond ``most``."""
+    while len(remembered) > most:
+        remembered.popitem(last=False)

@@ -1,0 +1,182 @@
+"""A decode rank's endpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from weakref import WeakValueDictionary
+
+from ..channels import Channel
+from ..errors import AbortedError, ConfigurationError, QuarantineFullError
+from ..geometry import Shard
+from ..ids import Epoch, Generation, Rank, RegionId, RoomId
+from ..kernels import Kernels, kernels_for
+from ..memory import MemoryPool
+from ..planning import Segment
+from ..protocol import Options, RoomKey
+from ..rendezvous import Rendezvous, Source
+from ..staging import GrantQueue, RingStagingAllocator
+from ..strategies import AUTO, Path, paths
+from ..strategies import strategy as named
+from ..trace import Observer, Silent
+from ..transports import Transport
+from .base import PeerInfo
+from .buffers import exposable, new_staging
+from .decode import ALL_QUARANTINE, DecodeRole
+from .driver import Driver
+from .handles import Changes, check_room
+from .introduction import Self, check_instance
+from .node import Node, new_epoch
+from .reception import ReceptionHandle, Wanted
+
+
+class DecodeEndpoint:
+    """A decode rank's endpoint; see :class:`~disagg_kv.endpoints.base.Receiver`.
+
+    Args:
+        pool: the rank's cache.
+        transport: its other side writes here; the endpoint owns it from now on.
+        channel: carries the frames; the endpoint owns it from now on.
+        rendezvous: where prefill ranks, and the other ranks of our instance, are found.
+        instance: name of this set of ranks.
+        rank: our index in it.
+        shards: what every rank of it holds; None: we are alone.
+        strategy: the path that prefill may take, or ``"auto"``: any that works with our memory. A path that exposes
+            pages keeps an aborted room's pages until there is evidence that nobody writes to them.
+        ring_bytes: bytes of the staging ring; None: 64 MiB on a CPU, 4 GiB on a GPU.
+        options: times and bounds.
+        kernels: gather and scatter; None: the fastest for the pool's device.
+        observer: where spans and counters go.
+        clock, sleep: time.
+        thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
+
+    Raises:
+        ConfigurationError: an explicit path that exposes pages, with memory that the transport cannot write to.
+    """
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        *,
+        transport: Transport,
+        channel: Channel,
+        rendezvous: Rendezvous,
+        instance: str,
+        rank: int = 0,
+        shards: Sequence[Shard] | None = None,
+        strategy: str = AUTO,
+        ring_bytes: int | None = None,
+        options: Options | None = None,
+        kernels: Kernels | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        thread: bool = True,
+    ) -> None:
+        every = (pool.site.shard,) if shards is None else tuple(shards)
+        check_instance(every, rank, pool.site)
+        usable, exposed = _usable(named(strategy).path, pool, transport)
+        device = pool.buffers[0].device
+        ring_bytes = ring_bytes or (64 << 20 if device == "cpu" else 4 << 30)
+        ring = RingStagingAllocator(ring_bytes)
+        memory = new_staging(transport, ring_bytes, device)
+        queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
+        region, *regions = transport.register([memory, *(pool.buffers if exposed else ())])
+        me = Self(
+            new_epoch(),
+            channel.address,
+            "decode",
+            instance,
+            Rank(rank),
+            every,
+            pool.site,
+            tuple(regions),
+            transport,
+            usable,
+            ring_region=RegionId(region),
+            ring_bytes=ring_bytes,
+            lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
+        )
+        self._pool = pool
+        self._ring_bytes = ring_bytes
+        self._options = options = options or Options()
+        self._lives = count(1)
+        self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
+        self._changes: Changes[ReceptionHandle] = Changes()
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
+        self._role = role = DecodeRole(
+            self._node, pool, memory, queue, kernels or kernels_for(device), exposed, self._changes
+        )
+        self._node.role = role
+        name = f"disagg_kv {instance}/{rank}"
+        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)
+
+    def open(
+        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+    ) -> ReceptionHandle:
+        """See :meth:`~disagg_kv.endpoints.base.Receiver.open`."""
+        check_room(room, self._open.get(room), self.driver)
+        if self._role.quarantined > ALL_QUARANTINE * self._ring_bytes:
+            raise QuarantineFullError(
+                f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
+            )
+        key = RoomKey(room, Generation(next(self._lives)))
+        handle = ReceptionHandle(key, self._pool, self)
+        self._open[room] = handle
+        o = self._options
+        self._node.post(partial(self._role.open, key, handle, source, silence_s or o.silence_s, total_s or o.total_s))
+        return handle
+
+    def poll(self) -> Sequence[ReceptionHandle]:
+        """See :meth:`~disagg_kv.endpoints.base.Receiver.poll`."""
+        return self._changes.take()
+
+    def confirm_terminated(self, epoch: Epoch) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Receiver.confirm_terminated`."""
+        self._node.post(partial(self._node.confirm_terminated, epoch))
+
+    def peers(self) -> Sequence[PeerInfo]:
+        """Who is connected."""
+        return self._node.known()
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet: open, or ended and waiting for evidence."""
+        return self._role.open_rooms
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of the ring that wait for evidence."""
+        return self._role.quarantined
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Receiver.close`."""
+        self.driver.close(drain_s)
+
+    # For handles.
+
+    def expect(self, key: RoomKey, wanted: Wanted) -> None:
+        """See :class:`~disagg_kv.endpoints.reception.Office`."""
+        self._node.post(partial(self._role.expect, key, wanted))
+
+    def abort(self, key: RoomKey, error: AbortedError) -> None:
+        """See :class:`~disagg_kv.endpoints.reception.Office`."""
+        self._node.post(partial(self._role.abort, key, error))
+
+
+def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[Path, ...], bool]:
+    """The paths that prefill may take, and whether one of them exposes pages."""
+    known = paths()
+    able = exposable(transport, list(pool.buffers))
+    if wanted == AUTO:
+        usable = tuple(p for p in known.values() if able or not p.exposes_pages)
+    else:
+        usable = (known[wanted],)
+        if usable[0].exposes_pages and not able:
+            raise ConfigurationError(
+                f"path {wanted!r} writes into pages, but transport {transport.name!r} writes only to memory that it "
+                "allocated: allocate the pool with it, or take path 'staged'"
+            )
+    return usable, any(p.exposes_pages for p in usable)

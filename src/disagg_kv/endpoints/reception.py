@@ -1,0 +1,84 @@
+"""What a decode engine holds of a room. Every call is checked before anything happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from attrs import frozen
+
+from ..errors import AbortedError, GeometryError, LocalProtocolError, UnsupportedError
+from ..geometry import PageTable
+from ..ids import GroupId
+from ..memory import MemoryPool
+from ..protocol import RoomKey
+from .handles import RoomHandle, check_tables
+
+
+@frozen
+class Wanted:
+    """What an engine awaits: rows ``[start, stop)`` (stop None: prefill's, up to ``most``) in these pages."""
+
+    start: int
+    stop: int | None
+    most: int
+    tables: Mapping[GroupId, PageTable]
+    aux: int | None
+    tag: bytes
+
+
+class Office(Protocol):
+    """The endpoint, as its handles see it; nothing blocks."""
+
+    def expect(self, key: RoomKey, wanted: Wanted) -> None:
+        """Rows are awaited."""
+        ...
+
+    def abort(self, key: RoomKey, error: AbortedError) -> None:
+        """The engine gives the room up."""
+        ...
+
+
+class ReceptionHandle(RoomHandle):
+    """A room on a decode rank; see :class:`~disagg_kv.endpoints.base.Reception`."""
+
+    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office) -> None:
+        super().__init__(key.room)
+        self._key = key
+        self._pool = pool
+        self._office = office
+        self._expected = False
+
+    def expect(
+        self,
+        stop: int | None,
+        pages: Sequence[PageTable],
+        *,
+        held: Mapping[GroupId, int] | None = None,
+        state: Sequence[PageTable] = (),
+        aux: int | None = None,
+        tag: bytes = b"",
+    ) -> Mapping[GroupId, int]:
+        """See :meth:`~disagg_kv.endpoints.base.Reception.expect`."""
+        where = f"room {self.room.hex()}"
+        if self._expected:
+            raise LocalProtocolError(f"{where}: expect was called already")
+        if state:
+            raise UnsupportedError(f"{where}: recurrent state is not moved yet")
+        if held and any(held.values()):
+            raise UnsupportedError(f"{where}: held prefixes {dict(held)} need the selection 'incremental'")
+        if len(tag) > 256 or (stop is not None and stop < 0):
+            raise GeometryError(f"{where}: a tag of {len(tag)} bytes and rows up to {stop}; at most 256, at least 0")
+        site = self._pool.site
+        ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in pages]
+        most = min(ends, default=0) if stop is None else stop
+        tables = check_tables(site, pages, 0, most)
+        if aux is not None:
+            self._pool.read_aux(aux)
+        self._expected = True
+        self._office.expect(self._key, Wanted(0, stop, most, tables, aux, tag))
+        return {g.id: 0 for g in site.groups}
+
+    def abort(self, reason: str) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Handle.abort`."""
+        self._office.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))

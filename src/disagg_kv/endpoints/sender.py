@@ -1,0 +1,165 @@
+"""A prefill rank's endpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from weakref import WeakValueDictionary
+
+from ..channels import Channel
+from ..errors import LocalProtocolError
+from ..geometry import PageTable, Shard
+from ..ids import Epoch, Generation, GroupId, Rank, RoomId
+from ..kernels import Kernels, kernels_for
+from ..memory import Event, MemoryPool
+from ..protocol import Options, RoomKey
+from ..rendezvous import Rendezvous
+from ..strategies import AUTO, paths
+from ..strategies import strategy as named
+from ..trace import Observer, Silent
+from ..transports import Transport
+from .base import PeerInfo
+from .buffers import new_staging
+from .delivery import Act, DeliveryHandle, ForwardPass
+from .driver import Driver
+from .handles import Changes, Happened, check_room
+from .introduction import Self, check_instance
+from .mover import Mover, staging_slots
+from .node import Node, new_epoch
+from .prefill import PrefillRole
+
+
+class PrefillEndpoint:
+    """A prefill rank's endpoint; see :class:`~disagg_kv.endpoints.base.Sender`.
+
+    Args:
+        pool: the rank's cache.
+        transport: carries the bytes; the endpoint owns it from now on.
+        channel: carries the frames; the endpoint owns it from now on.
+        rendezvous: where decode ranks find us.
+        instance: name of this set of ranks; one life of an instance, one name.
+        rank: our index in it.
+        shards: what every rank of it holds; None: we are alone.
+        strategy: which path to take, ``"auto"`` or a name.
+        slot_bytes: bytes of a staging slot; None: 4 MiB on a CPU, 64 MiB on a GPU. Equal on all ranks.
+        slots: how many there are.
+        options: times and bounds.
+        kernels: gather and scatter; None: the fastest for the pool's device.
+        observer: where spans and counters go.
+        clock, sleep: time.
+        thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
+    """
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        *,
+        transport: Transport,
+        channel: Channel,
+        rendezvous: Rendezvous,
+        instance: str,
+        rank: int = 0,
+        shards: Sequence[Shard] | None = None,
+        strategy: str = "auto",
+        slot_bytes: int | None = None,
+        slots: int = 8,
+        options: Options | None = None,
+        kernels: Kernels | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        thread: bool = True,
+    ) -> None:
+        every = (pool.site.shard,) if shards is None else tuple(shards)
+        check_instance(every, rank, pool.site)
+        chosen = named(strategy)
+        device = pool.buffers[0].device
+        slot_bytes = slot_bytes or (4 << 20 if device == "cpu" else 64 << 20)
+        staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
+        regions = transport.register([*pool.buffers, staging])
+        known = paths()
+        usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
+        me = Self(
+            new_epoch(),
+            channel.address,
+            "prefill",
+            instance,
+            Rank(rank),
+            every,
+            pool.site,
+            tuple(regions[:-1]),
+            transport,
+            usable,
+            slot_bytes=slot_bytes,
+        )
+        self._pool = pool
+        self._options = options = options or Options()
+        self._lives = count(1)
+        self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
+        self._changes: Changes[DeliveryHandle] = Changes()
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
+        self._role = PrefillRole(self._node, pool, chosen, usable, self._changes)
+        self._role.mover = Mover(
+            pool, kernels or kernels_for(device), transport, staging, regions[-1], slot_bytes, self._role, clock
+        )
+        self._node.role = self._role
+        role = self._role
+        name = f"disagg_kv {instance}/{rank}"
+        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)
+
+    def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
+        """See :meth:`~disagg_kv.endpoints.base.Sender.open`."""
+        check_room(room, self._open.get(room), self.driver)
+        key = RoomKey(room, Generation(next(self._lives)))
+        handle = DeliveryHandle(key, self._pool, self)
+        self._open[room] = handle
+        o = self._options
+        self._node.post(partial(self._role.open, key, handle, silence_s or o.silence_s, total_s or o.total_s))
+        return handle
+
+    def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]]) -> ForwardPass:
+        """See :meth:`~disagg_kv.endpoints.base.Sender.step`."""
+        rooms: dict[DeliveryHandle, int] = {}
+        tables: list[Mapping[GroupId, PageTable]] = []
+        for room, (stop, pages) in chunks.items():
+            handle = self._open.get(room)
+            if handle is None:
+                raise LocalProtocolError(f"room {room.hex()} is not open")
+            tables.append(handle.admit(stop, pages))
+            rooms[handle] = stop
+        for (handle, stop), of in zip(rooms.items(), tables, strict=True):
+            handle.announce(stop, of)
+        return ForwardPass(rooms, self._pool.site.shard.layers())
+
+    def poll(self) -> Sequence[DeliveryHandle]:
+        """See :meth:`~disagg_kv.endpoints.base.Sender.poll`."""
+        return self._changes.take()
+
+    def confirm_terminated(self, epoch: Epoch) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Sender.confirm_terminated`."""
+        self._node.post(partial(self._node.confirm_terminated, epoch))
+
+    def peers(self) -> Sequence[PeerInfo]:
+        """Who is connected."""
+        return self._node.known()
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet: open, or ended and waiting for a last answer."""
+        return self._role.open_rooms
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """See :meth:`~disagg_kv.endpoints.base.Sender.close`."""
+        self.driver.close(drain_s)
+
+    # For handles.
+
+    def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        self._node.post(lambda: self._node.when(ready, lambda: self._role.change(key, act)))
+
+    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        self._node.post(partial(self._role.withdraw, key, fired))
