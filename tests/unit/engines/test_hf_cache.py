@@ -44,10 +44,11 @@ LATENT: dict[str, Any] = {
 PROMPT = [7, 1, 33, 62, 5, 5, 18, 40, 2, 63, 11]
 
 
-def llama(dtype: str = "float32") -> PreTrainedModel:
+def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Grouped-query attention: 2 layers, 2 KV heads."""
     torch.manual_seed(0)
-    model: PreTrainedModel = LlamaForCausalLM._from_config(LlamaConfig(**SIZES, **HEADS, dtype=dtype))
+    made: Any = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    model: PreTrainedModel = made.to(dtype)
     return model
 
 
@@ -117,7 +118,7 @@ def test_a_recorded_cache_is_loaded_bit_for_bit_and_generation_goes_on_from_it(
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_pages_hold_what_the_model_caches_in_every_layout(page_size: int, layout: Layout, fused: bool) -> None:
     """A9: cell by cell, read from the pool's own view; cells of other rows stay as they were."""
-    model = llama("bfloat16")
+    model = llama(torch.bfloat16)
     pool = pool_for(model, page_size, layout, fused)
     paged = PagedHFCache(pool)
     table = table_for(paged, len(PROMPT))

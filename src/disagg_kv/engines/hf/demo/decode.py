@@ -30,7 +30,7 @@ def run(member: Member, store: Store) -> None:
         for request, rows in enumerate(config.prompt_lengths):
             receptions.append(endpoint.open(wire.room(request), wire.SOURCE))
             receptions[-1].expect(rows, [tables[request]], aux=request)
-        rooms = wire.finished(endpoint, receptions, member, "arrived")
+        rooms = wire.released(endpoint.poll, receptions, member, "arrived")
         arrived = now()
         tokens = []
         for request, rows in enumerate(config.prompt_lengths):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,14 @@ class Member:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+    def meet(self, store: Store) -> None:
+        """Wait until every prefill and decode rank has come here: none may end while another needs its answers."""
+        config = self.config
+        if store.add("met", 1) == config.prefill_tp + config.decode_tp:
+            store.set("all met", "")
+        while not store.check(["all met"]):  # asks again and again: a waiting call would not let signals through
+            time.sleep(0.005)
 
     def save(self, name: str, array: npt.NDArray[np.generic]) -> None:
         """Leave an array as ``name-<rank>.npy``."""

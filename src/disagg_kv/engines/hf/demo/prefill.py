@@ -39,16 +39,17 @@ def run(member: Member, store: Store) -> None:
             token = 0
             for start in range(0, len(prompt), config.chunk_tokens):
                 stop = min(start + config.chunk_tokens, len(prompt))
+                step = endpoint.step({delivery.room: (stop, [table])})
                 token = forward(model, prompt[start:stop], cache)
                 if config.inject == "swap-heads":
                     swap_heads(member, pool, table, start, stop)
-                delivery.send_chunk(stop, [table], None)
+                step.close()
             pool.write_aux(request, token.to_bytes(4, "little"))
             delivery.finish(len(prompt), aux=request)
             member.save(f"own-{request}", _own(cache))
             member.tell("prefilled")
         ended = now()
-        rooms = wire.finished(endpoint, deliveries, member, "released")
+        rooms = wire.released(endpoint.poll, deliveries, member, "released")
         member.leave(PrefillResult(os.getpid(), heads(pool), ready, ended, rooms))
 
 

@@ -1,0 +1,104 @@
+"""Where the demo meets the library: endpoints over the chosen transport, made, waited for and closed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.distributed.distributed_c10d import Store
+
+from ....channels import ZmqChannel
+from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
+from ....errors import PeerLostError
+from ....ids import RoomId
+from ....memory import PagedPool
+from ....protocol import Phase
+from ....rendezvous import Source, StoreRendezvous
+from ....transports import transport
+from .config import Kind
+from .member import Member
+from .pool import make_pool, shards_of
+from .results import Moved
+
+SOURCE = Source("prefill")
+"""Where every request's cache comes from."""
+
+PAUSE_S = 0.001
+"""Seconds between two looks at the handles; an engine would look once per scheduler step."""
+
+
+def room(request: int) -> RoomId:
+    """The room of a request; both sides know it beforehand, as from a router."""
+    return RoomId(f"request-{request}".encode())
+
+
+@contextmanager
+def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, PagedPool]]:
+    """This rank's sender, and its pages."""
+    config = member.config
+    carrier = transport(config.transport)
+    pool = make_pool(config, member.world, member.rank, config.prefill_page_size, carrier)
+    endpoint = PrefillEndpoint(
+        pool,
+        transport=carrier,
+        channel=ZmqChannel(),
+        rendezvous=StoreRendezvous(store),
+        instance=SOURCE.instance,
+        rank=member.rank,
+        shards=shards_of(config, member.world),
+        strategy=config.strategy,
+    )
+    try:
+        yield endpoint, pool
+        member.meet(store)
+    finally:
+        endpoint.close()
+
+
+@contextmanager
+def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, PagedPool]]:
+    """This rank's receiver, and its pages."""
+    config = member.config
+    carrier = transport(config.transport)
+    pool = make_pool(config, member.world, member.rank, config.decode_page_size, carrier)
+    endpoint = DecodeEndpoint(
+        pool,
+        transport=carrier,
+        channel=ZmqChannel(),
+        rendezvous=StoreRendezvous(store),
+        instance="decode",
+        rank=member.rank,
+        shards=shards_of(config, member.world),
+        strategy=config.strategy,
+    )
+    try:
+        yield endpoint, pool
+        member.meet(store)
+    finally:
+        endpoint.close()
+
+
+def released(
+    poll: Callable[[], Sequence[Handle]], handles: Sequence[Handle], member: Member, kind: Kind
+) -> tuple[Moved, ...]:
+    """Wait until all rooms have ended well and nobody touches their pages; tells ``kind`` for each.
+
+    Raises:
+        DisaggKVError: why a room failed.
+    """
+    waiting = set(handles)
+    while waiting:
+        for handle in poll():
+            if handle.phase is Phase.FAILED:
+                raise handle.error or PeerLostError(f"{handle.room.decode()} failed")
+            if handle.released:
+                waiting.discard(handle)
+                member.tell(kind)
+        time.sleep(PAUSE_S)
+    return tuple(_moved(handle) for handle in handles)
+
+
+def _moved(handle: Handle) -> Moved:
+    report = handle.report
+    return Moved(report.nbytes, report.descriptors, report.path, dict(report.seconds))

@@ -1,0 +1,100 @@
+"""The comparison of bytes finds what is wrong; it is tried here with files made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from disagg_kv.engines.hf.demo.check import POISON, Checked, PoolFile, check
+
+LAYERS, HEADS, DIM, PAGE = 2, 4, 3, 2
+ROWS = (5, 2)
+TABLES = ((4, 0, 2), (1,))
+PAGES = 5
+U8 = npt.NDArray[np.uint8]
+
+
+def planes(heads: int) -> list[list[tuple[int, int, int, int]]]:
+    """Layer by layer, K then V, page by page, row by row, with 8 bytes between planes."""
+    unit = DIM * 4
+    size = PAGES * PAGE * heads * unit + 8
+    at = [[(layer * 2 + kind) * size for kind in range(2)] for layer in range(LAYERS)]
+    return [[(offset, PAGE * heads * unit, heads * unit, unit) for offset in of] for of in at]
+
+
+def leave(work: Path, prefill_tp: int, decode_tp: int, spoil: Callable[[U8], None]) -> list[PoolFile]:
+    """Files of a transfer that worked, the first decode rank's memory spoiled afterwards."""
+    random = np.random.default_rng(0)
+    own = [random.standard_normal((LAYERS, 2, HEADS, rows, DIM)).astype(np.float32) for rows in ROWS]
+    for request, whole in enumerate(own):
+        for rank, part in enumerate(np.split(whole, prefill_tp, axis=2)):
+            np.save(work / f"own-{request}-{rank}.npy", part)
+    each = HEADS // decode_tp
+    files = []
+    for rank in range(decode_tp):
+        strides = planes(each)
+        memory = np.full(LAYERS * 2 * (PAGES * PAGE * each * DIM * 4 + 8), POISON, np.uint8)
+        for request, rows in enumerate(ROWS):
+            for layer in range(LAYERS):
+                for kind in range(2):
+                    for row in range(rows):
+                        for head in range(each):
+                            offset, page, step, unit = strides[layer][kind]
+                            at = offset + TABLES[request][row // PAGE] * page + row % PAGE * step + head * unit
+                            cell = own[request][layer, kind, rank * each + head, row].tobytes()
+                            memory[at : at + unit] = np.frombuffer(cell, np.uint8)
+        if rank == 0:
+            spoil(memory)
+        np.save(work / f"pool-{rank}.npy", memory)
+        files.append(PoolFile((rank * each, (rank + 1) * each), PAGE, strides, TABLES))
+    return files
+
+
+def flip(*places: int) -> Callable[[U8], None]:
+    """Change single bytes."""
+
+    def spoil(memory: U8) -> None:
+        memory[list(places)] ^= 0xFF
+
+    return spoil
+
+
+NBYTES = LAYERS * 2 * HEADS * sum(ROWS) * DIM * 4
+
+
+@pytest.mark.parametrize("decode_tp", [1, 2, 4])
+@pytest.mark.parametrize("prefill_tp", [1, 2, 4])
+def test_equal_bytes_are_equal_for_every_pair_of_sizes(tmp_path: Path, prefill_tp: int, decode_tp: int) -> None:
+    """Every byte is looked at."""
+    files = leave(tmp_path, prefill_tp, decode_tp, flip())
+    assert check(tmp_path, ROWS, prefill_tp, files) == Checked(NBYTES, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("places", "wrong", "stray"),
+    [
+        ((0,), 1, 0),  # row 2 of request 0: page 0, the first of the pool
+        ((3 * PAGE * HEADS * DIM * 4,), 0, 1),  # page 3 is nobody's
+        ((5 * PAGE * HEADS * DIM * 4 + 2,), 0, 1),  # between two planes
+        (((2 * PAGE + 1) * HEADS * DIM * 4,), 0, 1),  # request 0 ends in the middle of page 2
+        ((0, 1, 3 * PAGE * HEADS * DIM * 4), 2, 1),
+    ],
+)
+def test_each_changed_byte_is_counted_where_it_lies(
+    tmp_path: Path, places: tuple[int, ...], wrong: int, stray: int
+) -> None:
+    """Among the rows that had to arrive it is wrong, elsewhere it is stray."""
+    files = leave(tmp_path, 2, 1, flip(*places))
+    assert check(tmp_path, ROWS, 2, files) == Checked(NBYTES, wrong, stray)
+
+
+def test_nothing_arrived_is_all_wrong(tmp_path: Path) -> None:
+    """A pool that still holds its poison; random floats hardly ever have that byte."""
+    files = leave(tmp_path, 1, 2, lambda memory: memory.fill(POISON))
+    found = check(tmp_path, ROWS, 1, files)
+    assert found.wrong > 0.45 * NBYTES
+    assert found.stray == 0

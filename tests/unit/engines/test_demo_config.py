@@ -1,0 +1,64 @@
+"""What a demo refuses before it starts a process, and what its prompts are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import disagg_kv
+from disagg_kv.engines.hf.demo import DemoConfig, run_demo
+from disagg_kv.engines.hf.demo.model import BOS, prompts
+from disagg_kv.errors import ConfigurationError, UnknownNameError
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefill_tp": 3}, "prefill_tp 3: .* 8 KV heads"),
+        ({"decode_tp": 16}, "decode_tp 16: .* 8 KV heads"),
+        ({"decode_tp": 0}, "decode_tp 0"),
+        ({"requests": 0}, "requests must be positive, not 0"),
+        ({"timeout_s": 0.0}, "timeout_s must be positive"),
+        ({"chunk_tokens": 384}, "prompt_tokens 384 must be more than chunk_tokens 384"),
+        ({"prompt_tokens": 5000}, "prompt_tokens 5000 must be .* at most 4096"),
+        ({"inject": "swap-heads", "max_new_tokens": 1}, "'swap-heads' needs 2 KV heads and 2 new tokens"),
+        ({"inject": "swap-heads", "kv_heads": 1, "prefill_tp": 1}, "needs 2 KV heads .*, not 1 and 32"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    """A6: a head count that ranks do not divide is refused, never truncated."""
+    with pytest.raises(ConfigurationError, match=message):
+        DemoConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"strategy": "teleport"}, UnknownNameError, "unknown strategy 'teleport'; known: .*staged"),
+        ({"transport": "pigeon"}, UnknownNameError, "unknown transport 'pigeon'; known: .*shm"),
+        ({"transport": "inproc"}, ConfigurationError, "'inproc' works only within one process"),
+        ({"transport_module": "no_such_module"}, ConfigurationError, "'no_such_module' cannot be imported"),
+    ],
+)
+def test_names_that_cannot_work_are_refused_before_a_process_starts(
+    given: dict[str, Any], error: type[ConfigurationError], message: str
+) -> None:
+    """With the names that would have."""
+    with pytest.raises(error, match=message):
+        run_demo(DemoConfig(**given))
+
+
+def test_prompts_are_text_of_this_library_in_lengths_that_differ() -> None:
+    """Bytes after a beginning; no two requests are alike, and all take at least two chunks."""
+    config = DemoConfig(requests=5)
+    texts = prompts(config)
+    assert tuple(len(text) for text in texts) == config.prompt_lengths == (384, 421, 458, 495, 404)
+    assert len(set(texts)) == 5
+    assert min(config.prompt_lengths) > config.chunk_tokens
+    package = Path(disagg_kv.__file__).parent
+    sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    for text in texts:
+        assert text[0] == BOS
+        assert bytes(text[1:]) in sources
