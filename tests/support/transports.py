@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from disagg_kv.testing import FaultyTransport
-from disagg_kv.transports import InprocTransport, ShmTransport
+from collections.abc import Sequence
+
+import attrs
+
+from disagg_kv.errors import TransportError
+from disagg_kv.ids import Peer, Ticket
+from disagg_kv.memory import Event
+from disagg_kv.planning import Writes
+from disagg_kv.testing import Fault, FaultyTransport
+from disagg_kv.transports import Ended, Heard, InprocTransport, Settled, ShmTransport
 
 
 def faultless_inproc() -> FaultyTransport:
@@ -14,3 +22,36 @@ def faultless_inproc() -> FaultyTransport:
 def faultless_shm() -> FaultyTransport:
     """No fault is planned."""
     return FaultyTransport(ShmTransport())
+
+
+class SlowTransport(FaultyTransport):
+    """Moves one batch per poll, as hardware that takes its time; takes short batches and waits for events."""
+
+    def __init__(self) -> None:
+        super().__init__(InprocTransport(), lambda number: Fault.DELAYED)
+        self.caps = attrs.evolve(self.caps, late_writes=False, waits_events=True, max_batch=1000)
+        self._after: dict[Ticket, Event] = {}
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """Only keeps the batch."""
+        if len(writes) > 1000:
+            raise TransportError(f"{len(writes)} descriptors, but at most 1000 in one batch")
+        ticket = super().submit(peer, writes, notify=notify)
+        if after is not None:
+            self._after[ticket] = after
+        return ticket
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """Moves the oldest batch whose event has happened."""
+        for ticket in self.held:
+            if ticket not in self._after or self._after[ticket].query():
+                self.release(ticket)
+                break
+        return super().poll()
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """Moves what it can."""
+        for ticket in self.held:
+            if ticket not in self._after and drain_s > 0:
+                self.release(ticket)
+        return super().close(drain_s)

@@ -52,22 +52,21 @@ class Log:
     def add(self, told: Sequence[Told]) -> None:
         """Check and keep."""
         for event in told:
-            match event:
-                case Heard():
-                    assert event.data is None or self._caps.notifies, f"{event} without caps.notifies"
-                    self.heard.append(event)
-                case Settled():
-                    ended = self.ended.get(event.ticket)
-                    assert ended is not None, f"{event} before the ticket ended"
-                    assert not ended.quiesced, f"{event} after {ended}"
-                    assert event.ticket not in self.settled, f"{event} twice"
-                    self.settled.add(event.ticket)
-                case Ended():
-                    assert event.ticket not in self.ended, f"{event} after {self.ended[event.ticket]}"
-                    assert event.quiesced or event.error is not None, f"{event} is a success that is not quiet"
-                    assert event.quiesced or self._caps.late_writes, f"{event} without caps.late_writes"
-                    assert event.error is None or isinstance(event.error, TransportError | PeerLostError), f"{event}"
-                    self.ended[event.ticket] = event
+            if isinstance(event, Heard):
+                assert event.data is None or self._caps.notifies, f"{event} without caps.notifies"
+                self.heard.append(event)
+            elif isinstance(event, Settled):
+                ended = self.ended.get(event.ticket)
+                assert ended is not None, f"{event} before the ticket ended"
+                assert not ended.quiesced, f"{event} after {ended}"
+                assert event.ticket not in self.settled, f"{event} twice"
+                self.settled.add(event.ticket)
+            else:
+                assert event.ticket not in self.ended, f"{event} after {self.ended[event.ticket]}"
+                assert event.quiesced or event.error is not None, f"{event} is a success that is not quiet"
+                assert event.quiesced or self._caps.late_writes, f"{event} without caps.late_writes"
+                assert event.error is None or isinstance(event.error, TransportError | PeerLostError), f"{event}"
+                self.ended[event.ticket] = event
 
     def lost(self, peer: Peer) -> bool:
         """Whether the transport has said, in any of the ways that it may, that the peer is gone."""

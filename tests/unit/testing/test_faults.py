@@ -21,8 +21,12 @@ class Rig:
     """A faulty source whose first batch suffers ``fault``, connected to a sound target."""
 
     def __init__(self, fault: Fault, inner: Callable[[], Transport] = InprocTransport) -> None:
-        self.faulty = FaultyTransport(inner(), {0: fault}.get)
-        self.pair = Pair(End(lambda: self.faulty, HostMemory()), End(inner, HostMemory()), N, 5.0)
+        self.use(FaultyTransport(inner(), {0: fault}.get), inner)
+
+    def use(self, faulty: FaultyTransport, inner: Callable[[], Transport] = InprocTransport) -> None:
+        """Begin with this source instead."""
+        self.faulty = faulty
+        self.pair = Pair(End(lambda: faulty, HostMemory()), End(inner, HostMemory()), N, 5.0)
 
     def landed(self) -> int:
         """How many leading bytes of the target are the source's; everything after them is poison."""
@@ -185,6 +189,35 @@ def test_a_seeded_plan_is_the_same_each_time_and_keeps_its_shares() -> None:
     assert drawn != [seeded(4, shares)(i) for i in range(2000)]
     assert all(400 < drawn.count(fault) < 600 for fault in shares)
     assert 900 < drawn.count(None) < 1100
+
+
+def test_what_the_inner_transport_tells_is_told() -> None:
+    """That a ticket is not quiet and, later, that it is: here a faulty transport in a faulty transport."""
+    for outer, first in ((None, 0), (Fault.PARTIAL, 2)):
+        inner = FaultyTransport(InprocTransport(), {first: Fault.LATE}.get)
+        rig = Rig(Fault.LATE)
+        rig.use(FaultyTransport(inner, {0: outer}.get))
+        ticket = rig.submit()
+        assert rig.told() == [("TransportError", ticket, False)]
+        inner.release()
+        assert rig.told() == [("settled", ticket, True)]
+        inner.release()
+        late = rig.submit()
+        assert rig.told() == [("ended", late, True)]
+
+
+def test_a_late_batch_is_settled_only_when_the_inner_transport_says_so() -> None:
+    """Not when it was released."""
+    inner = FaultyTransport(InprocTransport(), {2: Fault.LATE}.get)
+    rig = Rig(Fault.LATE)
+    rig.use(FaultyTransport(inner, {0: Fault.LATE}.get))
+    ticket = rig.submit()
+    assert rig.told() == [("TransportError", ticket, False)]
+    rig.faulty.release()
+    assert rig.told() == []
+    inner.release()
+    assert rig.told() == [("settled", ticket, True)]
+    assert rig.landed() == N
 
 
 class _Never:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from disagg_kv.testing.transport import TransportSuite
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
-from tests.support.transports import faultless_inproc, faultless_shm
+from tests.support.transports import SlowTransport, faultless_inproc, faultless_shm
 
 
 class TestInproc(TransportSuite):
@@ -39,3 +39,21 @@ class TestFaultlessShm(TransportSuite):
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
         return faultless_shm
+
+
+class TestSlow(TransportSuite):
+    """The suite itself allows for a transport whose tickets are in flight for a while."""
+
+    @classmethod
+    def factory(cls) -> Callable[[], Transport]:
+        return SlowTransport
+
+
+class TestShmApart(TransportSuite):
+    """As for a transport that cannot reach another one of its own process."""
+
+    one_process = False
+
+    @classmethod
+    def factory(cls) -> Callable[[], Transport]:
+        return ShmTransport
