@@ -98,7 +98,7 @@ def docs(session: nox.Session) -> None:
     if session.posargs:
         session.run("mkdocs", *session.posargs)
     else:
-        session.run("mkdocs", "build", "--strict", "--quiet")
+        session.run("mkdocs", "build", "--strict")
 
 
 @nox.session(venv_backend="none")

@@ -8,11 +8,15 @@ from typing import assert_type
 import pytest
 from attrs import define, field
 
+from disagg_kv.channels import ZmqChannel
+from disagg_kv.endpoints import DecodeEndpoint, Delivery, PrefillEndpoint, Receiver, Reception, Sender
 from disagg_kv.errors import ConfigurationError, DisaggKVError, TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard
-from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, Ticket, VirtualOffset
-from disagg_kv.memory import Buffer, Event
+from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, RoomId, Ticket, VirtualOffset
+from disagg_kv.memory import Buffer, Event, PagedPool
 from disagg_kv.planning import Writes
+from disagg_kv.protocol import Phase
+from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
 from disagg_kv.transports import (
     Capabilities,
@@ -119,3 +123,31 @@ def test_a_ring_is_an_allocator_and_its_leases_may_be_none() -> None:
 def test_errors_are_one_tree_and_bad_input_is_a_value_error() -> None:
     error: DisaggKVError = ConfigurationError("no")
     assert isinstance(error, ValueError)
+
+
+def test_endpoints_are_senders_and_receivers() -> None:
+    spec = CacheSpec.kv(1, 1, 8, "float16")
+    rendezvous = StaticRendezvous()
+
+    def pool() -> PagedPool:
+        return PagedPool.allocate(spec, shard(spec), pages=2, page_size=4)
+
+    sender: Sender = PrefillEndpoint(
+        pool(), transport=transport("shm"), channel=ZmqChannel(), rendezvous=rendezvous, instance="p"
+    )
+    receiver: Receiver = DecodeEndpoint(
+        pool(), transport=transport("shm"), channel=ZmqChannel(), rendezvous=rendezvous, instance="d"
+    )
+    try:
+        delivery = sender.open(RoomId(b"room"))
+        assert_type(delivery, Delivery)
+        assert_type(delivery.phase, Phase)
+        assert_type(delivery.error, DisaggKVError | None)
+        reception = receiver.open(RoomId(b"room"), Source("p"))
+        assert_type(reception, Reception)
+        assert_type(reception.released, bool)
+        assert_type(sender.poll(), Sequence[Delivery])
+        assert_type(receiver.poll(), Sequence[Reception])
+    finally:
+        sender.close(0.0)
+        receiver.close(0.0)

@@ -23,7 +23,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "zmq"):
+        if name.partition(".")[0] in ("torch", "transformers"):
             raise ImportError(f"{name} was imported")
 
 sys.meta_path.insert(0, Refuse())
