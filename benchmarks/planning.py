@@ -1,0 +1,98 @@
+"""Planning a request of 128K tokens, 64 layers, TP 8 -> 4, staged: every step that one writer and one target take.
+
+The plan is checked first: its segments tile the rows, and its bytes are those of the box. Limits: 10 ms in all, and at
+least 1,000 times fewer writes than one per token and head slice for 8,192 tokens, TP 4 -> 1.
+
+    python benchmarks/planning.py > benchmarks/results/cpu_planning.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.ids import Rank
+from disagg_kv.planning import Intake, PartView, Segment, explain, plain_site
+
+TOKENS, LAYERS, HEADS, DIM, PAGE = 128 * 1024, 64, 8, 128, 64
+SLOT, LEASE = 64 << 20, 512 << 20
+RUNS = 30
+LIMIT_MS = 10.0
+LIMIT_RATIO = 1000
+
+
+def _plan(spec: CacheSpec) -> tuple[list[Segment], int, dict[str, float]]:
+    """What one writer of 8 and one target of 4 compute for a request; bytes that the writer sends; seconds per step."""
+    clock = time.perf_counter
+    writers = [shard(spec, tp=8, rank=rank) for rank in range(8)]
+    target = shard(spec, tp=4, rank=0)
+    site = plain_site(spec, writers[0], TOKENS, PAGE)
+    times = [clock()]
+    intake = Intake.build(spec, writers, target)
+    times.append(clock())
+    segments = intake.cut(0, TOKENS, range(LAYERS), slot_bytes=SLOT, lease_bytes=LEASE, page_rows=PAGE)
+    times.append(clock())
+    leases = [intake.lease(segment) for segment in segments]
+    times.append(clock())
+    view = PartView(site, intake.parts[0], spec)
+    layouts = [view.layout(segment) for segment in segments]
+    times.append(clock())
+    sent = sum(layout.nbytes for layout in layouts)
+    assert sent == sum(places[Rank(0)][1] for places, _ in leases)
+    steps = ("elect", "cut", "leases", "layouts")
+    return segments, sent, dict(zip(steps, (b - a for a, b in pairwise(times)), strict=True))
+
+
+def main() -> int:
+    """Check, measure, print; 1 if a limit is broken."""
+    spec = CacheSpec.kv(LAYERS, HEADS, DIM, "bfloat16")
+    segments, sent, _ = _plan(spec)
+    rows = [(s.start, s.stop) for s in segments]
+    if rows[0][0] != 0 or rows[-1][1] != TOKENS or any(a[1] != b[0] for a, b in pairwise(rows)):
+        sys.exit("the segments do not tile the rows")
+    if sent != TOKENS * LAYERS * 2 * DIM * 2:
+        sys.exit(f"the writer sends {sent} bytes, not one head of K and V")
+    runs = [_plan(spec)[2] for _ in range(RUNS)]
+    median = {step: statistics.median(run[step] for run in runs) * 1e3 for step in runs[0]}
+    total = statistics.median(sum(run.values()) for run in runs) * 1e3
+    prefill = [shard(spec, tp=4, rank=rank) for rank in range(4)]
+    counted = explain(spec, prefill, [shard(spec)], 8192, (PAGE, PAGE)).descriptors
+    ratio = counted["slice"] / counted["staged"]
+    print(
+        json.dumps(
+            {
+                "command": "python benchmarks/planning.py",
+                "shape": f"{TOKENS} tokens, {LAYERS} layers, {HEADS} KV heads of {DIM}, bfloat16, TP 8 -> 4, staged",
+                "segments": len(segments),
+                "median_ms": {step: round(ms, 3) for step, ms in median.items()},
+                "total_ms": round(total, 3),
+                "limit_ms": LIMIT_MS,
+                "descriptors_8192_tokens_tp4_to_1": dict(counted),
+                "slice_over_staged": ratio,
+                "limit_ratio": LIMIT_RATIO,
+                "runs": RUNS,
+                "hardware": {"cpu": _cpu(), "cores": os.cpu_count()},
+                "versions": {"python": platform.python_version(), "numpy": np.__version__},
+            },
+            indent=1,
+        )
+    )
+    return 0 if total <= LIMIT_MS and ratio >= LIMIT_RATIO else 1
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
