@@ -118,8 +118,9 @@ class ReceiveRoom(Machine[Receiving]):
         self._exposed = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
-        """See :meth:`Machine.handle`; frames of strangers only count."""
-        if isinstance(event, RoomFrame) and event.src not in self._writers:
+        """See :meth:`Machine.handle`; frames of strangers only count, and so does all that comes after the end."""
+        stranger = isinstance(event, RoomFrame) and event.src not in self._writers
+        if stranger or self.state is Receiving.CLOSED:
             self.ignored += 1
             return []
         return super().handle(event, now)
