@@ -1,7 +1,7 @@
 """One-sided writes."""
 
 from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
-from .descriptor import Descriptor, Region, decode, encode
+from .descriptor import Descriptor, Region, decode, encode, unpack
 from .inproc import InprocTransport
 from .process import Process, Watch
 from .regions import Extents, RegionTable, copy
@@ -29,4 +29,5 @@ __all__ = [
     "encode",
     "register_transport",
     "transport",
+    "unpack",
 ]

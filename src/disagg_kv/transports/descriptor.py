@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 from attrs import frozen
 
 from ..errors import RemoteProtocolError
 from ..ids import Peer, RegionId
+
+T = TypeVar("T")
 
 VERSION = 1
 """Version of the encoding; a descriptor of another one is refused."""
@@ -57,6 +61,18 @@ def encode(descriptor: Descriptor) -> bytes:
     return _MAGIC + bytes([VERSION]) + msgspec.msgpack.encode(descriptor)
 
 
+def unpack(data: bytes, kind: type[T]) -> T:
+    """A value of type ``kind`` from MessagePack; for what a transport puts into a ``blob``.
+
+    Raises:
+        RemoteProtocolError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"{len(data)} bytes cannot be read as a {kind.__name__}: {error}") from error
+
+
 def decode(data: bytes, transport: str) -> Descriptor:
     """The descriptor in ``data``, checked.
 
@@ -68,10 +84,7 @@ def decode(data: bytes, transport: str) -> Descriptor:
     version = data[len(_MAGIC)]
     if version != VERSION:
         raise RemoteProtocolError(f"transport descriptor of version {version}, this side speaks version {VERSION}")
-    try:
-        found = msgspec.msgpack.decode(data[len(_MAGIC) + 1 :], type=Descriptor)
-    except msgspec.DecodeError as error:
-        raise RemoteProtocolError(f"transport descriptor of {len(data)} bytes cannot be read: {error}") from error
+    found = unpack(data[len(_MAGIC) + 1 :], Descriptor)
     if found.transport != transport:
         raise RemoteProtocolError(f"descriptor of transport {found.transport!r} given to transport {transport!r}")
     if len(found.incarnation) != 16:

@@ -20,12 +20,12 @@ from weakref import WeakSet
 import msgspec
 from attrs import define, frozen
 
-from ..errors import MissingDependencyError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
+from ..errors import MissingDependencyError, PeerLostError, RegistrationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
-from .descriptor import Descriptor, Region, decode, encode
+from .descriptor import Descriptor, Region, decode, encode, unpack
 from .process import Process, Watch
 from .regions import Extents, RegionTable, copy
 
@@ -164,11 +164,8 @@ class ShmTransport:
             PeerLostError: the peer's process has ended, or it has given the memory back.
         """
         remote = decode(descriptor, self.name)
-        try:
-            process = msgspec.msgpack.decode(remote.blob, type=Process)
-            places = {r.id: msgspec.msgpack.decode(r.blob, type=_Place) for r in remote.regions if r.blob}
-        except msgspec.DecodeError as error:
-            raise RemoteProtocolError(f"shm descriptor cannot be read: {error}") from error
+        process = unpack(remote.blob, Process)
+        places = {r.id: unpack(r.blob, _Place) for r in remote.regions if r.blob}
         peer = remote.incarnation
         known = self._peers.get(peer)
         if known is not None and (known.lost or known.serial >= remote.serial):
