@@ -57,6 +57,9 @@ LOOKUP_S = 0.05
 IDLE_S = 0.2
 """The longest that an endpoint sleeps: exits of peers are noticed this fast."""
 
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
+"""Between two looks at copies and events that nothing but looking shows to be done."""
+
 
 class Role(Protocol):
     """The half that is different: rooms, and what moves their bytes."""
@@ -134,6 +137,7 @@ class Node:
         self.links: dict[Epoch, Peer] = {}
         self.role: Role | None = None
         self._sleep = sleep
+        self._pause = SHORTEST_PAUSE_S
         self._epochs: dict[Peer, Epoch] = {}
         self._siblings: dict[Epoch, Rank] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -167,8 +171,11 @@ class Node:
         self.now = self.clock()
         for event in arrived:
             self._guard(partial(self._on_channel, event))
-        if busy and not arrived:
-            self._sleep(50e-6)
+        if not busy or arrived:
+            self._pause = SHORTEST_PAUSE_S
+        else:
+            self._sleep(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
     def _progress(self) -> bool:
         assert self.role is not None

@@ -223,6 +223,10 @@ class PrefillRole:
             return
         generation = Generation(frame.generation)
         head = room_head(node.me.epoch, epoch, name, generation)
+        taken = _taken(room, remote)
+        if taken is not None:
+            node.send(Send(epoch, Abort(**head, reason=taken)))
+            return
         self._flows[(name, epoch, frame.generation)] = room
         try:
             way, plan = self._way(room, remote, frame)
@@ -456,6 +460,17 @@ class PrefillRole:
         self.mover.check_integrity()
         for room in self._rooms.values():
             room.machine.check_integrity()
+
+
+def _taken(room: _Room, remote: Remote) -> str | None:
+    """Why a decode rank cannot have the room: another instance has it, or another life of this rank."""
+    for way in room.ways.values():
+        ours, theirs = way.remote, remote
+        if ours.hello.instance != theirs.hello.instance or len(ours.shards) != len(theirs.shards):
+            return f"decode instance {ours.hello.instance!r} has this room already"
+        if ours.hello.rank == theirs.hello.rank:
+            return f"another life of rank {theirs.hello.rank} has this room already"
+    return None
 
 
 def _bound(remembered: OrderedDict[RoomId, V], most: int) -> None:
