@@ -325,7 +325,7 @@ class Node:
     def _on_lost(self, lost: Lost) -> None:
         assert self.role is not None
         self.observer.count("peers.lost")
-        log.warning("%s", lost.error)
+        log.info("%s", lost.error)
         if lost.peer in self._siblings:
             del self._siblings[lost.peer]
             self._look_at = None if self.me.rank == 0 else self.now
