@@ -69,7 +69,7 @@ def unpack(data: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise RemoteProtocolError(f"{len(data)} bytes cannot be read as a {kind.__name__}: {error}") from error
 
 

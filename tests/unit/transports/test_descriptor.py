@@ -27,6 +27,7 @@ def test_a_descriptor_survives_the_wire() -> None:
         (_MAGIC + bytes([VERSION + 1]) + b"\x80", f"version {VERSION + 1}, this side speaks version {VERSION}"),
         (_MAGIC + bytes([VERSION]), "cannot be read"),
         (_MAGIC + bytes([VERSION]) + b"\x80", "cannot be read"),
+        (_MAGIC + bytes([VERSION]) + b"\x81\xa1x" + b"\x91" * 100_000, "cannot be read"),
         (_MAGIC + bytes([VERSION]) + msgspec.msgpack.encode({"transport": 3}), "cannot be read"),
         (encode(Descriptor("y", ME)), "of transport 'y' given to transport 'x'"),
         (encode(Descriptor("x", Peer(b"short"))), "an incarnation of 5 bytes"),
