@@ -1,0 +1,342 @@
+"""Endpoints in processes of their own, which a test may kill and freeze, with caches that anybody can recompute."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal, TypeVar, overload
+
+import attrs
+import numpy as np
+from attrs import field, frozen
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
+
+from disagg_kv import (
+    CacheSpec,
+    DecodeEndpoint,
+    DisaggKVError,
+    GroupId,
+    Options,
+    PagedPool,
+    PageTable,
+    PrefillEndpoint,
+    RoomId,
+    Source,
+    shard,
+)
+from disagg_kv.channels import ZmqChannel
+from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.ids import Rank
+from disagg_kv.memory import U8
+from disagg_kv.rendezvous import StoreRendezvous
+from disagg_kv.testing import Fault, FaultyTransport
+from disagg_kv.transports import ShmTransport
+
+KV = GroupId("kv")
+SPEC = CacheSpec.kv(2, 4, 16, "float32")
+PAGES, POISON = 256, 0xA5
+DEADLINE_S = 30.0
+"""How long anything may take before a test calls it a hang."""
+
+Role = Literal["prefill", "decode"]
+T = TypeVar("T")
+
+
+@frozen
+class Setup:
+    """One endpoint.
+
+    Args:
+        role: which side.
+        instance: the name of its instance.
+        rank: which rank of it.
+        ranks: how many there are.
+        bind: the channel's address.
+        store: the port of the store through which the endpoints find each other.
+        path: strategy.
+        page_size: tokens of a page.
+        layout: order inside a page.
+        ring_bytes: decode: the ring's size.
+        slot_bytes: prefill: a staging slot's size.
+        held_from: prefill: this write and all after it move only when the test releases them; None: none is held.
+        options: times and bounds.
+    """
+
+    role: Role
+    instance: str
+    rank: int
+    ranks: int
+    bind: str
+    store: int
+    path: str = "staged"
+    page_size: int = 16
+    layout: Literal["NHD", "HND"] = "NHD"
+    ring_bytes: int = 1 << 20
+    slot_bytes: int = 1 << 16
+    held_from: int | None = None
+    options: Options = field(factory=Options)
+
+
+@frozen
+class Look:
+    """A room on one rank, at one moment."""
+
+    phase: str
+    released: bool
+    error: str
+    message: str
+    nbytes: int
+    path: str
+
+
+def cells(room: bytes, tokens: int) -> Sequence[U8]:
+    """The whole cache of a room, ``[tokens, heads, head bytes]`` per plane: K, then V, layer after layer."""
+    draw = np.random.default_rng(zlib.crc32(room))
+    return [draw.integers(0, 256, (tokens, 4, 64), np.uint8) for _ in range(4)]
+
+
+class _Member:
+    """In the child: a pool, its endpoint, and the rooms on it. Rooms take new pages each time, in a random order."""
+
+    def __init__(self, setup: Setup) -> None:
+        shards = [shard(SPEC, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
+        self._setup = setup
+        self._transport: FaultyTransport | ShmTransport = ShmTransport()
+        first = setup.held_from
+        if first is not None:
+            self._transport = FaultyTransport(self._transport, lambda n: Fault.DELAYED if n >= first else None)
+        self._pool = PagedPool.allocate(
+            SPEC, shards[setup.rank], pages=PAGES, page_size=setup.page_size, layout=setup.layout, aux_slots=1,
+            aux_bytes=16, allocator=self._transport.allocate,
+        )  # fmt: skip
+        for plane in range(4):
+            self._pool.view(plane)[...] = POISON
+        self._heads = slice(setup.rank * 4 // setup.ranks, (setup.rank + 1) * 4 // setup.ranks)
+        self._free = np.random.default_rng(setup.rank).permutation(PAGES).astype(np.int32)
+        self._pages: dict[bytes, PageTable] = {}
+        self._store = TCPStore("127.0.0.1", setup.store, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+        channel, found = ZmqChannel(setup.bind), StoreRendezvous(self._store)
+        self._sender: PrefillEndpoint | None = None
+        self._receiver: DecodeEndpoint | None = None
+        self._rooms: dict[bytes, DeliveryHandle | ReceptionHandle] = {}
+        if setup.role == "prefill":
+            self._sender = PrefillEndpoint(
+                self._pool, transport=self._transport, channel=channel, rendezvous=found, instance=setup.instance,
+                rank=setup.rank, shards=shards, strategy=setup.path, slot_bytes=setup.slot_bytes, options=setup.options,
+            )  # fmt: skip
+        else:
+            self._receiver = DecodeEndpoint(
+                self._pool, transport=self._transport, channel=channel, rendezvous=found, instance=setup.instance,
+                rank=setup.rank, shards=shards, strategy=setup.path, ring_bytes=setup.ring_bytes, options=setup.options,
+            )  # fmt: skip
+
+    def _take(self, room: bytes, tokens: int) -> PageTable:
+        count = -(-tokens // self._setup.page_size)
+        taken, self._free = self._free[:count], self._free[count:]
+        assert len(taken) == count
+        table = self._pages[room] = PageTable(KV, taken)
+        return table
+
+    def _fill(self, planes: Sequence[U8], room: bytes, tokens: int) -> None:
+        """Put a room's rows into its pages, row by row."""
+        table, size = self._pages[room].pages, self._setup.page_size
+        for plane, rows in zip(planes, cells(room, tokens), strict=True):
+            for token in range(tokens):
+                plane[table[token // size], token % size] = rows[token, self._heads]
+
+    def begin(self, room: bytes, tokens: int) -> None:
+        """Prefill: a room whose cache is computed."""
+        assert self._sender is not None
+        self._take(room, tokens)
+        self._fill([self._pool.view(plane) for plane in range(4)], room, tokens)
+        self._rooms[room] = self._sender.open(RoomId(room))
+
+    def send(self, room: bytes, start: int, stop: int, last: bool) -> None:
+        """Prefill: hand over rows; pages from ``start``'s on."""
+        delivery, size = self._rooms[room], self._setup.page_size
+        assert isinstance(delivery, DeliveryHandle)
+        pages = self._pages[room].pages[start // size : -(-stop // size)]
+        delivery.send_chunk(stop, [PageTable(KV, pages, start // size * size)])
+        if last:
+            self._pool.write_aux(0, room[:16])
+            delivery.finish(stop, aux=0)
+
+    def expect(self, room: bytes, source: str, tokens: int) -> None:
+        """Decode: a room from that instance."""
+        assert self._receiver is not None
+        reception = self._receiver.open(RoomId(room), Source(source))
+        reception.expect(tokens, [self._take(room, tokens)], aux=0)
+        self._rooms[room] = reception
+
+    def look(self, room: bytes) -> Look:
+        """A room, now."""
+        handle = self._rooms[room]
+        released, phase, error = handle.released, handle.phase, handle.error
+        report = handle.report
+        return Look(phase.name, released, type(error).__name__, str(error), report.nbytes, report.path)
+
+    def aux(self) -> bytes:
+        """The last aux row."""
+        return self._pool.read_aux(0).rstrip(b"\0")
+
+    def wrong(self, rooms: Mapping[bytes, int]) -> int:
+        """Bytes of the whole pool that are not as they must be with these rooms, and no others, in it."""
+        want = [np.full_like(self._pool.view(plane), POISON) for plane in range(4)]
+        for room, tokens in rooms.items():
+            self._fill(want, room, tokens)
+        return sum(int((self._pool.view(plane) != want[plane]).sum()) for plane in range(4))
+
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten."""
+        end = self._sender or self._receiver
+        assert end is not None
+        return end.open_rooms
+
+    def quarantined(self) -> int:
+        """Decode: bytes that wait for evidence."""
+        assert self._receiver is not None
+        return self._receiver.quarantined_bytes
+
+    def held(self) -> int:
+        """Prefill: writes that the transport does not move yet."""
+        assert isinstance(self._transport, FaultyTransport)
+        return len(self._transport.held)
+
+    def release(self) -> None:
+        """Prefill: let them move."""
+        assert isinstance(self._transport, FaultyTransport)
+        self._transport.release()
+
+    def close(self) -> None:
+        """Close the endpoint."""
+        end = self._sender or self._receiver
+        assert end is not None
+        end.close(2.0)
+
+
+def _serve(pipe: Connection, setup: Setup) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    member = _Member(setup)
+    while True:
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            return  # the test is gone
+        try:
+            pipe.send(getattr(member, name)(*args))
+        except (DisaggKVError, AssertionError) as error:
+            pipe.send(error)
+
+
+class Node:
+    """In the test: one such process."""
+
+    def __init__(self, setup: Setup) -> None:
+        # A server that has imported everything once forks them; it runs one thread only, which makes forking safe.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self.setup = setup
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @overload
+    def ask(self, name: Literal["look"], *args: object) -> Look: ...
+    @overload
+    def ask(self, name: Literal["aux"]) -> bytes: ...
+    @overload
+    def ask(self, name: Literal["wrong", "open_rooms", "quarantined", "held"], *args: object) -> int: ...
+    @overload
+    def ask(self, name: Literal["begin", "send", "expect", "release", "close"], *args: object) -> None: ...
+    def ask(self, name: str, *args: object) -> object:
+        """Have the child do something."""
+        self._pipe.send((name, args))
+        assert self._pipe.poll(DEADLINE_S), f"{self.setup.instance}/{self.setup.rank} did not answer {name!r}"
+        answer: object = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def until(self, room: bytes, seen: Callable[[Look], bool], within_s: float = DEADLINE_S) -> Look:
+        """Look at a room until it is as wanted."""
+        look = self.ask("look", room)
+
+        def good() -> bool:
+            nonlocal look
+            look = self.ask("look", room)
+            return seen(look)
+
+        wait(good, lambda: f"{self.setup.instance}/{self.setup.rank}, room {room!r}: {look}", within_s)
+        return look
+
+    def kill(self) -> None:
+        """End it as the kernel does when memory is short; returns once it has ended."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.join(DEADLINE_S)
+
+    def freeze(self) -> None:
+        """Stop every thread of it."""
+        os.kill(self.pid, signal.SIGSTOP)
+        wait(lambda: self._states() == {"T"}, lambda: f"{self.pid} to stand still")
+
+    def thaw(self) -> None:
+        """Let it run again."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _states(self) -> set[str]:
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+    def stop(self) -> None:
+        """Close the endpoint if the process still runs, and end it."""
+        if self._process.is_alive():
+            self.thaw()
+            self.ask("close")
+            self._pipe.close()
+            self._process.join(DEADLINE_S)
+        assert not self._process.is_alive(), f"{self.setup.instance}/{self.setup.rank} does not end"
+        wait(lambda: not Path(f"/proc/{self.pid}").exists(), lambda: f"process {self.pid} to be gone")
+
+
+class Cluster:
+    """Instances of endpoints, and the store through which they find each other."""
+
+    def __init__(self, folder: Path, wire: Literal["ipc", "tcp"] = "ipc") -> None:
+        self._folder = folder
+        self._wire = wire
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._nodes: list[Node] = []
+
+    def start(self, role: Role, instance: str, ranks: int = 1, /, *, bind: str = "", **more: object) -> list[Node]:
+        """The ranks of an instance; ``more`` is what :class:`Setup` takes beyond names and places."""
+        started = []
+        for rank in range(ranks):
+            place = bind or ("tcp://127.0.0.1:0" if self._wire == "tcp" else f"ipc://{self._folder}/{instance}-{rank}")
+            setup = attrs.evolve(Setup(role, instance, rank, ranks, place, self._store.port), **more)
+            started.append(Node(setup))
+        self._nodes += started
+        return started
+
+    def stop(self) -> None:
+        """End every process; each must end by itself when told to."""
+        for node in self._nodes:
+            node.stop()
+
+
+def wait(good: Callable[[], bool], what: Callable[[], str], within_s: float = DEADLINE_S) -> None:
+    """Until ``good()``; an AssertionError that says ``what()`` after the deadline."""
+    until = time.monotonic() + within_s
+    while not good():
+        assert time.monotonic() < until, f"after {within_s} s: {what()}"
+        time.sleep(0.005)

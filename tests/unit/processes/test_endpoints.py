@@ -1,0 +1,178 @@
+"""Endpoints in real processes, over shared memory and ZeroMQ: the bytes arrive, and any process may die or freeze."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from disagg_kv import Options
+from tests.support.processes import Cluster, Node, wait
+
+QUICK = Options(silence_s=20.0, heartbeat_s=0.1, retry_s=0.1)
+ROOM, TOKENS = b"room", 200
+SOON_S = 10.0
+"""What is said to happen within a few seconds, on a busy host."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Endpoints that all end with the test, and leave nothing in /dev/shm or in their folder."""
+    before = _shared()
+    made = Cluster(tmp_path, getattr(request, "param", "ipc"))
+    yield made
+    made.stop()
+    wait(lambda: _shared() <= before, lambda: f"left in /dev/shm: {_shared() - before}")
+
+
+def _shared() -> set[str]:
+    # Semaphores there are other processes' own, which the host may run at the same time.
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+def deliver(prefill: Sequence[Node], decode: Sequence[Node], room: bytes = ROOM, tokens: int = TOKENS) -> None:
+    """A whole request in two chunks, begun but not awaited."""
+    for node in decode:
+        node.ask("expect", room, prefill[0].setup.instance, tokens)
+        assert node.ask("wrong", {room: tokens}) > 0, "the check of the bytes cannot fail"
+    for node in prefill:
+        node.ask("begin", room, tokens)
+        node.ask("send", room, 0, tokens // 2, False)
+        node.ask("send", room, tokens // 2, tokens, True)
+
+
+def arrived(prefill: Sequence[Node], decode: Sequence[Node], rooms: dict[bytes, int] | None = None) -> None:
+    """Every rank says that it is done, and the decode pools hold these rooms and nothing else."""
+    rooms = rooms or {ROOM: TOKENS}
+    for node in (*prefill, *decode):
+        for room in rooms:
+            look = node.until(room, lambda look: look.released)
+            assert look.phase == "DONE", look
+    for node in decode:
+        assert node.ask("wrong", rooms) == 0
+        assert node.ask("aux") in rooms
+        assert node.ask("quarantined") == 0
+
+
+@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize(("ranks", "cluster"), [((2, 1), "ipc"), ((1, 2), "tcp")], indirect=["cluster"], ids=str)
+def test_a_request_crosses_between_tensor_parallel_sizes(cluster: Cluster, ranks: tuple[int, int], path: str) -> None:
+    """A6, A9: 2 -> 1 and 1 -> 2 ranks, pages of 16 to pages of 32 in another order, byte for byte."""
+    prefill = cluster.start("prefill", "P", ranks[0], path=path)
+    decode = cluster.start("decode", "D", ranks[1], path=path, page_size=32, layout="HND")
+    deliver(prefill, decode)
+    arrived(prefill, decode)
+    assert {node.ask("look", ROOM).path for node in prefill} == {path}
+
+
+def test_a_request_larger_than_the_ring_passes_through_it(cluster: Cluster) -> None:
+    """A4: 1 MiB through a ring of 64 KiB, whose leases come back for the next request."""
+    prefill = cluster.start("prefill", "P", 2, slot_bytes=8 << 10)
+    decode = cluster.start("decode", "D", ring_bytes=64 << 10)
+    rooms = {b"first": 1024, b"second": 1024}
+    for room, tokens in rooms.items():
+        deliver(prefill, decode, room, tokens)
+    arrived(prefill, decode, rooms)
+
+
+def test_a_killed_prefill_process_fails_its_rooms_and_its_leases_come_back(cluster: Cluster) -> None:
+    """E1: its writes were in flight; its end is observed, which is evidence, so nothing stays in quarantine."""
+    dying = cluster.start("prefill", "P", 2, slot_bytes=8 << 10, held_from=3, options=QUICK)
+    decode = cluster.start("decode", "D", ring_bytes=64 << 10, options=QUICK)
+    deliver(dying, decode, tokens=1024)
+    for node in dying:
+        wait(lambda node=node: node.ask("held") > 0, lambda: "a write in flight")  # type: ignore[misc]
+    dying[1].kill()
+    look = decode[0].until(ROOM, lambda look: look.released, SOON_S)
+    assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
+    dying[0].until(ROOM, lambda look: look.phase == "FAILED", SOON_S)
+    dying[0].ask("release")
+    dying[0].until(ROOM, lambda look: look.released, SOON_S)
+    wait(lambda: decode[0].ask("quarantined") == 0, lambda: f"quarantine: {decode[0].ask('quarantined')}", SOON_S)
+    wait(lambda: decode[0].ask("open_rooms") == 0, lambda: "the room to be forgotten", SOON_S)
+    others = cluster.start("prefill", "Q", 2, slot_bytes=8 << 10, options=QUICK)
+    deliver(others, decode, b"next", 1024)
+    for node in (*others, *decode):
+        assert node.until(b"next", lambda look: look.released).phase == "DONE"
+
+
+def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster) -> None:
+    """The delivery fails and is released on every prefill rank; the other decode rank's room fails too."""
+    prefill = cluster.start("prefill", "P", 2, options=QUICK)
+    decode = cluster.start("decode", "D", 2, options=QUICK)
+    for node in decode:
+        node.ask("expect", ROOM, "P", TOKENS)
+    for node in prefill:
+        node.ask("begin", ROOM, TOKENS)
+        node.ask("send", ROOM, 0, TOKENS // 2, False)
+    for node in decode:
+        node.until(ROOM, lambda look: look.nbytes > 0)
+    decode[1].kill()
+    for node in (*prefill, decode[0]):
+        look = node.until(ROOM, lambda look: look.released, SOON_S)
+        assert look.phase == "FAILED", look
+        wait(lambda node=node: node.ask("open_rooms") == 0, lambda: "the room to be forgotten", SOON_S)  # type: ignore[misc]
+    fresh = cluster.start("decode", "E", 2, options=QUICK)
+    deliver(prefill, fresh, b"next")
+    arrived(prefill, fresh, {b"next": TOKENS})
+
+
+def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(cluster: Cluster) -> None:
+    """E2, E9: silence fails its room but frees nothing; when it wakes, its late writes land where they may."""
+    options = Options(silence_s=1.5, heartbeat_s=0.1, retry_s=0.1)
+    (frozen,) = cluster.start("prefill", "P", slot_bytes=8 << 10, held_from=1, options=options)
+    living = cluster.start("prefill", "Q", slot_bytes=8 << 10, options=options)
+    (receiver,) = decode = cluster.start("decode", "D", ring_bytes=64 << 10, options=options)
+    deliver([frozen], decode, b"stuck", 1024)
+    wait(lambda: frozen.ask("held") > 0, lambda: "a write in flight")
+    frozen.freeze()
+    deliver(living, decode, b"meanwhile", 1024)
+    look = receiver.until(b"stuck", lambda look: look.released, SOON_S)
+    assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
+    assert receiver.ask("quarantined") > 0
+    assert receiver.until(b"meanwhile", lambda look: look.released).phase == "DONE"
+    deliver(living, decode, b"afterwards", 512)
+    assert receiver.until(b"afterwards", lambda look: look.released).phase == "DONE"
+    assert receiver.ask("quarantined") > 0
+    frozen.thaw()
+    assert frozen.until(b"stuck", lambda look: look.phase == "FAILED").error
+    assert receiver.ask("quarantined") > 0, "its writes are not quiet yet"
+    before = receiver.ask("wrong", {b"meanwhile": 1024, b"afterwards": 512})
+    frozen.ask("release")
+    wait(lambda: receiver.ask("quarantined") == 0, lambda: f"quarantine: {receiver.ask('quarantined')}")
+    assert receiver.ask("wrong", {b"meanwhile": 1024, b"afterwards": 512}) == before
+    frozen.until(b"stuck", lambda look: look.released)
+    deliver([frozen], decode, b"again", 64)
+    wait(lambda: frozen.ask("held") > 0, lambda: "a write of the next room")
+    frozen.ask("release")
+    assert receiver.until(b"again", lambda look: look.released).phase == "DONE"
+
+
+@pytest.mark.parametrize("wire", ["ipc", "tcp"])
+def test_a_process_that_comes_back_under_its_address_serves_new_rooms(
+    cluster: Cluster, wire: Literal["ipc", "tcp"], tmp_path: Path
+) -> None:
+    """E10: the same instance, rank and address, another life."""
+    bind = f"ipc://{tmp_path}/again" if wire == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
+    (first,) = cluster.start("prefill", "P", bind=bind, options=QUICK)
+    decode = cluster.start("decode", "D", options=QUICK)
+    deliver([first], decode, b"before")
+    decode[0].until(b"before", lambda look: look.released)
+    first.kill()
+    second = cluster.start("prefill", "P", bind=bind, options=QUICK)
+    second[0].ask("open_rooms")
+    deliver(second, decode, b"after")
+    for node in (*second, *decode):
+        look = node.until(b"after", lambda look: look.released)
+        assert look.phase == "DONE", look
+    assert decode[0].ask("wrong", {b"before": TOKENS, b"after": TOKENS}) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
