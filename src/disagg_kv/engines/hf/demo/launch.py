@@ -93,7 +93,3 @@ def main(folder: str) -> None:
         load_module(job.config.transport_module)
     save_model(job.config, Path(job.work) / "model")
     sys.exit(0 if supervise(job, events) else 1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

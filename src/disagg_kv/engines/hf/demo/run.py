@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,7 @@ def _check_transport(config: DemoConfig) -> None:
 @contextmanager
 def _launched(work: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process that starts all others, in a process group of its own: an interrupt comes to the parent alone."""
-    command = [sys.executable, "-m", f"{__package__}.launch", str(work)]
+    command = [sys.executable, "-c", f"from {__package__}.launch import main; main({str(work)!r})"]
     with (
         (work / "log").open("wb") as log,
         subprocess.Popen(
@@ -85,7 +86,7 @@ def _launched(work: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "TMPDIR": str(work)},
             process_group=0,
         ) as launcher,
     ):
@@ -96,7 +97,7 @@ def _launched(work: Path) -> Iterator[subprocess.Popen[bytes]]:
             try:
                 launcher.wait(2 * GRACE_S)
             except subprocess.TimeoutExpired:
-                os.killpg(launcher.pid, 9)
+                os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def _listen(
@@ -105,37 +106,36 @@ def _listen(
     """Hear every line until the last process has ended; raise if one of them failed or time is over."""
     waiting = {(role, rank) for role, rank, _ in config.members}
     failures: list[Told] = []
-    for line in _lines(launcher, deadline):
-        if line is None:
-            names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
-            raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; still at work: {names or 'nobody'}")
-        one = msgspec.json.decode(line, type=Told)
-        if one.kind == "failed":
-            failures.append(one)
-            continue
-        if one.kind == "done":
-            waiting.discard((one.role, one.rank))
-        told(one)
+    try:
+        for line in _lines(launcher, deadline):
+            one = msgspec.json.decode(line, type=Told)
+            if one.kind == "failed":
+                failures.append(one)
+                continue
+            if one.kind == "done":
+                waiting.discard((one.role, one.rank))
+            told(one)
+    except TimeoutError as exc:
+        names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
+        raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; still at work: {names}") from exc
     if failures or launcher.wait() != 0:
         raise _failure(failures, launcher.returncode, work)
 
 
-def _lines(launcher: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes | None]:
-    """Lines of its standard output until it is closed; None when the deadline has passed."""
+def _lines(launcher: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
+    """Lines of its standard output until it is closed; a TimeoutError when the deadline has passed."""
     pipe = launcher.stdout
     assert pipe is not None
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
-        while True:
-            if not selector.select(max(deadline - now(), 0.0)):
-                yield None
-                continue
+        while selector.select(max(deadline - now(), 0.0)):
             data = os.read(pipe.fileno(), 1 << 16)
             if not data:
                 return
             *lines, rest = (rest + data).split(b"\n")
             yield from lines
+    raise TimeoutError
 
 
 def _failure(failures: list[Told], code: int, work: Path) -> errors.DisaggKVError:

@@ -1,0 +1,98 @@
+"""``disagg-kv demo``: exit codes, the JSON document and the tables, of real runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from disagg_kv.cli.demo import verdict
+from disagg_kv.cli.main import run
+from disagg_kv.engines.hf.demo.report import Report
+
+SMALL = ["--requests", "2", "--max-new-tokens", "6", "--layers", "2", "--prefill-tp", "1"]
+FIELDS = {
+    "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",
+    "descriptors", "descriptors_slice", "strategy", "paths", "transport", "prefill_tp", "decode_tp", "inject",
+    "phases", "gb_per_s", "ranks",
+}  # fmt: skip
+
+
+def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """One document on stdout, exit code 0; whole pages, no staging."""
+    assert run(["demo", *SMALL, "--strategy", "direct", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == FIELDS
+    assert found["ok"] is True
+    assert found["tokens_equal"] is True
+    assert found["wrong_bytes"] == found["stray_bytes"] == 0
+    assert found["paths"] == ["direct"]
+    assert (found["strategy"], found["transport"], found["requests"]) == ("direct", "shm", 2)
+    assert (found["prefill_tp"], found["decode_tp"], found["inject"]) == (1, 1, None)
+    assert 0 < found["descriptors"] < found["descriptors_slice"]
+    assert found["kv_bytes"] == found["prompt_tokens"] * 2 * 2 * 8 * 32 * 4
+    assert found["gb_per_s"] > 0
+    assert {"start", "prefill", "transfer", "decode", "reference", "check"} <= set(found["phases"])
+    assert all(seconds >= 0 for seconds in found["phases"].values())
+    ranks = {(rank["role"], rank["rank"]): rank for rank in found["ranks"]}
+    assert set(ranks) == {("prefill", 0), ("decode", 0), ("reference", 0)}
+    assert len({rank["pid"] for rank in ranks.values()}) == 3
+    assert ranks["decode", 0]["kv_heads"] == list(range(8))
+    assert ranks["decode", 0]["nbytes"] == ranks["prefill", 0]["nbytes"] == found["kv_bytes"]
+
+
+def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """The negative control, with both heads on one rank."""
+    assert run(["demo", *SMALL, "--inject", "swap-heads"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "FAILED: the tokens differ from those of one process" in text
+    assert "bytes are wrong" in text
+    assert "TP 1 -> 1, staged, shm" in text
+    assert "prefill 0" in text
+    assert "one per token and head slice" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--prefill-tp", "3"], "prefill_tp 3"),
+        (["--strategy", "teleport"], "unknown strategy 'teleport'"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'"),
+        (["--inject", "nothing"], "swap-heads"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    """With ``--json`` one document as well."""
+    assert run(["demo", *argv, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert json.loads(out)["ok"] is False
+
+
+def made(**changes: Any) -> Report:
+    """A report of a demo that worked, but for ``changes``."""
+    values: dict[str, Any] = {
+        "tokens_equal": True, "wrong_bytes": 0, "stray_bytes": 0, "requests": 1, "prompt_tokens": 9, "new_tokens": 1,
+        "kv_bytes": 9, "descriptors": 1, "descriptors_slice": 9, "strategy": "staged", "paths": ("staged",),
+        "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {}, "gb_per_s": 0.0, "ranks": (),
+    }  # fmt: skip
+    return Report(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "OK: the tokens are those of one process, and every byte is right"),
+        ({"tokens_equal": False}, "FAILED: the tokens differ from those of one process"),
+        ({"wrong_bytes": 1234}, "FAILED: 1,234 bytes are wrong"),
+        ({"stray_bytes": 5}, "FAILED: 5 bytes beside them were changed"),
+    ],
+)
+def test_each_failing_check_is_named(changes: dict[str, object], words: str) -> None:
+    """Any one of them is enough."""
+    report = made(**changes)
+    assert str(verdict(report)) == words
+    assert report.ok is words.startswith("OK")

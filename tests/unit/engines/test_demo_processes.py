@@ -1,0 +1,259 @@
+"""A real model's cache crosses between real processes; and however that ends, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+
+from disagg_kv.engines.hf.demo import DemoConfig, Report, Told, run_demo, steps
+from disagg_kv.errors import ConfigurationError, DeadlineError, PeerLostError
+
+QUICK = DemoConfig(prefill_tp=1, decode_tp=1, requests=2, max_new_tokens=6, layers=2)
+
+
+def watch(pids: set[int]) -> list[int]:
+    """A pidfd for each of them that there still is."""
+    return [os.pidfd_open(pid) for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def ended(pidfds: list[int], within_s: float) -> bool:
+    """Whether all of these processes have ended, or do so in time."""
+    for pidfd in pidfds:
+        with selectors.DefaultSelector() as selector:  # readable once the process has ended
+            selector.register(pidfd, selectors.EVENT_READ)
+            if not selector.select(within_s):
+                return False
+        os.close(pidfd)
+    return True
+
+
+def run(
+    config: DemoConfig, then: Callable[[Told], None] = lambda _: None, within_s: float = 0.0
+) -> tuple[Report | Exception, list[Told]]:
+    """Run a demo; whatever comes of it, its processes must have ended and /dev/shm must be as it was."""
+    lines: list[Told] = []
+    shm = set(os.listdir("/dev/shm"))
+
+    def told(line: Told) -> None:
+        lines.append(line)
+        then(line)
+
+    try:
+        result: Report | Exception = run_demo(config, told)
+    except Exception as error:
+        result = error
+    assert ended(watch({line.pid for line in lines}), within_s)
+    assert set(os.listdir("/dev/shm")) <= shm
+    return result, lines
+
+
+def proved(config: DemoConfig) -> Report:
+    """The report of a demo that must work."""
+    report, lines = run(config)
+    if isinstance(report, Exception):
+        raise report
+    assert report.ok
+    assert report.tokens_equal
+    assert report.wrong_bytes == report.stray_bytes == 0
+    head = config.head_dim * 4
+    assert report.kv_bytes == sum(config.prompt_lengths) * config.layers * 2 * config.kv_heads * head
+    assert sum(rank.nbytes for rank in report.ranks if rank.role == "decode") == report.kv_bytes
+    assert sum(rank.nbytes for rank in report.ranks if rank.role == "prefill") == report.kv_bytes
+    assert len(lines) == steps(config)
+    assert len({rank.pid for rank in report.ranks} | {os.getpid()}) == config.prefill_tp + config.decode_tp + 2
+    return report
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2), (4, 1), (4, 2), (2, 4), (8, 1)], ids=lambda tp: f"{tp[0]}-to-{tp[1]}")
+def test_decode_generates_what_one_process_would_from_a_cache_that_crossed(tp: tuple[int, int]) -> None:
+    """A1, A2, A5, A6: chunked prefill, tensor-parallel sizes that differ, staged over shared memory."""
+    report = proved(attrs.evolve(QUICK, prefill_tp=tp[0], decode_tp=tp[1]))
+    each = 8 // tp[0]
+    held = [rank.kv_heads for rank in report.ranks if rank.role == "prefill"]
+    assert held == [tuple(range(rank * each, (rank + 1) * each)) for rank in range(tp[0])]
+    assert report.paths == ("staged",)
+    assert 0 < report.descriptors < report.descriptors_slice / 50
+
+
+def test_six_heads_from_three_ranks_to_two_and_pages_of_other_sizes() -> None:
+    """A6, A9: boxes that overlap in part; page 16 to page 48, neither a multiple of the chunk."""
+    proved(attrs.evolve(QUICK, prefill_tp=3, decode_tp=2, kv_heads=6, decode_page_size=48))
+
+
+def test_the_per_token_path_carries_it_too() -> None:
+    """A16: slower, not wrong; and the report counted its writes right without running it."""
+    report = proved(attrs.evolve(QUICK, prefill_tp=2, strategy="slice"))
+    assert report.paths == ("slice",)
+    assert report.descriptors == report.descriptors_slice
+
+
+def test_direct_is_refused_where_layouts_differ() -> None:
+    """With the reason, in finite time."""
+    error, _ = run(attrs.evolve(QUICK, prefill_tp=2, strategy="direct"))
+    assert isinstance(error, (ConfigurationError, PeerLostError))
+    assert "direct" in str(error)
+
+
+def test_swapped_heads_are_noticed_where_each_is_on_a_rank_of_its_own() -> None:
+    """The negative control: tokens differ, and at most the bytes of two of eight heads are wrong."""
+    report, _ = run(attrs.evolve(QUICK, prefill_tp=8, inject="swap-heads"))
+    assert isinstance(report, Report)
+    assert not report.ok
+    assert not report.tokens_equal
+    assert 0.5 * report.kv_bytes / 4 < report.wrong_bytes <= report.kv_bytes / 4
+    assert report.stray_bytes == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_rank_ends_the_demo_with_its_name(role: str) -> None:
+    """E9: never a hang, and the processes that are left are ended too."""
+
+    def kill(line: Told) -> None:
+        if line.kind == "ready" and line.role == role:
+            os.kill(line.pid, signal.SIGKILL)
+
+    error, _ = run(attrs.evolve(QUICK, prefill_tp=2), kill)
+    assert isinstance(error, PeerLostError)
+    assert f"{role} rank 0" in str(error) or f"{role} rank 1" in str(error)
+    assert "killed by signal 9" in str(error)
+
+
+def test_a_frozen_rank_ends_the_demo_at_its_deadline() -> None:
+    """E9: a process that neither works nor dies; the error names who is still at work."""
+
+    def freeze(line: Told) -> None:
+        if line.kind == "ready" and line.role == "reference":
+            os.kill(line.pid, signal.SIGSTOP)
+
+    error, _ = run(attrs.evolve(QUICK, timeout_s=40.0), freeze)
+    assert isinstance(error, DeadlineError)
+    assert "not done after 40 s; still at work: " in str(error)
+    assert "reference rank 0" in str(error)
+
+
+def test_a_frozen_launcher_is_killed_with_all_that_it_started() -> None:
+    """When even the process that should end the others does not answer."""
+
+    def freeze(line: Told) -> None:
+        if line.kind == "ready":
+            parent = Path(f"/proc/{line.pid}/stat").read_text().rpartition(")")[2].split()[1]
+            os.kill(int(parent), signal.SIGSTOP)
+
+    error, _ = run(attrs.evolve(QUICK, timeout_s=40.0), freeze, within_s=60.0)
+    assert isinstance(error, DeadlineError)
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
+    """The kernel tells only of deaths that are yet to come."""
+    command = "from disagg_kv.engines.hf.demo.lifetime import die_with; die_with(0)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "parent 0 ended before this process began" in done.stderr
+
+
+CARRIER = """
+    import sys
+    from disagg_kv.errors import RegistrationError
+    from disagg_kv.transports import ShmTransport, register_transport
+
+    class Carrier(ShmTransport):
+        name = "carrier"
+
+    class Broken(ShmTransport):
+        def allocate(self, nbytes):
+            raise RegistrationError(f"no {nbytes} bytes here" + ", none at all" * 1000)
+
+    register_transport("carrier", Carrier)
+    register_transport("broken", Broken)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module with transports in the current folder."""
+    path = tmp_path / "my_carrier.py"
+    path.write_text(textwrap.dedent(CARRIER))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_carrier", raising=False)
+    return path
+
+
+def test_a_transport_from_anybodys_module_carries_the_demo(module: Path) -> None:
+    """D2: registered by a call when the module is imported, in every process."""
+    config = attrs.evolve(QUICK, prefill_tp=2, transport="carrier", transport_module=module.stem, strategy="auto")
+    assert proved(config).transport == "carrier"
+
+
+def test_what_a_rank_raises_is_the_demos_error(module: Path) -> None:
+    """E7: with the rank's name and the reason."""
+    error, _ = run(attrs.evolve(QUICK, transport="broken", transport_module=module.stem))
+    assert isinstance(error, PeerLostError)
+    assert "rank 0" in str(error)
+    assert "bytes here" in str(error)
+
+
+def test_a_launch_that_fails_says_what_it_said_last(module: Path) -> None:
+    """The end of its log."""
+    only_there = 'if "launch import main" in sys.orig_argv[-1]:\n    raise RuntimeError("not here")\n'
+    module.write_text(module.read_text() + only_there)
+    error, lines = run(attrs.evolve(QUICK, transport="carrier", transport_module=module.stem))
+    assert isinstance(error, PeerLostError)
+    assert "could not be run (exit code 1)" in str(error)
+    assert "not here" in str(error)
+    assert not lines
+
+
+PARENT = """
+    import sys
+    from disagg_kv.engines.hf.demo import DemoConfig, run_demo
+
+    def told(line):
+        print(line.kind, line.pid, flush=True)
+
+    if __name__ == "__main__":
+        try:
+            run_demo(DemoConfig(prefill_tp=2, requests=2, timeout_s=200.0), told)
+        except KeyboardInterrupt:
+            sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=lambda blow: blow.name)
+def test_an_interrupted_or_killed_parent_leaves_no_process_and_no_file(tmp_path: Path, blow: signal.Signals) -> None:
+    """Ctrl-C in the middle; and where not even that is possible, the kernel tells the children."""
+    (tmp_path / "parent.py").write_text(textwrap.dedent(PARENT))
+    shm = set(os.listdir("/dev/shm"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        process_group=0,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = set()
+        for line in parent.stdout:
+            kind, pid = line.split()
+            pids.add(int(pid))
+            if kind == "prefilled":
+                break
+        pidfds = watch(pids)
+        assert pidfds
+        os.kill(parent.pid, blow)
+        assert parent.wait() == (130 if blow == signal.SIGINT else -blow)
+    if blow == signal.SIGINT:
+        assert not list(temporary.iterdir())
+    assert ended(pidfds, 0.0 if blow == signal.SIGINT else 60.0)
+    assert set(os.listdir("/dev/shm")) <= shm
