@@ -162,7 +162,8 @@ RECEIVING: Table = _table(
 )
 
 P = Sending
-_ENDS = (P.ABORTING, P.DRAINING, P.CLOSED)
+_ENDS = (P.ABORTING, P.DRAINING)
+_LOST = (P.ABORTING, P.CLOSED)
 
 SENDING: Table = _table(
     {
@@ -179,8 +180,8 @@ SENDING: Table = _table(
             Abort: ("their_abort", _ENDS),
             AbortAck: ("ignore", ()),
             DrainedAck: ("ignore", ()),
-            Lost: ("lost", _ENDS),
-            Gone: ("gone", _ENDS),
+            Lost: ("lost", _LOST),
+            Gone: ("gone", _LOST),
             Cancel: ("cancel", _ENDS),
             Tick: ("tick", ()),
         },
@@ -191,12 +192,12 @@ SENDING: Table = _table(
             Grant: ("ignore", ()),
             Landed: ("ignore", ()),
             Complete: ("complete", (P.COMPLETE,)),
-            Abort: ("their_abort", _ENDS),
+            Abort: ("their_abort", (P.DRAINING,)),
             AbortAck: ("ignore", ()),
             DrainedAck: ("ignore", ()),
-            Lost: ("lost", _ENDS),
-            Gone: ("gone", _ENDS),
-            Cancel: ("cancel", _ENDS),
+            Lost: ("lost", (P.CLOSED,)),
+            Gone: ("gone", (P.CLOSED,)),
+            Cancel: ("cancel", (P.DRAINING,)),
             Tick: ("tick", ()),
         },
         P.COMPLETE: {
