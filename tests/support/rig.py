@@ -1,0 +1,414 @@
+"""Prefill and decode endpoints of one process, and an oracle for the bytes.
+
+Endpoints are stepped by hand under a fake clock, or run by their own threads. Decode pools are compared with what the
+engines meant to send by plain indexing, poison everywhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, TypedDict, TypeVar, Unpack
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, field, frozen
+
+from disagg_kv.channels import Channel, Hub, InprocChannel
+from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.endpoints.handles import RoomHandle
+from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
+from disagg_kv.ids import GroupId, RoomId
+from disagg_kv.kernels import Kernels
+from disagg_kv.memory import Buffer, Event, PagedPool, bytes_of
+from disagg_kv.memory.paged import Layout
+from disagg_kv.protocol import Options, Phase
+from disagg_kv.rendezvous import Source, StaticRendezvous
+from disagg_kv.testing import FakeClock
+from disagg_kv.trace import Recorder
+from disagg_kv.transports import InprocTransport, SupportsAllocate, Transport
+
+KV = GroupId("kv")
+POISON = 0xA5
+STEP_S = 0.005
+AUX_BYTES = 8
+Bytes = npt.NDArray[np.uint8]
+Truth = Mapping[tuple[int, str], Bytes]
+"""Per layer and component every byte of a room: ``[rows, units, unit_bytes]``."""
+E = TypeVar("E", PrefillEndpoint, DecodeEndpoint)
+
+
+def tp_shards(spec: CacheSpec, tp: int, pp: int = 1) -> list[Shard]:
+    """The shards of an instance, stage by stage."""
+    return [shard(spec, tp=tp, rank=r, layers=stage) for stage in stages(spec, pp) for r in range(tp)]
+
+
+def _plain(channel: Channel) -> Channel:
+    return channel
+
+
+@frozen
+class Memory:
+    """What a rank's pool lies in, and what carries its bytes and frames."""
+
+    page_size: int = 4
+    pages: int = 64
+    layout: Layout = "NHD"
+    fused: bool = False
+    transport: Callable[[], Transport] = InprocTransport
+    channel: Callable[[Channel], Channel] = _plain
+
+
+class PrefillOptions(TypedDict, total=False):
+    """Of :class:`PrefillEndpoint`."""
+
+    strategy: str
+    slot_bytes: int
+    slots: int
+    kernels: Kernels
+    options: Options
+
+
+class DecodeOptions(TypedDict, total=False):
+    """Of :class:`DecodeEndpoint`."""
+
+    strategy: str
+    ring_bytes: int
+    kernels: Kernels
+    options: Options
+
+
+def _no_sleep(seconds: float) -> None:
+    """Time is fake."""
+
+
+def put(pool: PagedPool, table: PageTable, start: int, stop: int, truth: Truth | None) -> None:
+    """Write a room's rows into a pool by plain indexing; None: poison."""
+    rows = np.arange(start, stop)
+    for number, plane in enumerate(pool.site.planes):
+        view = pool.view(number)
+        page = table.pages[(rows - table.first) // view.shape[1]]
+        slot = (rows - table.first) % view.shape[1]
+        units = [u for run in pool.site.shard.units(plane.layer, plane.component) for u in run]
+        view[page, slot] = POISON if truth is None else truth[plane.layer, plane.component][rows][:, units]
+
+
+@define(eq=False)
+class Member(Generic[E]):
+    """One rank: its endpoint and what its engine knows."""
+
+    endpoint: E
+    pool: PagedPool
+    want: PagedPool
+    transport: Transport
+    observer: Recorder
+    free: list[int]
+    frozen: bool = False
+    closed: bool = False
+
+    def take(self, rows: int, first: int = 0) -> PageTable:
+        """Pages for so many rows."""
+        n = -(-rows // self.pool.site.groups[0].rows_per_page)
+        taken, self.free = self.free[:n], self.free[n:]
+        assert len(taken) == n, "the test's pool is too small"
+        return PageTable(KV, np.array(taken, np.int32), first)
+
+    def give(self, table: PageTable) -> None:
+        """Pages are free again."""
+        self.free += [int(p) for p in table.pages]
+
+    def check(self) -> None:
+        """The pool holds what it should and nothing else has changed."""
+        for found, want in zip(self.pool.buffers, self.want.buffers, strict=True):
+            wrong = np.flatnonzero(bytes_of(found) != bytes_of(want))
+            assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Close the endpoint; it is not turned any more."""
+        self.closed = True
+        self.endpoint.close(drain_s)
+
+
+Prefills = list[Member[PrefillEndpoint]]
+Decodes = list[Member[DecodeEndpoint]]
+
+
+class Rig:
+    """A network of endpoints.
+
+    Args:
+        spec: the cache of all of them.
+        threaded: True: endpoints run by themselves and time is real. False: ``turn`` turns them.
+        options: of all of them.
+    """
+
+    def __init__(self, spec: CacheSpec, *, threaded: bool = False, options: Options | None = None) -> None:
+        self.spec = spec
+        self.threaded = threaded
+        self.options = options or Options()
+        self.clock = FakeClock(1.0)
+        self.hub = Hub()
+        self.rendezvous = StaticRendezvous()
+        self.prefills: Prefills = []
+        self.decodes: Decodes = []
+        self.rng = np.random.default_rng(7)
+
+    # Building.
+
+    def prefill(
+        self,
+        shards: Sequence[Shard],
+        name: str = "P",
+        memory: Memory | None = None,
+        *,
+        only: Iterable[int] | None = None,
+        **more: Unpack[PrefillOptions],
+    ) -> Prefills:
+        """An instance of prefill ranks, or ``only`` some of them."""
+        of = memory or Memory()
+        made: Prefills = []
+        more = {"slot_bytes": 4096, "options": self.options, **more}
+        for rank in range(len(shards)) if only is None else only:
+            transport, observer = of.transport(), Recorder()
+            pool = self._pool(shards[rank], of, transport)
+            endpoint = PrefillEndpoint(
+                pool,
+                transport=transport,
+                channel=of.channel(InprocChannel(self.hub, f"{name}{rank}")),
+                rendezvous=self.rendezvous,
+                instance=name,
+                rank=rank,
+                shards=shards,
+                observer=observer,
+                thread=self.threaded,
+                clock=time.monotonic if self.threaded else self.clock,
+                sleep=time.sleep if self.threaded else _no_sleep,
+                **more,
+            )
+            made.append(self._member(endpoint, pool, transport, observer))
+        self.prefills += made
+        return made
+
+    def decode(
+        self,
+        shards: Sequence[Shard],
+        name: str = "D",
+        memory: Memory | None = None,
+        *,
+        only: Iterable[int] | None = None,
+        **more: Unpack[DecodeOptions],
+    ) -> Decodes:
+        """An instance of decode ranks, or ``only`` some of them."""
+        of = memory or Memory()
+        made: Decodes = []
+        more = {"ring_bytes": 1 << 16, "options": self.options, **more}
+        for rank in range(len(shards)) if only is None else only:
+            transport, observer = of.transport(), Recorder()
+            pool = self._pool(shards[rank], of, transport)
+            endpoint = DecodeEndpoint(
+                pool,
+                transport=transport,
+                channel=of.channel(InprocChannel(self.hub, f"{name}{rank}")),
+                rendezvous=self.rendezvous,
+                instance=name,
+                rank=rank,
+                shards=shards,
+                observer=observer,
+                thread=self.threaded,
+                clock=time.monotonic if self.threaded else self.clock,
+                sleep=time.sleep if self.threaded else _no_sleep,
+                **more,
+            )
+            made.append(self._member(endpoint, pool, transport, observer))
+        self.decodes += made
+        return made
+
+    def _pool(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+        pool = PagedPool.allocate(
+            self.spec,
+            held,
+            pages=of.pages,
+            page_size=of.page_size,
+            layout=of.layout,
+            fused=of.fused,
+            aux_slots=4,
+            aux_bytes=AUX_BYTES,
+            allocator=transport.allocate if isinstance(transport, SupportsAllocate) else None,
+        )
+        for buffer in pool.buffers:
+            bytes_of(buffer)[:] = POISON
+        return pool
+
+    def _member(self, endpoint: E, pool: PagedPool, transport: Transport, observer: Recorder) -> Member[E]:
+        memories = [bytes_of(buffer).copy() for buffer in pool.buffers]
+        buffers = [Buffer(m.ctypes.data, m.nbytes, owner=m) for m in memories]
+        site = pool.site
+        want = PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, buffers)
+        free = [int(p) for p in self.rng.permutation(site.groups[0].pages)]
+        return Member(endpoint, pool, want, transport, observer, free)
+
+    # Running.
+
+    @property
+    def members(self) -> list[Member[PrefillEndpoint] | Member[DecodeEndpoint]]:
+        """All ranks of both sides."""
+        return [*self.prefills, *self.decodes]
+
+    def turn(self, step_s: float = STEP_S) -> None:
+        """Every endpoint that is neither frozen nor closed makes one turn, then time passes."""
+        for member in self.members:
+            if not (member.frozen or member.closed):
+                member.endpoint.driver.turn(0.0)
+                member.endpoint.check_integrity()
+        self.clock.advance(step_s)
+
+    def until(self, done: Callable[[], bool], what: str = "it", turns: int = 4000) -> None:
+        """Turn, or wait, until ``done()``."""
+        if self.threaded:
+            limit = time.monotonic() + 60
+            while not done():
+                assert time.monotonic() < limit, f"waited too long for {what}"
+                time.sleep(0.001)
+            return
+        for _ in range(turns):
+            if done():
+                return
+            self.turn()
+        raise AssertionError(f"waited {turns} turns for {what}")
+
+    def wait(self, seconds: float, step_s: float = 0.1) -> None:
+        """Let fake time pass."""
+        end = self.clock() + seconds
+        while self.clock() < end:
+            self.turn(step_s)
+
+    def check(self) -> None:
+        """Every pool holds what it should, byte for byte."""
+        for member in self.members:
+            member.check()
+
+    def quiet(self) -> None:
+        """Nothing is left of any room, and every lease and slot is free."""
+        self.until(lambda: all(m.closed or m.endpoint.open_rooms == 0 for m in self.members), "rest")
+        for member in self.decodes:
+            assert member.closed or member.endpoint.leased_bytes == 0
+        for prefill in self.prefills:
+            assert prefill.closed or prefill.endpoint.pinned_slots == 0
+
+    def close(self) -> None:
+        """Close every endpoint."""
+        for member in self.members:
+            member.close(1.0 if self.threaded else 0.0)
+
+    def truth(self, rows: int) -> Truth:
+        """Random bytes, none of them poison, for a room."""
+        made: dict[tuple[int, str], Bytes] = {}
+        for layer, components in self.spec.layers.items():
+            for c in components:
+                drawn = self.rng.integers(0, 255, (rows, c.units, c.unit_bytes), dtype=np.uint8)
+                made[layer, c.name] = np.where(drawn == POISON, np.uint8(255), drawn)
+        return made
+
+    def request(self, name: str, prefills: Prefills, decodes: Decodes, rows: int, of: str = "P") -> Request:
+        """A request from one instance to another."""
+        return Request(self, RoomId(name.encode()), prefills, decodes, rows, Source(of), self.truth(rows))
+
+
+@define(eq=False)
+class Request:
+    """One room on all ranks of both sides, as their engines see it."""
+
+    rig: Rig
+    room: RoomId
+    prefills: Prefills
+    decodes: Decodes
+    rows: int
+    source: Source
+    truth: Truth
+    sends: list[DeliveryHandle] = field(factory=list)
+    receives: list[ReceptionHandle] = field(factory=list)
+    given: dict[int, list[PageTable]] = field(factory=dict)
+    taken: list[PageTable] = field(factory=list)
+
+    @property
+    def handles(self) -> list[RoomHandle]:
+        """Of all ranks."""
+        return [*self.sends, *self.receives]
+
+    def open_prefill(self, total_s: float | None = None) -> Request:
+        """Prefill's engines open the room."""
+        self.sends = [m.endpoint.open(self.room, total_s=total_s) for m in self.prefills]
+        return self
+
+    def open_decode(self, total_s: float | None = None) -> Request:
+        """Decode's engines open the room."""
+        self.receives = [m.endpoint.open(self.room, self.source, total_s=total_s) for m in self.decodes]
+        return self
+
+    def expect(self, stop: int | None = None, aux: int | None = None, tag: bytes = b"") -> Request:
+        """Decode's engines give their pages and await the rows."""
+        self.taken = [m.take(self.rows) for m in self.decodes]
+        for handle, table in zip(self.receives, self.taken, strict=True):
+            handle.expect(stop, [table], aux=aux, tag=tag)
+        return self
+
+    def pages(self, start: int, stop: int) -> list[PageTable]:
+        """New pages on every prefill rank that hold these rows."""
+        made = []
+        for number, m in enumerate(self.prefills):
+            size = m.pool.site.groups[0].rows_per_page
+            first = start // size * size
+            table = m.take(stop - first, first)
+            for pool in (m.pool, m.want):
+                put(pool, table, first, stop, self.truth)
+            self.given.setdefault(number, []).append(table)
+            made.append(table)
+        return made
+
+    def send(self, stop: int, start: int = 0, ready: Event | None = None) -> Request:
+        """Prefill's engines hand over the rows ``[start, stop)`` in new pages."""
+        for handle, table in zip(self.sends, self.pages(start, stop), strict=True):
+            handle.send_chunk(stop, [table], ready)
+        return self
+
+    def finish(self, aux: int | None = None, tag: bytes = b"") -> Request:
+        """Prefill's engines are done."""
+        for handle in self.sends:
+            handle.finish(self.rows, aux=aux, tag=tag)
+        return self
+
+    def start(self, stop: int | None = None) -> Request:
+        """Everything at once, in one chunk."""
+        self.open_decode().expect(stop).open_prefill()
+        if self.rows:
+            self.send(self.rows)
+        return self.finish()
+
+    def all(self, phase: Phase) -> bool:
+        """Every rank says so, and is released."""
+        return all(h.phase is phase and h.released for h in self.handles)
+
+    def landed(self, stop: int | None = None) -> Request:
+        """Wait for success; decode's pools should hold the rows from now on."""
+        self.rig.until(lambda: all(h.released for h in self.handles), f"room {self.room.decode()}")
+        assert self.all(Phase.DONE), [(h.phase.name, h.error) for h in self.handles]
+        self.wanted(0, self.rows if stop is None else stop)
+        self.rig.check()
+        return self
+
+    def wanted(self, start: int, stop: int) -> None:
+        """Decode's pools should hold these rows."""
+        for member, table in zip(self.decodes, self.taken, strict=True):
+            put(member.want, table, start, stop, self.truth)
+
+    def failed(self) -> Request:
+        """Wait until all ranks have failed and released their pages."""
+        self.rig.until(lambda: all(h.released for h in self.handles), f"room {self.room.decode()}")
+        assert self.all(Phase.FAILED), [(h.phase.name, h.error) for h in self.handles]
+        return self
+
+    def errors(self) -> str:
+        """What all ranks say."""
+        return " | ".join(str(h.error) for h in self.handles)

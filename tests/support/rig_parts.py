@@ -1,0 +1,151 @@
+"""What a rig's endpoints may be built of, besides the real parts: wrappers that count, fail or lose on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from disagg_kv.channels import Arrived, Channel, Closed, Opened
+from disagg_kv.ids import Peer, RegionId, Ticket
+from disagg_kv.kernels import Kernels, Move, kernels_for
+from disagg_kv.memory import Buffer, Event, MemoryPool
+from disagg_kv.planning import Writes
+from disagg_kv.transports import Ended, Heard, Settled, Transport
+
+
+class Flag:
+    """An engine's event that the test fires."""
+
+    def __init__(self) -> None:
+        self.fired = False
+
+    def query(self) -> bool:
+        """True once fired."""
+        return self.fired
+
+    def synchronize(self) -> None:
+        """Nobody in these tests may block."""
+        raise AssertionError("an endpoint blocked on an event")
+
+
+class CountingKernels:
+    """Kernels that note every launch, and may be told to fail."""
+
+    def __init__(self) -> None:
+        self._inner: Kernels = kernels_for("cpu")
+        self.name = self._inner.name
+        self.gathers: list[int] = []
+        self.scatters: list[int] = []
+        self.fail: Exception | None = None
+        self.events: list[Flag] | None = None
+
+    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
+        """Count and pass on."""
+        self.gathers.append(len(moves))
+        return self._done(self._inner.gather(pool, moves, staging, after))
+
+    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """Count and pass on."""
+        self.scatters.append(len(moves))
+        return self._done(self._inner.scatter(pool, moves, staging))
+
+    def _done(self, event: Event | None) -> Event | None:
+        if self.fail is not None:
+            raise self.fail
+        if self.events is None:
+            return event
+        self.events.append(Flag())
+        return self.events[-1]
+
+
+class RecordingTransport:
+    """Notes every batch; the work is the inner one's."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.name = inner.name
+        self.caps = inner.caps
+        self.batches: list[tuple[Peer, Writes]] = []
+        self.fail: Exception | None = None
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """Pass on."""
+        return self._inner.register(buffers)
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """Pass on."""
+        self._inner.deregister(regions)
+
+    def local_descriptor(self) -> bytes:
+        """Pass on."""
+        return self._inner.local_descriptor()
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """Pass on."""
+        return self._inner.connect(descriptor, timeout_s)
+
+    def disconnect(self, peer: Peer) -> None:
+        """Pass on."""
+        self._inner.disconnect(peer)
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """Note and pass on."""
+        if self.fail is not None:
+            raise self.fail
+        self.batches.append((peer, writes))
+        return self._inner.submit(peer, writes, notify=notify, after=after)
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """Pass on."""
+        return self._inner.poll()
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """Pass on."""
+        return self._inner.close(drain_s)
+
+
+Fate = Callable[[int, str], Sequence[int]]
+"""What becomes of the n-th frame to an address: a copy after each so many later sends; () drops it."""
+
+
+class Unreliable:
+    """A channel whose frames are dropped, doubled or late, as ``fate`` says."""
+
+    def __init__(self, inner: Channel, fate: Fate) -> None:
+        self._inner = inner
+        self._fate = fate
+        self._late: list[tuple[int, str, bytes]] = []
+        self.sent = 0
+
+    @property
+    def address(self) -> str:
+        """The inner one's."""
+        return self._inner.address
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """As fate wills; the sender does not learn it."""
+        self._late += [(self.sent + later, address, frame) for later in self._fate(self.sent, address)]
+        self._flush()
+        self.sent += 1
+        return True
+
+    def _flush(self) -> None:
+        due = [one for one in self._late if one[0] <= self.sent]
+        self._late = [one for one in self._late if one[0] > self.sent]
+        for _, address, frame in due:
+            self._inner.send(address, frame)
+
+    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+        """Pass on."""
+        return self._inner.poll(timeout_s)
+
+    def wake(self) -> None:
+        """Pass on."""
+        self._inner.wake()
+
+    def forget(self, address: str) -> None:
+        """Pass on."""
+        self._inner.forget(address)
+
+    def close(self) -> None:
+        """Pass on."""
+        self._inner.close()
