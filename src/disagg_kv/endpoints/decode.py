@@ -313,7 +313,7 @@ class DecodeRole:
             self._apply(room, room.machine.handle(event, self._node.now))
 
     def _apply(self, room: _Room, effects: Sequence[Effect]) -> None:
-        freed = False
+        moved = freed = False
         for effect in effects:
             match effect:
                 case Send():
@@ -328,6 +328,8 @@ class DecodeRole:
                     freed = True
                 case Quarantine(segment):
                     self._queue.quarantine((room.key, segment))
+                    moved = True
+                    self.quarantined = self._queue.quarantined_bytes()
                 case Scatter():
                     self._scatter(room, effect)
                 case Store(data):
@@ -335,8 +337,9 @@ class DecodeRole:
                         self._store(room, room.wanted.aux, data)
                 case _:
                     raise LocalProtocolError(f"a receiving room asked for {effect}")
-        if freed:
+        if moved or freed:
             self.quarantined = self._queue.quarantined_bytes()
+        if freed:
             self._grant()
         self._publish(room)
 
@@ -391,17 +394,23 @@ class DecodeRole:
         job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables)
         return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
 
-    def _scattered(self, room: _Room, segment: Segment, started: float) -> None:
+    def _scattered(self, room: _Room, segment: Segment, started: float, error: Exception | None = None) -> None:
         room.handle.report.spend("scatter", self._node.clock() - started)
-        self._handle(room, Scattered(segment))
+        self._handle(room, Scattered(segment, error))
 
     def work(self) -> bool:
         """Finish scatters."""
-        for one in [s for s in self._scattering if s.event.query()]:
+        for one in list(self._scattering):
+            try:
+                if not one.event.query():
+                    continue
+                error = None
+            except Exception as exc:
+                error = exc
             self._scattering.remove(one)
             room = self._rooms.get(one.key)
             if room is not None:
-                self._scattered(room, one.segment, one.started)
+                self._scattered(room, one.segment, one.started, error)
         return bool(self._scattering)
 
     def _publish(self, room: _Room) -> None:
@@ -443,11 +452,12 @@ class DecodeRole:
         self._grant()
 
     def _check_silence(self, room: _Room, now: float) -> None:
-        if room.machine.error is not None:
-            return
         if not room.machine.writers and now - room.opened >= room.silence_s:
+            # A room that was declined ends here too: there is nobody to tell it.
             error = PeerLostError(f"prefill instance {room.source.instance!r} was not found in {room.silence_s:g} s")
             self._handle(room, Lost(Epoch(b""), error))
+        if room.machine.error is not None:
+            return
         for epoch in room.machine.writers:
             if self._node.peers.silent_for(epoch, now) >= room.silence_s:
                 error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Protocol
 
 from attrs import define, field, frozen
 
-from ..errors import CapacityError, DisaggKVError, OversizeError
+from ..errors import CapacityError, OversizeError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RegionId, Ticket
 from ..kernels import Kernels, Move
@@ -138,6 +138,10 @@ class Mover:
         """Slots that cannot be reused yet."""
         return sum(bool(s.pins) for s in self._slots)
 
+    def slots_of(self, rooms: Container[RoomKey]) -> int:
+        """Slots that writes of these rooms may still read."""
+        return len({p.slot.offset for p in self._posts.values() if p.slot is not None and p.room in rooms})
+
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """Queue a transfer; one that is queued already is replaced."""
         self._queue[(room, transfer.to, transfer.segment)] = transfer
@@ -149,9 +153,8 @@ class Mover:
 
     def work(self) -> bool:
         """Start what can start, finish gathers; True while something is in flight."""
-        for one in [g for g in self._gathering if g.event.query()]:
-            self._gathering.remove(one)
-            self._gathered(one.posts)
+        for one in list(self._gathering):
+            self._look(one)
         waiting = False
         for key in list(self._queue):
             transfer = self._queue.get(key)
@@ -225,16 +228,31 @@ class Mover:
         try:
             event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
         except Exception as exc:
-            self._rooms.reading(room, -1)
-            for post, _ in posts:
-                post.error = exc
-                self._end(post)
+            self._not_gathered(posts, exc)
             return
         loads[0][1].report.spend("gather", self._clock() - started)
         if event is None:
             self._gathered(posts)
         else:
             self._gathering.append(_Gathering(event, posts))
+
+    def _look(self, one: _Gathering) -> None:
+        """Go on with a gather that has ended, well or not."""
+        try:
+            if not one.event.query():
+                return
+        except Exception as exc:
+            self._gathering.remove(one)
+            self._not_gathered(one.posts, exc)
+            return
+        self._gathering.remove(one)
+        self._gathered(one.posts)
+
+    def _not_gathered(self, posts: list[tuple[_Post, Writes]], error: Exception) -> None:
+        self._rooms.reading(posts[0][0].room, -1)
+        for post, _ in posts:
+            post.error = error
+            self._end(post)
 
     def _gathered(self, posts: list[tuple[_Post, Writes]]) -> None:
         self._rooms.reading(posts[0][0].room, -1)
@@ -256,7 +274,8 @@ class Mover:
                 ticket = self._rooms.submit(post.transfer.to, batch)
                 post.tickets.add(ticket)
                 self._posts[ticket] = post
-        except DisaggKVError as exc:
+        except Exception as exc:
+            # A transport may be somebody else's code. It raises before it has a ticket: nothing of this batch moves.
             post.error = exc
         post.report.descriptors += len(writes)
         post.report.spend("post", self._clock() - post.started)

@@ -179,14 +179,16 @@ class Node:
 
     def _progress(self) -> bool:
         assert self.role is not None
+        # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
+        for report in self.me.transport.poll():
+            self._guard(partial(self._on_transport, report))
+        self._guard(self._notice_exits)
         while self._commands:
             self._guard(self._commands.popleft())
         if self._later:
             waiting, self._later = self._later, []
             for event, command in waiting:
                 self.when(event, command)
-        for report in self.me.transport.poll():
-            self._guard(partial(self._on_transport, report))
         self._guard(self._tick)
         busy = self._guard(self.role.work)
         return bool(busy) or bool(self._later)
@@ -213,15 +215,17 @@ class Node:
         until = min([self.now + min(timeout_s, IDLE_S), *(t for t in times if t is not None)])
         return max(0.0, until - self.now)
 
+    def _notice_exits(self) -> None:
+        for epoch in self._exits.ended():
+            self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its process has ended"))
+        for epoch in self._exits.drained(self.me.transport.caps.drain_s):
+            self._gone(epoch)
+
     def _tick(self) -> None:
         assert self.role is not None
         self._peer_effects(self.peers.tick(self.now))
         for send in self.agreement.tick(self.now):
             self.send(send)
-        for epoch in self._exits.ended():
-            self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its process has ended"))
-        for epoch in self._exits.drained(self.me.transport.caps.drain_s):
-            self._gone(epoch)
         if self._look_at is not None and self.now >= self._look_at:
             self._find_leader()
         self.role.tick()

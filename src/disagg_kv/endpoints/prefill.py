@@ -33,6 +33,7 @@ from ..protocol import (
     Wrote,
 )
 from ..protocol.frames import Abort, Drained, Expect, Expected
+from ..protocol.machine import ours
 from ..protocol.sending import room_head
 from ..protocol.wire import tables_from_wire
 from ..strategies import Job, Path, Strategy, Tables
@@ -109,10 +110,11 @@ class PrefillRole:
         self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
         self._parked: OrderedDict[tuple[RoomId, Epoch], tuple[Expect, float]] = OrderedDict()
         self._unmet: OrderedDict[RoomId, _Unmet] = OrderedDict()
-        self._declined: OrderedDict[RoomId, str] = OrderedDict()
+        self._declined: OrderedDict[RoomId, tuple[str, float]] = OrderedDict()
         self._routes: dict[Epoch, Routes] = {}
         self._shares: dict[tuple[Part, ...], int] = {}
         self._tick_at = 0.0
+        self.quarantined_slots = 0
         self.mover: Mover | None = None
 
     @property
@@ -129,10 +131,9 @@ class PrefillRole:
         room = _Room(key, machine, handle, silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
         self._node.vote(key, None, "")
-        self._unmet.pop(key.room, None)
         declined = self._declined.pop(key.room, None)
         if declined is not None:
-            error = AbortedError(f"room {key.room.hex()}: decode gave up: {declined}")
+            error = AbortedError(f"room {key.room.hex()}: decode gave up: {declined[0]}")
             self._apply(room, machine.cancel(error, now))
             return
         for parked in [k for k in self._parked if k[0] == key.room]:
@@ -202,14 +203,18 @@ class PrefillRole:
         generation = Generation(frame.generation)
         self._parked.pop((name, epoch), None)
         room = self._newest.get(name)
-        if room is not None and not room.machine.released and epoch not in room.machine.flows:
-            self._flows[(name, epoch, generation)] = room
-            self._apply(room, room.machine.decline(epoch, generation, frame, node.now))
-            return
         if node.tombstones.outcome(epoch, name, generation) is None:
+            unmet = self._unmet.get(name)
+            earlier = unmet is not None and epoch not in unmet.answered
+            if room is not None and not earlier and not room.machine.released and epoch not in room.machine.flows:
+                self._flows[(name, epoch, generation)] = room
+                self._apply(room, room.machine.decline(epoch, generation, frame, node.now))
+                return
             node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
-            if room is None and name not in self._unmet:
-                self._declined[name] = frame.reason
+            if unmet is not None:
+                unmet.answered.add(epoch)
+            elif room is None:
+                self._declined[name] = (frame.reason, node.now + node.options.total_s)
                 _bound(self._declined, node.options.parked)
         head = room_head(node.me.epoch, epoch, name, generation)
         node.send(Send(epoch, Drained(**head, reason=frame.reason)))
@@ -225,19 +230,22 @@ class PrefillRole:
         head = room_head(node.me.epoch, epoch, name, generation)
         taken = _taken(room, remote)
         if taken is not None:
+            # Remembered, or its answer would be taken for a word about the room that the others have.
+            node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
             node.send(Send(epoch, Abort(**head, reason=taken)))
             return
         self._flows[(name, epoch, frame.generation)] = room
+        if name in self._unmet:
+            self._unmet[name].answered.add(epoch)
+        node.send(Send(epoch, Expected(**head, parked=False)))
         try:
             way, plan = self._way(room, remote, frame)
-        except DisaggKVError as exc:
-            refused = Abort(**head, reason=str(exc)[:1000])
-            node.send(Send(epoch, Expected(**head, parked=False)))
-            self._apply(room, room.machine.decline(epoch, generation, refused, node.now))
-            node.send(Send(epoch, refused))
+        except Exception as exc:
+            # A path may be somebody else's code: its errors fail this room alone.
+            error = ours(exc, f"room {name.hex()}: no way to send it to {epoch.hex()[:8]}")
+            self._apply(room, room.machine.refuse(epoch, generation, error, node.now))
             return
         room.ways[epoch] = way
-        node.send(Send(epoch, Expected(**head, parked=False)))
         room.handle.hold({g.id: frame.start for g in self._pool.site.groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
 
@@ -342,7 +350,7 @@ class PrefillRole:
         job = Job(way.pair.source, way.pair.target, way.pair.parts, way.pair.view, transfer.segment, tables, way.tables)
         try:
             plan = way.path.send(job)
-        except DisaggKVError as exc:
+        except Exception as exc:
             self.moved(key, transfer.to, WriteFailed(transfer.segment, exc, True))
             return None
         if isinstance(plan, Writes):
@@ -412,6 +420,7 @@ class PrefillRole:
         if self._newest.get(name) is room:
             del self._newest[name]
         ended = Ended.DONE if machine.done else Ended.FAILED
+        self._unmet.pop(name, None)
         for epoch, flow in machine.flows.items():
             self._flows.pop((name, epoch, flow.generation), None)
             node.remember([epoch], RoomKey(name, flow.generation), ended)
@@ -423,6 +432,7 @@ class PrefillRole:
 
     def tick(self) -> None:
         """Deadlines, repeats, silence, and what was parked for too long."""
+        assert self.mover is not None
         now = self._node.now
         if now < self._tick_at:
             return
@@ -439,6 +449,10 @@ class PrefillRole:
             del self._parked[parked]
         for name in [n for n, u in self._unmet.items() if u.until <= now]:
             del self._unmet[name]
+        for name in [n for n, (_, until) in self._declined.items() if until <= now]:
+            del self._declined[name]
+        failed = {key for key, room in self._rooms.items() if room.machine.error is not None}
+        self.quarantined_slots = self.mover.slots_of(failed)
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""

@@ -101,6 +101,7 @@ class DecodeEndpoint:
         )
         self._pool = pool
         self._ring_bytes = ring_bytes
+        self._ring = ring
         self._options = options = options or Options()
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
@@ -151,9 +152,18 @@ class DecodeEndpoint:
         """Bytes of the ring that wait for evidence."""
         return self._role.quarantined
 
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the ring that are leased: to segments on their way, or waiting for evidence."""
+        return self._ring.live_bytes
+
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.close`."""
         self.driver.close(drain_s)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other; on the thread that turns the endpoint."""
+        self._role.check_integrity()
 
     # For handles.
 

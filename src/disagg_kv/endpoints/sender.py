@@ -9,7 +9,7 @@ from itertools import count
 from weakref import WeakValueDictionary
 
 from ..channels import Channel
-from ..errors import LocalProtocolError
+from ..errors import LocalProtocolError, QuarantineFullError
 from ..geometry import PageTable, Shard
 from ..ids import Epoch, Generation, GroupId, Rank, RoomId
 from ..kernels import Kernels, kernels_for
@@ -95,13 +95,14 @@ class PrefillEndpoint:
             slot_bytes=slot_bytes,
         )
         self._pool = pool
+        self._slots = slots
         self._options = options = options or Options()
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
         self._role = PrefillRole(self._node, pool, chosen, usable, self._changes)
-        self._role.mover = Mover(
+        self._mover = self._role.mover = Mover(
             pool, kernels or kernels_for(device), transport, staging, regions[-1], slot_bytes, self._role, clock
         )
         self._node.role = self._role
@@ -112,6 +113,10 @@ class PrefillEndpoint:
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.base.Sender.open`."""
         check_room(room, self._open.get(room), self.driver)
+        if 2 * self._role.quarantined_slots > self._slots:
+            raise QuarantineFullError(
+                f"room {room.hex()}: {self._role.quarantined_slots} of {self._slots} staging slots wait for evidence"
+            )
         key = RoomKey(room, Generation(next(self._lives)))
         handle = DeliveryHandle(key, self._pool, self)
         self._open[room] = handle
@@ -150,9 +155,18 @@ class PrefillEndpoint:
         """Rooms that are not forgotten yet: open, or ended and waiting for a last answer."""
         return self._role.open_rooms
 
+    @property
+    def pinned_slots(self) -> int:
+        """Staging slots that are being filled or that a write may still read."""
+        return self._mover.pinned_slots
+
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Sender.close`."""
         self.driver.close(drain_s)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other; on the thread that turns the endpoint."""
+        self._role.check_integrity()
 
     # For handles.
 

@@ -160,6 +160,10 @@ class SendRoom:
         """A decode rank gives the room up before it awaited anything."""
         return self._reviewed(self._flow(peer, generation, None).handle(abort, now), now)
 
+    def refuse(self, peer: Epoch, generation: Generation, error: DisaggKVError, now: float) -> list[Effect]:
+        """A decode rank awaits what we cannot send it: the room fails."""
+        return self._reviewed(self._flow(peer, generation, None).handle(Cancel(error), now), now)
+
     def _flow(self, peer: Epoch, generation: Generation, plan: FlowPlan | None) -> Flow:
         head = room_head(self._epoch, peer, self.room, generation)
         flow = Flow(head, plan, self._options, self._available)
