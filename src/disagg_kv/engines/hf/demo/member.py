@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .config import Job, Kind, Role, Told
-from .model import join_group
 from .store import reach
 
 
@@ -49,7 +48,7 @@ class Member:
         """Be one of the role's tensor-parallel group inside; gives the parent's store."""
         store = reach(self.job.store_port, self.config.timeout_s)
         torch.set_num_threads(1)
-        join_group(self.rank, self.world, PrefixStore(f"group-{self.role}", store))
+        _join(self.rank, self.world, PrefixStore(f"group-{self.role}", store))
         try:
             with torch.inference_mode():
                 yield store
@@ -72,3 +71,11 @@ class Member:
     def leave(self, result: object) -> None:
         """Leave the result as ``<role>-<rank>.json``."""
         (self.work / f"{self.role}-{self.rank}.json").write_bytes(msgspec.json.encode(result))
+
+
+def _join(rank: int, world: int, store: Store) -> None:
+    """Make the default process group, as ``torchrun`` would have made it possible; nothing with one rank."""
+    if world == 1:
+        return
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ import torch
 from .config import DemoConfig
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.cache_utils import Cache
 
@@ -73,14 +71,6 @@ def prompts(config: DemoConfig) -> tuple[tuple[int, ...], ...]:
     text += text[: max(config.prompt_lengths)]
     step = (len(text) - max(config.prompt_lengths)) // config.requests
     return tuple((BOS, *text[i * step :][: n - 1]) for i, n in enumerate(config.prompt_lengths))
-
-
-def join_group(rank: int, world: int, store: Store) -> None:
-    """Make the default process group, as ``torchrun`` would have made it possible; nothing with one rank."""
-    if world == 1:
-        return
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 def forward(model: LlamaForCausalLM, tokens: Sequence[int], cache: Cache) -> int:

@@ -145,8 +145,9 @@ def _endpoint_phases(results: Results) -> dict[str, float]:
     for rooms in (*(rank.rooms for rank in results.prefill), *(rank.rooms for rank in results.decode)):
         mine: dict[str, float] = {}
         for room in rooms:
-            for phase in room.seconds.keys() - {"total"}:  # a room's whole life, the forward passes included
-                mine[phase] = mine.get(phase, 0.0) + room.seconds[phase]
+            for phase, seconds in room.seconds.items():
+                if phase != "total":  # a room's whole life, the forward passes included
+                    mine[phase] = mine.get(phase, 0.0) + seconds
         for phase, seconds in mine.items():
             slowest[phase] = max(slowest.get(phase, 0.0), seconds)
     return slowest
