@@ -1,0 +1,201 @@
+"""Whatever bytes arrive, decoding gives a valid frame or one of our errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg_kv.errors import RemoteProtocolError
+from disagg_kv.protocol import MAX_AUX, Codec, Frame
+from disagg_kv.protocol import frames as f
+from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
+
+numbers = st.integers(0, 2**62)
+epochs = st.binary(min_size=16, max_size=16)
+names = st.text(max_size=20)
+texts = st.text(max_size=60)
+boxes = st.tuples(numbers, numbers, numbers, numbers)
+tables = st.builds(f.WireTable, group=names, first=numbers, pages=st.binary(max_size=40))
+holdings = st.builds(
+    f.WireHolding,
+    component=names,
+    layers=st.lists(numbers, max_size=3).map(tuple),
+    start=numbers,
+    stop=numbers,
+    ways=numbers,
+    index=numbers,
+    granule=numbers,
+)
+small = st.integers(0, 4)
+components = st.builds(
+    f.WireComponent,
+    name=st.sampled_from(["k", "v", ""]),
+    dtype=st.sampled_from(["int8", "bfloat16", "bit"]),
+    units=small,
+    unit_bytes=small,
+    tokens_per_row=small,
+    rows=small,
+    window=st.none() | small,
+    tile_rows=small,
+    format=names,
+)
+specs = st.builds(
+    f.WireSpec,
+    model=st.binary(max_size=8),
+    kinds=st.lists(st.lists(components, max_size=2).map(tuple), max_size=2).map(tuple),
+    layers=st.lists(st.tuples(small, small), max_size=3).map(tuple),
+)
+sites = st.builds(
+    f.WireSite,
+    groups=st.lists(st.tuples(names, numbers, numbers, st.none() | numbers), max_size=2).map(tuple),
+    planes=st.lists(
+        st.tuples(small, st.sampled_from(["k", "v"]), names, small, numbers, numbers, numbers, numbers), max_size=2
+    ).map(tuple),
+    buffers=st.lists(numbers, max_size=2).map(tuple),
+)
+between = {"src": epochs, "dst": st.just(b"") | epochs}
+about = {**between, "room": st.binary(min_size=1, max_size=64), "generation": numbers}
+
+
+def room_frame(kind: type[Frame], **fields: st.SearchStrategy[object]) -> st.SearchStrategy[Frame]:
+    return st.builds(kind, **about, **fields)
+
+
+any_frame: st.SearchStrategy[Frame] = st.one_of(
+    st.builds(
+        f.Hello,
+        **between,
+        version=numbers,
+        address=names,
+        role=names,
+        instance=names,
+        rank=numbers,
+        host=names,
+        pid=numbers,
+        started=numbers,
+        spec=specs,
+        shards=st.lists(st.lists(holdings, max_size=2).map(tuple), max_size=2).map(tuple),
+        site=sites,
+        regions=st.lists(numbers, max_size=3).map(tuple),
+        transport=names,
+        descriptor=st.binary(max_size=20),
+        paths=st.lists(st.tuples(names, numbers), max_size=2).map(tuple),
+        slot_bytes=numbers,
+        ring_region=numbers,
+        ring_bytes=numbers,
+        lease_bytes=numbers,
+    ),
+    st.builds(f.Refused, **between, address=names, field=texts, ours=texts, theirs=texts),
+    st.builds(f.Heartbeat, **between),
+    room_frame(
+        f.Expect,
+        start=numbers,
+        stop=st.none() | numbers,
+        paths=st.lists(names, max_size=2).map(tuple),
+        tables=st.none() | st.lists(tables, max_size=2).map(tuple),
+        tag=st.binary(max_size=32),
+    ),
+    room_frame(f.Expected, parked=st.booleans()),
+    room_frame(f.StagingRequest, segment=boxes, ready=st.booleans()),
+    room_frame(f.Queued, segment=boxes),
+    room_frame(f.Grant, segment=boxes, lease=numbers, offset=numbers, nbytes=numbers),
+    room_frame(f.Landed, segment=boxes),
+    room_frame(f.ChunkReady, segment=boxes, lease=st.none() | numbers),
+    room_frame(f.Done, stop=numbers, aux=st.none() | st.binary(max_size=40), tag=st.binary(max_size=32)),
+    room_frame(f.Complete),
+    room_frame(f.Abort, reason=texts),
+    room_frame(f.AbortAck),
+    room_frame(f.Drained, reason=texts),
+    room_frame(f.DrainedAck),
+    room_frame(f.Ballot, ok=st.none() | st.booleans(), reason=texts),
+    room_frame(f.Verdict, ok=st.none() | st.booleans(), reason=texts),
+)
+codec = Codec()
+
+
+@given(any_frame)
+def test_every_frame_comes_back_as_it_went(frame: Frame) -> None:
+    assert codec.decode(codec.encode(frame)) == frame
+
+
+@given(any_frame, st.data())
+def test_a_frame_that_was_cut_or_changed_is_refused_or_is_another_valid_frame(
+    frame: Frame, data: st.DataObject
+) -> None:
+    """E13: nothing but RemoteProtocolError, however the bytes were mangled."""
+    whole = bytearray(codec.encode(frame))
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(RemoteProtocolError):
+        codec.decode(bytes(whole[:cut]))
+    whole[cut] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(RemoteProtocolError):
+        assert codec.decode(codec.encode(codec.decode(bytes(whole)))) == codec.decode(bytes(whole))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        codec.decode(data)
+
+
+@given(any_frame, st.integers(18, 2**31))
+def test_an_unknown_kind_of_frame_is_refused(frame: Frame, tag: int) -> None:
+    fields = msgspec.msgpack.decode(codec.encode(frame))
+    with pytest.raises(RemoteProtocolError, match="not a frame of version 1"):
+        codec.decode(msgspec.msgpack.encode([tag, *fields[1:]]))
+
+
+@pytest.mark.parametrize("size", [Codec.MAX_BYTES + 1, 10 * Codec.MAX_BYTES])
+def test_a_frame_above_the_limit_is_refused_before_it_is_looked_at(size: int) -> None:
+    with pytest.raises(RemoteProtocolError, match=rf"{size} bytes; at most {Codec.MAX_BYTES}"):
+        codec.decode(bytes(size))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"src": bytes(15)},
+        {"dst": bytes(17)},
+        {"room": b""},
+        {"room": bytes(65)},
+        {"generation": -1},
+        {"generation": 2**62 + 1},
+        {"aux": bytes(MAX_AUX + 1)},
+        {"tag": bytes(257)},
+        {"stop": None},
+        {"stop": "1"},
+    ],
+    ids=str,
+)
+def test_fields_out_of_bounds_are_refused(change: dict[str, object]) -> None:
+    done = f.Done(src=bytes(16), dst=bytes(16), room=b"r", generation=1, stop=1, aux=None, tag=b"")
+    assert codec.decode(codec.encode(done)) == done
+    with pytest.raises(RemoteProtocolError):
+        codec.decode(codec.encode(msgspec.structs.replace(done, **change)))
+
+
+def test_the_largest_aux_data_fits() -> None:
+    done = f.Done(src=bytes(16), dst=bytes(16), room=b"r", generation=1, stop=1, aux=bytes(MAX_AUX), tag=b"")
+    assert codec.decode(codec.encode(done)) == done
+
+
+@given(specs, st.lists(holdings, max_size=3), sites, st.lists(tables, max_size=3))
+def test_geometry_from_a_peer_is_valid_or_the_peers_error(
+    spec: f.WireSpec, holding: list[f.WireHolding], site: f.WireSite, table: list[f.WireTable]
+) -> None:
+    def tried(act: Callable[[], object]) -> None:
+        with contextlib.suppress(RemoteProtocolError):
+            act()
+
+    def whole() -> None:
+        known = spec_from_wire(spec)
+        tried(lambda: site_from_wire(site, known, shard_from_wire((), known)))
+        site_from_wire(site, known, shard_from_wire(holding, known))
+
+    tried(whole)
+    tried(lambda: tables_from_wire(table))
