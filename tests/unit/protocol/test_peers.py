@@ -1,0 +1,281 @@
+"""Who is there, in which life, and whether we can work together."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from disagg_kv.errors import IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
+from disagg_kv.ids import Epoch
+from disagg_kv.protocol import VERSION, Forget, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
+from disagg_kv.protocol.frames import Heartbeat, Refused, WireSite, WireSpec
+from disagg_kv.protocol.peers import FORGET_AFTER, PeerEffect
+
+
+def epoch(n: int) -> Epoch:
+    return Epoch(bytes([n] * 16))
+
+
+def hello(
+    src: Epoch, dst: bytes, address: str, *, started: int = 1, version: int = VERSION, role: str = "any"
+) -> Hello:
+    return Hello(
+        src=src,
+        dst=dst,
+        version=version,
+        address=address,
+        role=role,
+        instance="i",
+        rank=0,
+        host="h",
+        pid=1,
+        started=started,
+        spec=WireSpec(b"", (), ()),
+        shards=(),
+        site=WireSite((), (), ()),
+        regions=(),
+        transport="inproc",
+        descriptor=b"",
+        paths=(),
+        slot_bytes=0,
+        ring_region=0,
+        ring_bytes=0,
+        lease_bytes=0,
+    )
+
+
+def admit(hello: Hello) -> None:
+    if hello.role == "strange":
+        raise IncompatiblePeerError("spec", "ours", "theirs")
+    if hello.role == "broken":
+        raise RemoteProtocolError("a shard that cannot be")
+
+
+def table(n: int, address: str) -> PeerTable:
+    return PeerTable(epoch(n), address, lambda dst: hello(epoch(n), dst, address), admit, Options())
+
+
+def met() -> PeerTable:
+    """``a`` that knows ``b``."""
+    a = table(1, "a")
+    a.on_hello(hello(epoch(2), epoch(1), "b"), 0.0)
+    return a
+
+
+def losses(effects: list[PeerEffect]) -> list[tuple[Epoch, str]]:
+    return [(e.peer, str(e.error)) for e in effects if isinstance(e, Lost)]
+
+
+def beats(effects: list[PeerEffect]) -> list[str]:
+    return [e.address for e in effects if isinstance(e, SendTo) and isinstance(e.frame, Heartbeat)]
+
+
+def test_one_dial_makes_both_sides_know_each_other() -> None:
+    a, b = table(1, "a"), table(2, "b")
+    flying = [("b", e.frame) for e in a.dial("b", 0.0) if isinstance(e, SendTo)]
+    ups = []
+    hops = 0
+    while flying:
+        to, frame = flying.pop()
+        assert isinstance(frame, Hello)
+        hops += 1
+        for effect in (a if to == "a" else b).on_hello(frame, 0.1):
+            if isinstance(effect, SendTo):
+                flying.append((effect.address, effect.frame))
+            elif isinstance(effect, Up):
+                ups.append((to, effect.epoch))
+    assert ups == [("b", epoch(1)), ("a", epoch(2))]
+    assert hops == 2
+    assert (a.at("b"), b.at("a")) == (epoch(2), epoch(1))
+    assert a.epochs() == (epoch(2),)
+    assert a.hello(epoch(2)).address == a.address(epoch(2)) == "b"
+    assert a.dial("b", 0.2) == []
+
+
+def test_a_dial_is_repeated_until_somebody_names_our_epoch_or_silence_is_over() -> None:
+    a = table(1, "a")
+    assert len(a.dial("b", 0.0)) == 1
+    assert a.dial("b", 0.1) == []
+    assert a.next_at() == 0.0
+    sent = [now for now in (0.1, 0.25, 0.3, 0.7, 1.6) if any(isinstance(e, SendTo) for e in a.tick(now))]
+    assert sent == [0.25, 0.7, 1.6]
+    a.on_hello(hello(epoch(2), b"", "b"), 1.5)
+    assert any(isinstance(e, SendTo) and isinstance(e.frame, Hello) for e in a.tick(3.0))
+    c = table(3, "c")
+    c.dial("b", 0.0)
+    (effect,) = [e for e in c.tick(30.0) if isinstance(e, Unreachable)]
+    assert (effect.address, str(effect.error)) == ("b", "nobody answered at b within 30 s")
+    assert not c.tick(31.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [({"version": 7}, "version"), ({"role": "strange"}, "spec"), ({"role": "broken"}, "hello")]
+)
+def test_who_cannot_work_with_us_is_refused_with_the_field(change: dict[str, object], field: str) -> None:
+    a = table(1, "a")
+    a.dial("b", 0.0)
+    theirs = msgspec.structs.replace(hello(epoch(2), epoch(1), "b"), **change)
+    sent, lost = a.on_hello(theirs, 0.0)
+    assert isinstance(sent, SendTo)
+    assert isinstance(sent.frame, Refused)
+    assert (sent.address, sent.frame.field, sent.frame.dst) == ("b", field, epoch(2))
+    assert isinstance(lost, Unreachable)
+    assert field in str(lost.error)
+    assert a.at("b") is None
+    assert a.on_hello(theirs, 0.5) == []
+    assert a.dropped == 2
+
+
+def test_a_refusal_ends_the_dial_and_names_the_field_and_both_values() -> None:
+    a = table(1, "a")
+    a.dial("b", 0.0)
+    refused = Refused(src=epoch(2), dst=epoch(1), address="b", field="spec", ours="1", theirs="2")
+    assert a.on_refused(msgspec.structs.replace(refused, dst=epoch(9)), 0.0) == []
+    (gone,) = a.on_refused(refused, 0.0)
+    assert isinstance(gone, Unreachable)
+    assert str(gone.error) == "incompatible peer: spec: ours is 1, theirs is 2"
+    assert a.on_refused(refused, 0.0) == []
+    assert a.dropped == 1
+
+
+def test_frames_for_another_life_are_dropped_and_answered_with_hello_once_a_second() -> None:
+    a = met()
+    stale = Heartbeat(src=epoch(2), dst=epoch(9))
+    ok, (answer,) = a.on_frame(stale, 5.0)
+    assert not ok
+    assert isinstance(answer, SendTo)
+    assert isinstance(answer.frame, Hello)
+    assert answer.frame.dst == epoch(2)
+    assert a.on_frame(stale, 5.9) == (False, [])
+    assert len(a.on_frame(stale, 6.0)[1]) == 1
+    assert a.on_frame(Heartbeat(src=epoch(8), dst=epoch(1)), 6.0) == (False, [])
+    assert a.dropped == 4
+    assert a.silent_for(epoch(2), 6.0) == 6.0
+
+
+def test_our_own_hello_is_no_peer() -> None:
+    a = table(1, "a")
+    assert a.on_hello(hello(epoch(1), b"", "a"), 0.0) == []
+    assert a.dropped == 1
+
+
+def test_another_life_at_the_address_retires_the_first_for_ever() -> None:
+    """E10: a restarted peer under its old address; a retired epoch never returns."""
+    a = met()
+    lost, up, answer = a.on_hello(hello(epoch(3), b"", "b", started=2), 1.0)
+    assert losses([lost])[0][0] == epoch(2)
+    assert isinstance(up, Up)
+    assert isinstance(answer, SendTo)
+    assert a.at("b") == epoch(3)
+    assert a.on_hello(hello(epoch(2), epoch(1), "b", started=2), 2.0) == []
+    assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 2.0) == (False, [])
+    assert a.address(epoch(2)) is None
+
+
+def test_a_life_that_was_lost_already_is_not_lost_again_when_its_address_is_taken() -> None:
+    a = met()
+    a.lose(epoch(2), PeerLostError("seen"))
+    effects = a.on_hello(hello(epoch(3), epoch(1), "b"), 1.0)
+    assert [type(e) for e in effects] == [Up]
+
+
+def test_a_late_hello_of_an_older_life_does_not_take_the_address_back() -> None:
+    """E10: else the newer life would be retired, and never heard again."""
+    a = table(1, "a")
+    a.on_hello(hello(epoch(3), epoch(1), "b", started=5), 0.0)
+    assert a.on_hello(hello(epoch(2), b"", "b", started=4), 1.0) == []
+    assert a.at("b") == epoch(3)
+    a.lose(epoch(3), PeerLostError("seen"))
+    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(2), b"", "b", started=4), 2.0))
+
+
+def test_a_life_keeps_its_address() -> None:
+    a = met()
+    assert a.on_hello(hello(epoch(2), epoch(1), "elsewhere"), 1.0) == []
+    assert a.address(epoch(2)) == "b"
+
+
+def test_heartbeats_go_to_everybody_every_second() -> None:
+    a = met()
+    assert beats(a.tick(0.0)) == ["b"]
+    assert beats(a.tick(0.9)) == []
+    assert a.next_at() == 1.0
+    assert beats(a.tick(1.0)) == ["b"]
+
+
+def test_who_missed_heartbeats_is_greeted_so_that_another_life_there_can_answer() -> None:
+    """E10: a restarted peer does not know us, but it can answer a Hello; no need to wait for the silence to end."""
+    a, restarted = met(), table(3, "b")
+    (sent,) = a.tick(3.5)
+    assert isinstance(sent, SendTo)
+    assert isinstance(sent.frame, Hello)
+    effects = restarted.on_hello(sent.frame, 3.5)
+    answer = next(e.frame for e in effects if isinstance(e, SendTo))
+    assert isinstance(answer, Hello)
+    assert [type(e) for e in a.on_hello(answer, 3.6)] == [Lost, Up]
+
+
+def test_a_peer_that_missed_three_heartbeats_gets_nothing_new() -> None:
+    """E9: frozen, not dead."""
+    a = met()
+    assert a.lively(epoch(2), 3.0)
+    assert not a.lively(epoch(2), 3.1)
+    assert not a.lively(epoch(9), 0.0)
+    assert a.silent_for(epoch(9), 0.0) == float("inf")
+
+
+def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
+    a = met()
+    assert losses(a.tick(29.9)) == []
+    assert losses(a.tick(30.0)) == [(epoch(2), "peer 02020202 at b: silent for 30.0 s")]
+    assert a.tick(31.0) == []
+    assert (a.at("b"), a.epochs(), a.lively(epoch(2), 30.0)) == (None, (), False)
+    ok, effects = a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 40.0)
+    assert ok
+    assert [type(e) for e in effects] == [Up]
+    assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 41.0) == (True, [])
+    a.lose(epoch(2), PeerLostError("again"))
+    assert [type(e) for e in a.on_hello(hello(epoch(2), epoch(1), "b"), 42.0)] == [Up]
+    assert a.on_hello(hello(epoch(2), epoch(1), "b"), 43.0) == []
+
+
+def test_a_connection_that_is_not_back_in_three_seconds_is_loss() -> None:
+    a = met()
+    a.on_closed("b", 0.5)
+    a.on_closed("b", 3.0)
+    a.on_closed("nobody", 3.0)
+    assert losses(a.tick(3.4)) == []
+    a.on_opened("b")
+    a.on_opened("nobody")
+    assert losses(a.tick(9.0)) == []
+    a.on_closed("b", 10.0)
+    assert losses(a.tick(13.0)) == [(epoch(2), "peer 02020202 at b: its connection broke 3.0 s ago")]
+
+
+def test_a_transports_report_is_loss_once() -> None:
+    a = met()
+    error = TransportError("its link is down")
+    assert a.lose(epoch(2), error) == [Lost(epoch(2), error)]
+    assert a.lose(epoch(2), error) == []
+    assert a.lose(epoch(7), error) == []
+
+
+def test_a_peer_that_stays_lost_is_forgotten_and_may_come_back() -> None:
+    """E6: nobody is kept for ever; a long partition is no death."""
+    a = met()
+    a.tick(30.0)
+    assert a.tick(30.0 * FORGET_AFTER - 1) == []
+    assert a.tick(30.0 * FORGET_AFTER) == [Forget("b")]
+    assert a.address(epoch(2)) is None
+    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(2), epoch(1), "b"), 9999.0))
+
+
+def test_lives_and_addresses_that_came_and_went_are_bounded() -> None:
+    """E14."""
+    a = table(1, "a")
+    a.MAX_RETIRED = 8
+    for n in range(2, 60):
+        a.on_hello(hello(epoch(n), b"", "b", started=n), float(n))
+        a.on_hello(hello(epoch(200), b"", f"x{n}", version=9), float(n))
+    assert len(a._retired) == len(a._answered) == 8
+    assert a.epochs() == (epoch(59),)
