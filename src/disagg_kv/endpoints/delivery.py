@@ -10,7 +10,7 @@ from ..geometry import PageTable
 from ..ids import GroupId, LayerId
 from ..memory import Event, MemoryPool
 from ..protocol import MAX_AUX, Effect, RoomKey, SendRoom
-from .handles import Happened, RoomHandle, check_tables
+from .handles import All, Happened, RoomHandle, check_tables, joined
 
 Act = Callable[[SendRoom, float], list[Effect]]
 
@@ -39,6 +39,9 @@ class DeliveryHandle(RoomHandle):
         self._stop = 0
         self._given = 0
         self._finished = False
+        self._again: Mapping[GroupId, PageTable] | None = None
+        self._events: list[Event] = []
+        self.withdrawals = 0
 
     @property
     def held(self) -> Mapping[GroupId, int] | None:
@@ -51,22 +54,38 @@ class DeliveryHandle(RoomHandle):
 
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Delivery.send_chunk`."""
-        tables = self.admit(stop, pages)
-        self._change(lambda machine, now: machine.add(stop, tables, ready=True, after=ready, now=now))
+        tables = self.checked(stop, pages)
+        after = self._take(stop, tables, ready)
+        self._change(lambda machine, now: machine.add(stop, tables, ready=True, after=after, now=now))
 
-    def admit(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
-        """Check the next rows and their pages; from then on they count as handed over."""
-        if self._finished:
-            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish")
+    def checked(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
+        """The tables of the next rows, or an error; nothing has happened yet.
+
+        After a withdrawal they begin where the first chunk given again began: its edges need not be the earlier ones.
+        """
+        if self._finished and stop > self._stop:
+            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish at {self._stop}")
         if stop <= self._given:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
         tables = check_tables(self._pool.site, pages, self._given, stop)
+        return tables if self._again is None else joined(self._pool.site, self._again, tables)
+
+    def _take(self, stop: int, tables: Mapping[GroupId, PageTable], ready: Event | None) -> Event | None:
+        """From now on the rows count as handed over; when they, and what they are joined to, are final."""
+        if self._again is not None:
+            self._again = tables
+            if ready is not None:
+                self._events.append(ready)
+            ready = All(tuple(self._events)) if self._events else None
+            if stop >= self._stop:
+                self._again = None
         self._given = stop
         self._stop = max(self._stop, stop)
-        return tables
+        return ready
 
     def announce(self, stop: int, tables: Mapping[GroupId, PageTable]) -> None:
         """Rows that a forward pass is about to compute: ask for grants (A4)."""
+        self._take(stop, tables, None)
         self._change(lambda machine, now: machine.add(stop, tables, ready=False, after=None, now=now))
 
     def computed(self, stop: int, ready: Event | None) -> None:
@@ -106,7 +125,13 @@ class DeliveryHandle(RoomHandle):
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.base.Delivery.withdraw`."""
         fired = Happened()
+        if self.released:
+            fired.set()
+            return fired
+        self.withdrawals += 1
         self._given = 0
+        self._again = {}
+        self._events.clear()
         self._office.withdraw(self._key, fired)
         return fired
 
@@ -123,7 +148,7 @@ class ForwardPass:
     """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.base.Step`."""
 
     def __init__(self, rooms: Mapping[DeliveryHandle, int], layers: Sequence[LayerId]) -> None:
-        self._rooms = rooms
+        self._rooms = [(handle, stop, handle.withdrawals) for handle, stop in rooms.items()]
         self._layers = frozenset(layers)
         self._seen: set[LayerId] = set()
         self._closed = False
@@ -141,5 +166,6 @@ class ForwardPass:
         if self._closed:
             raise LocalProtocolError("the step is closed already")
         self._closed = True
-        for handle, stop in self._rooms.items():
-            handle.computed(stop, ready)
+        for handle, stop, withdrawals in self._rooms:
+            if handle.withdrawals == withdrawals:
+                handle.computed(stop, ready)

@@ -7,9 +7,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
 from ..errors import ConfigurationError, DisaggKVError, GeometryError, LocalProtocolError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, RoomId
+from ..memory import Event
 from ..protocol import Phase
 from .base import Report
 
@@ -62,11 +65,15 @@ class RoomHandle:
         return True
 
 
+UNREAD = 1 << 16
+"""So many changes are kept for an engine that does not ask for them; then the oldest go."""
+
+
 class Changes(Generic[H]):
     """Handles that changed, each once, in the order of their first change."""
 
     def __init__(self) -> None:
-        self._queue: deque[H] = deque()
+        self._queue: deque[H] = deque(maxlen=UNREAD)
 
     def add(self, handle: H) -> None:
         """Endpoint's thread."""
@@ -98,6 +105,22 @@ class Happened:
     def set(self) -> None:
         """It has happened."""
         self._event.set()
+
+
+class All:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def query(self) -> bool:
+        """True once all have happened."""
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        """Block until all have happened."""
+        for event in self._events:
+            event.synchronize()
 
 
 class Closable(Protocol):
@@ -138,4 +161,23 @@ def check_tables(site: Site, pages: Sequence[PageTable], start: int, stop: int) 
     missing = [g.id for g in site.groups if g.id not in tables]
     if missing and stop > start:
         raise GeometryError(f"no page table for {missing}")
+    return tables
+
+
+def joined(
+    site: Site, before: Mapping[GroupId, PageTable], after: Mapping[GroupId, PageTable]
+) -> Mapping[GroupId, PageTable]:
+    """Tables that cover what ``before`` covers up to where ``after`` begins, and then what that covers.
+
+    Raises:
+        GeometryError: a table begins inside a page of the one before.
+    """
+    tables: dict[GroupId, PageTable] = dict(after)
+    for group, early in before.items():
+        late = after[group]
+        pages, rows = divmod(late.first - early.first, site.group(group).rows_per_page)
+        if rows:
+            raise GeometryError(f"group {group!r}: a table from row {late.first} on, {rows} rows into a page")
+        if pages > 0:
+            tables[group] = PageTable(group, np.concatenate([early.pages[:pages], late.pages]), early.first)
     return tables

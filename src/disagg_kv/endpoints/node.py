@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from ..channels import Arrived, Channel, Closed, Opened
-from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
+from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError
 from ..ids import Epoch, Peer, Rank
 from ..memory import Event
 from ..protocol import (
@@ -38,6 +38,7 @@ from ..protocol import (
     Up,
 )
 from ..protocol.frames import Ballot, Heartbeat, Refused, Verdict
+from ..protocol.machine import ours
 from ..rendezvous import Rendezvous, Source
 from ..trace import Observer
 from ..transports import Ended as TicketEnded
@@ -53,6 +54,9 @@ CONNECT_S = 2.0
 
 LOOKUP_S = 0.05
 """Seconds between two look-ups of somebody who is not there yet."""
+
+LOST_LINKS = 256
+"""Lost peers whose end may still be noticed; beyond it, only the operator's word about the oldest is evidence."""
 
 IDLE_S = 0.2
 """The longest that an endpoint sleeps: exits of peers are noticed this fast."""
@@ -138,7 +142,9 @@ class Node:
         self.role: Role | None = None
         self._sleep = sleep
         self._pause = SHORTEST_PAUSE_S
+        self._known: tuple[PeerInfo, ...] = ()
         self._epochs: dict[Peer, Epoch] = {}
+        self._unlinked: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
         self._siblings: dict[Epoch, Rank] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._later: list[tuple[Event, Callable[[], None]]] = []
@@ -296,6 +302,8 @@ class Node:
                     self.role.on_unreachable(address, error)
                 case Forget(address):
                     self.channel.forget(address)
+        if any(isinstance(effect, Up | Lost) for effect in effects):
+            self._known = tuple(self._info(epoch) for epoch in self.peers.epochs())
 
     def _up(self, up: Up) -> None:
         assert self.role is not None
@@ -306,17 +314,31 @@ class Node:
                 self.send(send)
             return
         remote = Remote.of(hello)
-        try:
-            link = self.me.transport.connect(hello.descriptor, CONNECT_S)
-        except (TransportError, PeerLostError, RemoteProtocolError) as exc:
-            self.lose(up.epoch, exc)
-            self.role.on_unreachable(hello.address, exc)
+        link = self._link(up)
+        if isinstance(link, DisaggKVError):
+            self.lose(up.epoch, link)
+            self.role.on_unreachable(hello.address, link)
             return
         self.remotes[up.epoch] = remote
         self.links[up.epoch] = link
         self._epochs[link] = up.epoch
         self._exits.watch(up.epoch, hello)
         self.role.on_up(remote)
+
+    def _link(self, up: Up) -> Peer | DisaggKVError:
+        """Connect the transport. It blocks, so one that failed is not tried again with every frame of the peer."""
+        since, error = self._unlinked.get(up.epoch, (0.0, None))
+        if error is not None and self.now - since < self.options.silence_s:
+            return error
+        self._unlinked.pop(up.epoch, None)
+        try:
+            return self.me.transport.connect(up.hello.descriptor, CONNECT_S)
+        except Exception as exc:
+            error = ours(exc, f"peer {up.epoch.hex()[:8]} at {up.hello.address}: transport {up.hello.transport!r}")
+        self._unlinked[up.epoch] = (self.now, error)
+        while len(self._unlinked) > LOST_LINKS:
+            self._unlinked.popitem(last=False)
+        return error
 
     def dial(self, address: str) -> None:
         """Get to know who is at an address."""
@@ -336,6 +358,10 @@ class Node:
             self.agree(self.agreement.lost(lost.peer, self.now))
         else:
             self.role.on_lost(lost)
+            self.remotes.pop(lost.peer, None)
+            idle = [epoch for epoch in self.links if epoch not in self.remotes]
+            for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
+                self._unlink(epoch)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator saw a process end: that is evidence once its last writes must have landed."""
@@ -344,13 +370,17 @@ class Node:
 
     def _gone(self, epoch: Epoch) -> None:
         assert self.role is not None
-        self._exits.forget(epoch)
         self.role.on_gone(epoch)
+        self.remotes.pop(epoch, None)
+        self._unlink(epoch)
+
+    def _unlink(self, epoch: Epoch) -> None:
+        """No evidence about this life is awaited any more."""
+        self._exits.forget(epoch)
         link = self.links.pop(epoch, None)
         if link is not None:
             self.me.transport.disconnect(link)
             self._epochs.pop(link, None)
-        self.remotes.pop(epoch, None)
 
     # What goes out.
 
@@ -384,13 +414,13 @@ class Node:
         for epoch in epochs:
             self.tombstones.remember(epoch, key.room, key.generation, ended)
 
-    def known(self) -> list[PeerInfo]:
-        """Who is there."""
-        found = []
-        for epoch in self.peers.epochs():
-            h = self.peers.hello(epoch)
-            found.append(PeerInfo(h.instance, Rank(h.rank), h.address, epoch, h.host, h.pid))
-        return found
+    def known(self) -> Sequence[PeerInfo]:
+        """Who is there; from any thread."""
+        return self._known
+
+    def _info(self, epoch: Epoch) -> PeerInfo:
+        h = self.peers.hello(epoch)
+        return PeerInfo(h.instance, Rank(h.rank), h.address, epoch, h.host, h.pid)
 
     def stop(self, drain_s: float) -> None:
         """Let go of channel, transport and watches."""

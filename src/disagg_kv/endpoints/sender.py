@@ -132,7 +132,7 @@ class PrefillEndpoint:
             handle = self._open.get(room)
             if handle is None:
                 raise LocalProtocolError(f"room {room.hex()} is not open")
-            tables.append(handle.admit(stop, pages))
+            tables.append(handle.checked(stop, pages))
             rooms[handle] = stop
         for (handle, stop), of in zip(rooms.items(), tables, strict=True):
             handle.announce(stop, of)
