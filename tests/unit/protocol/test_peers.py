@@ -100,7 +100,7 @@ def test_a_dial_is_repeated_until_somebody_names_our_epoch_or_silence_is_over() 
     sent = [now for now in (0.1, 0.25, 0.3, 0.7, 1.6) if any(isinstance(e, SendTo) for e in a.tick(now))]
     assert sent == [0.25, 0.7, 1.6]
     a.on_hello(hello(epoch(2), b"", "b"), 1.5)
-    assert any(isinstance(e, SendTo) and isinstance(e.frame, Hello) for e in a.tick(3.0))
+    assert any(isinstance(e, SendTo) and isinstance(e.frame, Hello) for e in a.tick(3.3))
     c = table(3, "c")
     c.dial("b", 0.0)
     (effect,) = [e for e in c.tick(30.0) if isinstance(e, Unreachable)]

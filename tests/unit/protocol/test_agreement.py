@@ -1,0 +1,229 @@
+"""How the ranks of one instance agree; what holds under any network is a property of its own."""
+
+from __future__ import annotations
+
+from disagg_kv.ids import Epoch, Generation, Rank, RoomId
+from disagg_kv.protocol import Agreement, Decided, Options, Outcome, RoomKey, Send
+from disagg_kv.protocol.agreement import LIVES
+from disagg_kv.protocol.frames import Ballot, Verdict
+
+ROOM = RoomId(b"r")
+E = [Epoch(bytes([r] * 16)) for r in range(5)]
+LOST = "of our instance is lost"
+
+
+def key(generation: int, room: RoomId = ROOM) -> RoomKey:
+    return RoomKey(room, Generation(generation))
+
+
+def leader(world: int = 3, options: Options | None = None) -> Agreement:
+    one = Agreement(Rank(0), world, E[0], options or Options())
+    for rank in range(1, world):
+        assert one.joined(E[rank], Rank(rank), 0.0) == []
+    return one
+
+
+def follower(met: bool = True, options: Options | None = None) -> Agreement:
+    one = Agreement(Rank(1), 3, E[1], options or Options())
+    if met:
+        one.joined(E[0], Rank(0), 0.0)
+    return one
+
+
+def ballot(src: int, generation: int, ok: bool | None, room: RoomId = ROOM) -> Ballot:
+    return Ballot(src=E[src], dst=E[0], room=room, generation=generation, ok=ok, reason="because")
+
+
+def verdict(generation: int, ok: bool | None, src: int = 0) -> Verdict:
+    return Verdict(src=E[src], dst=E[1], room=ROOM, generation=generation, ok=ok, reason="because")
+
+
+def outcomes(effects: list[Send | Outcome]) -> list[tuple[int, bool]]:
+    return [(e.key.generation, e.decided.ok) for e in effects if isinstance(e, Outcome)]
+
+
+def verdicts(effects: list[Send | Outcome]) -> list[tuple[Epoch, int, bool | None]]:
+    return [
+        (e.to, e.frame.generation, e.frame.ok) for e in effects if isinstance(e, Send) and isinstance(e.frame, Verdict)
+    ]
+
+
+def said(effects: list[Send | Outcome] | list[Send]) -> list[tuple[int, bool | None]]:
+    return [(e.frame.generation, e.frame.ok) for e in effects if isinstance(e, Send) and isinstance(e.frame, Ballot)]
+
+
+def test_one_rank_alone_decides_at_once() -> None:
+    one = Agreement(Rank(0), 1, E[0], Options())
+    assert one.vote(key(1), None, "", 0.0) == []
+    assert one.vote(key(1), True, "", 0.0) == [Outcome(key(1), Decided(True, ""))]
+    assert one.vote(key(2), False, "why", 0.0) == [Outcome(key(2), Decided(False, "why"))]
+    assert one.next_at() is None
+
+
+def test_success_needs_every_rank_and_each_hears_it_in_its_own_generation() -> None:
+    """C8."""
+    one = leader()
+    one.vote(key(1), None, "", 0.0)
+    assert verdicts(one.on_ballot(ballot(1, 11, None))) == [(E[1], 11, None)]
+    assert outcomes(one.vote(key(1), True, "", 0.0)) == []
+    assert verdicts(one.on_ballot(ballot(1, 11, True))) == [(E[1], 11, None)]
+    effects = one.on_ballot(ballot(2, 22, True))
+    assert outcomes(effects) == [(1, True)]
+    assert sorted(verdicts(effects)) == [(E[1], 11, True), (E[2], 22, True)]
+
+
+def test_a_decided_room_is_answered_again_and_never_otherwise() -> None:
+    one = leader(2)
+    one.vote(key(1), True, "", 0.0)
+    one.on_ballot(ballot(1, 11, True))
+    assert verdicts(one.on_ballot(ballot(1, 11, False))) == [(E[1], 11, True)]
+    assert outcomes(one.vote(key(1), False, "too late", 0.0)) == [(1, True)]
+
+
+def test_ballots_of_strangers_and_to_other_ranks_are_dropped() -> None:
+    assert leader(2).on_ballot(ballot(4, 1, True)) == []
+    assert follower().on_ballot(ballot(2, 1, True)) == []
+    one = follower()
+    one.vote(key(1), None, "", 0.0)
+    assert one.on_verdict(verdict(1, True, src=2)) == []
+    assert one.on_verdict(verdict(9, True)) == []
+
+
+def test_a_ballot_is_repeated_until_it_is_decided_and_rarely_once_it_is_known() -> None:
+    """E2: should a verdict be lost, the room is not open until its deadline."""
+    one = follower()
+    assert said(one.vote(key(1), None, "", 0.0)) == [(1, None)]
+    assert said(one.tick(0.2)) == [(1, None)]
+    assert one.on_verdict(verdict(1, None)) == []
+    assert one.tick(5.0) == []
+    assert said(one.tick(11.0)) == [(1, None)]
+    assert said(one.vote(key(1), True, "", 12.0)) == [(1, True)]
+    assert one.on_verdict(verdict(1, None)) == []
+    assert said(one.tick(12.2)) == [(1, True)]
+    assert outcomes(one.on_verdict(verdict(1, True))) == [(1, True)]
+    assert (one.next_at(), one.undecided) == (None, 0)
+    assert one.vote(key(1), False, "too late", 13.0) == []
+
+
+def test_success_may_be_taken_back_until_it_is_decided() -> None:
+    one = leader()
+    one.on_ballot(ballot(1, 11, True))
+    assert (E[1], 11, False) in verdicts(one.on_ballot(ballot(1, 11, False)))
+
+
+def test_a_rank_that_is_lost_fails_the_rooms_that_need_it() -> None:
+    one = leader()
+    for generation in (1, 2):
+        one.vote(key(generation, RoomId(b"%d" % generation)), None, "", 0.0)
+    one.on_ballot(ballot(1, 11, True, RoomId(b"2")))
+    effects = one.lost(E[1], 1.0)
+    assert outcomes(effects) == [(1, False)]
+    assert LOST in effects[0].decided.reason if isinstance(effects[0], Outcome) else False
+    assert one.lost(E[1], 1.0) == []
+    assert follower().lost(E[2], 0.0) == []
+
+
+def test_without_rank_0_open_rooms_fail_and_it_hears_of_that_when_it_is_heard_again() -> None:
+    """E16: it may have counted a success of ours that is none any more."""
+    one = follower()
+    one.vote(key(1), True, "", 0.0)
+    one.vote(key(1), None, "", 0.0)
+    assert outcomes(one.lost(E[0], 1.0)) == [(1, False)]
+    assert one.tick(9.0) == []
+    assert one.vote(key(1), True, "", 1.0) == []
+    assert one.undecided == 0
+    assert said(one.joined(E[0], Rank(0), 2.0)) == [(1, False)]
+    assert outcomes(one.on_verdict(verdict(1, False))) == []
+    assert one.remembered == 0
+
+
+def test_another_life_of_rank_0_hears_nothing_of_the_rooms_that_the_first_took_with_it() -> None:
+    one = follower()
+    one.vote(key(1), None, "", 0.0)
+    one.lost(E[0], 1.0)
+    one.vote(key(2), None, "", 1.0)
+    assert outcomes(one.lost(E[0], 1.0)) == []
+    assert said(one.joined(E[4], Rank(0), 2.0)) == [(2, None)]
+
+
+def test_a_room_that_fails_before_rank_0_is_known_fails_at_once_and_a_success_waits() -> None:
+    one = follower(met=False)
+    one.vote(key(1), None, "", 0.0)
+    assert outcomes(one.vote(key(1), False, "why", 0.0)) == [(1, False)]
+    one.vote(key(2, RoomId(b"2")), None, "", 0.0)
+    assert one.vote(key(2, RoomId(b"2")), True, "", 0.0) == []
+    assert said(one.joined(E[0], Rank(0), 1.0)) == [(1, False), (2, True)]
+
+
+def test_a_later_life_of_a_room_is_not_spoken_of_before_the_earlier_one_is_decided() -> None:
+    """E11: else rank 0 would pair the wrong lives when ballots overtake each other."""
+    one = follower(met=False)
+    one.vote(key(1), None, "", 0.0)
+    one.vote(key(1), False, "why", 0.0)
+    one.vote(key(2), None, "", 0.0)
+    assert said(one.joined(E[0], Rank(0), 1.0)) == [(1, False)]
+    assert one.vote(key(2), True, "", 1.0) == []
+    assert said(one.on_verdict(verdict(1, False))) == [(2, True)]
+
+
+def test_lives_of_one_room_are_paired_in_order() -> None:
+    """E11."""
+    one = leader(2)
+    one.vote(key(1), False, "why", 0.0)
+    one.vote(key(5), True, "", 0.0)
+    assert verdicts(one.on_ballot(ballot(1, 30, None))) == [(E[1], 30, False)]
+    assert outcomes(one.on_ballot(ballot(1, 31, True))) == [(5, True)]
+
+
+def test_a_new_life_of_a_rank_is_not_taken_for_its_old_one() -> None:
+    """E10: its generations begin again."""
+    one = leader(2)
+    one.vote(key(1), True, "", 0.0)
+    one.on_ballot(ballot(1, 1, True))
+    one.lost(E[1], 0.0)
+    one.joined(E[3], Rank(1), 0.0)
+    assert verdicts(one.on_ballot(ballot(3, 1, None))) == [(E[3], 1, None)]
+
+
+def test_what_is_remembered_is_bounded_and_late_ballots_of_forgotten_lives_pair_with_nothing() -> None:
+    """E14, E11."""
+    one = leader(2, Options(tombstones=4))
+    for n in range(1, 30):
+        one.vote(key(n), True, "", 0.0)
+        one.on_ballot(ballot(1, n, True))
+    assert one.remembered == LIVES
+    for n in range(30, 60):
+        name = RoomId(b"%d" % n)
+        one.vote(key(n, name), True, "", 0.0)
+        one.on_ballot(ballot(1, n, True, name))
+    assert one.remembered == 4
+    one.vote(key(60), None, "", 0.0)
+    assert verdicts(one.on_ballot(ballot(1, 3, True))) == [(E[1], 3, False)]
+    assert outcomes(one.vote(key(60), True, "", 0.0)) == []
+    assert outcomes(one.on_ballot(ballot(1, 60, True))) == [(60, True)]
+
+
+def test_an_old_life_of_a_room_that_goes_on_is_recognised() -> None:
+    """E11: a ballot of a life that was trimmed does not join a later one."""
+    one = leader(2)
+    for n in range(1, 30):
+        one.vote(key(n), True, "", 0.0)
+        one.on_ballot(ballot(1, n, True))
+    one.vote(key(30), True, "", 0.0)
+    assert verdicts(one.on_ballot(ballot(1, 3, True))) == [(E[1], 3, False)]
+    assert outcomes(one.on_ballot(ballot(1, 30, True))) == [(30, True)]
+
+
+def test_open_rooms_are_never_forgotten_by_rank_0() -> None:
+    one = leader(2, Options(tombstones=2))
+    for n in range(1, 6):
+        one.vote(key(n, RoomId(b"%d" % n)), None, "", 0.0)
+    assert one.remembered == 5
+
+
+def test_rooms_that_wait_for_an_absent_rank_0_are_bounded_and_the_oldest_fail() -> None:
+    """E14."""
+    one = follower(met=False, options=Options(tombstones=2))
+    effects = [e for n in range(1, 6) for e in one.vote(key(n, RoomId(b"%d" % n)), None, "", 0.0)]
+    assert outcomes(effects) == [(1, False), (2, False), (3, False)]
+    assert one.undecided == one.remembered == 2
