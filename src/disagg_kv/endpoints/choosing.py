@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from ..errors import ConfigurationError, DisaggKVError
+from ..errors import ConfigurationError, DisaggKVError, OversizeError
 from ..geometry import Part, Site
 from ..ids import Rank
 from ..planning import CostModel, Intake, PartView, Segment, choose
 from ..strategies import AUTO, Job, Path
+
+UNLIMITED = 1 << 62
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared while nobody knows how many there will be."""
@@ -35,7 +37,11 @@ class Pair:
         return self.intake.parts[self.rank]
 
     def cut(self, start: int, stop: int) -> list[Segment]:
-        """The segments in which this rank sends these rows."""
+        """The segments in which this rank sends these rows.
+
+        Raises:
+            OversizeError: not one row fits a slot and a lease.
+        """
         return [
             segment
             for layers in self.intake.ranges(self.rank)
@@ -48,6 +54,17 @@ class Pair:
                 page_rows=self.page_rows,
             )
         ]
+
+    def fitted(self) -> Pair:
+        """The same, without limits where staging is too small: a path that exposes pages needs none.
+
+        All writers of a segment come to the same result, as limits hold for all their parts together.
+        """
+        try:
+            self.cut(0, 1)
+        except OversizeError:
+            return evolve(self, slot_bytes=UNLIMITED, lease_bytes=UNLIMITED)
+        return self
 
 
 def choose_path(
@@ -84,7 +101,7 @@ def choose_path(
     if not pair.parts and able:
         return able[0], "this rank was not elected to send anything"
     rows = rows or NOMINAL_ROWS
-    segments = pair.cut(0, rows)
+    segments = pair.fitted().cut(0, rows)
     estimates = []
     for path in able:
         jobs = [Job(pair.source, pair.target, pair.parts, pair.view, s, {}, {}) for s in segments]

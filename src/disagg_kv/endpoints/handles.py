@@ -167,17 +167,11 @@ def check_tables(site: Site, pages: Sequence[PageTable], start: int, stop: int) 
 def joined(
     site: Site, before: Mapping[GroupId, PageTable], after: Mapping[GroupId, PageTable]
 ) -> Mapping[GroupId, PageTable]:
-    """Tables that cover what ``before`` covers up to where ``after`` begins, and then what that covers.
-
-    Raises:
-        GeometryError: a table begins inside a page of the one before.
-    """
+    """Tables that cover what ``before`` covers up to where ``after`` begins, and then what that covers."""
     tables: dict[GroupId, PageTable] = dict(after)
     for group, early in before.items():
         late = after[group]
-        pages, rows = divmod(late.first - early.first, site.group(group).rows_per_page)
-        if rows:
-            raise GeometryError(f"group {group!r}: a table from row {late.first} on, {rows} rows into a page")
+        pages = (late.first - early.first) // site.group(group).rows_per_page
         if pages > 0:
             tables[group] = PageTable(group, np.concatenate([early.pages[:pages], late.pages]), early.first)
     return tables

@@ -271,6 +271,7 @@ class PrefillRole:
         path, reason = choose_path(
             self._strategy.path, known, frame.paths, frame.tables is not None, pair, rows, self._costs
         )
+        pair = pair.fitted()
         room.handle.report.path = path.name
         room.handle.report.reason = reason
         share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
