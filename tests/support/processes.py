@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, TypeVar, overload
 
-import attrs
 import numpy as np
 from attrs import field, frozen
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
@@ -34,11 +33,10 @@ from disagg_kv import (
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints.delivery import DeliveryHandle
 from disagg_kv.endpoints.reception import ReceptionHandle
-from disagg_kv.ids import Rank
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import ShmTransport
+from disagg_kv.transports import Ended, Heard, Settled, ShmTransport
 
 KV = GroupId("kv")
 SPEC = CacheSpec.kv(2, 4, 16, "float32")
@@ -51,31 +49,20 @@ T = TypeVar("T")
 
 
 @frozen
-class Setup:
-    """One endpoint.
+class Knobs:
+    """What differs between tests.
 
     Args:
-        role: which side.
-        instance: the name of its instance.
-        rank: which rank of it.
-        ranks: how many there are.
-        bind: the channel's address.
-        store: the port of the store through which the endpoints find each other.
         path: strategy.
         page_size: tokens of a page.
         layout: order inside a page.
         ring_bytes: decode: the ring's size.
         slot_bytes: prefill: a staging slot's size.
-        held_from: prefill: this write and all after it move only when the test releases them; None: none is held.
+        held_from: prefill: this write and all after it are in flight until the test releases them; None: none is.
         options: times and bounds.
+        bind: the channel's address; empty: one of its own.
     """
 
-    role: Role
-    instance: str
-    rank: int
-    ranks: int
-    bind: str
-    store: int
     path: str = "staged"
     page_size: int = 16
     layout: Literal["NHD", "HND"] = "NHD"
@@ -83,6 +70,20 @@ class Setup:
     slot_bytes: int = 1 << 16
     held_from: int | None = None
     options: Options = field(factory=Options)
+    bind: str = ""
+
+
+@frozen
+class Setup:
+    """One endpoint: which side, its instance, its rank there, its channel's address, the store's port."""
+
+    role: Role
+    instance: str
+    rank: int
+    ranks: int
+    bind: str
+    store: int
+    knobs: Knobs
 
 
 @frozen
@@ -103,20 +104,37 @@ def cells(room: bytes, tokens: int) -> Sequence[U8]:
     return [draw.integers(0, 256, (tokens, 4, 64), np.uint8) for _ in range(4)]
 
 
+class _Gate(FaultyTransport):
+    """Shared memory whose writes, from one on, are in flight until the gate opens; ``poll`` is called by one thread."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(ShmTransport(), lambda n: Fault.DELAYED if n >= first and not self.opened else None)
+        self.opened = False
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        if self.opened:
+            self.release()
+        return super().poll()
+
+
 class _Member:
     """In the child: a pool, its endpoint, and the rooms on it. Rooms take new pages each time, in a random order."""
 
     def __init__(self, setup: Setup) -> None:
         shards = [shard(SPEC, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
+        knobs = setup.knobs
         self._setup = setup
-        self._transport: FaultyTransport | ShmTransport = ShmTransport()
-        first = setup.held_from
-        if first is not None:
-            self._transport = FaultyTransport(self._transport, lambda n: Fault.DELAYED if n >= first else None)
+        self._transport = ShmTransport() if knobs.held_from is None else _Gate(knobs.held_from)
         self._pool = PagedPool.allocate(
-            SPEC, shards[setup.rank], pages=PAGES, page_size=setup.page_size, layout=setup.layout, aux_slots=1,
-            aux_bytes=16, allocator=self._transport.allocate,
-        )  # fmt: skip
+            SPEC,
+            shards[setup.rank],
+            pages=PAGES,
+            page_size=knobs.page_size,
+            layout=knobs.layout,
+            aux_slots=1,
+            aux_bytes=16,
+            allocator=self._transport.allocate,
+        )
         for plane in range(4):
             self._pool.view(plane)[...] = POISON
         self._heads = slice(setup.rank * 4 // setup.ranks, (setup.rank + 1) * 4 // setup.ranks)
@@ -129,17 +147,33 @@ class _Member:
         self._rooms: dict[bytes, DeliveryHandle | ReceptionHandle] = {}
         if setup.role == "prefill":
             self._sender = PrefillEndpoint(
-                self._pool, transport=self._transport, channel=channel, rendezvous=found, instance=setup.instance,
-                rank=setup.rank, shards=shards, strategy=setup.path, slot_bytes=setup.slot_bytes, options=setup.options,
-            )  # fmt: skip
+                self._pool,
+                transport=self._transport,
+                channel=channel,
+                rendezvous=found,
+                instance=setup.instance,
+                rank=setup.rank,
+                shards=shards,
+                strategy=knobs.path,
+                slot_bytes=knobs.slot_bytes,
+                options=knobs.options,
+            )
         else:
             self._receiver = DecodeEndpoint(
-                self._pool, transport=self._transport, channel=channel, rendezvous=found, instance=setup.instance,
-                rank=setup.rank, shards=shards, strategy=setup.path, ring_bytes=setup.ring_bytes, options=setup.options,
-            )  # fmt: skip
+                self._pool,
+                transport=self._transport,
+                channel=channel,
+                rendezvous=found,
+                instance=setup.instance,
+                rank=setup.rank,
+                shards=shards,
+                strategy=knobs.path,
+                ring_bytes=knobs.ring_bytes,
+                options=knobs.options,
+            )
 
     def _take(self, room: bytes, tokens: int) -> PageTable:
-        count = -(-tokens // self._setup.page_size)
+        count = -(-tokens // self._setup.knobs.page_size)
         taken, self._free = self._free[:count], self._free[count:]
         assert len(taken) == count
         table = self._pages[room] = PageTable(KV, taken)
@@ -147,7 +181,7 @@ class _Member:
 
     def _fill(self, planes: Sequence[U8], room: bytes, tokens: int) -> None:
         """Put a room's rows into its pages, row by row."""
-        table, size = self._pages[room].pages, self._setup.page_size
+        table, size = self._pages[room].pages, self._setup.knobs.page_size
         for plane, rows in zip(planes, cells(room, tokens), strict=True):
             for token in range(tokens):
                 plane[table[token // size], token % size] = rows[token, self._heads]
@@ -161,7 +195,7 @@ class _Member:
 
     def send(self, room: bytes, start: int, stop: int, last: bool) -> None:
         """Prefill: hand over rows; pages from ``start``'s on."""
-        delivery, size = self._rooms[room], self._setup.page_size
+        delivery, size = self._rooms[room], self._setup.knobs.page_size
         assert isinstance(delivery, DeliveryHandle)
         pages = self._pages[room].pages[start // size : -(-stop // size)]
         delivery.send_chunk(stop, [PageTable(KV, pages, start // size * size)])
@@ -207,13 +241,13 @@ class _Member:
 
     def held(self) -> int:
         """Prefill: writes that the transport does not move yet."""
-        assert isinstance(self._transport, FaultyTransport)
+        assert isinstance(self._transport, _Gate)
         return len(self._transport.held)
 
     def release(self) -> None:
         """Prefill: let them move."""
-        assert isinstance(self._transport, FaultyTransport)
-        self._transport.release()
+        assert isinstance(self._transport, _Gate)
+        self._transport.opened = True
 
     def close(self) -> None:
         """Close the endpoint."""
@@ -318,13 +352,15 @@ class Cluster:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._nodes: list[Node] = []
 
-    def start(self, role: Role, instance: str, ranks: int = 1, /, *, bind: str = "", **more: object) -> list[Node]:
-        """The ranks of an instance; ``more`` is what :class:`Setup` takes beyond names and places."""
+    def start(self, role: Role, instance: str, ranks: int = 1, knobs: Knobs | None = None) -> list[Node]:
+        """The ranks of an instance."""
+        knobs = knobs or Knobs()
         started = []
         for rank in range(ranks):
-            place = bind or ("tcp://127.0.0.1:0" if self._wire == "tcp" else f"ipc://{self._folder}/{instance}-{rank}")
-            setup = attrs.evolve(Setup(role, instance, rank, ranks, place, self._store.port), **more)
-            started.append(Node(setup))
+            place = knobs.bind or (
+                "tcp://127.0.0.1:0" if self._wire == "tcp" else f"ipc://{self._folder}/{instance}-{rank}"
+            )
+            started.append(Node(Setup(role, instance, rank, ranks, place, self._store.port, knobs)))
         self._nodes += started
         return started
 

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from disagg_kv import Options
-from tests.support.processes import Cluster, Node, wait
+from tests.support.processes import Cluster, Knobs, Node, wait
 
 QUICK = Options(silence_s=20.0, heartbeat_s=0.1, retry_s=0.1)
 ROOM, TOKENS = b"room", 200
@@ -58,12 +58,22 @@ def arrived(prefill: Sequence[Node], decode: Sequence[Node], rooms: dict[bytes, 
         assert node.ask("quarantined") == 0
 
 
+def writing(node: Node) -> None:
+    """Wait until a write is in flight there."""
+    wait(lambda: node.ask("held") > 0, lambda: "a write in flight")
+
+
+def forgotten(node: Node) -> None:
+    """Wait until nothing is owed to any room there."""
+    wait(lambda: node.ask("open_rooms") == 0, lambda: "the room to be forgotten", SOON_S)
+
+
 @pytest.mark.parametrize("path", ["staged", "slice"])
 @pytest.mark.parametrize(("ranks", "cluster"), [((2, 1), "ipc"), ((1, 2), "tcp")], indirect=["cluster"], ids=str)
 def test_a_request_crosses_between_tensor_parallel_sizes(cluster: Cluster, ranks: tuple[int, int], path: str) -> None:
     """A6, A9: 2 -> 1 and 1 -> 2 ranks, pages of 16 to pages of 32 in another order, byte for byte."""
-    prefill = cluster.start("prefill", "P", ranks[0], path=path)
-    decode = cluster.start("decode", "D", ranks[1], path=path, page_size=32, layout="HND")
+    prefill = cluster.start("prefill", "P", ranks[0], Knobs(path=path))
+    decode = cluster.start("decode", "D", ranks[1], Knobs(path=path, page_size=32, layout="HND"))
     deliver(prefill, decode)
     arrived(prefill, decode)
     assert {node.ask("look", ROOM).path for node in prefill} == {path}
@@ -71,8 +81,8 @@ def test_a_request_crosses_between_tensor_parallel_sizes(cluster: Cluster, ranks
 
 def test_a_request_larger_than_the_ring_passes_through_it(cluster: Cluster) -> None:
     """A4: 1 MiB through a ring of 64 KiB, whose leases come back for the next request."""
-    prefill = cluster.start("prefill", "P", 2, slot_bytes=8 << 10)
-    decode = cluster.start("decode", "D", ring_bytes=64 << 10)
+    prefill = cluster.start("prefill", "P", 2, Knobs(slot_bytes=8 << 10))
+    decode = cluster.start("decode", "D", knobs=Knobs(ring_bytes=64 << 10))
     rooms = {b"first": 1024, b"second": 1024}
     for room, tokens in rooms.items():
         deliver(prefill, decode, room, tokens)
@@ -81,11 +91,11 @@ def test_a_request_larger_than_the_ring_passes_through_it(cluster: Cluster) -> N
 
 def test_a_killed_prefill_process_fails_its_rooms_and_its_leases_come_back(cluster: Cluster) -> None:
     """E1: its writes were in flight; its end is observed, which is evidence, so nothing stays in quarantine."""
-    dying = cluster.start("prefill", "P", 2, slot_bytes=8 << 10, held_from=3, options=QUICK)
-    decode = cluster.start("decode", "D", ring_bytes=64 << 10, options=QUICK)
+    dying = cluster.start("prefill", "P", 2, Knobs(slot_bytes=8 << 10, held_from=3, options=QUICK))
+    decode = cluster.start("decode", "D", knobs=Knobs(ring_bytes=64 << 10, options=QUICK))
     deliver(dying, decode, tokens=1024)
     for node in dying:
-        wait(lambda node=node: node.ask("held") > 0, lambda: "a write in flight")  # type: ignore[misc]
+        writing(node)
     dying[1].kill()
     look = decode[0].until(ROOM, lambda look: look.released, SOON_S)
     assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
@@ -93,8 +103,8 @@ def test_a_killed_prefill_process_fails_its_rooms_and_its_leases_come_back(clust
     dying[0].ask("release")
     dying[0].until(ROOM, lambda look: look.released, SOON_S)
     wait(lambda: decode[0].ask("quarantined") == 0, lambda: f"quarantine: {decode[0].ask('quarantined')}", SOON_S)
-    wait(lambda: decode[0].ask("open_rooms") == 0, lambda: "the room to be forgotten", SOON_S)
-    others = cluster.start("prefill", "Q", 2, slot_bytes=8 << 10, options=QUICK)
+    forgotten(decode[0])
+    others = cluster.start("prefill", "Q", 2, Knobs(slot_bytes=8 << 10, options=QUICK))
     deliver(others, decode, b"next", 1024)
     for node in (*others, *decode):
         assert node.until(b"next", lambda look: look.released).phase == "DONE"
@@ -102,8 +112,8 @@ def test_a_killed_prefill_process_fails_its_rooms_and_its_leases_come_back(clust
 
 def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster) -> None:
     """The delivery fails and is released on every prefill rank; the other decode rank's room fails too."""
-    prefill = cluster.start("prefill", "P", 2, options=QUICK)
-    decode = cluster.start("decode", "D", 2, options=QUICK)
+    prefill = cluster.start("prefill", "P", 2, Knobs(options=QUICK))
+    decode = cluster.start("decode", "D", 2, Knobs(options=QUICK))
     for node in decode:
         node.ask("expect", ROOM, "P", TOKENS)
     for node in prefill:
@@ -115,8 +125,8 @@ def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster) 
     for node in (*prefill, decode[0]):
         look = node.until(ROOM, lambda look: look.released, SOON_S)
         assert look.phase == "FAILED", look
-        wait(lambda node=node: node.ask("open_rooms") == 0, lambda: "the room to be forgotten", SOON_S)  # type: ignore[misc]
-    fresh = cluster.start("decode", "E", 2, options=QUICK)
+        forgotten(node)
+    fresh = cluster.start("decode", "E", 2, Knobs(options=QUICK))
     deliver(prefill, fresh, b"next")
     arrived(prefill, fresh, {b"next": TOKENS})
 
@@ -124,11 +134,14 @@ def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster) 
 def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(cluster: Cluster) -> None:
     """E2, E9: silence fails its room but frees nothing; when it wakes, its late writes land where they may."""
     options = Options(silence_s=1.5, heartbeat_s=0.1, retry_s=0.1)
-    (frozen,) = cluster.start("prefill", "P", slot_bytes=8 << 10, held_from=1, options=options)
-    living = cluster.start("prefill", "Q", slot_bytes=8 << 10, options=options)
-    (receiver,) = decode = cluster.start("decode", "D", ring_bytes=64 << 10, options=options)
+    rooms = {b"first": 64, b"meanwhile": 1024, b"afterwards": 512}
+    (frozen,) = cluster.start("prefill", "P", knobs=Knobs(slot_bytes=8 << 10, held_from=1, options=options))
+    living = cluster.start("prefill", "Q", knobs=Knobs(slot_bytes=8 << 10, options=options))
+    (receiver,) = decode = cluster.start("decode", "D", knobs=Knobs(ring_bytes=64 << 10, options=options))
+    deliver(living, decode, b"first", 64)
+    assert receiver.until(b"first", lambda look: look.released).phase == "DONE"
     deliver([frozen], decode, b"stuck", 1024)
-    wait(lambda: frozen.ask("held") > 0, lambda: "a write in flight")
+    writing(frozen)
     frozen.freeze()
     deliver(living, decode, b"meanwhile", 1024)
     look = receiver.until(b"stuck", lambda look: look.released, SOON_S)
@@ -141,14 +154,12 @@ def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(
     frozen.thaw()
     assert frozen.until(b"stuck", lambda look: look.phase == "FAILED").error
     assert receiver.ask("quarantined") > 0, "its writes are not quiet yet"
-    before = receiver.ask("wrong", {b"meanwhile": 1024, b"afterwards": 512})
+    before = receiver.ask("wrong", rooms)
     frozen.ask("release")
     wait(lambda: receiver.ask("quarantined") == 0, lambda: f"quarantine: {receiver.ask('quarantined')}")
-    assert receiver.ask("wrong", {b"meanwhile": 1024, b"afterwards": 512}) == before
+    assert receiver.ask("wrong", rooms) == before
     frozen.until(b"stuck", lambda look: look.released)
     deliver([frozen], decode, b"again", 64)
-    wait(lambda: frozen.ask("held") > 0, lambda: "a write of the next room")
-    frozen.ask("release")
     assert receiver.until(b"again", lambda look: look.released).phase == "DONE"
 
 
@@ -158,12 +169,12 @@ def test_a_process_that_comes_back_under_its_address_serves_new_rooms(
 ) -> None:
     """E10: the same instance, rank and address, another life."""
     bind = f"ipc://{tmp_path}/again" if wire == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
-    (first,) = cluster.start("prefill", "P", bind=bind, options=QUICK)
-    decode = cluster.start("decode", "D", options=QUICK)
+    (first,) = cluster.start("prefill", "P", knobs=Knobs(bind=bind, options=QUICK))
+    decode = cluster.start("decode", "D", knobs=Knobs(options=QUICK))
     deliver([first], decode, b"before")
     decode[0].until(b"before", lambda look: look.released)
     first.kill()
-    second = cluster.start("prefill", "P", bind=bind, options=QUICK)
+    second = cluster.start("prefill", "P", knobs=Knobs(bind=bind, options=QUICK))
     second[0].ask("open_rooms")
     deliver(second, decode, b"after")
     for node in (*second, *decode):
