@@ -1,4 +1,4 @@
-"""Channels over ZeroMQ: loopback TCP and Unix-domain sockets, between the processes of one host."""
+"""Channels over ZeroMQ: TCP and Unix-domain sockets."""
 
 from __future__ import annotations
 
@@ -46,20 +46,30 @@ class ZmqChannel:
     for it is thrown away, so that a process that comes back under the old address gets no old frames; the connection
     is tried again after 50 ms, then ever more slowly, up to 1 s.
 
-    Frames are not encrypted, so only addresses that do not leave the host are allowed. An ``ipc`` socket's file can be
-    used by its owner alone and goes away at ``close``.
+    Frames are neither encrypted nor authenticated, so only addresses that do not leave the host are allowed unless
+    ``unencrypted_network`` says that everybody who can reach the network may read and forge them. An ``ipc`` socket's
+    file can be used by its owner alone and goes away at ``close``.
 
     Args:
         bind: ``tcp://127.0.0.1:0`` (0: any free port; ``address`` tells), ``tcp://[::1]:0`` or ``ipc:///path``.
         linger_s: how long ``close`` waits for frames that are not sent yet.
         high_water: frames that wait per destination, and per sender in the inbox; more are dropped.
+        unencrypted_network: True: other hosts' addresses are allowed too.
 
     Raises:
         ConfigurationError: an address that is not local, in use or cannot be bound.
     """
 
-    def __init__(self, bind: str = "tcp://127.0.0.1:0", *, linger_s: float = 0.0, high_water: int = 10_000) -> None:
-        reason = _not_local(bind)
+    def __init__(
+        self,
+        bind: str = "tcp://127.0.0.1:0",
+        *,
+        linger_s: float = 0.0,
+        high_water: int = 10_000,
+        unencrypted_network: bool = False,
+    ) -> None:
+        self._anywhere = unencrypted_network
+        reason = _refusal(bind, unencrypted_network)
         if reason is not None:
             raise ConfigurationError(f"channel {bind!r}: {reason}")
         if linger_s < 0 or high_water < 1:
@@ -120,7 +130,7 @@ class ZmqChannel:
             return False
         link = self._links.get(address)
         if link is None:
-            if _not_local(address) is not None:
+            if _refusal(address, self._anywhere) is not None:
                 return False
             try:
                 link = self._links[address] = self._connect(address, _State.NEW)
@@ -236,8 +246,8 @@ class ZmqChannel:
                 return
 
 
-def _not_local(address: str) -> str | None:
-    """Why the address is malformed or leaves the host; None: it is fine."""
+def _refusal(address: str, anywhere: bool) -> str | None:
+    """Why the address is malformed or leaves the host (which ``anywhere`` allows); None: it is fine."""
     if re.fullmatch(r"ipc://[^@*].*", address):
         return None
     tcp = re.fullmatch(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([^:/\[\]]+)):(\d{1,5})", address)
@@ -248,7 +258,9 @@ def _not_local(address: str) -> str | None:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
-    return None if loopback else "frames are not encrypted, so only loopback and ipc addresses are allowed"
+    if loopback or anywhere:
+        return None
+    return "frames are not encrypted, so only loopback and ipc addresses are allowed without unencrypted_network=True"
 
 
 def _refuse_in_use(bind: str) -> None:
