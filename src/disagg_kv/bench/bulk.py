@@ -1,0 +1,78 @@
+"""The ceiling: the same bytes by the same ranks over the same transport, in as few and large writes as it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..endpoints.buffers import new_staging
+from ..errors import DeadlineError
+from ..ids import Peer, RegionId
+from ..memory import Buffer
+from ..planning import Writes
+from ..transports import Ended, Transport
+
+
+class BulkTarget:
+    """A decode rank: memory to write to, and nothing else."""
+
+    def __init__(self, transport: Transport, nbytes: int) -> None:
+        self._transport = transport
+        self._memory = new_staging(transport, nbytes, "cpu")
+        (self._region,) = transport.register([self._memory])
+
+    def describe(self) -> tuple[bytes, RegionId]:
+        """What a writer needs."""
+        return self._transport.local_descriptor(), self._region
+
+    def work(self) -> None:
+        """One poll, for transports that need it of a target."""
+        self._transport.poll()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._transport.close(0.0)
+
+
+class BulkSource:
+    """A prefill rank: one write to each target, all at once."""
+
+    def __init__(self, transport: Transport, memory: Sequence[Buffer], timeout_s: float) -> None:
+        self._transport = transport
+        self._region = transport.register(memory)[0]
+        self._timeout_s = timeout_s
+        self._batches: list[tuple[Peer, Writes]] = []
+
+    def connect(self, targets: Sequence[tuple[bytes, RegionId, int, int]]) -> None:
+        """Learn every target as (descriptor, region, offset there, bytes)."""
+        for descriptor, region, offset, nbytes in targets:
+            peer = self._transport.connect(descriptor, self._timeout_s)
+            self._batches.append((peer, Writes.one(self._region, 0, region, offset, nbytes)))
+
+    def move(self) -> tuple[float, float]:
+        """When it began, and when the last write had ended."""
+        began = time.monotonic()
+        waiting = {self._transport.submit(peer, writes) for peer, writes in self._batches}
+        while True:
+            for event in self._transport.poll():
+                if isinstance(event, Ended):
+                    if event.error is not None:
+                        raise event.error
+                    waiting.discard(event.ticket)
+            now = time.monotonic()
+            if not waiting:
+                return began, now
+            if now - began > self._timeout_s:
+                raise DeadlineError(f"{len(waiting)} plain writes have not ended after {self._timeout_s:g} s")
+            time.sleep(50e-6)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._transport.close(1.0)
+
+
+def spread(sizes: Sequence[int]) -> list[int]:
+    """Where in a target's memory each writer's bytes begin."""
+    return [int(at) for at in np.cumsum([0, *sizes])[:-1]]

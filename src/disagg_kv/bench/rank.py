@@ -1,0 +1,265 @@
+"""One rank of a benchmark: a pool, an endpoint per strategy, and a loop that does what the parent says."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+import torch
+from attrs import frozen
+
+from ..channels import ZmqChannel
+from ..endpoints import DecodeEndpoint, PrefillEndpoint
+from ..endpoints.handles import RoomHandle
+from ..errors import DeadlineError, DisaggKVError
+from ..geometry import PageTable
+from ..ids import GroupId, RegionId, RoomId
+from ..memory import PagedPool
+from ..protocol import Options, Phase
+from ..rendezvous import Source, StaticRendezvous
+from ..transports import SupportsAllocate, transport
+from .bulk import BulkSource, BulkTarget
+from .data import SPARE, fill, page_ids, poison, wrong
+from .shape import Role, TransferShape
+
+LOOK_S = 0.0002
+"""How often a rank looks whether its room has ended: how exact a measured end is."""
+
+KV = GroupId("kv")
+
+
+@frozen
+class Setup:
+    """Who a rank is.
+
+    Args:
+        shape: what is moved.
+        role: which side.
+        rank: which rank of it.
+        folder: where the channels' sockets are.
+        incoming: decode: bytes that arrive in one transfer.
+    """
+
+    shape: TransferShape
+    role: Role
+    rank: int
+    folder: str
+    incoming: int
+
+    def address(self, role: Role, rank: int, strategy: str) -> str:
+        """Where a rank's endpoint for a strategy is reached."""
+        return f"ipc://{self.folder}/{role}-{rank}-{self.shape.strategies.index(strategy)}"
+
+    def everybody(self, strategy: str) -> StaticRendezvous:
+        """The addresses of all endpoints for a strategy."""
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        return StaticRendezvous(
+            {role: [self.address(role, r, strategy) for r in range(self.shape.ranks(role))] for role in roles}
+        )
+
+
+@frozen
+class Moved:
+    """One transfer on one rank.
+
+    Args:
+        began, ended: prefill: when it handed the rows over; decode: when they were all there. Seconds of the clock that
+            all processes of a host share.
+        seconds: per phase, as the endpoint's report has them.
+        nbytes: bytes that it sent or received.
+        descriptors: writes that it posted.
+        segments: segments that it sent or received.
+        path: how they crossed.
+    """
+
+    began: float
+    ended: float
+    seconds: Mapping[str, float]
+    nbytes: int
+    descriptors: int
+    segments: int
+    path: str
+
+
+class PrefillRank:
+    """Sends."""
+
+    def __init__(self, setup: Setup) -> None:
+        shape, shards = setup.shape, setup.shape.shards("prefill")
+        self._shape = shape
+        self._ids = page_ids(shape, "prefill", setup.rank)
+        size, layout = shape.pages("prefill")
+        self._pool = PagedPool.allocate(
+            shape.spec(), shards[setup.rank], pages=len(self._ids) + SPARE, page_size=size, layout=layout
+        )
+        fill(self._pool, shape, self._ids)
+        self._ends = {
+            name: PrefillEndpoint(
+                self._pool,
+                transport=transport(shape.transport),
+                channel=ZmqChannel(setup.address("prefill", setup.rank, name)),
+                rendezvous=setup.everybody(name),
+                instance="prefill",
+                rank=setup.rank,
+                shards=shards,
+                strategy=name,
+                options=Options(total_s=shape.timeout_s),
+            )
+            for name in shape.strategies
+        }
+        self._bulk = BulkSource(transport(shape.transport), self._pool.buffers, shape.timeout_s)
+
+    def connect(self, targets: Sequence[tuple[bytes, RegionId, int, int]]) -> None:
+        """Learn where the plain writes go."""
+        self._bulk.connect(targets)
+
+    def bulk(self) -> tuple[float, float]:
+        """Write plainly; when it began and ended."""
+        return self._bulk.move()
+
+    def prepare(self, strategy: str, room: bytes) -> None:
+        """Open a room, and wait until decode has said that it awaits it."""
+        self._delivery = self._ends[strategy].open(RoomId(room))
+        delivery = self._delivery
+        _until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED, delivery, self._shape.timeout_s)
+
+    def move(self) -> Moved:
+        """Hand everything over, and wait until nobody reads it any more."""
+        delivery, tokens = self._delivery, self._shape.tokens
+        began = time.monotonic()
+        delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
+        delivery.finish(tokens)
+        _until(lambda: delivery.released, delivery, self._shape.timeout_s)
+        return _moved(delivery, began, time.monotonic())
+
+    def idle(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """End all endpoints."""
+        for end in self._ends.values():
+            end.close(1.0)
+        self._bulk.close()
+
+
+class DecodeRank:
+    """Receives; has a pool per strategy, because memory may have to be the transport's own."""
+
+    def __init__(self, setup: Setup) -> None:
+        shape, shards = setup.shape, setup.shape.shards("decode")
+        self._shape = shape
+        self._ids = page_ids(shape, "decode", setup.rank)
+        self._pools: dict[str, PagedPool] = {}
+        self._ends: dict[str, DecodeEndpoint] = {}
+        size, layout = shape.pages("decode")
+        for name in shape.strategies:
+            carrier = transport(shape.transport)
+            pool = self._pools[name] = PagedPool.allocate(
+                shape.spec(),
+                shards[setup.rank],
+                pages=len(self._ids) + SPARE,
+                page_size=size,
+                layout=layout,
+                allocator=carrier.allocate if isinstance(carrier, SupportsAllocate) else None,
+            )
+            poison(pool)
+            self._ends[name] = DecodeEndpoint(
+                pool,
+                transport=carrier,
+                channel=ZmqChannel(setup.address("decode", setup.rank, name)),
+                rendezvous=setup.everybody(name),
+                instance="decode",
+                rank=setup.rank,
+                shards=shards,
+                strategy=name,
+                options=Options(total_s=shape.timeout_s),
+            )
+        self._bulk = BulkTarget(transport(shape.transport), setup.incoming)
+
+    def describe(self) -> tuple[bytes, RegionId]:
+        """Where the plain writes go."""
+        return self._bulk.describe()
+
+    def prepare(self, strategy: str, room: bytes) -> None:
+        """Await a room."""
+        self._reception = self._ends[strategy].open(RoomId(room), Source("prefill"))
+        self._reception.expect(self._shape.tokens, [PageTable(KV, self._ids)])
+
+    def move(self) -> Moved:
+        """Wait until everything is there."""
+        reception = self._reception
+        _until(lambda: reception.phase is Phase.DONE, reception, self._shape.timeout_s)
+        ended = time.monotonic()
+        _until(lambda: reception.released, reception, self._shape.timeout_s)
+        return _moved(reception, ended, ended)
+
+    def wrong(self, strategy: str) -> int:
+        """Bytes of the pool that are not as they must be."""
+        return wrong(self._pools[strategy], self._shape, self._ids)
+
+    def idle(self) -> None:
+        """Let plain writes progress where that is up to the target."""
+        self._bulk.work()
+
+    def close(self) -> None:
+        """End all endpoints."""
+        for end in self._ends.values():
+            end.close(1.0)
+        self._bulk.close()
+
+
+class _Rank(Protocol):
+    def idle(self) -> None: ...
+
+
+def serve(pipe: Connection, setup: Setup) -> None:
+    """Be a rank until the pipe is closed; the first answer, None, says that it is there."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends us
+        torch.set_num_threads(1)
+    try:
+        rank: _Rank = PrefillRank(setup) if setup.role == "prefill" else DecodeRank(setup)
+        pipe.send(None)
+    except Exception as error:
+        pipe.send(_portable(error))
+        return
+    polls = transport(setup.shape.transport).caps.needs_target_polling
+    while True:
+        while polls and not pipe.poll(LOOK_S):
+            rank.idle()
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(rank, name)(*args))
+        except Exception as error:
+            pipe.send(_portable(error))
+
+
+def _portable(error: Exception) -> DisaggKVError:
+    """The same error where it is ours and survives the pipe; its words where it is not."""
+    if type(error).__init__ is Exception.__init__ and isinstance(error, DisaggKVError):
+        return error
+    return DisaggKVError(f"{type(error).__name__}: {error}")
+
+
+def _until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not good():
+        if handle.error is not None:
+            raise handle.error
+        if time.monotonic() > until:
+            raise DeadlineError(f"room {handle.room.hex()}: not done after {timeout_s:g} s")
+        time.sleep(LOOK_S)
+
+
+def _moved(handle: RoomHandle, began: float, ended: float) -> Moved:
+    if handle.error is not None:
+        raise handle.error
+    r = handle.report
+    return Moved(began, ended, dict(r.seconds), r.nbytes, r.descriptors, r.segments, r.path)

@@ -1,0 +1,125 @@
+"""Starts ranks, in processes or threads, asks them all at once, and ends them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from ..errors import DeadlineError, DisaggKVError, PeerLostError
+from ..planning import Explanation
+from ..transports import transport
+from .rank import Setup, serve
+from .shape import Role, TransferShape
+
+GRACE_S = 10.0
+"""Seconds that a rank gets to end by itself."""
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of one role."""
+
+    def __init__(self, role: Role, pipes: Sequence[Connection], timeout_s: float) -> None:
+        self._role = role
+        self._pipes = pipes
+        self._timeout_s = timeout_s
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self._pipes)
+
+    def tell(self, name: str, *args: object) -> None:
+        """Have all of them do something; the answers are still to be taken."""
+        for pipe in self._pipes:
+            pipe.send((name, args))
+
+    def give(self, name: str, args: Sequence[object]) -> None:
+        """Have each of them do something with an argument of its own."""
+        for pipe, arg in zip(self._pipes, args, strict=True):
+            pipe.send((name, (arg,)))
+        self.answers(type(None))
+
+    def ask(self, kind: type[T], name: str, *args: object) -> list[T]:
+        """Have all of them do something, and wait."""
+        self.tell(name, *args)
+        return self.answers(kind)
+
+    def answers(self, kind: type[T]) -> list[T]:
+        """One answer of each.
+
+        Raises:
+            DisaggKVError: what one of them met.
+            PeerLostError: one of them has ended.
+            DeadlineError: one of them does not answer.
+        """
+        until = time.monotonic() + self._timeout_s + GRACE_S
+        found: list[T] = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, until - time.monotonic())):
+                raise DeadlineError(f"bench: {self._role} rank {rank} does not answer")
+            try:
+                answer: object = pipe.recv()
+            except EOFError as exc:
+                raise PeerLostError(f"bench: {self._role} rank {rank} has ended") from exc
+            if isinstance(answer, DisaggKVError):
+                raise answer
+            assert isinstance(answer, kind)
+            found.append(answer)
+        return found
+
+
+@contextmanager
+def started(shape: TransferShape, explanation: Explanation) -> Iterator[tuple[Ranks, Ranks]]:
+    """All prefill ranks and all decode ranks; none is left afterwards.
+
+    They are processes, unless the transport works only within one: then they are threads.
+    """
+    carrier = transport(shape.transport)
+    threads = carrier.caps.in_process_only
+    carrier.close(0.0)
+    # A server that has imported everything once forks the ranks; it has one thread, which makes that safe.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([serve.__module__])
+    running: list[multiprocessing.process.BaseProcess | threading.Thread] = []
+    pipes: dict[Role, list[Connection]] = {"prefill": [], "decode": []}
+    with tempfile.TemporaryDirectory(prefix="disagg-kv-bench-") as folder:
+        try:
+            for role in pipes:
+                for rank in range(shape.ranks(role)):
+                    ours, theirs = context.Pipe()
+                    pipes[role].append(ours)
+                    incoming = sum(p.nbytes for p in explanation.pairs if role == "decode" and p.target == rank)
+                    args = (theirs, Setup(shape, role, rank, folder, incoming))
+                    one = (threading.Thread if threads else context.Process)(target=serve, args=args, daemon=True)
+                    one.start()
+                    running.append(one)
+                    if not threads:
+                        theirs.close()
+            prefill, decode = (Ranks(role, of, shape.timeout_s) for role, of in pipes.items())
+            decode.answers(type(None))
+            prefill.answers(type(None))
+            yield prefill, decode
+            decode.tell("close")
+            prefill.ask(type(None), "close")
+            decode.answers(type(None))
+        finally:
+            for pipe in (*pipes["prefill"], *pipes["decode"]):
+                pipe.close()
+            _end(running)
+
+
+def _end(running: Sequence[multiprocessing.process.BaseProcess | threading.Thread]) -> None:
+    until = time.monotonic() + GRACE_S
+    for one in running:
+        one.join(max(0.0, until - time.monotonic()))
+        if isinstance(one, multiprocessing.process.BaseProcess) and one.is_alive():
+            one.kill()
+            one.join()

@@ -1,0 +1,89 @@
+"""What one benchmark of a transfer moves, between whom."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from ..errors import ConfigurationError
+from ..geometry import CacheSpec, Shard, shard
+from ..memory import Layout
+from ..planning import Explanation, explain
+from ..strategies import strategy
+
+Role = Literal["prefill", "decode"]
+
+
+@frozen
+class TransferShape:
+    """One request between two instances, moved again and again.
+
+    Args:
+        transport: a registered transport's name.
+        strategies: those that are compared, in this order within each repeat.
+        prefill_tp, decode_tp: ranks of the two instances, each in a process of its own.
+        tokens: rows of the request.
+        layers, kv_heads, head_dim, dtype: the cache.
+        page_size, decode_page_size: tokens of a page.
+        layout, decode_layout: order inside a page.
+        repeats: measured transfers per strategy.
+        timeout_s: what takes longer than this is a failure.
+    """
+
+    transport: str = "shm"
+    strategies: tuple[str, ...] = ("slice", "staged")
+    prefill_tp: int = 4
+    decode_tp: int = 1
+    tokens: int = 1024
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    page_size: int = 64
+    decode_page_size: int = 64
+    layout: Layout = "NHD"
+    decode_layout: Layout = "NHD"
+    repeats: int = 20
+    timeout_s: float = 120.0
+
+    def ranks(self, role: Role) -> int:
+        """How many there are."""
+        return self.prefill_tp if role == "prefill" else self.decode_tp
+
+    def pages(self, role: Role) -> tuple[int, Layout]:
+        """Tokens of a page and the order inside it."""
+        return (self.page_size, self.layout) if role == "prefill" else (self.decode_page_size, self.decode_layout)
+
+    def spec(self) -> CacheSpec:
+        """The whole cache."""
+        return CacheSpec.kv(self.layers, self.kv_heads, self.head_dim, self.dtype)
+
+    def shards(self, role: Role) -> tuple[Shard, ...]:
+        """What each rank holds."""
+        tp = self.ranks(role)
+        return tuple(shard(self.spec(), tp=tp, rank=rank) for rank in range(tp))
+
+    def explain(self) -> Explanation:
+        """Who sends how much to whom, and which paths can.
+
+        Raises:
+            ConfigurationError: numbers that cannot be, a strategy that is unknown, named twice or cannot do this.
+        """
+        named = [strategy(name).path for name in self.strategies]
+        if not named or len(set(self.strategies)) < len(named):
+            raise ConfigurationError(f"strategies {list(self.strategies)}: name at least one, and each once")
+        if self.repeats < 1 or self.timeout_s <= 0:
+            raise ConfigurationError(f"{self.repeats} repeats in at most {self.timeout_s} s")
+        found = explain(
+            self.spec(),
+            self.shards("prefill"),
+            self.shards("decode"),
+            self.tokens,
+            (self.page_size, self.decode_page_size),
+            order=(self.layout, self.decode_layout),
+        )
+        for path in named:
+            if path in found.refused:
+                raise ConfigurationError(f"path {path!r} cannot: {found.refused[path]}")
+        return found

@@ -1,0 +1,188 @@
+"""One transfer shape with several strategies, side by side: bytes first, then speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from attrs import field, frozen
+
+from ..errors import IntegrityError
+from ..planning import Explanation
+from .bulk import spread
+from .machine import Machine
+from .rank import Moved
+from .ranks import Ranks, started
+from .shape import TransferShape
+
+PHASES = ("plan", "gather", "post", "wire", "scatter")
+"""Of an endpoint's report; ``total`` is measured here."""
+
+
+@frozen
+class Quantiles:
+    """Seconds: half of the repeats took at most ``p50``, nineteen of twenty at most ``p95``."""
+
+    p50: float
+    p95: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Quantiles:
+        """Of at least one measurement."""
+        p50, p95 = np.percentile(seconds, [50, 95]).tolist()
+        return cls(p50, p95)
+
+
+@frozen
+class Measured:
+    """One strategy.
+
+    Args:
+        path: the path or paths that it took.
+        descriptors: writes of one transfer, all ranks.
+        segments: segments of one transfer, all prefill ranks.
+        phases: seconds; of the rank that spent most on the phase. ``total``: from the first rank that handed its rows
+            over until the last decode rank had them all.
+        gb_per_s: bytes through the median total.
+        share_of_ceiling: that speed over the ceiling's.
+    """
+
+    path: str
+    descriptors: int
+    segments: int
+    phases: Mapping[str, Quantiles]
+    gb_per_s: float
+    share_of_ceiling: float
+
+
+@frozen
+class Ceiling:
+    """The same bytes between the same ranks in plain writes.
+
+    Args:
+        writes: how many, one per pair of ranks.
+        total: from the first that began until the last had ended.
+        gb_per_s: bytes through the median total.
+    """
+
+    writes: int
+    total: Quantiles
+    gb_per_s: float
+
+
+@frozen
+class TransferReport:
+    """What was found; all of it in one run.
+
+    Args:
+        shape: what was moved.
+        nbytes: bytes of one transfer.
+        strategies: by name.
+        ceiling: what the transport itself can do.
+        ratio_staged_over_slice: speed of ``staged`` over that of ``slice``, where both were measured.
+        machine: what it ran on.
+    """
+
+    shape: TransferShape
+    nbytes: int
+    strategies: Mapping[str, Measured]
+    ceiling: Ceiling
+    ratio_staged_over_slice: float | None
+    machine: Machine = field(factory=Machine.here)
+
+
+def steps(shape: TransferShape) -> int:
+    """How often ``told`` is called."""
+    return len(shape.strategies) * (shape.repeats + 1)
+
+
+def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: None) -> TransferReport:
+    """Check the bytes of every strategy, then measure all of them and the ceiling in turns.
+
+    Args:
+        shape: what to move.
+        told: called with a line after each transfer.
+
+    Raises:
+        ConfigurationError: something that cannot work.
+        IntegrityError: a strategy moved wrong bytes; nothing is measured then.
+        DeadlineError, PeerLostError: a rank hangs, or has ended.
+    """
+    explanation = shape.explain()
+    runs: dict[str, list[tuple[list[Moved], list[Moved]]]] = {name: [] for name in shape.strategies}
+    plain: list[float] = []
+    with started(shape, explanation) as (prefill, decode):
+        for name in shape.strategies:
+            _transfer(prefill, decode, name, 0)
+            _check(decode, name, explanation)
+            told(f"{name}: bytes are right")
+        _introduce(prefill, decode, explanation)
+        _bulk(prefill)  # the first touch of the memory is not measured
+        for repeat in range(1, shape.repeats + 1):
+            plain.append(_bulk(prefill))
+            for name in shape.strategies:
+                runs[name].append(_transfer(prefill, decode, name, repeat))
+                told(f"{name}: {repeat} of {shape.repeats}")
+        for name in shape.strategies:
+            _check(decode, name, explanation)
+    nbytes = explanation.nbytes
+    total = Quantiles.of(plain)
+    ceiling = Ceiling(len(explanation.pairs), total, nbytes / total.p50 / 1e9)
+    found = {name: _measured(of, nbytes, ceiling) for name, of in runs.items()}
+    ratio = None
+    if {"staged", "slice"} <= found.keys():
+        ratio = found["staged"].gb_per_s / found["slice"].gb_per_s
+    return TransferReport(shape, nbytes, found, ceiling, ratio)
+
+
+def _transfer(prefill: Ranks, decode: Ranks, strategy: str, number: int) -> tuple[list[Moved], list[Moved]]:
+    room = f"{strategy[:32]} {number}".encode()
+    decode.ask(type(None), "prepare", strategy, room)
+    prefill.ask(type(None), "prepare", strategy, room)
+    decode.tell("move")
+    prefill.tell("move")
+    return prefill.answers(Moved), decode.answers(Moved)
+
+
+def _check(decode: Ranks, strategy: str, explanation: Explanation) -> None:
+    bad = sum(decode.ask(int, "wrong", strategy))
+    if bad:
+        raise IntegrityError(
+            f"strategy {strategy!r}: {bad:,} bytes are wrong after a transfer of {explanation.nbytes:,}; "
+            "nothing is measured"
+        )
+
+
+def _introduce(prefill: Ranks, decode: Ranks, explanation: Explanation) -> None:
+    """Tell every prefill rank where its plain writes go."""
+    targets = decode.ask(tuple, "describe")
+    sent: dict[int, list[tuple[object, ...]]] = {}
+    for number, target in enumerate(targets):
+        pairs = [p for p in explanation.pairs if p.target == number]
+        for pair, offset in zip(pairs, spread([p.nbytes for p in pairs]), strict=True):
+            sent.setdefault(pair.writer, []).append((*target, offset, pair.nbytes))
+    prefill.give("connect", [sent.get(rank, []) for rank in range(prefill.size)])
+
+
+def _bulk(prefill: Ranks) -> float:
+    times = prefill.ask(tuple, "bulk")
+    return float(max(ended for _, ended in times) - min(began for began, _ in times))
+
+
+def _measured(runs: Sequence[tuple[list[Moved], list[Moved]]], nbytes: int, ceiling: Ceiling) -> Measured:
+    totals = [max(d.ended for d in decode) - min(p.began for p in prefill) for prefill, decode in runs]
+    phases = {
+        phase: Quantiles.of([max(m.seconds.get(phase, 0.0) for m in (*prefill, *decode)) for prefill, decode in runs])
+        for phase in PHASES
+    }
+    phases["total"] = Quantiles.of(totals)
+    last = runs[-1][0]
+    speed = nbytes / phases["total"].p50 / 1e9
+    return Measured(
+        "+".join(sorted({m.path for m in last})),
+        sum(m.descriptors for m in last),
+        sum(m.segments for m in last),
+        phases,
+        speed,
+        speed / ceiling.gb_per_s,
+    )

@@ -1,0 +1,115 @@
+"""``disagg-kv bench``: measure, after the bytes were checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import attrs
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from .output import Json, JsonFlag, emit, progress
+
+if TYPE_CHECKING:
+    from ..bench import TransferReport
+
+Order = Literal["NHD", "HND"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of commands to ``app``."""
+    group = typer.Typer(callback=bench, no_args_is_help=True)
+    group.command()(transfer)
+    app.add_typer(group, name="bench")
+
+
+def bench() -> None:
+    """Measure a transfer and what limits it; compare only what one run has measured."""
+
+
+def transfer(
+    transport: Annotated[str, typer.Option(help="A registered transport's name.")] = "shm",
+    strategies: Annotated[str, typer.Option(help="Comma-separated; each is measured in turn.")] = "slice,staged",
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel prefill ranks.")] = 4,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel decode ranks.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="K and V heads of a layer.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of one head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
+    decode_page_size: Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")] = None,
+    layout: Annotated[Order, typer.Option(help="Order inside a page.")] = "NHD",
+    decode_layout: Annotated[Order | None, typer.Option(help="The same for decode, where it differs.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Move one request with several strategies in turns, and hold them against plain bulk writes.
+
+    The bytes are checked first: where they are wrong, nothing is measured and the exit code is 1.
+    """
+    from ..bench import TransferShape, run_transfer
+    from ..bench.transfer import steps
+
+    shape = TransferShape(
+        transport=transport,
+        strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        tokens=tokens,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        page_size=page_size,
+        decode_page_size=decode_page_size or page_size,
+        layout=layout,
+        decode_layout=decode_layout or layout,
+        repeats=repeats,
+        timeout_s=timeout,
+    )
+    with progress() as bar:
+        task = bar.add_task("starting", total=steps(shape))
+        report = run_transfer(shape, lambda line: bar.update(task, advance=1, description=line))
+    emit(document(report), _table(report), _verdict(report), as_json=as_json)
+
+
+def document(report: TransferReport) -> dict[str, Json]:
+    """The report as JSON; seconds everywhere."""
+    found: dict[str, Json] = attrs.asdict(report)
+    return {"ok": True, **found}
+
+
+def _table(report: TransferReport) -> Table:
+    names = list(report.strategies)
+    shape = report.shape
+    title = (
+        f"TP {shape.prefill_tp} -> {shape.decode_tp} over {shape.transport}: {shape.tokens:,} tokens, "
+        f"{report.nbytes / 1e6:,.1f} MB, {shape.repeats} repeats"
+    )
+    table = Table("", *names, "plain writes", title=title)
+    for name in names[:1]:
+        for phase in report.strategies[name].phases:
+            cells = (report.strategies[n].phases[phase] for n in names)
+            plain = _ms(report.ceiling.total.p50, report.ceiling.total.p95) if phase == "total" else ""
+            table.add_row(f"{phase} ms, p50 / p95", *(_ms(c.p50, c.p95) for c in cells), plain)
+    each = report.strategies.values()
+    table.add_row("GB/s", *(f"{m.gb_per_s:.2f}" for m in each), f"{report.ceiling.gb_per_s:.2f}")
+    table.add_row("share of ceiling", *(f"{m.share_of_ceiling:.0%}" for m in each), "100%")
+    table.add_row("writes", *(f"{m.descriptors:,}" for m in each), f"{report.ceiling.writes:,}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _verdict(report: TransferReport) -> Text:
+    line = "every byte was right"
+    if report.ratio_staged_over_slice is not None:
+        line += f"; staged is {report.ratio_staged_over_slice:.2f} times as fast as slice"
+    return Text(f"OK: {line} ({report.machine.cpu}, {report.machine.cores} cores, commit {report.machine.commit})")
+
+
+def _ms(p50: float, p95: float) -> str:
+    return f"{p50 * 1e3:,.1f} / {p95 * 1e3:,.1f}"
