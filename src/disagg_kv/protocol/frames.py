@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import RemoteProtocolError
-from ..ids import RoomId
 
 VERSION = 1
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
@@ -288,8 +287,3 @@ class Codec:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as exc:
             raise RemoteProtocolError(f"not a frame of version {VERSION}: {exc}") from exc
-
-
-def room_of(frame: RoomFrame) -> RoomId:
-    """The room a frame is about."""
-    return RoomId(frame.room)

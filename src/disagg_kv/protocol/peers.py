@@ -301,9 +301,8 @@ class PeerTable:
             if peer.lost:
                 if now - peer.heard >= FORGET_AFTER * o.silence_s:
                     del self._peers[epoch]
-                    if self._at.get(peer.hello.address) == epoch:
-                        del self._at[peer.hello.address]
-                        out.append(Forget(peer.hello.address))
+                    del self._at[peer.hello.address]
+                    out.append(Forget(peer.hello.address))
                 continue
             where = f"peer {epoch.hex()[:8]} at {peer.hello.address}"
             if now - peer.heard >= o.silence_s:

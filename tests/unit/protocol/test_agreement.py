@@ -120,7 +120,19 @@ def test_a_rank_that_is_lost_fails_the_rooms_that_need_it() -> None:
     assert outcomes(effects) == [(1, False)]
     assert LOST in effects[0].decided.reason if isinstance(effects[0], Outcome) else False
     assert one.lost(E[1], 1.0) == []
-    assert follower().lost(E[2], 0.0) == []
+    other = follower()
+    other.joined(E[2], Rank(2), 0.0)
+    other.vote(key(1), None, "", 0.0)
+    assert other.lost(E[2], 0.0) == other.lost(E[2], 0.0) == []
+
+
+def test_a_rank_that_succeeded_and_then_was_lost_does_not_fail_the_room() -> None:
+    one = leader()
+    one.vote(key(1), True, "", 0.0)
+    one.on_ballot(ballot(1, 11, True))
+    assert one.lost(E[1], 0.0) == []
+    effects = one.on_ballot(ballot(2, 22, True))
+    assert (outcomes(effects), verdicts(effects)) == ([(1, True)], [(E[2], 22, True)])
 
 
 def test_without_rank_0_open_rooms_fail_and_it_hears_of_that_when_it_is_heard_again() -> None:
@@ -133,6 +145,8 @@ def test_without_rank_0_open_rooms_fail_and_it_hears_of_that_when_it_is_heard_ag
     assert one.vote(key(1), True, "", 1.0) == []
     assert one.undecided == 0
     assert said(one.joined(E[0], Rank(0), 2.0)) == [(1, False)]
+    assert one.lost(E[0], 3.0) == []
+    assert said(one.joined(E[0], Rank(0), 4.0)) == [(1, False)]
     assert outcomes(one.on_verdict(verdict(1, False))) == []
     assert one.remembered == 0
 
@@ -142,6 +156,8 @@ def test_another_life_of_rank_0_hears_nothing_of_the_rooms_that_the_first_took_w
     one.vote(key(1), None, "", 0.0)
     one.lost(E[0], 1.0)
     one.vote(key(2), None, "", 1.0)
+    one.vote(key(3, RoomId(b"3")), None, "", 1.0)
+    one.vote(key(3, RoomId(b"3")), False, "why", 1.0)
     assert outcomes(one.lost(E[0], 1.0)) == []
     assert said(one.joined(E[4], Rank(0), 2.0)) == [(2, None)]
 

@@ -137,6 +137,10 @@ def phase_of(room: Room) -> Phase:
     return room.machine.phase
 
 
+def released(room: Room) -> bool:
+    return room.machine.released
+
+
 def only(effects: Sequence[Effect], kind: type[E_]) -> list[E_]:
     return [e for e in effects if isinstance(e, kind)]
 
@@ -389,7 +393,8 @@ def test_a_leased_segment_stays_in_quarantine_until_each_asker_gives_evidence() 
     """E1: silence and loss free nothing."""
     room = Room()
     room.lease()
-    assert only(room.say(Cancel(AbortedError("engine"))), Quarantine) == [Quarantine(A)]
+    room.say(chunk(1))
+    assert only(room.say(Cancel(AbortedError("engine")), chunk(1)), Quarantine) == [Quarantine(A)]
     assert only(room.say(Tick(), now=1e6), Free) == []
     assert only(room.say(Lost(P[0], PeerLostError("silent"))), Free) == []
     assert only(room.say(drained(1)), Free) == []
@@ -404,6 +409,7 @@ def test_landed_drained_and_gone_are_evidence(evidence: object) -> None:
     room = Room()
     room.say(request(0), Leased(A, LEASE), Cancel(AbortedError("engine")))
     assert only(room.say(evidence), Free) == [Free(A)]
+    assert only(room.say(evidence), Free) == []
     assert state_of(room) is Receiving.DRAINING
     assert sent(room.say(Tick(), now=0.2))[-1] == (1, Abort)
 
@@ -446,11 +452,11 @@ def test_exposed_pages_are_released_on_evidence_only() -> None:
     """E1: each writer may write to them until its Done, its Drained or its observed end."""
     room = Room(exposed=True)
     room.say(Cancel(AbortedError("engine")), Lost(P[0], PeerLostError("silent")))
-    assert not room.machine.released
+    assert not released(room)
     room.say(done(1))
-    assert not room.machine.released
+    assert not released(room)
     room.say(Gone(P[0]))
-    assert room.machine.released
+    assert released(room)
     room.say(drained(1))
     assert state_of(room) is Receiving.CLOSED
 

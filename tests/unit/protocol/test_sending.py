@@ -287,8 +287,8 @@ def test_look_ahead_asks_early_and_says_again_when_the_rows_are_computed() -> No
     room = Room(ready=False)
     assert [f.ready for f in frames(room.expect(), StagingRequest)] == [False, False]
     assert transfers(room.say(grant(A))) == []
+    assert transfers(room.machine.ready(4, None, 0.0)) == [A]
     effects = room.machine.ready(8, None, 0.0)
-    assert transfers(effects) == [A]
     assert [(f.segment, f.ready) for f in frames(effects, StagingRequest)] == [(box(B), True)]
 
 
