@@ -409,6 +409,26 @@ class Request:
         assert self.all(Phase.FAILED), [(h.phase.name, h.error) for h in self.handles]
         return self
 
+    def ended(self) -> Request:
+        """Wait until all ranks have ended; the ranks of one side agree, and prefill succeeds only if decode did."""
+        self.rig.until(lambda: all(h.released for h in self.handles), f"room {self.room.decode()}")
+        sent, received = {h.phase for h in self.sends}, {h.phase for h in self.receives}
+        assert len(sent) <= 1, self.errors()
+        assert len(received) <= 1, self.errors()
+        assert sent != {Phase.DONE} or received == {Phase.DONE}, self.errors()
+        if received == {Phase.DONE}:
+            self.wanted(0, self.rows)
+        else:
+            self.forgive()
+        self.rig.check()
+        return self
+
+    def forgive(self) -> None:
+        """The room has failed: its own pages may hold anything, all others must hold what they did."""
+        for member, table in zip(self.decodes, self.taken, strict=False):
+            for number in range(len(member.pool.site.planes)):
+                member.want.view(number)[table.pages] = member.pool.view(number)[table.pages]
+
     def errors(self) -> str:
         """What all ranks say."""
         return " | ".join(str(h.error) for h in self.handles)

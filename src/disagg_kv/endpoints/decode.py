@@ -191,16 +191,26 @@ class DecodeRole:
                 continue
             try:
                 self._check_instance(room.source, ready)
-                self._check_quarantine(ready)
             except DisaggKVError as exc:
                 self._handle(room, Lost(Epoch(b""), exc))
+                self._turn_away(room, ready, str(exc))
                 continue
+            try:
+                self._check_quarantine(ready)
+            except QuarantineFullError as exc:
+                self._handle(room, Cancel(exc))
             room.remotes = tuple(ready)
             writers = tuple(r.epoch for r in ready)
             if writers not in self._routes:
                 self._routes[writers] = Routes(ready[0].shards, self._pool.site)
             room.routes = self._routes[writers]
             self._handle(room, Introduced(writers, room.routes.intake(room.key.room)))
+
+    def _turn_away(self, room: _Room, remotes: Sequence[Remote], reason: str) -> None:
+        """Tell whoever is there that nothing comes of the room; they would wait for their deadline."""
+        for remote in remotes:
+            head = room_head(self._node.me.epoch, remote.epoch, room.key.room, room.key.generation)
+            self._node.send(Send(remote.epoch, Abort(**head, reason=reason[:1000])))
 
     def _check_instance(self, source: Source, remotes: Sequence[Remote]) -> None:
         """All ranks must say the same of their instance, and be where the rendezvous says they are."""

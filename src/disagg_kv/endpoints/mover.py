@@ -134,13 +134,19 @@ class Mover:
         return len(self._gathering) + len(self._posts)
 
     @property
+    def quota(self) -> int:
+        """Slots that one destination may pin."""
+        return max(1, len(self._slots) // 4)
+
+    @property
     def pinned_slots(self) -> int:
         """Slots that cannot be reused yet."""
         return sum(bool(s.pins) for s in self._slots)
 
-    def slots_of(self, rooms: Container[RoomKey]) -> int:
-        """Slots that writes of these rooms may still read."""
-        return len({p.slot.offset for p in self._posts.values() if p.slot is not None and p.room in rooms})
+    def slots_of(self, rooms: Container[RoomKey], to: Epoch | None = None) -> int:
+        """Slots that writes of these rooms, to one destination or all, may still read."""
+        posts = (p for p in self._posts.values() if p.room in rooms and to in (None, p.transfer.to))
+        return len({p.slot.offset for p in posts if p.slot is not None})
 
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """Queue a transfer; one that is queued already is replaced."""
@@ -209,7 +215,7 @@ class Mover:
 
     def _full(self, to: Epoch) -> bool:
         """One destination pins at most a quarter of the slots."""
-        return sum(to in s.pins.values() for s in self._slots) >= max(1, len(self._slots) // 4)
+        return sum(to in s.pins.values() for s in self._slots) >= self.quota
 
     def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
         moves: dict[int, Move] = {}

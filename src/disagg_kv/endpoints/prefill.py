@@ -9,7 +9,14 @@ from typing import TypeVar
 import numpy as np
 from attrs import define, field, frozen
 
-from ..errors import AbortedError, DisaggKVError, LocalProtocolError, RemoteProtocolError, TransportError
+from ..errors import (
+    AbortedError,
+    DisaggKVError,
+    LocalProtocolError,
+    QuarantineFullError,
+    RemoteProtocolError,
+    TransportError,
+)
 from ..geometry import I32, PageTable, Part
 from ..ids import Epoch, Generation, GroupId, RegionId, RoomId, Ticket
 from ..memory import Event, MemoryPool
@@ -250,6 +257,7 @@ class PrefillRole:
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
 
     def _way(self, room: _Room, remote: Remote, frame: Expect) -> tuple[_Way, FlowPlan]:
+        assert self.mover is not None
         node, hello = self._node, remote.hello
         routes = self._routes.setdefault(remote.epoch, Routes(node.me.shards, remote.site))
         intake = routes.intake(room.key.room)
@@ -271,6 +279,9 @@ class PrefillRole:
         path, reason = choose_path(
             self._strategy.path, known, frame.paths, frame.tables is not None, pair, rows, self._costs
         )
+        stuck = 0 if path.exposes_pages else self.mover.slots_of(self._failed(), remote.epoch)
+        if stuck >= self.mover.quota:
+            raise QuarantineFullError(f"peer {remote.epoch.hex()[:8]}: {stuck} staging slots wait for evidence")
         pair = pair.fitted()
         room.handle.report.path = path.name
         room.handle.report.reason = reason
@@ -452,8 +463,10 @@ class PrefillRole:
             del self._unmet[name]
         for name in [n for n, (_, until) in self._declined.items() if until <= now]:
             del self._declined[name]
-        failed = {key for key, room in self._rooms.items() if room.machine.error is not None}
-        self.quarantined_slots = self.mover.slots_of(failed)
+        self.quarantined_slots = self.mover.slots_of(self._failed())
+
+    def _failed(self) -> set[RoomKey]:
+        return {key for key, room in self._rooms.items() if room.machine.error is not None}
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from ..errors import AbortedError, DeadlineError, DisaggKVError, GeometryError, IntegrityError, RemoteProtocolError
+from ..errors import (
+    AbortedError,
+    CapacityError,
+    DeadlineError,
+    DisaggKVError,
+    GeometryError,
+    IntegrityError,
+    RemoteProtocolError,
+)
 from ..geometry import Coverage
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, Segment
@@ -536,7 +544,7 @@ class ReceiveRoom(Machine[Receiving]):
                 self._repeat.stop(("abort", w.rank))
             else:
                 ended = False
-        told = bool(self._writers) or not isinstance(self.error, AbortedError)
+        told = bool(self._writers) or not isinstance(self.error, AbortedError | CapacityError)
         if ended and told and not self._parts:
             self.state = Receiving.CLOSED
 
