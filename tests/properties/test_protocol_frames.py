@@ -179,6 +179,13 @@ def test_fields_out_of_bounds_are_refused(change: dict[str, object]) -> None:
         codec.decode(codec.encode(msgspec.structs.replace(done, **change)))
 
 
+@given(st.text(st.characters(), max_size=2000))
+def test_any_reason_fits_a_frame(reason: str) -> None:
+    """E8: a message in a foreign encoding must not end the thread that reports it."""
+    abort = f.Abort(src=bytes(16), dst=bytes(16), room=b"r", generation=1, reason=f.words(ValueError(reason)))
+    assert codec.decode(codec.encode(abort)) == abort
+
+
 def test_the_largest_aux_data_fits() -> None:
     done = f.Done(src=bytes(16), dst=bytes(16), room=b"r", generation=1, stop=1, aux=bytes(MAX_AUX), tag=b"")
     assert codec.decode(codec.encode(done)) == done

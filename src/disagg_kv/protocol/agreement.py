@@ -15,7 +15,7 @@ from attrs import Factory, define, frozen
 
 from ..ids import Epoch, Generation, Rank, RoomId
 from .base import Decided, Options, RoomKey, Send
-from .frames import Ballot, Verdict
+from .frames import Ballot, Verdict, words
 from .retry import Repeater
 
 LIVES = 8
@@ -120,7 +120,7 @@ class Agreement:
         said = line.get(key.generation)
         if (said is None and ok is not None) or (said is not None and said.alone):
             return []
-        ballot = Ballot(src=self._epoch, dst=b"", room=key.room, generation=key.generation, ok=ok, reason=reason[:1000])
+        ballot = Ballot(src=self._epoch, dst=b"", room=key.room, generation=key.generation, ok=ok, reason=words(reason))
         said = line[key.generation] = _Said(ballot)
         self._waiting[key.room] = line
         if self._leader is not None:
@@ -193,7 +193,7 @@ class Agreement:
         if said.alone:
             return []
         said.alone = True
-        said.ballot = msgspec.structs.replace(said.ballot, ok=False, reason=reason[:1000])
+        said.ballot = msgspec.structs.replace(said.ballot, ok=False, reason=words(reason))
         return [Outcome(key, Decided(False, reason))]
 
     def _drop_alone(self) -> None:
@@ -277,5 +277,5 @@ class Agreement:
         ok, reason = (None, "") if decided is None else (decided.ok, decided.reason)
         return Send(
             to,
-            Verdict(src=self._epoch, dst=to, room=room, generation=generation, ok=ok, reason=reason[:1000]),
+            Verdict(src=self._epoch, dst=to, room=room, generation=generation, ok=ok, reason=words(reason)),
         )

@@ -29,6 +29,11 @@ Box = tuple[U, U, U, U]
 """A segment: start, stop, first, last."""
 
 
+def words(reason: object) -> str:
+    """What a frame can carry of a reason, whoever wrote it."""
+    return str(reason)[:1000].encode("utf-8", "replace").decode()
+
+
 class WireHolding(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A :class:`~disagg_kv.geometry.Holding`."""
 

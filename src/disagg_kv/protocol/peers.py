@@ -16,7 +16,7 @@ from attrs import define, frozen
 from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError
 from ..ids import Epoch
 from .base import Lost, Options
-from .frames import VERSION, Frame, Heartbeat, Hello, Refused
+from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
 
 
 @frozen
@@ -216,9 +216,9 @@ class PeerTable:
             src=self._epoch,
             dst=hello.src,
             address=self._address,
-            field=exc.field[:1000],
-            ours=str(exc.theirs)[:1000],
-            theirs=str(exc.ours)[:1000],
+            field=words(exc.field),
+            ours=words(exc.theirs),
+            theirs=words(exc.ours),
         )
         out: list[PeerEffect] = [SendTo(hello.address, refused)] if self._may_answer(hello.address, now) else []
         if self._dials.pop(hello.address, None) is not None:

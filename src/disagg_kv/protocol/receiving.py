@@ -54,6 +54,7 @@ from .frames import (
     Queued,
     RoomFrame,
     StagingRequest,
+    words,
 )
 from .machine import Machine, ours, overlap
 from .retry import Repeater
@@ -460,7 +461,7 @@ class ReceiveRoom(Machine[Receiving]):
     def _tell_abort(self) -> None:
         for w in self._writers.values():
             if not w.evidence:
-                abort = Abort(**self._to(w), reason=str(self.error)[:1000])
+                abort = Abort(**self._to(w), reason=words(self.error))
                 self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
 
     # Draining: memory comes back on evidence only.
@@ -472,7 +473,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_answer_abort(self, event: StagingRequest) -> None:
         w = self._writers[Epoch(event.src)]
-        self._send(w, Abort(**self._to(w), reason=str(self.error)[:1000]))
+        self._send(w, Abort(**self._to(w), reason=words(self.error)))
 
     def _on_leased_late(self, event: Leased) -> None:
         self._out.append(Free(event.segment))

@@ -39,6 +39,7 @@ from .frames import (
     Landed,
     Queued,
     StagingRequest,
+    words,
 )
 from .machine import Machine, ours
 from .retry import Repeater
@@ -293,7 +294,7 @@ class Flow(Machine[Sending]):
         self.error = error
         self._stop_moving()
         if self.state is Sending.ABORTING:
-            abort = Abort(**self._head, reason=str(error)[:1000])
+            abort = Abort(**self._head, reason=words(error))
             self._out.append(self._repeat.start("abort", Send(self.peer, abort), self.now))
 
     def _stop_moving(self) -> None:
@@ -311,11 +312,11 @@ class Flow(Machine[Sending]):
             self.state = Sending.CLOSED
             return
         self.state = Sending.DRAINING
-        drained = Drained(**self._head, reason=str(self.error)[:1000])
+        drained = Drained(**self._head, reason=words(self.error))
         self._out.append(self._repeat.start("drained", Send(self.peer, drained), self.now))
 
     def _on_answer_abort(self, event: Expect) -> None:
-        self._send(Abort(**self._head, reason=str(self.error)[:1000]))
+        self._send(Abort(**self._head, reason=words(self.error)))
 
     def _on_quiet_late(self, event: Wrote | Quiet) -> None:
         self._unquiet.discard(event.segment)
@@ -335,7 +336,7 @@ class Flow(Machine[Sending]):
         self._repeat.clear()
 
     def _on_answer_drained(self, event: Abort) -> None:
-        self._send(Drained(**self._head, reason=str(self.error)[:1000]))
+        self._send(Drained(**self._head, reason=words(self.error)))
 
     def _on_close(self, event: DrainedAck | Lost | Gone | Cancel) -> None:
         self._repeat.clear()
