@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
 from ..geometry import I64, PageTable
+from ..ids import GroupId
 from ..memory import MemoryPool, bytes_of
 from .base import Move
 
@@ -23,13 +25,12 @@ Pieces = npt.NDArray[np.void]
 
 @frozen
 class _Shape:
-    """How one entry breaks into pieces; equal shapes under one page table have equal indices.
+    """How the rows of a plane break into pieces; equal shapes under one page table have equal indices.
 
     The strides count in pieces of ``nbytes``; ``runs`` runs of ``length`` pieces make the units of a row.
     """
 
-    start: int
-    stop: int
+    group: GroupId
     rows_per_page: int
     page_stride: int
     row_stride: int
@@ -38,9 +39,9 @@ class _Shape:
     length: int
     nbytes: int
 
-    def index(self, table: PageTable) -> I64:
+    def index(self, table: PageTable, start: int, stop: int) -> I64:
         """The place of every piece, in staging order, counted from the first unit's first piece of page 0."""
-        row = np.arange(self.start - table.first, self.stop - table.first)
+        row = np.arange(start - table.first, stop - table.first)
         page, slot = np.divmod(row, self.rows_per_page)
         of_row = table.pages[page] * np.int64(self.page_stride) + slot * self.row_stride
         of_run = np.arange(self.runs)[:, None] * self.run_stride + np.arange(self.length)
@@ -48,11 +49,55 @@ class _Shape:
         return index
 
 
+class _Known:
+    """What was found out about a pool's planes: a segment has an entry per plane, each of only a few rows."""
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self._site = pool.site
+        self._memory = [bytes_of(buffer) for buffer in pool.buffers]
+        self._entries: dict[tuple[int, int, int], tuple[Pieces, _Shape]] = {}
+        self._shapes: dict[_Shape, _Shape] = {}
+
+    def entry(self, number: int, first: int, units: int) -> tuple[Pieces, _Shape]:
+        """The pieces of the plane ``number`` from its unit ``first`` on; equal shapes are one object."""
+        key = (number, first, units)
+        found = self._entries.get(key)
+        if found is None:
+            flat, shape = self._look(number, first, units)
+            found = self._entries[key] = (flat, self._shapes.setdefault(shape, shape))
+        return found
+
+    def _look(self, number: int, first: int, units: int) -> tuple[Pieces, _Shape]:
+        plane = self._site.planes[number]
+        group = self._site.group(plane.group)
+        unit_bytes = self._site.spec.component(plane.layer, plane.component).unit_bytes
+        side_by_side = plane.unit_stride == unit_bytes
+        runs, run = (1, units * unit_bytes) if side_by_side else (units, unit_bytes)
+        run_stride = 0 if side_by_side else plane.unit_stride
+        row_stride = plane.row_stride if group.rows_per_page > 1 else 0
+        nbytes = math.gcd(plane.page_stride, row_stride, run_stride, run)
+        last = (group.pages - 1) * plane.page_stride + (group.rows_per_page - 1) * row_stride
+        flat: Pieces = np.ndarray(
+            ((last + (runs - 1) * run_stride + run) // nbytes,),
+            np.dtype((np.void, nbytes)),
+            self._memory[plane.buffer],
+            plane.offset + first * plane.unit_stride,
+        )
+        strides = (plane.page_stride // nbytes, row_stride // nbytes, run_stride // nbytes)
+        return flat, _Shape(plane.group, group.rows_per_page, *strides, runs, run // nbytes, nbytes)
+
+
+_known: WeakKeyDictionary[MemoryPool, _Known] = WeakKeyDictionary()
+
+
 def pieces(pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Pieces, I64, slice]]:
     """For every entry of every move: a plane's pieces, the index of those wanted, and their bytes in staging."""
+    known = _known.get(pool)
+    if known is None:
+        known = _known[pool] = _Known(pool)
     for move in moves:
         # The layers of a model nearly always share one shape and one table, so one index serves them all.
-        indices: dict[tuple[str, _Shape], I64] = {}
+        indices: dict[tuple[int, int, int], I64] = {}
         layout = move.layout
         for number, first, units, start, stop, offset in zip(
             layout.plane.tolist(),
@@ -63,31 +108,10 @@ def pieces(pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Pieces, I6
             layout.offset.tolist(),
             strict=True,
         ):
-            flat, shape = _entry(pool, number, first, units, start, stop)
-            key = (pool.site.planes[number].group, shape)
-            if key not in indices:
-                indices[key] = shape.index(move.tables[key[0]])
+            flat, shape = known.entry(number, first, units)
+            key = (id(shape), start, stop)
+            index = indices.get(key)
+            if index is None:
+                index = indices[key] = shape.index(move.tables[shape.group], start, stop)
             at = move.base + offset
-            index = indices[key]
             yield flat, index, slice(at, at + len(index) * shape.nbytes)
-
-
-def _entry(pool: MemoryPool, number: int, first: int, units: int, start: int, stop: int) -> tuple[Pieces, _Shape]:
-    """The pieces of the plane ``number`` from its unit ``first`` on, and how the entry breaks into them."""
-    plane = pool.site.planes[number]
-    group = pool.site.group(plane.group)
-    unit_bytes = pool.site.spec.component(plane.layer, plane.component).unit_bytes
-    side_by_side = plane.unit_stride == unit_bytes
-    runs, run = (1, units * unit_bytes) if side_by_side else (units, unit_bytes)
-    run_stride = 0 if side_by_side else plane.unit_stride
-    row_stride = plane.row_stride if group.rows_per_page > 1 else 0
-    nbytes = math.gcd(plane.page_stride, row_stride, run_stride, run)
-    last = (group.pages - 1) * plane.page_stride + (group.rows_per_page - 1) * row_stride
-    flat: Pieces = np.ndarray(
-        ((last + (runs - 1) * run_stride + run) // nbytes,),
-        np.dtype((np.void, nbytes)),
-        bytes_of(pool.buffers[plane.buffer]),
-        plane.offset + first * plane.unit_stride,
-    )
-    strides = (plane.page_stride // nbytes, row_stride // nbytes, run_stride // nbytes)
-    return flat, _Shape(start, stop, group.rows_per_page, *strides, runs, run // nbytes, nbytes)
