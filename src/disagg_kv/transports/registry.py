@@ -17,6 +17,8 @@ Factory = Callable[..., Transport]
 
 _BUILTIN = {
     "inproc": "disagg_kv.transports.inproc:InprocTransport",
+    "mooncake": "disagg_kv.transports.mooncake:MooncakeTransport",
+    "nixl": "disagg_kv.transports.nixl:NixlTransport",
     "shm": "disagg_kv.transports.shm:ShmTransport",
 }
 _registered: dict[str, Factory] = {}

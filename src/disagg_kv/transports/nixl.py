@@ -1,0 +1,334 @@
+"""NIXL: one-sided writes through UCX, from CPU and CUDA memory, within and across hosts."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Literal
+
+import attrs
+import msgspec
+import numpy as np
+import torch
+from attrs import define, frozen
+
+from ..errors import (
+    ConfigurationError,
+    PeerLostError,
+    RemoteProtocolError,
+    TransportError,
+    UnknownNameError,
+)
+from ..geometry import I64
+from ..ids import Peer, RegionId, Ticket
+from ..memory import Buffer, Event
+from ..planning import Writes
+from .base import Capabilities, Ended, Heard, Settled
+from .descriptor import Descriptor, Region, decode, encode, unpack
+from .nixl_library import U64, Agent, Part, Registered, load, split
+from .nixl_worker import Job, Link, Told, Worker
+from .process import Process, Watch
+from .regions import Extents, RegionTable
+
+_MODES = ("none", "peer")
+
+
+@frozen
+class _Contact:
+    """What a peer needs besides the regions.
+
+    Args:
+        process: who.
+        version: of the library.
+        checksum: of ``metadata``; the library trusts what it is given.
+        metadata: the library's own.
+    """
+
+    process: Process
+    version: str
+    checksum: int
+    metadata: bytes
+
+
+Devices = Mapping[str, Sequence[RegionId]]
+"""The regions on each device."""
+
+
+@define
+class _Remote:
+    """A connected peer and where its regions lie."""
+
+    link: Link
+    serial: int
+    extents: Extents
+    regions: frozenset[RegionId]
+    devices: Devices
+
+
+class NixlTransport:
+    """Writes through one NIXL agent, which a thread of its own drives, on the source's side and on the target's.
+
+    Args:
+        num_threads: UCX worker threads that post batches of 1,024 writes or more; 0: the transport's thread does.
+        error_mode: UCX's error handling: ``"peer"`` notices lost peers.
+        backend: of NIXL.
+        backend_options: further options of that backend, as NIXL names them.
+        idle_s: the longest pause between two looks at the library, seconds; what an idle target adds to latency.
+        drain_s: see ``Capabilities.drain_s``.
+        cuda_device: whose context is current when the backend is made; None: the caller's, if torch has one.
+
+    Raises:
+        MissingDependencyError: NIXL is not installed, is too old, or lacks a system library.
+        ConfigurationError: an option that cannot be, or a backend that cannot be made.
+    """
+
+    name = "nixl"
+    caps = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        notifies=True,
+        detects_peer_death=True,
+        late_writes=True,
+        drain_s=5.0,
+        write_s=3e-6,
+        bytes_per_s=8e9,
+    )
+
+    def __init__(
+        self,
+        *,
+        num_threads: int = 0,
+        error_mode: Literal["peer", "none"] = "peer",
+        backend: str = "UCX",
+        backend_options: Mapping[str, str] | None = None,
+        idle_s: float = 0.002,
+        drain_s: float = 5.0,
+        cuda_device: int | None = None,
+    ) -> None:
+        if error_mode not in _MODES:
+            raise UnknownNameError("error mode of transport 'nixl'", error_mode, _MODES)
+        if num_threads < 0 or not idle_s > 0 or not drain_s >= 0:
+            raise ConfigurationError(f"transport 'nixl': {num_threads=}, {idle_s=}, {drain_s=}: out of range")
+        library = load()
+        device = _device(cuda_device)
+        options = {"ucx_error_handling_mode": error_mode, "num_threads": str(num_threads)} if backend == "UCX" else {}
+        options |= backend_options or {}
+        self.caps = attrs.evolve(self.caps, drain_s=drain_s)
+        self._me = Peer(uuid.uuid4().bytes)
+        self._version = library.version
+        self._table = RegionTable(self.caps.devices)
+        self._registered: dict[RegionId, Registered] = {}
+        self._sources: Sequence[tuple[RegionId, Buffer]] = ()
+        self._devices: Devices = {}
+        self._metadata = b""
+        self._peers: dict[Peer, _Remote] = {}
+        self._tickets = count(1)
+        self._unquiet: set[Ticket] = set()
+        self._told: deque[Told] = deque()
+        self._closed = False
+
+        make = partial(Agent, library, self._me.hex(), backend, options, device)
+        self._worker = Worker(make, self._told, idle_s)
+        # The thread must be out of the library before the interpreter takes itself apart.
+        self._stop = weakref.finalize(self, self._worker.close, 0.0)
+        self._metadata = self._worker.call(Agent.metadata)
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """See :meth:`Transport.register`; waits for a write that is being posted.
+
+        Raises:
+            RegistrationError: also for CUDA memory that other processes could reach only through TCP.
+        """
+        self._check_open()
+        ids = self._table.add(buffers)
+        try:
+            registered, self._metadata = self._worker.call(partial(_register, buffers))
+        except BaseException:
+            self._table.remove(ids)
+            raise
+        self._registered.update(zip(ids, registered, strict=True))
+        self._changed()
+        return ids
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """See :meth:`Transport.deregister`; no fence: a peer that knows the memory can go on writing to it."""
+        self._check_open()
+        self._table.remove(regions)
+        gone = [self._registered.pop(region) for region in regions]
+        self._changed()
+        self._metadata = self._worker.call(partial(_deregister, gone))
+
+    def _changed(self) -> None:
+        self._sources = self._table.items()
+        self._devices = by_device((i, b.device) for i, b in self._sources)
+
+    def local_descriptor(self) -> bytes:
+        """See :meth:`Transport.local_descriptor`."""
+        regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
+        contact = _Contact(Process.own(), self._version, zlib.crc32(self._metadata), self._metadata)
+        return encode(Descriptor(self.name, self._me, self._table.serial, regions, msgspec.msgpack.encode(contact)))
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """See :meth:`Transport.connect`; 10 to 100 ms for a new peer. Whether it can be reached shows later.
+
+        Raises:
+            RemoteProtocolError: also for a descriptor that another version of NIXL made.
+        """
+        self._check_open()
+        remote = decode(descriptor, self.name)
+        contact = unpack(remote.blob, _Contact)
+        if contact.version != self._version:
+            raise RemoteProtocolError(f"nixl: the peer runs NIXL {contact.version}, this side {self._version}")
+        if zlib.crc32(contact.metadata) != contact.checksum:
+            raise RemoteProtocolError(f"nixl: {len(contact.metadata)} bytes of metadata are damaged")
+        devices = by_device((r.id, _checked_device(r)) for r in remote.regions)
+        regions = frozenset(r.id for r in remote.regions)
+        peer = remote.incarnation
+        known = self._peers.get(peer)
+        if known is not None and known.link.lost:
+            raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
+        if known is not None and known.serial >= remote.serial:
+            return peer
+        watch = _watch(contact.process) if known is None else None
+        fewer = known is not None and not known.regions <= regions
+        link = self._worker.connect(peer, watch, contact.metadata, fewer, timeout_s)
+        extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
+        self._peers[peer] = _Remote(link, remote.serial, extents, regions, devices)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """See :meth:`Transport.disconnect`."""
+        if self._peers.pop(peer, None) is not None:
+            self._worker.forget(peer)
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """See :meth:`Transport.submit`; posts a small batch if nothing else is under way, and queues others."""
+        remote = self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"nixl: no peer {peer.hex()}")
+        if after is not None:
+            raise TransportError("nixl does not wait for events: wait first")
+        source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
+        target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
+        parts = cut(writes, source, target, self._devices, remote.devices)
+        ticket = Ticket(next(self._tickets))
+        self._unquiet.add(ticket)
+        self._table.hold(ticket, writes)
+        self._worker.post(Job(ticket, peer, parts, notify, self._sources))
+        return ticket
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """See :meth:`Transport.poll`."""
+        told = [self._told.popleft() for _ in range(len(self._told))]
+        for event in told:
+            if isinstance(event, Settled) or (isinstance(event, Ended) and event.quiesced):
+                self._unquiet.discard(event.ticket)
+                self._table.quiet(event.ticket)
+        return [e for e in told if not (isinstance(e, Heard) and e.data is None and e.peer not in self._peers)]
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""
+        if self._closed:
+            return ()
+        self._closed = True
+        self._worker.close(drain_s)
+        self._stop.detach()
+        told = self.poll()
+        self._told.extend(told)
+        self._peers.clear()
+        self._table.clear()
+        self._registered.clear()
+        self._changed()
+        return tuple(sorted(self._unquiet))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("nixl: the transport is closed")
+
+
+def _device(cuda_device: int | None) -> str:
+    """The device whose context the library finds; a process that does not use CUDA is not made to."""
+    initialized: Callable[[], bool] = torch.cuda.is_initialized
+    if cuda_device is None and initialized():
+        cuda_device = torch.cuda.current_device()
+    return "cpu" if cuda_device is None else f"cuda:{cuda_device}"
+
+
+def _register(buffers: Sequence[Buffer], agent: Agent) -> tuple[list[Registered], bytes]:
+    """All or none."""
+    registered: list[Registered] = []
+    try:
+        for buffer in buffers:
+            registered.append(agent.register(buffer))
+        return registered, agent.metadata()
+    except BaseException:
+        for one in registered:
+            agent.deregister(one)
+        raise
+
+
+def _deregister(gone: Sequence[Registered], agent: Agent) -> bytes:
+    for one in gone:
+        agent.deregister(one)
+    return agent.metadata()
+
+
+def _checked_device(region: Region) -> str:
+    """The library would take any device for its own."""
+    kind, _, index = region.device.partition(":")
+    if kind not in NixlTransport.caps.devices or (index and not (index.isascii() and index.isdigit())):
+        raise RemoteProtocolError(f"nixl: region {region.id} on a device of which nothing is known: {region.device!r}")
+    return region.device
+
+
+def _watch(process: Process) -> Watch | None:
+    """A process of another host, and one's own, cannot be watched; they are probed all the same."""
+    if process == Process.own():
+        return None
+    try:
+        return process.watch()
+    except TransportError:
+        return None
+
+
+def by_device(regions: Iterable[tuple[RegionId, str]]) -> Devices:
+    """Regions and their devices, the other way round."""
+    devices: dict[str, list[RegionId]] = {}
+    for region, device in regions:
+        devices.setdefault(device, []).append(region)
+    return devices
+
+
+def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Devices) -> deque[Part]:
+    """The writes of at least one byte, by the devices that they go between.
+
+    Args:
+        writes: what to cut.
+        source: int64 ``[n]``, addresses.
+        target: the same at the peer.
+        local: the regions on this side.
+        remote: the same at the peer.
+    """
+    parts: deque[Part] = deque()
+    for device, here in local.items():
+        for other, there in remote.items():
+            mask = writes.nbytes > 0
+            if len(local) > 1:
+                mask &= np.isin(writes.local, here)
+            if len(remote) > 1:
+                mask &= np.isin(writes.remote, there)
+            if mask.any():
+                nbytes = writes.nbytes[mask]
+                rows = _rows(source[mask], nbytes, device), _rows(target[mask], nbytes, other)
+                parts.append(Part(device, rows[0], split(other)[0], rows[1]))
+    return parts
+
+
+def _rows(addresses: I64, nbytes: I64, device: str) -> U64:
+    rows = np.empty((len(nbytes), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, split(device)[1]
+    return rows

@@ -1,0 +1,291 @@
+"""The NIXL library: finding it, keeping it quiet, and one agent of it whose errors are ours.
+
+Checked with NIXL 1.5.1. See ``docs/transports-nixl.md`` for the environment that is set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import field, frozen
+
+from ..errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    PeerLostError,
+    RegistrationError,
+    RemoteProtocolError,
+    TransportError,
+)
+from ..memory import Buffer
+
+U64 = npt.NDArray[np.uint64]
+
+MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""What the library's packages are imported as, in the order in which they are tried."""
+
+ENVIRONMENT = {"UCX_MODULES": "^efa", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+"""Set before the import where the environment does not say otherwise."""
+
+Handle = NewType("Handle", object)
+"""A write that the library knows. Never dropped while it may be in flight: the library would read freed memory."""
+
+Registered = NewType("Registered", object)
+"""Memory that the library knows."""
+
+_IPC_CAPABLE = 13
+"""``CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`` of the CUDA driver API."""
+
+
+@frozen
+class Part:
+    """Descriptors of one kind of memory on either side.
+
+    Args:
+        device: of the sources, as in ``Buffer``.
+        local: uint64 ``[n, 3]``: address, bytes, device index; remote: the same at the peer.
+        remote_kind: ``"cpu"`` or ``"cuda"``.
+    """
+
+    device: str
+    local: U64 = field(eq=False)
+    remote_kind: str
+    remote: U64 = field(eq=False)
+
+
+@frozen
+class Library:
+    """An imported NIXL.
+
+    Args:
+        module: it.
+        version: major and minor; agents of other ones may not understand each other.
+    """
+
+    module: Any
+    version: str
+
+
+def load() -> Library:
+    """Import NIXL under whichever name it is installed, without its side effects on logging.
+
+    Raises:
+        MissingDependencyError: it is not installed, or a system library that it needs is not.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    problems = []
+    for name in MODULES:
+        raises = logging.raiseExceptions
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        finally:
+            logging.raiseExceptions = raises
+        _to_our_logging()
+        try:
+            major_minor = ".".join(version(name.replace("_", "-")).split(".")[:2])
+        except PackageNotFoundError:
+            major_minor = "unknown"
+        return Library(module, major_minor)
+    raise MissingDependencyError("transport 'nixl'", "; ".join(problems), "pip install nixl (or nixl-cu13, nixl-cu12)")
+
+
+def _to_our_logging() -> None:
+    """The library logs to stdout, which is the application's; let its records go where all others go."""
+    theirs = logging.getLogger("nixl")
+    theirs.handlers.clear()
+    theirs.propagate = True
+
+
+def split(device: str) -> tuple[str, int]:
+    """Kind and index of a device: ``"cuda"`` is ``"cuda:0"``."""
+    kind, _, index = device.partition(":")
+    return kind, int(index or 0)
+
+
+_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
+
+
+@contextmanager
+def _mapped(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # The library's exceptions have no common base but Exception, and live in a private module.
+        if type(error).__name__ == "nixlRemoteDisconnectError":
+            raise PeerLostError(f"nixl: {what}: the peer is gone") from error
+        raise TransportError(f"nixl: {what}: {type(error).__name__}: {error}") from error
+
+
+class Agent:
+    """One agent of the library; one thread at a time calls.
+
+    Args:
+        library: from :func:`load`.
+        name: unique for ever.
+        backend: of the library, for example ``"UCX"``.
+        options: of the backend.
+        device: whose CUDA context the backend finds; ``"cpu"``: none.
+
+    Raises:
+        ConfigurationError: the backend cannot be made.
+        MissingDependencyError: the library is too old.
+    """
+
+    def __init__(self, library: Library, name: str, backend: str, options: Mapping[str, str], device: str) -> None:
+        try:
+            config = library.module.nixl_agent_config(
+                enable_prog_thread=False,
+                backends=[],
+                sync_mode=library.module.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            )
+        except (AttributeError, TypeError) as error:
+            problem = f"NIXL {library.version} is too old: {error}"
+            raise MissingDependencyError("transport 'nixl'", problem, "pip install 'nixl>=1.5'") from error
+        try:
+            _use(device)
+            self._agent = library.module.nixl_agent(name, config)
+            self._agent.create_backend(backend, dict(options))
+        except Exception as error:
+            raise ConfigurationError(
+                f"transport 'nixl': backend {backend!r} cannot be made with {dict(options)}: "
+                f"{type(error).__name__}: {error}; UCX_TLS={os.environ.get('UCX_TLS')!r} must leave it 'tcp'"
+            ) from error
+
+    def register(self, buffer: Buffer) -> Registered:
+        """Make memory known.
+
+        Raises:
+            RegistrationError: the library refuses it, or peers could reach it only at a crawl.
+        """
+        kind, index = split(buffer.device)
+        rows = [(buffer.addr, buffer.nbytes, index, "")]
+        try:
+            _use(buffer.device)
+            if kind == "cuda":
+                _check_ipc(buffer)
+            return Registered(self._agent.register_memory(rows, _KINDS[kind]))
+        except RegistrationError:
+            raise
+        except Exception as error:
+            raise RegistrationError(
+                f"nixl: {buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r} cannot be registered: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def deregister(self, registered: Registered) -> None:
+        """Forget memory."""
+        with _mapped("deregister"):
+            self._agent.deregister_memory(registered)
+
+    def metadata(self) -> bytes:
+        """What peers need: this agent's addresses and all its memory."""
+        with _mapped("metadata"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def add(self, metadata: bytes, name: str) -> None:
+        """Learn the peer ``name``, or more of its memory.
+
+        Raises:
+            RemoteProtocolError: the metadata is garbage or of another agent.
+        """
+        try:
+            found = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            if type(error).__name__ in ("nixlMismatchError", "nixlInvalidParamError"):
+                raise RemoteProtocolError(
+                    f"nixl: {len(metadata)} bytes are no metadata of an agent: {error}"
+                ) from error
+            raise TransportError(f"nixl: peer {name} cannot be added: {type(error).__name__}: {error}") from error
+        if found != name.encode():
+            raise RemoteProtocolError(f"nixl: metadata of agent {found!r} instead of {name}")
+
+    def remove(self, name: str) -> None:
+        """Forget a peer."""
+        with _mapped(f"peer {name}: remove"):
+            self._agent.remove_remote_agent(name)
+
+    def prepare(self, name: str, part: Part, notify: bytes) -> Handle:
+        """Describe a write; nothing is read or written yet. ``notify`` reaches the peer after it; empty: nothing."""
+        with _mapped(f"peer {name}: {len(part.local)} writes"):
+            _use(part.device)
+            local = self._agent.get_xfer_descs(part.local, _KINDS[split(part.device)[0]])
+            remote = self._agent.get_xfer_descs(part.remote, _KINDS[part.remote_kind])
+            return Handle(self._agent.initialize_xfer("WRITE", local, remote, name, notify))
+
+    def post(self, name: str, handle: Handle) -> bool:
+        """Begin the write, and often finish it: copies are made in this call. True: done."""
+        with _mapped(f"peer {name}: post"):
+            return _is_done(self._agent.transfer(handle))
+
+    def done(self, name: str, handle: Handle) -> bool:
+        """Whether a posted write is done; also what moves it on."""
+        with _mapped(f"peer {name}: write"):
+            return _is_done(self._agent.check_xfer_state(handle))
+
+    def release(self, handle: Handle) -> None:
+        """Forget a write that is not in flight."""
+        raw: Any = handle
+        with _mapped("release"):
+            raw.release()
+
+    def notify(self, name: str, message: bytes) -> None:
+        """Send a message that no write carries."""
+        with _mapped(f"peer {name}: notify"):
+            self._agent.send_notif(name, message)
+
+    def heard(self) -> Mapping[str, Sequence[bytes]]:
+        """Messages by the name of the agent that sent them. Also what moves peers' writes on."""
+        with _mapped("progress"):
+            found: dict[str, list[bytes]] = self._agent.get_new_notifs()
+            return found
+
+
+def _is_done(status: str) -> bool:
+    if status == "ERR":
+        raise TransportError("the library reports an error and no reason")
+    return status == "DONE"
+
+
+def _use(device: str) -> None:
+    """Make a CUDA device current in the calling thread: threads begin with device 0. Nothing for CPU memory."""
+    kind, index = split(device)
+    if kind == "cuda":
+        torch.cuda.set_device(index)
+
+
+def _check_ipc(buffer: Buffer) -> None:
+    """Memory mapped piecewise (VMM) registers well, then crosses at a hundredth of the speed, through TCP."""
+    capable = _ipc_capable(buffer.addr)
+    if capable is None:
+        settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        capable = "expandable_segments:True" not in settings
+    if not capable:
+        raise RegistrationError(
+            f"nixl: {buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r} cannot be shared between processes; "
+            f"allocate them without 'expandable_segments:True' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
+        )
+
+
+def _ipc_capable(addr: int) -> bool | None:
+    """What the CUDA driver says of a device address; None: it says nothing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found = ctypes.c_int(0)
+    status = driver.cuPointerGetAttribute(ctypes.byref(found), _IPC_CAPABLE, ctypes.c_uint64(addr))
+    return bool(found.value) if status == 0 else None

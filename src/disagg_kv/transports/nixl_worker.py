@@ -1,0 +1,375 @@
+"""The thread that drives the NIXL agent: it posts, polls, and moves on what peers write to us.
+
+The library copies inside the call that posts, 0.1 s for 1 GiB or 30,000 writes; hence the thread. It is woken in about
+0.1 ms, which is as long as a small write takes; so small writes are posted by whoever submits them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from attrs import define, field
+
+from ..errors import PeerLostError, TransportError
+from ..ids import Peer, Ticket
+from .base import Ended, Heard, Settled
+from .nixl_library import Agent, Handle, Part
+from .process import Watch
+
+T = TypeVar("T")
+Told = Ended | Settled | Heard
+
+BUSY_S = 30e-6
+"""The shortest pause between two looks at the library; less would take the core from the peer's thread."""
+
+LOOK_S = 0.02
+"""How often processes of peers are looked at."""
+
+PROBE_S = 1.0
+"""How often each peer is sent a message that says nothing: an idle peer's end shows nowhere else."""
+
+GRACE_S = 0.2
+"""How long after the observed exit of a process the writes to it that failed are given up as quiet."""
+
+SMALL_BYTES, SMALL_WRITES = 1 << 18, 32
+"""Up to here a batch is posted by the thread that submits it, if nothing else is under way."""
+
+STUCK_S = 5.0
+"""How long ``close`` waits for a call of the library to return."""
+
+_DATA, _PROBE = b"\1", b"\0"
+
+
+@define(eq=False)
+class Link:
+    """A peer as the thread knows it. ``lost`` may be read by others."""
+
+    peer: Peer
+    watch: Watch | None
+    lost: bool = False
+    leaving: bool = False
+    exited_at: float | None = None
+    probe_at: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of its agent."""
+        return self.peer.hex()
+
+
+@define(eq=False)
+class Job:
+    """One ticket.
+
+    Args:
+        ticket: which.
+        peer: to whom.
+        parts: what is still to be posted, one after the other.
+        notify: what the peer hears after all of it.
+        sources: keeps the memory that is read alive.
+        handle: of the part in flight.
+    """
+
+    ticket: Ticket
+    peer: Peer
+    parts: deque[Part]
+    notify: bytes | None
+    sources: object
+    handle: Handle | None = None
+
+    def small(self) -> bool:
+        """Whether posting it takes no longer than waking a thread; with CUDA, it would also change the device."""
+        return all(
+            part.device == "cpu" == part.remote_kind and len(part.local) <= SMALL_WRITES for part in self.parts
+        ) and (sum(int(part.local[:, 1].sum()) for part in self.parts) <= SMALL_BYTES)
+
+
+@define(eq=False)
+class _Open:
+    """What is not quiet: jobs in flight, and jobs that failed while the library may still read their memory."""
+
+    flying: list[Job] = field(factory=list)
+    failed: list[Job] = field(factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.flying or self.failed)
+
+    def of(self, peer: Peer) -> bool:
+        return any(job.peer == peer for job in (*self.flying, *self.failed))
+
+
+class Worker:
+    """The thread. It runs until :meth:`close`.
+
+    Args:
+        make: makes the agent, on the thread.
+        told: where events go; appended to by the thread.
+        idle_s: the longest pause between two looks at the library.
+
+    Raises:
+        DisaggKVError: what ``make`` raises.
+    """
+
+    def __init__(self, make: Callable[[], Agent], told: deque[Told], idle_s: float) -> None:
+        self._agent: Agent
+        self._told = told
+        self._idle_s = idle_s
+        self._links: dict[Peer, Link] = {}
+        self._open = _Open()
+        # Held by whoever uses the agent or what is below.
+        self._lock = threading.Lock()
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._active_at = time.monotonic()
+        self._look_at = 0.0
+        self._until: float | None = None
+        made: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make, made), name="disagg_kv-nixl", daemon=True)
+        self._thread.start()
+        made.result()
+
+    # For other threads.
+
+    def call(self, act: Callable[[Agent], T], timeout_s: float | None = None) -> T:
+        """Do something on the thread and wait for its result.
+
+        Raises:
+            TransportError: not within ``timeout_s``; it will be done all the same.
+        """
+        future: Future[T] = Future()
+        self._commands.put(lambda: _settle(future, lambda: act(self._agent)))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            raise TransportError(f"nixl: busy with a write for {timeout_s} s", retryable=True) from error
+
+    def connect(self, peer: Peer, watch: Watch | None, metadata: bytes, fewer: bool, timeout_s: float) -> Link:
+        """Learn a peer, or more of its regions; ``fewer``: it has taken regions away since.
+
+        Raises:
+            PeerLostError: it was lost before.
+            RemoteProtocolError: the metadata is garbage.
+            TransportError: as :meth:`call`.
+        """
+        return self.call(lambda agent: self._connect(agent, peer, watch, metadata, fewer), timeout_s)
+
+    def post(self, job: Job) -> None:
+        """Begin a job; its end is told."""
+        if job.small() and self._commands.empty() and self._lock.acquire(blocking=False):
+            try:
+                self._begin(job)
+            finally:
+                self._lock.release()
+            if job.handle is not None:
+                self._commands.put(self._advance_all)
+        else:
+            self._commands.put(partial(self._begin, job))
+
+    def forget(self, peer: Peer) -> None:
+        """Forget a peer once its jobs are quiet."""
+        self._commands.put(partial(self._leave, peer))
+
+    def close(self, drain_s: float) -> None:
+        """Stop when all is quiet, or after ``drain_s`` seconds; again is harmless."""
+        self._commands.put(partial(self._stop, time.monotonic() + drain_s))
+        # A transport that is garbage may be collected by any thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(drain_s + STUCK_S)
+
+    # On the thread.
+
+    def _run(self, make: Callable[[], Agent], made: Future[None]) -> None:
+        try:
+            self._agent = make()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(None)
+        while self._until is None or (self._open and time.monotonic() < self._until):
+            # The longer nothing has happened, the longer the pause.
+            quiet_s = time.monotonic() - self._active_at
+            command: Callable[[], object] = self._hear
+            with suppress(Empty):
+                command = self._commands.get(timeout=min(self._idle_s, max(BUSY_S, quiet_s / 16)))
+            with self._lock:
+                command()
+                self._progress()
+        with self._lock:
+            if self._open:
+                # The library may still read the memory, and would crash if its handles were collected at exit.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._open)))
+            del self._agent
+
+    def _connect(self, agent: Agent, peer: Peer, watch: Watch | None, metadata: bytes, fewer: bool) -> Link:
+        link = self._links.get(peer)
+        if link is not None and link.lost:
+            raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
+        if link is not None and fewer and not self._open.of(peer):
+            agent.remove(link.name)
+        agent.add(metadata, peer.hex())
+        if link is None:
+            link = self._links[peer] = Link(peer, watch)
+            # The first message makes the connection; better now than with the first write.
+            self._look_at = 0.0
+        link.leaving = False
+        return link
+
+    def _stop(self, until: float) -> None:
+        self._until = until
+
+    def _leave(self, peer: Peer) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.leaving = True
+            self._look_at = 0.0
+
+    def _progress(self) -> None:
+        self._hear()
+        self._advance_all()
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            for link in tuple(self._links.values()):
+                self._look(link, now)
+            for job in tuple(self._open.failed):
+                self._settled(job, now)
+
+    def _advance_all(self) -> None:
+        for job in tuple(self._open.flying):
+            self._advance(job)
+
+    def _hear(self) -> None:
+        # A peer's end shows where it is written to; it is no reason not to hear the others.
+        with suppress(TransportError, PeerLostError):
+            for name, messages in self._agent.heard().items():
+                for message in messages:
+                    if message.startswith(_DATA):
+                        self._active_at = time.monotonic()
+                        # Agents of other programs are not addressed as ours are.
+                        with suppress(ValueError):
+                            self._told.append(Heard(Peer(bytes.fromhex(name)), message[1:]))
+
+    # Jobs.
+
+    def _begin(self, job: Job) -> None:
+        """Post the next part of a job, or end it."""
+        link = self._links.get(job.peer)
+        name = job.peer.hex()
+        notify = b"" if job.notify is None or len(job.parts) > 1 else _DATA + job.notify
+        try:
+            if link is None or link.lost:
+                raise PeerLostError(f"nixl: peer {name} is lost")
+            if not job.parts:
+                if notify:
+                    self._agent.notify(name, notify)
+                self._told.append(Ended(job.ticket))
+                return
+            job.handle = self._agent.prepare(name, job.parts[0], notify)
+        except (TransportError, PeerLostError) as error:
+            self._told.append(Ended(job.ticket, error))
+            return
+        self._open.flying.append(job)
+        try:
+            done = self._agent.post(name, job.handle)
+        except (TransportError, PeerLostError) as error:
+            self._fail(job, error)
+        else:
+            self._active_at = time.monotonic() if not done else self._active_at
+            if done:
+                self._landed(job)
+
+    def _advance(self, job: Job) -> None:
+        assert job.handle is not None
+        try:
+            done = self._agent.done(job.peer.hex(), job.handle)
+        except (TransportError, PeerLostError) as error:
+            self._fail(job, error)
+        else:
+            if done:
+                self._landed(job)
+
+    def _landed(self, job: Job) -> None:
+        self._open.flying.remove(job)
+        self._released(job)
+        job.parts.popleft()
+        if job.parts:
+            self._begin(job)
+        else:
+            self._told.append(Ended(job.ticket))
+
+    def _released(self, job: Job) -> bool:
+        """Let go of a handle whose write is over; False: the library does not."""
+        assert job.handle is not None
+        try:
+            self._agent.release(job.handle)
+        except (TransportError, PeerLostError):
+            return False
+        job.handle = None
+        return True
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """The ticket ends; whether the library still reads and writes is not known."""
+        self._open.flying.remove(job)
+        self._open.failed.append(job)
+        self._told.append(Ended(job.ticket, error, quiesced=False))
+        link = self._links.get(job.peer)
+        if isinstance(error, PeerLostError) and link is not None:
+            self._lose(link)
+
+    def _settled(self, job: Job, now: float) -> None:
+        """A failed job is quiet when all of it was written, or the process that it wrote to has ended."""
+        assert job.handle is not None
+        link = self._links.get(job.peer)
+        exited = link is not None and link.exited_at is not None and now >= link.exited_at + GRACE_S
+        try:
+            quiet = self._agent.done(job.peer.hex(), job.handle)
+        except (TransportError, PeerLostError):
+            quiet = exited
+        if quiet and self._released(job):
+            self._open.failed.remove(job)
+            self._told.append(Settled(job.ticket))
+
+    # Peers.
+
+    def _look(self, link: Link, now: float) -> None:
+        if link.exited_at is None and link.watch is not None and link.watch.ended():
+            link.exited_at = now
+            self._lose(link)
+        if link.leaving and not self._open.of(link.peer):
+            del self._links[link.peer]
+            with suppress(TransportError, PeerLostError):
+                self._agent.remove(link.name)
+        elif not link.lost and now >= link.probe_at:
+            link.probe_at = now + PROBE_S
+            try:
+                self._agent.notify(link.name, _PROBE)
+            except PeerLostError:
+                self._lose(link)
+            except TransportError:
+                # Not a statement about the peer; a write will say what is wrong.
+                return
+
+    def _lose(self, link: Link) -> None:
+        if link.lost:
+            return
+        link.lost = True
+        self._told.append(Heard(link.peer, None))
+        for job in [j for j in self._open.flying if j.peer == link.peer]:
+            self._advance(job)
+            if job in self._open.flying:
+                self._fail(job, PeerLostError(f"nixl: peer {link.name} is lost"))
+
+
+def _settle(future: Future[T], act: Callable[[], T]) -> None:
+    try:
+        future.set_result(act())
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,17 @@
+"""NIXL passes the suite that every transport is judged by (D1, D3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg_kv.testing.transport import TransportSuite
+from disagg_kv.transports import Transport
+from disagg_kv.transports.nixl import NixlTransport
+
+
+class TestNixl(TransportSuite):
+    """CPU memory, one process and two."""
+
+    @classmethod
+    def factory(cls) -> Callable[[], Transport]:
+        return NixlTransport
