@@ -17,7 +17,6 @@ from attrs import define, field, frozen
 from disagg_kv.channels import Channel, Hub, InprocChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.endpoints.delivery import DeliveryHandle
-from disagg_kv.endpoints.handles import RoomHandle
 from disagg_kv.endpoints.reception import ReceptionHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import GroupId, RoomId
@@ -333,7 +332,7 @@ class Request:
     taken: list[PageTable] = field(factory=list)
 
     @property
-    def handles(self) -> list[RoomHandle]:
+    def handles(self) -> list[DeliveryHandle | ReceptionHandle]:
         """Of all ranks."""
         return [*self.sends, *self.receives]
 
@@ -390,9 +389,14 @@ class Request:
         """Every rank says so, and is released."""
         return all(h.phase is phase and h.released for h in self.handles)
 
+    def released(self) -> Request:
+        """Wait until no rank needs its pages any more."""
+        self.rig.until(lambda: all(h.released for h in self.handles), f"room {self.room.decode()}")
+        return self
+
     def landed(self, stop: int | None = None) -> Request:
         """Wait for success; decode's pools should hold the rows from now on."""
-        self.rig.until(lambda: all(h.released for h in self.handles), f"room {self.room.decode()}")
+        self.released()
         assert self.all(Phase.DONE), [(h.phase.name, h.error) for h in self.handles]
         self.wanted(0, self.rows if stop is None else stop)
         self.rig.check()
@@ -405,13 +409,13 @@ class Request:
 
     def failed(self) -> Request:
         """Wait until all ranks have failed and released their pages."""
-        self.rig.until(lambda: all(h.released for h in self.handles), f"room {self.room.decode()}")
+        self.released()
         assert self.all(Phase.FAILED), [(h.phase.name, h.error) for h in self.handles]
         return self
 
     def ended(self) -> Request:
         """Wait until all ranks have ended; the ranks of one side agree, and prefill succeeds only if decode did."""
-        self.rig.until(lambda: all(h.released for h in self.handles), f"room {self.room.decode()}")
+        self.released()
         sent, received = {h.phase for h in self.sends}, {h.phase for h in self.receives}
         assert len(sent) <= 1, self.errors()
         assert len(received) <= 1, self.errors()

@@ -431,12 +431,13 @@ class PrefillRole:
         del self._rooms[room.key]
         if self._newest.get(name) is room:
             del self._newest[name]
+            self._unmet.pop(name, None)
         ended = Ended.DONE if machine.done else Ended.FAILED
-        self._unmet.pop(name, None)
         for epoch, flow in machine.flows.items():
             self._flows.pop((name, epoch, flow.generation), None)
             node.remember([epoch], RoomKey(name, flow.generation), ended)
-        if machine.error is not None and (machine.world is None or len(machine.flows) < machine.world):
+        incomplete = machine.world is None or len(machine.flows) < machine.world
+        if machine.error is not None and incomplete and name not in self._unmet:
             until = node.now + node.options.total_s
             self._unmet[name] = _Unmet(until, str(machine.error)[:1000], set(machine.flows))
             _bound(self._unmet, node.options.parked)

@@ -1,0 +1,407 @@
+"""How rooms end: aborts at any time from any side, deadlines, silence, agreement, reuse, close."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from disagg_kv.errors import (
+    AbortedError,
+    ConfigurationError,
+    DeadlineError,
+    DisaggKVError,
+    IntegrityError,
+    LocalProtocolError,
+    PeerLostError,
+    RemoteProtocolError,
+)
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import RoomId
+from disagg_kv.protocol import Options, Phase
+from disagg_kv.rendezvous import Source
+from disagg_kv.transports import InprocTransport
+from tests.support.rig import Memory, Rig, tp_shards
+from tests.support.rig_parts import CountingKernels, RecordingTransport
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+QUICK = Options(silence_s=5.0, total_s=20.0)
+
+
+@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_at_any_time(side: str, path: str) -> None:
+    """E1, C8: whenever and wherever a rank gives up, all ranks of a side end alike and all memory comes back."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy=path, slot_bytes=512)
+    decodes = rig.decode(tp_shards(SPEC, 2), strategy=path)
+    ends: set[Phase] = set()
+    for turns in range(26):
+        request = rig.request(f"{turns}", prefills, decodes, 24).start()
+        for _ in range(turns):
+            rig.turn(0.001)
+        request.handles[turns % 2 + 2 * (side == "decode")].abort("changed my mind")
+        request.ended()
+        ends.add(request.receives[0].phase)
+        assert request.receives[0].phase is Phase.DONE or "changed my mind" in request.errors()
+        for decode, table in zip(decodes, request.taken, strict=True):
+            decode.give(table)
+        for prefill, tables in zip(prefills, request.given.values(), strict=True):
+            prefill.give(tables[0])
+    assert ends == {Phase.DONE, Phase.FAILED}
+    rig.quiet()
+
+
+def test_an_abort_after_the_end_is_harmless() -> None:
+    """``abort`` is idempotent and changes no outcome."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).start().landed()
+    for handle in request.handles:
+        handle.abort("too late")
+        handle.abort("too late")
+    rig.wait(1.0)
+    assert request.all(Phase.DONE)
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["before prefill opens", "after"])
+def test_decode_declines(opened: bool) -> None:
+    """An abort before ``expect`` declines the room, whether prefill has opened it or not."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
+    request = rig.request("room", prefills, decodes, 8)
+    if opened:
+        request.open_prefill().send(8)
+    request.open_decode()
+    request.receives[1].abort("no room here")
+    if not opened:
+        rig.until(lambda: all(h.released for h in request.receives), "decode's end")
+        rig.wait(1.0)
+        request.open_prefill()
+    request.failed()
+    assert "no room here" in str(request.sends[0].error)
+    assert isinstance(request.sends[0].error, AbortedError)
+    rig.quiet()
+
+
+def test_prefill_gives_up_before_decode_asks() -> None:
+    """A room that prefill aborted while nobody knew of it fails on decode as soon as it asks."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_prefill().send(8)
+    request.sends[1].abort("preempted for good")
+    rig.until(lambda: all(h.released for h in request.sends), "prefill's end")
+    request.open_decode().expect().failed()
+    assert "preempted for good" in str(request.receives[0].error)
+    rig.quiet()
+
+
+def test_an_expectation_waits_for_the_room() -> None:
+    """What decode awaits before prefill has opened the room is parked, and served later."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8)
+    rig.wait(60.0)
+    assert request.receives[0].phase is Phase.MOVING
+    request.open_prefill().send(8).finish().landed()
+    assert request.sends[0].held == {"kv": 0}
+
+
+def test_parked_expectations_are_bounded() -> None:
+    """E14: more than ``parked`` expectations are not kept; they are repeated until there is room."""
+    rig = Rig(SPEC, options=Options(parked=2))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    requests = [rig.request(f"{i}", prefills, decodes, 8).open_decode().expect() for i in range(5)]
+    rig.wait(3.0)
+    assert prefills[0].observer.counters["frames.not_parked"] > 0
+    for request in requests:
+        request.open_prefill().send(8).finish()
+    rig.until(lambda: all(r.all(Phase.DONE) for r in requests), "all rooms")
+
+
+def test_a_room_id_is_used_again_at_once() -> None:
+    """E11: a room's next life begins as soon as its last is released, whatever became of it."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
+    for life in range(8):
+        request = rig.request("same", prefills, decodes, 8)
+        if life % 4 == 1:
+            request.open_decode().open_prefill().receives[0].abort("declined")
+            request.released()
+        elif life % 4 == 3:
+            request.start().sends[0].abort("aborted")
+            request.released()
+            request.forgive()
+        else:
+            request.start().landed()
+        if life % 4 in (1, 3):
+            assert request.all(Phase.FAILED)
+    rig.quiet()
+
+
+def test_late_aborts_do_not_reach_the_next_life() -> None:
+    """E11: a rank's word about a life that prefill gave up before is not taken for the next life."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2))
+    decodes[1].frozen = True
+    first = rig.request("same", prefills, decodes, 8).open_decode().open_prefill()
+    first.receives[0].abort("declined")
+    rig.until(lambda: first.sends[0].released and first.receives[0].released, "the end but on rank 1")
+    second = rig.request("same", prefills, decodes, 8).open_prefill()
+    decodes[1].frozen = False
+    rig.until(lambda: first.receives[1].released, "the end on rank 1")
+    rig.wait(5.0)
+    assert second.sends[0].phase is Phase.CONNECTING
+    second.open_decode().expect().send(8).finish().landed()
+    rig.quiet()
+
+
+def test_a_room_is_open_once() -> None:
+    """Room ids are checked, and a life must be released before the next."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_prefill().open_decode()
+    with pytest.raises(LocalProtocolError, match="open already"):
+        prefills[0].endpoint.open(request.room)
+    with pytest.raises(LocalProtocolError, match="open already"):
+        decodes[0].endpoint.open(request.room, Source("P"))
+    for name in (b"", b"x" * 65):
+        with pytest.raises(ConfigurationError, match="room id"):
+            prefills[0].endpoint.open(RoomId(name))
+
+
+def test_another_decode_instance_does_not_disturb_a_room() -> None:
+    """A room belongs to the decode instance that asked first; the other one is refused and the room goes on."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2))
+    mine, other = rig.decode(tp_shards(SPEC, 2), "mine"), rig.decode(tp_shards(SPEC, 1), "other")
+    request = rig.request("room", prefills, mine, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")
+    intruder = rig.request("room", prefills, other, 8).open_decode().expect()
+    rig.until(lambda: intruder.receives[0].released, "the refusal")
+    assert intruder.receives[0].phase is Phase.FAILED
+    assert "has this room" in str(intruder.receives[0].error)
+    rig.wait(2.0)
+    request.send(8).finish().landed()
+    rig.quiet()
+
+
+def test_tags_must_match() -> None:
+    """A prompt digest that differs fails the room; one that only one side has does not."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    for ours, theirs in ((b"a", b"a"), (b"", b"a"), (b"a", b"")):
+        request = rig.request("room", prefills, decodes, 8).open_decode().expect(tag=ours).open_prefill()
+        request.send(8).finish(tag=theirs).landed()
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(tag=b"a").open_prefill().send(8)
+    request.finish(tag=b"b").failed()
+    assert isinstance(request.receives[0].error, IntegrityError)
+    rig.quiet()
+
+
+def test_prefill_ends_too_early() -> None:
+    """Fewer rows than decode asked for are a failure that names both numbers."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8)
+    request.rows = 6
+    request.open_prefill().send(6).finish().failed()
+    assert isinstance(request.receives[0].error, RemoteProtocolError)
+    assert "row 6, not at 8" in str(request.receives[0].error)
+    rig.quiet()
+
+
+def test_more_rows_than_decode_has_pages_for() -> None:
+    """With ``stop=None`` prefill's end must fit the pages."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect()
+    request.rows, request.truth = 20, rig.truth(20)
+    request.open_prefill().send(20).finish().failed()
+    request.forgive()
+    rig.check()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_one_decode_rank_fails(path: str) -> None:
+    """C8, E16: what one rank of an instance cannot do, none has done."""
+    rig = Rig(SPEC)
+    kernels = CountingKernels()
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy=path)
+    shards = tp_shards(SPEC, 2)
+    decodes = rig.decode(shards, strategy=path, only=[0]) + rig.decode(shards, strategy=path, only=[1], kernels=kernels)
+    kernels.fail = RuntimeError("no such kernel")
+    request = rig.request("room", prefills, decodes, 8).start()
+    if path == "staged":
+        request.failed()
+        assert "no such kernel" in str(request.receives[1].error)
+        assert "another rank failed" in str(request.receives[0].error)
+    request.ended()
+    kernels.fail = None
+    rig.request("next", prefills, decodes, 8).start().landed()
+    rig.quiet()
+
+
+def test_an_unforeseen_error_ends_rooms_but_not_the_endpoint(caplog: pytest.LogCaptureFixture) -> None:
+    """E8: kernels, transports and events that raise what they should not cost rooms; the next room works."""
+    rig = Rig(SPEC)
+    kernels, transport = CountingKernels(), RecordingTransport(InprocTransport())
+    memory = Memory(transport=lambda: transport)
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    kernels.fail = RuntimeError("illegal memory access")
+    request = rig.request("room", prefills, decodes, 8).start().failed()
+    assert "illegal memory access" in str(request.sends[0].error)
+    kernels.fail = None
+    transport.fail = ValueError("no such endpoint")
+    request = rig.request("room", prefills, decodes, 8).start().failed()
+    assert "no such endpoint" in str(request.sends[0].error)
+    transport.fail = None
+
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("device lost")
+
+        def synchronize(self) -> None:
+            raise AssertionError("never")
+
+    with caplog.at_level(logging.ERROR):
+        for late in (False, True):
+            request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+            if late:
+                request.send(8).sends[0].finish(8, ready=Broken())
+            else:
+                request.send(8, ready=Broken()).finish()
+            request.failed()
+            assert "device lost" in request.errors()
+    rig.request("next", prefills, decodes, 8).start().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("when", ["never there", "lost"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_silence_ends_rooms(side: str, when: str) -> None:
+    """E9: a peer that says nothing for ``silence_s`` fails its rooms, and nobody else's."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+    dead = prefills[1] if side == "prefill" else decodes[0]
+    if when == "lost":
+        rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")
+    dead.frozen = True
+    rig.wait(30.0)
+    alive = [h for h, m in zip(request.handles, [*prefills, *decodes], strict=True) if m is not dead]
+    assert all(h.phase is Phase.FAILED for h in alive)
+    assert all(isinstance(h.error, DisaggKVError) for h in alive)
+    if side == "prefill":
+        assert isinstance(request.receives[0].error, PeerLostError)
+
+
+def test_a_rooms_own_deadlines() -> None:
+    """``silence_s`` and ``total_s`` of one room override the endpoint's; the error names who is missing."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
+    request = rig.request("room", prefills, decodes, 8).open_decode(4.0).expect().open_prefill(4.0).send(8)
+    request.sends[1].finish(8)
+    rig.until(lambda: all(h.phase is Phase.FAILED for h in request.handles), "the deadline", 2000)
+    errors = [h.error for h in request.handles]
+    assert any(isinstance(e, DeadlineError) for e in errors)
+    assert "within 4 s" in request.errors()
+    assert "ranks [0] are not done" in request.errors() or "is moving" in request.errors()
+    lonely = decodes[0].endpoint.open(RoomId(b"lonely"), Source("nobody"), silence_s=2.0)
+    rig.until(lambda: lonely.released, "the silence", 600)
+    assert "'nobody' was not found in 2 s" in str(lonely.error)
+    late = prefills[0].endpoint.open(RoomId(b"late"), total_s=3.0)
+    rig.until(lambda: late.released, "the deadline", 800)
+    assert "0 of unknown decode ranks asked" in str(late.error)
+
+
+def test_a_declined_room_of_an_unknown_instance_ends() -> None:
+    """E14: a room that is declined, and whose prefill never appears, does not stay for ever."""
+    rig = Rig(SPEC, options=QUICK)
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    handle = decodes[0].endpoint.open(RoomId(b"room"), Source("nobody"))
+    handle.abort("not needed")
+    rig.until(lambda: handle.released, "its end")
+    rig.wait(6.0)
+    rig.quiet()
+
+
+def test_a_frozen_prefill_rank_does_not_stop_others() -> None:
+    """E2, E9: rooms of another prefill instance go on while one rank's leases wait for it."""
+    rig = Rig(SPEC, options=QUICK)
+    ring = 16 << 10
+    bad = rig.prefill(tp_shards(SPEC, 2), "bad", strategy="staged")
+    good = rig.prefill(tp_shards(SPEC, 2), "good", strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=ring)
+    stuck = [rig.request(f"{i}", bad, decodes, 16, "bad").open_decode().expect().open_prefill() for i in range(4)]
+    for request in stuck:
+        step = bad[0].endpoint.step({request.room: (16, [request.pages(0, 16)[0]])})
+        assert step is not None
+    rig.wait(1.0)
+    bad[1].frozen = True
+    for i in range(3):
+        rig.request(f"good {i}", good, decodes, 16, "good").start().landed()
+    rig.wait(10.0)
+    assert all(r.receives[0].phase is Phase.FAILED for r in stuck)
+    rig.request("good at last", good, decodes, 16, "good").start().landed()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_closing_ends_open_rooms(side: str) -> None:
+    """``close`` aborts what is open and tells the peers; calls after it are refused or harmless."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")
+    closed = rig.members[side == "decode"]
+    closed.close()
+    rig.wait(10.0)
+    assert all(h.phase is Phase.FAILED for h in request.handles)
+    assert "the endpoint closes" in request.errors()
+    closed.close()
+    for handle in request.handles:
+        handle.abort("again")
+    other = rig.request("other", prefills, decodes, 8)
+    with pytest.raises(LocalProtocolError, match="closed"):
+        (other.open_prefill if side == "prefill" else other.open_decode)()
+
+
+def test_closing_with_threads() -> None:
+    """The same with the endpoints' own threads: rooms of both sides end, and ``close`` returns."""
+    rig = Rig(SPEC, threaded=True)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: all(h.phase is Phase.READY for h in request.sends), "the expectation")
+    for member in decodes:
+        member.close(5.0)
+    rig.until(lambda: all(h.phase is Phase.FAILED for h in request.handles), "the end")
+    rig.close()
+
+
+def test_poll_reports_each_change() -> None:
+    """``poll`` lists every handle whose phase or release changed, once per call."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().open_prefill()
+    seen: dict[str, list[tuple[Phase, bool]]] = {"send": [], "receive": []}
+
+    def look() -> bool:
+        for handle in prefills[0].endpoint.poll():
+            assert handle is request.sends[0]
+            seen["send"].append((handle.phase, handle.released))
+        for reception in decodes[0].endpoint.poll():
+            assert reception is request.receives[0]
+            seen["receive"].append((reception.phase, reception.released))
+        return all(h.released for h in request.handles)
+
+    rig.until(lambda: look() or request.receives[0].phase is Phase.READY, "the introduction")
+    request.expect(8)
+    rig.until(lambda: look() or request.sends[0].phase is Phase.READY, "the expectation")
+    request.send(8).finish()
+    rig.until(look, "the end")
+    assert seen["receive"] == [(Phase.READY, False), (Phase.MOVING, False), (Phase.DONE, True)]
+    assert seen["send"] == [(Phase.READY, False), (Phase.MOVING, False), (Phase.DONE, True)]
+    assert not prefills[0].endpoint.poll()
+    assert not decodes[0].endpoint.poll()
