@@ -105,7 +105,7 @@ class NixlTransport:
         error_mode: Literal["peer", "none"] = "peer",
         backend: str = "UCX",
         backend_options: Mapping[str, str] | None = None,
-        idle_s: float = 0.002,
+        idle_s: float = 0.003,
         drain_s: float = 5.0,
         cuda_device: int | None = None,
     ) -> None:

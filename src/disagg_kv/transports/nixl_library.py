@@ -176,7 +176,7 @@ class Agent:
         try:
             _use(buffer.device)
             if kind == "cuda":
-                _check_ipc(buffer)
+                check_shareable(buffer)
             return Registered(self._agent.register_memory(rows, _KINDS[kind]))
         except RegistrationError:
             raise
@@ -267,7 +267,7 @@ def _use(device: str) -> None:
         torch.cuda.set_device(index)
 
 
-def _check_ipc(buffer: Buffer) -> None:
+def check_shareable(buffer: Buffer) -> None:
     """Memory mapped piecewise (VMM) registers well, then crosses at a hundredth of the speed, through TCP."""
     capable = _ipc_capable(buffer.addr)
     if capable is None:

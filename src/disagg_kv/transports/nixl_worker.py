@@ -282,9 +282,10 @@ class Worker:
         except (TransportError, PeerLostError) as error:
             self._fail(job, error)
         else:
-            self._active_at = time.monotonic() if not done else self._active_at
             if done:
                 self._landed(job)
+            else:
+                self._active_at = time.monotonic()
 
     def _advance(self, job: Job) -> None:
         assert job.handle is not None
@@ -292,9 +293,12 @@ class Worker:
             done = self._agent.done(job.peer.hex(), job.handle)
         except (TransportError, PeerLostError) as error:
             self._fail(job, error)
-        else:
-            if done:
-                self._landed(job)
+            return
+        link = self._links.get(job.peer)
+        if done:
+            self._landed(job)
+        elif link is not None and link.lost:
+            self._fail(job, PeerLostError(f"nixl: peer {link.name} is lost"))
 
     def _landed(self, job: Job) -> None:
         self._open.flying.remove(job)
@@ -358,14 +362,9 @@ class Worker:
                 return
 
     def _lose(self, link: Link) -> None:
-        if link.lost:
-            return
-        link.lost = True
-        self._told.append(Heard(link.peer, None))
-        for job in [j for j in self._open.flying if j.peer == link.peer]:
-            self._advance(job)
-            if job in self._open.flying:
-                self._fail(job, PeerLostError(f"nixl: peer {link.name} is lost"))
+        if not link.lost:
+            link.lost = True
+            self._told.append(Heard(link.peer, None))
 
 
 def _settle(future: Future[T], act: Callable[[], T]) -> None:
