@@ -19,7 +19,7 @@ Order = Literal["NHD", "HND"]
 
 def register(app: typer.Typer) -> None:
     """Add the group of commands to ``app``."""
-    group = typer.Typer(callback=bench, no_args_is_help=True)
+    group = typer.Typer(callback=bench)
     group.command()(transfer)
     app.add_typer(group, name="bench")
 

@@ -1,0 +1,97 @@
+"""The page about benchmarks shows the committed results, all of them, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pages import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first row is the head."""
+    rule = ["---", *["--:"] * (len(rows[0]) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
+
+
+def transfer(found: Mapping[str, Any]) -> str:
+    """Strategies side by side."""
+    names, ceiling = list(found["strategies"]), found["ceiling"]
+    each = [found["strategies"][name] for name in names]
+
+    def ms(of: Mapping[str, float]) -> str:
+        return f"{of['p50'] * 1e3:,.1f} / {of['p95'] * 1e3:,.1f}"
+
+    def rows() -> Iterator[list[str]]:
+        yield ["ms, p50 / p95", *names, "plain writes"]
+        for phase in each[0]["phases"]:
+            plain = ms(ceiling["total"]) if phase == "total" else ""
+            yield [phase, *(ms(of["phases"][phase]) for of in each), plain]
+        yield ["GB/s", *(f"{of['gb_per_s']:.2f}" for of in each), f"{ceiling['gb_per_s']:.2f}"]
+        yield ["share of the ceiling", *(f"{of['share_of_ceiling']:.1%}" for of in each), "100%"]
+        yield ["writes", *(f"{of['descriptors']:,}" for of in each), f"{ceiling['writes']:,}"]
+
+    return table(list(rows()))
+
+
+def kernels(found: Mapping[str, Any]) -> str:
+    """Gather and scatter, case by case."""
+    head = ["order, page size, pages", "copy_ GB/s", "gather / copy_", "scatter / copy_"]
+    return table(
+        [
+            head,
+            *(
+                [
+                    f"{case['layout']}, {case['page_size']}, {case['pages']}",
+                    f"{case['copy_GB_per_s']:.2f}",
+                    f"{case['gather_ratio']:.2f}",
+                    f"{case['scatter_ratio']:.2f}",
+                ]
+                for case in found["cases"]
+            ),
+        ]
+    )
+
+
+def planning(found: Mapping[str, Any]) -> str:
+    """What a plan costs."""
+    steps = [[name, f"{ms:.2f}"] for name, ms in found["median_ms"].items()]
+    return table([["step", "ms, median"], *steps, ["all", f"{found['total_ms']:.2f}"]])
+
+
+RENDER = {"cpu_transfer_shm.json": transfer, "cpu_kernels.json": kernels, "cpu_planning.json": planning}
+
+
+@pytest.mark.parametrize("name", RENDER)
+def test_the_page_shows_what_was_measured(name: str) -> None:
+    wanted = RENDER[name](json.loads((RESULTS / name).read_text()))
+    assert wanted in PAGE.read_text(), f"{PAGE} must show, for {name}:\n\n{wanted}\n"
+
+
+@pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_every_result_says_where_it_comes_from_and_is_named_on_the_page(result: Path) -> None:
+    found = json.loads(result.read_text())
+    where = found.get("machine") or found["hardware"]
+    assert where["cpu"]
+    assert where["cores"]
+    assert found.get("versions") or where["versions"]
+    assert f"benchmarks/results/{result.name}" in PAGE.read_text()
+
+
+def test_the_committed_transfer_was_measured_at_a_commit_with_right_bytes_and_within_the_limit() -> None:
+    """The limit: staged is faster than one write per token and head slice."""
+    found = json.loads((RESULTS / "cpu_transfer_shm.json").read_text())
+    assert found["ok"] is True
+    assert len(found["machine"]["commit"]) == 40, "measure in a clean checkout"
+    staged, slices = (found["strategies"][name] for name in ("staged", "slice"))
+    assert found["ratio_staged_over_slice"] == pytest.approx(staged["gb_per_s"] / slices["gb_per_s"])
+    assert found["ratio_staged_over_slice"] > 1
+    assert staged["descriptors"] * 1000 < slices["descriptors"]
+    assert f"**{found['ratio_staged_over_slice']:.1f} times**" in PAGE.read_text()
