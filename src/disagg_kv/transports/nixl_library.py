@@ -9,8 +9,9 @@ import ctypes
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NewType
 
@@ -88,7 +89,9 @@ def load() -> Library:
     for name in MODULES:
         raises = logging.raiseExceptions
         try:
-            module = importlib.import_module(name)
+            # It logs its first line while it is imported.
+            with redirect_stdout(sys.stderr):
+                module = importlib.import_module(name)
         except ImportError as error:
             problems.append(f"{name}: {error}")
             continue

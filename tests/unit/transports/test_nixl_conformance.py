@@ -7,8 +7,10 @@ from collections.abc import Callable
 from disagg_kv.testing.transport import TransportSuite
 from disagg_kv.transports import Transport
 from disagg_kv.transports.nixl import NixlTransport
+from tests.support.nixl import needs_nixl
 
 
+@needs_nixl
 class TestNixl(TransportSuite):
     """CPU memory, one process and two."""
 

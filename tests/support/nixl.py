@@ -1,0 +1,29 @@
+"""Whether NIXL is here, and a child program around its transport."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from disagg_kv.transports.nixl_library import ENVIRONMENT, MODULES
+
+needs_nixl = pytest.mark.skipif(
+    not any(find_spec(module) for module in MODULES), reason="NIXL is not installed: pip install nixl-cu13"
+)
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python program in a process of its own, in which nobody has set what the transport sets."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

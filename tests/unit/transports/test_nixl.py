@@ -1,0 +1,333 @@
+"""What NIXL's transport does beyond the suite that all pass."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+
+import attrs
+import msgspec
+import numpy as np
+import pytest
+
+from disagg_kv.errors import PeerLostError, RegistrationError, RemoteProtocolError, TransportError
+from disagg_kv.ids import Peer, RegionId
+from disagg_kv.memory import U8, Buffer
+from disagg_kv.planning import Writes
+from disagg_kv.testing.ends import Child, End, HostMemory, Told
+from disagg_kv.testing.pair import Log, batch, noise, same, wait
+from disagg_kv.transports import Descriptor, Ended, Heard, Process, decode, encode, transport
+from disagg_kv.transports.nixl import NixlTransport, cut
+from tests.support.nixl import needs_nixl
+
+pytestmark = needs_nixl
+
+MIB = 1 << 20
+THREAD = "disagg_kv-nixl"
+WAIT_S = 30.0
+
+
+def end(**options: object) -> End:
+    """One end in this process."""
+    return End(lambda: transport("nixl", **options), HostMemory())
+
+
+@pytest.fixture
+def source() -> Iterator[End]:
+    one = end()
+    yield one
+    one.close(0.0)
+
+
+@pytest.fixture
+def target() -> Iterator[End]:
+    one = end()
+    yield one
+    one.close(0.0)
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    """A process in which each test may open a transport of its own."""
+    one = Child(NixlTransport, HostMemory(), WAIT_S)
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def victim() -> Iterator[Child]:
+    """A process that the test may kill."""
+    one = Child(NixlTransport, HostMemory(), WAIT_S)
+    one.open()
+    yield one
+    one.stop()
+
+
+def told(one: End, number: int) -> list[Told]:
+    """What it tells, until it has told so much."""
+    found: list[Told] = []
+    wait(lambda: len(found) >= number, lambda: found.extend(one.told()), WAIT_S, f"{number} events")
+    return found
+
+
+def contact(descriptor: bytes) -> tuple[Descriptor, dict[str, object]]:
+    """A descriptor and what is NIXL's in it."""
+    made = decode(descriptor, "nixl")
+    found: dict[str, object] = msgspec.msgpack.decode(made.blob)
+    return made, found
+
+
+def forged(descriptor: bytes, **changes: object) -> bytes:
+    """With another contact."""
+    made, found = contact(descriptor)
+    return encode(attrs.evolve(made, blob=msgspec.msgpack.encode(found | changes)))
+
+
+def forged_name(descriptor: bytes) -> bytes:
+    """Of another incarnation."""
+    return encode(attrs.evolve(decode(descriptor, "nixl"), incarnation=Peer(bytes(16))))
+
+
+def test_an_idle_peer_that_is_killed_is_reported_without_any_write(source: End, victim: Child) -> None:
+    """Nothing is in flight and nothing is posted; the same peer is then refused (E10)."""
+    descriptor = victim.descriptor()
+    peer = source.connect(descriptor, WAIT_S)
+    victim.kill()
+    assert told(source, 1) == [Heard(peer, None)]
+    with pytest.raises(PeerLostError):
+        source.connect(descriptor, WAIT_S)
+    source.transport.disconnect(peer)
+    with pytest.raises(PeerLostError):
+        source.connect(descriptor, WAIT_S)
+
+
+def test_a_peer_that_cannot_be_watched_is_probed(source: End, target: End) -> None:
+    """As of another host; here its transport closes, its process lives."""
+    peer = source.connect(target.descriptor(), WAIT_S)
+    target.close(0.0)
+    assert told(source, 1) == [Heard(peer, None)]
+
+
+def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: End) -> None:
+    """The same process number means another process there."""
+    elsewhere = attrs.asdict(attrs.evolve(Process.own(), host="another"))
+    region, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
+    peer = source.connect(forged(target.descriptor(), process=elsewhere), WAIT_S)
+    ticket = source.submit(peer, batch(region, there, [(0, 0, 100)]))
+    assert told(source, 1) == [Ended(ticket)]
+    same(target.read(there), noise(100))
+
+
+def test_writes_to_a_killed_peer_end_unquiet_and_settle_when_its_end_was_seen(source: End, victim: Child) -> None:
+    """Each ends once; the source is not given back before the proof (E1, E10)."""
+    log = Log(source.transport.caps)
+    here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
+    peer = source.connect(victim.descriptor(), WAIT_S)
+    victim.pause()
+    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
+    with pytest.raises(RegistrationError, match="not quiet"):
+        source.drop(here)
+    victim.kill()
+    wait(lambda: log.lost(peer), lambda: log.add(source.told()), WAIT_S, "the loss")
+    late = source.submit(peer, batch(here, there, [(0, 0, 10)]))
+
+    def quiet() -> bool:
+        return all(t in log.settled or (t in log.ended and log.ended[t].quiesced) for t in [*tickets, late])
+
+    wait(quiet, lambda: log.add(source.told()), WAIT_S, "every ticket to be quiet")
+    assert log.settled, "all were done before the kill"
+    assert isinstance(log.ended[late].error, PeerLostError)
+    assert log.ended[late].quiesced
+    failed = [log.ended[t].error for t in log.settled]
+    assert all(isinstance(error, PeerLostError) for error in failed), failed
+    source.drop(here)
+
+
+def test_close_names_what_is_in_flight_to_a_frozen_peer(source: End, victim: Child) -> None:
+    """It returns in time; the memory stays as it is, and later calls find nothing (E9)."""
+    here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
+    peer = source.connect(victim.descriptor(), WAIT_S)
+    victim.pause()
+    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
+    source.transport.disconnect(peer)
+    left = source.close(0.1)
+    ended = {event.ticket for event in source.told() if isinstance(event, Ended)}
+    assert left
+    assert set(left) | ended == set(tickets)
+    victim.resume()
+    assert list(source.close(1.0)) == []
+
+
+def test_no_thread_outlives_its_transport() -> None:
+    """Whether it was closed or forgotten."""
+    before = threading.active_count()
+    one, other = NixlTransport(), NixlTransport()
+    assert threading.active_count() == before + 2
+    one.close(0.0)
+    del other
+    gc.collect()
+    assert threading.active_count() == before
+    with pytest.raises(TransportError, match="closed"):
+        one.register([])
+
+
+def test_an_idle_transport_takes_less_than_a_twentieth_of_a_core(source: End, target: End) -> None:
+    """Of the time of its thread, which a busy host does not lengthen."""
+    source.connect(target.descriptor(), WAIT_S)
+    clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.name == THREAD and t.ident]
+    assert len(clocks) == 2
+    time.sleep(0.5)
+    before, began = [time.clock_gettime(clock) for clock in clocks], time.monotonic()
+    time.sleep(2.0)
+    spent = [time.clock_gettime(clock) - b for clock, b in zip(clocks, before, strict=True)]
+    assert max(spent) / (time.monotonic() - began) < 0.05
+
+
+def test_memory_of_several_devices_goes_in_several_parts(source: End, target: End) -> None:
+    """One batch, one ticket, one notification after all of it; the CPU has two names here."""
+    data = [noise(4096, seed) for seed in range(3)]
+    memory = [np.zeros(4096, np.uint8) for _ in data]
+    names = ("cpu", "cpu:0", "cpu")
+
+    def buffers(arrays: Sequence[U8]) -> list[Buffer]:
+        return [Buffer(a.ctypes.data, a.nbytes, name, a) for a, name in zip(arrays, names, strict=True)]
+
+    here = source.transport.register(buffers(data))
+    there = target.transport.register(buffers(memory[::-1]))
+    peer = source.connect(target.descriptor(), WAIT_S)
+    local, remote = np.array([*here, here[0]], np.int32), np.array([*there, there[1]], np.int32)
+    zero = np.zeros(4, np.int64)
+    writes = Writes(local, zero, remote, zero, np.array([4096, 4096, 4096, 0], np.int64))
+    ticket = source.submit(peer, writes, b"all")
+    (heard,) = told(target, 1)
+    assert isinstance(heard, Heard)
+    assert heard.data == b"all"
+    assert told(source, 1) == [Ended(ticket)]
+    for found, want in zip(memory[::-1], data, strict=True):
+        same(found, want)
+
+
+def test_writes_are_cut_by_the_devices_that_they_go_between() -> None:
+    """Each kind of memory has its own call; each GPU its own context."""
+    regions = [RegionId(i) for i in range(4)]
+    local = {"cuda:1": regions[:2], "cpu": regions[2:]}
+    remote = {"cuda:0": regions[:3], "cpu": regions[3:]}
+    rows = np.array([(0, 0, 8), (1, 3, 8), (2, 3, 8), (0, 1, 8), (3, 0, 0)], np.int64)
+    ids = rows.astype(np.int32)
+    source, target = np.arange(5) + 100, np.arange(5) + 200
+    parts = cut(Writes(ids[:, 0], source, ids[:, 1], target, rows[:, 2]), source, target, local, remote)
+    assert [(p.device, p.remote_kind, p.local.tolist(), p.remote.tolist()) for p in parts] == [
+        ("cuda:1", "cuda", [[100, 8, 1], [103, 8, 1]], [[200, 8, 0], [203, 8, 0]]),
+        ("cuda:1", "cpu", [[101, 8, 1]], [[201, 8, 0]]),
+        ("cpu", "cpu", [[102, 8, 0]], [[202, 8, 0]]),
+    ]
+
+
+def test_a_notification_needs_no_data(source: End, target: End) -> None:
+    """An empty batch may carry one."""
+    peer = source.connect(target.descriptor(), WAIT_S)
+    ticket = source.submit(peer, batch(RegionId(0), RegionId(0), []), b"alone")
+    assert told(source, 1) == [Ended(ticket)]
+    (heard,) = told(target, 1)
+    assert isinstance(heard, Heard)
+    assert heard.data == b"alone"
+    assert heard.peer == decode(source.descriptor(), "nixl").incarnation
+
+
+def test_cuda_memory_is_refused_where_there_is_none(source: End) -> None:
+    """And the good memory of the same call is not registered (D3)."""
+    array = np.zeros(4096, np.uint8)
+    good = Buffer(array.ctypes.data, array.nbytes, "cpu", array)
+    with pytest.raises(RegistrationError, match="cuda:63"):
+        source.transport.register([good, Buffer(1 << 40, 4096, "cuda:63")])
+    source.transport.register([good])
+
+
+def test_regions_that_were_taken_away_and_given_again_are_reached(source: End, child: Child) -> None:
+    """A newer descriptor with other regions of the same peer."""
+    child.open()
+    here, there = source.add(noise(MIB)), child.add(np.zeros(MIB, np.uint8))
+    peer = source.connect(child.descriptor(), WAIT_S)
+    source.submit(peer, batch(here, there, [(0, 0, MIB)]))
+    told(source, 1)
+    child.drop(there)
+    again = child.add(np.zeros(MIB, np.uint8))
+    assert source.connect(child.descriptor(), WAIT_S) == peer
+    with pytest.raises(RegistrationError):
+        source.submit(peer, batch(here, there, [(0, 0, 1)]))
+    source.submit(peer, batch(here, again, [(0, 0, MIB)]))
+    assert [event.error for event in told(source, 1) if isinstance(event, Ended)] == [None]
+    same(child.read(again), noise(MIB))
+    child.close(0.0)
+
+
+def test_30000_writes_are_posted_by_threads_of_the_library_if_asked(child: Child) -> None:
+    """``num_threads``; and ``error_mode="none"`` moves the same bytes."""
+    child.open()
+    for options in ({"num_threads": 2}, {"error_mode": "none"}):
+        one = end(**options)
+        here, there = one.add(noise(30000 * 16)), child.add(np.zeros(30000 * 16, np.uint8))
+        peer = one.connect(child.descriptor(), WAIT_S)
+        one.submit(peer, batch(here, there, [(16 * i, 16 * i, 8) for i in range(30000)]))
+        assert [event.error for event in told(one, 1) if isinstance(event, Ended)] == [None]
+        want = noise(30000 * 16).reshape(-1, 16).copy()
+        want[:, 8:] = 0
+        same(child.read(there), want.reshape(-1))
+        one.close(1.0)
+    child.close(0.0)
+
+
+def test_a_peer_of_another_version_is_refused(source: End, target: End) -> None:
+    """Both are named (E13)."""
+    with pytest.raises(RemoteProtocolError, match=r"0\.9"):
+        source.connect(forged(target.descriptor(), version="0.9"), WAIT_S)
+
+
+def test_metadata_that_is_damaged_or_no_metadata_or_anothers_is_refused(source: End, target: End) -> None:
+    """Damage never reaches the library, which trusts its input; what does is refused by it (E13)."""
+    good = target.descriptor()
+    _, found = contact(good)
+    metadata = found["metadata"]
+    assert isinstance(metadata, bytes)
+    with pytest.raises(RemoteProtocolError, match="damaged"):
+        source.connect(forged(good, metadata=metadata[:-1] + b"?"), WAIT_S)
+    for bad in (b"", b"garbage", metadata[:100]):
+        with pytest.raises(RemoteProtocolError, match="no metadata"):
+            source.connect(forged(good, metadata=bad, checksum=zlib.crc32(bad)), WAIT_S)
+    _, other = contact(source.descriptor())
+    with pytest.raises(RemoteProtocolError, match="instead of"):
+        target.connect(forged(forged_name(good), metadata=other["metadata"], checksum=other["checksum"]), WAIT_S)
+    target.add(noise(10))
+    made = decode(target.descriptor(), "nixl")
+    odd = attrs.evolve(made, regions=(attrs.evolve(made.regions[0], device="cuda:x"),))
+    with pytest.raises(RemoteProtocolError, match="cuda:x"):
+        source.connect(encode(odd), WAIT_S)
+
+
+def test_a_busy_library_is_a_connection_that_may_be_tried_again(source: End, target: End) -> None:
+    """``timeout_s`` holds; the peer is there at the next attempt."""
+    with pytest.raises(TransportError) as caught:
+        source.connect(target.descriptor(), 0.0)
+    assert caught.value.retryable
+    assert source.connect(target.descriptor(), WAIT_S) == decode(target.descriptor(), "nixl").incarnation
+
+
+def test_the_drain_bound_is_an_option() -> None:
+    """As of a network that delivers late."""
+    one = end(drain_s=120.0)
+    assert one.transport.caps.drain_s == 120.0
+    one.close(0.0)
+
+
+def test_a_ticket_to_a_peer_that_was_forgotten_still_ends(source: End, target: End) -> None:
+    """And the peer can be connected again while it is in flight."""
+    here, there = source.add(noise(32 * MIB)), target.add(np.zeros(32 * MIB, np.uint8))
+    peer = source.connect(target.descriptor(), WAIT_S)
+    for _ in range(3):
+        ticket = source.submit(peer, batch(here, there, [(0, 0, 32 * MIB)]))
+        source.transport.disconnect(peer)
+        assert source.connect(target.descriptor(), WAIT_S) == peer
+        assert told(source, 1) == [Ended(ticket)]
