@@ -1,0 +1,310 @@
+"""Mooncake's transfer engine: tcp for CPU memory, NVLink between the GPUs of one host, RDMA by option."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+from queue import Empty, SimpleQueue
+
+import attrs
+import msgspec
+
+from ..errors import ConfigurationError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
+from ..ids import Peer, RegionId, Ticket
+from ..memory import Buffer, Event
+from ..planning import Writes
+from .base import Capabilities, Ended, Heard, Settled
+from .descriptor import Descriptor, Region, decode, encode, unpack
+from .mooncake_flight import Address, Flight, Remote, Shared, cut
+from .mooncake_lanes import Lanes
+from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
+from .process import Process
+from .regions import Extents, RegionTable
+
+_LEAST_TIMEOUT_S = 5
+"""The library takes any shorter one for this."""
+
+
+class MooncakeTransport:
+    """One transfer engine. Its calls block, so threads of its own make them; ``submit`` only queues.
+
+    Import this in a process that will not fork afterwards: the library brings a Go runtime with it.
+
+    Args:
+        host: name or address under which peers reach this host; the default serves one host only.
+        protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink_intra"`` for GPU memory (and nothing else) on one host.
+        metadata: ``"P2PHANDSHAKE"``, or the URL of a metadata service that all peers use.
+        device_name: RDMA devices to use, separated by commas; empty: all.
+        workers: how many peers are written to at the same time; each call spins on a core.
+        timeout_s: after which a write without an end fails, at least 5; None: MC_TRANSFER_TIMEOUT, else 30.
+        quiet: let the library write nothing to stdout and stderr.
+        clock: seconds that never go back.
+
+    Raises:
+        MissingDependencyError: Mooncake, or a system library that it needs, is not installed.
+        ConfigurationError: an option that cannot work.
+    """
+
+    name = "mooncake"
+    caps = Capabilities(detects_peer_death=True, late_writes=True, drain_s=30.0, write_s=6e-5, bytes_per_s=1.2e9)
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        protocol: str = "tcp",
+        metadata: str = "P2PHANDSHAKE",
+        device_name: str = "",
+        workers: int = 4,
+        timeout_s: int | None = None,
+        quiet: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check(host, protocol, workers, timeout_s)
+        module = load()
+        if protocol == "nvlink_intra":
+            if not module.SUPPORT_INTRA_NVLINK:
+                raise ConfigurationError(
+                    "mooncake: no nvlink_intra in this build; mooncake-transfer-engine-cuda13 has it"
+                )
+            self.caps = attrs.evolve(self.caps, devices=frozenset({"cuda"}), write_s=2.3e-6, bytes_per_s=3.8e11)
+        elif module.SUPPORT_CUDA:
+            self.caps = attrs.evolve(self.caps, devices=frozenset({"cpu", "cuda"}))
+        self._me = Peer(uuid.uuid4().bytes)
+        self._process = Process.own()
+        engine = Engine(
+            module,
+            host=host,
+            metadata=metadata,
+            protocol=protocol,
+            device_name=device_name,
+            name=self._me.hex(),
+            timeout_s=timeout_s,
+            quiet=quiet,
+        )
+        self._address = Address(engine.session, host, engine.port, protocol, self._process)
+        self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
+        self._lanes = Lanes(workers, "mooncake")
+        weakref.finalize(self, self._lanes.stop)
+        self._clock = clock
+        self._table = RegionTable(self.caps.devices)
+        self._peers: dict[Peer, Remote] = {}
+        self._sessions: dict[str, Peer] = {}
+        self._tickets = count(1)
+        self._flights: dict[Ticket, Flight] = {}
+        self._unquiet: dict[Ticket, Remote] = {}
+        self._events: list[Ended | Settled | Heard] = []
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """See :meth:`Transport.register`; from now on every host that reaches this one can write to them."""
+        engine = self._engine()
+        regions = self._table.add(buffers)
+        for number, buffer in enumerate(buffers):
+            try:
+                engine.register(buffer.addr, buffer.nbytes)
+            except RegistrationError:
+                for done in buffers[:number]:
+                    engine.unregister(done.addr)
+                self._table.remove(regions)
+                raise
+        return regions
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """See :meth:`Transport.deregister`; over tcp, later writes of peers are refused here."""
+        self._collect()
+        engine = self._engine()
+        for buffer in self._table.remove(regions):
+            engine.unregister(buffer.addr)
+
+    def local_descriptor(self) -> bytes:
+        """See :meth:`Transport.local_descriptor`."""
+        regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
+        return encode(
+            Descriptor(self.name, self._me, self._table.serial, regions, msgspec.msgpack.encode(self._address))
+        )
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """See :meth:`Transport.connect`.
+
+        Raises:
+            TransportError: also where an earlier peer had the same address: the library would confuse them.
+        """
+        engine = self._engine()
+        remote = decode(descriptor, self.name)
+        address = unpack(remote.blob, Address)
+        peer = remote.incarnation
+        self._check_address(address, peer)
+        known = self._peers.get(peer)
+        if known is not None and known.lost:
+            raise PeerLostError(f"{known} is lost")
+        if known is not None and known.serial >= remote.serial:
+            return peer
+        extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
+        if known is not None:
+            known.serial, known.extents = remote.serial, extents
+            return peer
+        watch = address.process.watch() if address.process.host == self._process.host else None
+        found = Remote(peer, address, remote.serial, extents, watch)
+        _greet(engine, found, timeout_s)
+        self._sessions[address.session] = peer
+        self._peers[peer] = found
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """See :meth:`Transport.disconnect`."""
+        self._peers.pop(peer, None)
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """See :meth:`Transport.submit`; never blocks."""
+        remote = self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"mooncake: no peer {peer.hex()}")
+        if notify is not None or after is not None:
+            raise TransportError("mooncake neither carries notifications nor waits for events")
+        local, there = self._table.extents, remote.extents
+        local.addresses(writes.local, writes.local_off, writes.nbytes)
+        there.addresses(writes.remote, writes.remote_off, writes.nbytes)
+        devices = [(i, b.device) for i, b in self._table.items()] if "cuda" in self.caps.devices else ()
+        calls = cut(writes, local, there, devices)
+        ticket = Ticket(next(self._tickets))
+        if not calls:
+            self._events.append(Ended(ticket))
+        elif remote.lost:
+            self._events.append(Ended(ticket, PeerLostError(f"{remote} is lost")))
+        else:
+            self._table.hold(ticket, writes)
+            flight = self._flights[ticket] = Flight(ticket, remote, calls, self._shared)
+            self._lanes.put(peer, flight.step)
+        return ticket
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """See :meth:`Transport.poll`."""
+        self._collect()
+        now = self._clock()
+        for remote in {id(r): r for r in (*self._peers.values(), *self._unquiet.values())}.values():
+            self._look(remote, now)
+        for ticket, remote in tuple(self._unquiet.items()):
+            # The peer's memory is gone with it, and the sockets that read ours are closed for want of progress.
+            if remote.exited_at is not None and now - remote.exited_at >= (self.caps.drain_s or 0.0):
+                del self._unquiet[ticket]
+                self._table.quiet(ticket)
+                self._events.append(Settled(ticket))
+        events, self._events = self._events, []
+        return events
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """See :meth:`Transport.close`; the engine ends at once, or with the last call that is still in it."""
+        engine = self._shared.engine
+        if engine is None:
+            return ()
+        self._lanes.drain(drain_s)
+        with self._shared.gate:
+            self._shared.engine = None
+        self._lanes.stop()
+        self._collect()
+        for ticket, flight in tuple(self._flights.items()):
+            if flight.posting:
+                flight.keep = self._table.items()
+                self._unquiet[ticket] = flight.remote
+            else:
+                self._end(flight, Ended(ticket, TransportError(f"{flight.remote}: closed before it was written")))
+        left = tuple(self._unquiet)
+        for _, buffer in self._table.items():
+            engine.unregister(buffer.addr)
+        engine.hurry()
+        self._table.clear()
+        self._peers.clear()
+        self._flights.clear()
+        self._unquiet.clear()
+        return left
+
+    def _engine(self) -> Engine:
+        engine = self._shared.engine
+        if engine is None:
+            raise TransportError("mooncake: this transport is closed")
+        return engine
+
+    def _check_address(self, address: Address, peer: Peer) -> None:
+        if not 0 < address.port < 1 << 16 or not address.host or not address.session:
+            raise RemoteProtocolError(f"mooncake: descriptor with an impossible address: {address}")
+        if address.protocol != self._address.protocol:
+            raise TransportError(
+                f"mooncake: the peer uses protocol {address.protocol!r}, this side {self._address.protocol!r}"
+            )
+        if self._sessions.get(address.session, peer) != peer:
+            raise TransportError(
+                f"mooncake: an earlier peer was at {address.session}, and the library cannot forget it; "
+                "let the new one, or this side, restart its transport"
+            )
+
+    def _collect(self) -> None:
+        """Take over what workers have ended."""
+        results = self._shared.results
+        while results:
+            flight, ended = results.popleft()
+            if flight.ticket in self._flights:
+                self._end(flight, ended)
+
+    def _end(self, flight: Flight, ended: Ended) -> None:
+        del self._flights[flight.ticket]
+        self._events.append(ended)
+        if ended.quiesced:
+            self._table.quiet(flight.ticket)
+        else:
+            self._unquiet[flight.ticket] = flight.remote
+
+    def _look(self, remote: Remote, now: float) -> None:
+        """Note the end of a peer."""
+        if remote.exited_at is None and remote.watch is not None and remote.watch.ended():
+            remote.exited_at = now
+        if not remote.lost and (remote.gone or remote.exited_at is not None):
+            remote.lost = True
+            self._events.append(Heard(remote.peer, None))
+
+
+def _check(host: str, protocol: str, workers: int, timeout_s: int | None) -> None:
+    if protocol not in SWITCHES:
+        raise ConfigurationError(f"mooncake: protocol {protocol!r}; known: {', '.join(SWITCHES)}")
+    if not host or host.count(":") == 1:
+        raise ConfigurationError(f"mooncake: host {host!r} must be a name or an address, without a port")
+    if workers < 1:
+        raise ConfigurationError(f"mooncake: {workers} workers")
+    if timeout_s is not None and timeout_s < _LEAST_TIMEOUT_S:
+        raise ConfigurationError(f"mooncake: timeout_s of {timeout_s}; the library needs {_LEAST_TIMEOUT_S} at least")
+
+
+def _environment_timeout() -> int:
+    """As the library reads it."""
+    given = os.environ.get("MC_TRANSFER_TIMEOUT", "30")
+    return int(given) if given.isdecimal() else 0
+
+
+def _greet(engine: Engine, remote: Remote, timeout_s: float) -> None:
+    """Find out that the peer is there, and let the library learn about it, for at most ``timeout_s`` seconds."""
+    answer: SimpleQueue[Exception | int] = SimpleQueue()
+    address = remote.address
+
+    def greet() -> None:
+        try:
+            # The library is asked second: it would wait a minute for a frozen peer, and everybody with it.
+            reach(address.host, address.port, timeout_s)
+            answer.put(engine.write(address.session, NOTHING, NOTHING, NOTHING))
+        except (OSError, TransportError) as error:
+            answer.put(error)
+
+    threading.Thread(target=greet, name="mooncake-greet", daemon=True).start()
+    try:
+        got = answer.get(timeout=timeout_s)
+    except Empty:
+        raise TransportError(f"{remote} does not answer within {timeout_s:g} s", retryable=True) from None
+    if isinstance(got, ConnectionRefusedError):
+        raise PeerLostError(f"{remote} is gone: nobody listens there") from got
+    if isinstance(got, Exception):
+        raise TransportError(f"{remote} cannot be reached: {got}", retryable=True) from got
+    if got:
+        raise TransportError(f"{remote}: the library cannot open {address.session!r} (code {got})", retryable=True)

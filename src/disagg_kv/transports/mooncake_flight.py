@@ -1,0 +1,251 @@
+"""A batch on its way through Mooncake: cut into calls, made one by one in a worker thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from attrs import Factory, define, frozen
+
+from ..errors import PeerLostError, TransportError
+from ..ids import Peer, Ticket
+from ..planning import Writes, coalesce
+from .base import Ended
+from .mooncake_library import U64, Engine, reach
+from .process import Process, Watch
+from .regions import Extents
+
+MOST = 1000
+"""Descriptors of one call; the library's tcp fails from 2,049 on, having written some of them."""
+
+PIECE = 1 << 28
+"""Bytes of one call, and of one descriptor: peers take turns between calls, and a call's own deadline stays near."""
+
+ANSWER_S = 2.0
+"""How long an engine that may be gone is given to show that it is not."""
+
+
+@frozen
+class Address:
+    """Where an engine is to be found.
+
+    Args:
+        session: what the library calls it.
+        host, port: where it listens for handshakes.
+        protocol: that it was made with.
+        process: that it lives in.
+    """
+
+    session: str
+    host: str
+    port: int
+    protocol: str
+    process: Process
+
+
+@define(eq=False)
+class Remote:
+    """A connected peer.
+
+    Args:
+        peer: its incarnation.
+        address: where it is.
+        serial: of the newest descriptor.
+        extents: of its regions.
+        watch: tells when its process has ended; None: it is of another host.
+        gone: a worker found that nobody listens at its address any more.
+        suspect: a write failed, and none has succeeded since.
+        lost: ``gone`` or the end of its process was seen, and told.
+        exited_at: when the end of its process was seen.
+    """
+
+    peer: Peer
+    address: Address
+    serial: int
+    extents: Extents
+    watch: Watch | None
+    gone: bool = False
+    suspect: bool = False
+    lost: bool = False
+    exited_at: float | None = None
+
+    def __str__(self) -> str:
+        return f"mooncake peer {self.peer.hex()[:8]} at {self.address.host}:{self.address.port}"
+
+    def error(self) -> Exception | None:
+        """Why a write to it would fail, as far as it takes :data:`ANSWER_S` to find out."""
+        if self.gone:
+            return PeerLostError(f"{self} is gone: nobody listens there")
+        try:
+            reach(self.address.host, self.address.port, ANSWER_S)
+        except ConnectionRefusedError as error:
+            self.gone = True
+            lost = PeerLostError(f"{self} is gone: nobody listens there")
+            lost.__cause__ = error
+            return lost
+        except TransportError as error:
+            return error
+        return None
+
+
+@define
+class Shared:
+    """What a transport and its flights have in common.
+
+    Args:
+        engine: None once the transport is closed; then nothing is posted any more.
+        timeout_s: after which the library gives a call up.
+        results: flights that have ended, and how.
+        gate: held while ``engine`` is looked at in order to post, and while it is taken away.
+    """
+
+    engine: Engine | None
+    timeout_s: float
+    results: deque[tuple[Flight, Ended]] = Factory(deque)
+    gate: threading.Lock = Factory(threading.Lock)
+
+
+@frozen
+class Call:
+    """One call of the library.
+
+    Args:
+        device: index of the GPU of the sources; None: CPU memory.
+        source, target: addresses; nbytes: lengths.
+    """
+
+    device: int | None
+    source: U64
+    target: U64
+    nbytes: U64
+
+
+@define(eq=False)
+class Flight:
+    """One ticket.
+
+    Args:
+        ticket: its.
+        remote: where to.
+        calls: what is left to do.
+        shared: with the transport.
+        posting: a call is in the library, or has failed there.
+        keep: what that call may read; set when the transport forgets it.
+    """
+
+    ticket: Ticket
+    remote: Remote
+    calls: deque[Call]
+    shared: Shared
+    posting: bool = False
+    keep: object = None
+
+    def step(self) -> bool:
+        """Make the next call; a ``Step`` of :class:`Lanes`."""
+        if self.remote.gone or self.remote.suspect:
+            error = self.remote.error()
+            if error is not None:
+                return self._end(error)
+        with self.shared.gate:
+            engine = self.shared.engine
+            if engine is None:
+                return False
+            self.posting = True
+        call = self.calls.popleft()
+        if call.device is not None:
+            torch.cuda.set_device(call.device)
+        began = time.monotonic()
+        code = engine.write(self.remote.address.session, call.source, call.target, call.nbytes)
+        if code:
+            return self._end(self._failed(call, code, time.monotonic() - began), quiesced=False)
+        self.posting = False
+        self.remote.suspect = False
+        return True if self.calls else self._end(None)
+
+    def _end(self, error: Exception | None, *, quiesced: bool = True) -> bool:
+        self.shared.results.append((self, Ended(self.ticket, error, quiesced)))
+        return False
+
+    def _failed(self, call: Call, code: int, elapsed_s: float) -> Exception:
+        """The library gives no reason; time and the peer's listener do."""
+        self.remote.suspect = True
+        what = (
+            f"{self.remote}: {len(call.nbytes)} writes of {int(call.nbytes.sum())} bytes failed "
+            f"after {elapsed_s:.3f} s (code {code})"
+        )
+        if elapsed_s >= self.shared.timeout_s:
+            return TransportError(f"{what}: no progress within {self.shared.timeout_s:g} s", retryable=True)
+        error = self.remote.error()
+        if isinstance(error, PeerLostError):
+            lost = PeerLostError(f"{what}: nobody listens there any more")
+            lost.__cause__ = error.__cause__
+            return lost
+        reason = "it does not answer" if error is not None else "refused; the region may be deregistered there"
+        failed = TransportError(f"{what}: {reason}", retryable=error is not None)
+        failed.__cause__ = error
+        return failed
+
+
+def cut(writes: Writes, local: Extents, remote: Extents, devices: Sequence[tuple[int, str]]) -> deque[Call]:
+    """The calls that a batch takes, with as few descriptors as possible.
+
+    Args:
+        writes: inside both sides' regions.
+        local: where those of this side are.
+        remote: where those of the peer are.
+        devices: of each local region that may not be in CPU memory.
+    """
+    some = writes.nbytes > 0
+    if not some.all():
+        writes = _at(writes, np.flatnonzero(some))
+    if len(writes) > 1:
+        writes = coalesce(writes)
+    if len(writes) and int(writes.nbytes.max()) > PIECE:
+        writes = _pieces(writes)
+    source = local.addresses(writes.local, writes.local_off, writes.nbytes).astype(np.uint64)
+    target = remote.addresses(writes.remote, writes.remote_off, writes.nbytes).astype(np.uint64)
+    nbytes = writes.nbytes.astype(np.uint64)
+    gpus = {region: int(device.partition(":")[2] or 0) for region, device in devices if device != "cpu"}
+    calls: deque[Call] = deque()
+    begin, sums = 0, np.cumsum(writes.nbytes)
+    while begin < len(writes):
+        before = int(sums[begin - 1]) if begin else 0
+        end = min(begin + MOST, max(int(np.searchsorted(sums, before + PIECE, side="right")), begin + 1))
+        gpu = None
+        if gpus:
+            # The source's device is the one that copies.
+            gpu = gpus.get(int(writes.local[begin]))
+            others = [gpus.get(region) != gpu for region in writes.local[begin:end].tolist()]
+            end = begin + others.index(True) if True in others else end
+        calls.append(Call(gpu, source[begin:end], target[begin:end], nbytes[begin:end]))
+        begin = end
+    return calls
+
+
+def _at(writes: Writes, index: np.typing.NDArray[np.intp]) -> Writes:
+    return Writes(
+        writes.local[index],
+        writes.local_off[index],
+        writes.remote[index],
+        writes.remote_off[index],
+        writes.nbytes[index],
+    )
+
+
+def _pieces(writes: Writes) -> Writes:
+    """The same bytes with no descriptor above :data:`PIECE`."""
+    number = -(-writes.nbytes // PIECE)
+    index = np.repeat(np.arange(len(writes)), number)
+    skip = PIECE * (np.arange(len(index)) - np.repeat(np.cumsum(number) - number, number))
+    whole = _at(writes, index)
+    return Writes(
+        whole.local,
+        whole.local_off + skip,
+        whole.remote,
+        whole.remote_off + skip,
+        np.minimum(whole.nbytes - skip, PIECE),
+    )

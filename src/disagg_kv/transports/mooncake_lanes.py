@@ -1,0 +1,81 @@
+"""Threads for calls that block: destinations take turns, and none has more than one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+
+Step = Callable[[], bool]
+"""Does one part of a job; True while there is more to do. Never raises."""
+
+
+class Lanes:
+    """Up to ``threads`` long-lived threads, begun when they are first needed.
+
+    A job is a step that is called until it returns False. Jobs for one destination run in their order. With as many
+    threads as destinations, or fewer that are slow than threads, a slow one delays nobody but itself.
+
+    The threads are daemons: one whose call does not return must not keep the process from ending.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._most = threads
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self._jobs: dict[Hashable, deque[Step]] = {}
+        self._ready: deque[Hashable] = deque()
+        self._idle = 0
+        self._stopped = False
+        self._lock = threading.Lock()
+        self._some = threading.Condition(self._lock)
+        self._none = threading.Condition(self._lock)
+
+    def put(self, destination: Hashable, job: Step) -> None:
+        """Run ``job`` after those that were put before it for the same destination."""
+        with self._lock:
+            jobs = self._jobs.get(destination)
+            if jobs is not None:
+                jobs.append(job)
+                return
+            self._jobs[destination] = deque([job])
+            self._ready.append(destination)
+            if self._idle < len(self._ready) and len(self._threads) < self._most:
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._some.notify()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is left; False if some is after ``timeout_s`` seconds."""
+        with self._lock:
+            return self._none.wait_for(lambda: not self._jobs, max(timeout_s, 0.0))
+
+    def stop(self) -> None:
+        """Begin no step any more; the threads end when their present one does. Does not wait."""
+        with self._lock:
+            self._stopped = True
+            self._some.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+                self._some.wait_for(lambda: self._ready or self._stopped)
+                self._idle -= 1
+                if self._stopped:
+                    return
+                destination = self._ready.popleft()
+                step = self._jobs[destination][0]
+            more = step()
+            with self._lock:
+                jobs = self._jobs[destination]
+                if not more:
+                    jobs.popleft()
+                if jobs:
+                    self._ready.append(destination)
+                else:
+                    del self._jobs[destination]
+                if not self._jobs:
+                    self._none.notify_all()
+            del step, jobs

@@ -1,0 +1,318 @@
+"""The Mooncake library: finding it, keeping it quiet, and one engine of it.
+
+Checked with mooncake-transfer-engine 0.3.13 and 0.3.14. ``docs/transports-mooncake.md`` tells what is set and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import socket
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigurationError, MissingDependencyError, RegistrationError, TransportError
+
+U64 = npt.NDArray[np.uint64]
+
+NOTHING: U64 = np.empty(0, np.uint64)
+"""A write of it makes the library get to know a peer, and writes nothing."""
+
+PACKAGES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+    "libmlx5.so.1": "ibverbs-providers",
+}
+"""System libraries that the wheels leave out, and the Debian packages that have them."""
+
+SWITCHES: Mapping[str, Mapping[str, str]] = {
+    "tcp": {"MC_FORCE_TCP": "1"},
+    "rdma": {},
+    "nvlink_intra": {"MC_INTRANODE_NVLINK": "1"},
+}
+"""The protocols, and the variables that really select them: the library ignores most of what ``initialize`` is told."""
+
+_ERROR, _FATAL = 2, 3
+"""Severities of glog. Writes that fail come back as return codes, and this package reports them."""
+
+_ACCEPT_US = 5000
+"""How long the engine's listener may block once it is to end; 1 s by default, during which nothing in Python runs."""
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+_REFUSALS = {-7: "it overlaps memory that the library has registered"}
+
+_LOG_BYTES = 4096
+
+_process = threading.Lock()
+"""Held while something of the whole process is changed for a moment: the environment, file descriptors 1 and 2."""
+
+
+class _Engine(Protocol):
+    """The part of ``mooncake.engine.TransferEngine`` that is used."""
+
+    def initialize(self, host: str, metadata: str, protocol: str, device_name: str, /) -> int: ...
+
+    def get_rpc_port(self) -> int: ...
+
+    def register_memory(self, addr: int, nbytes: int, /) -> int: ...
+
+    def unregister_memory(self, addr: int, /) -> int: ...
+
+    def batch_transfer_sync_write(
+        self, session: str, source: list[int], target: list[int], nbytes: list[int], /
+    ) -> int: ...
+
+
+class _ArrayEngine(_Engine, Protocol):
+    """What 0.3.14 adds."""
+
+    def batch_transfer_sync_write_arrays(self, session: str, source: U64, target: U64, nbytes: U64, /) -> int: ...
+
+
+def load() -> ModuleType:
+    """Import ``mooncake.engine``.
+
+    Raises:
+        MissingDependencyError: it is not installed, or a system library that it needs is not.
+    """
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "transport 'mooncake'",
+            f"Python package {error.name!r} is missing",
+            "pip install mooncake-transfer-engine-non-cuda (for GPU memory: mooncake-transfer-engine-cuda13)",
+        ) from error
+    except ImportError as error:
+        for library, package in PACKAGES.items():
+            if library in str(error):
+                raise MissingDependencyError(
+                    "transport 'mooncake'",
+                    f"system library {library} is missing (Debian package {package})",
+                    f"apt-get install --no-install-recommends {package}",
+                ) from error
+        raise MissingDependencyError(
+            "transport 'mooncake'",
+            f"mooncake.engine cannot be loaded: {error}",
+            "install the libraries it names; without CUDA, pip install mooncake-transfer-engine-non-cuda",
+        ) from error
+
+
+class Engine:
+    """One engine. Its destructor ends all its connections and threads: from then on it reads and writes nothing.
+
+    Args:
+        module: from :func:`load`.
+        host: how peers reach this host.
+        metadata: ``"P2PHANDSHAKE"`` or the URL of a metadata service.
+        protocol: one of :data:`SWITCHES`.
+        device_name: RDMA devices to use, comma-separated; empty: all.
+        name: under which a metadata service knows the engine.
+        timeout_s: of a write, at least 5; None: the environment's or the library's.
+        quiet: the library writes nothing to stdout and stderr.
+
+    Raises:
+        ConfigurationError: the protocol or device cannot be used here, or the engine cannot be made.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        *,
+        host: str,
+        metadata: str,
+        protocol: str,
+        device_name: str,
+        name: str,
+        timeout_s: int | None,
+        quiet: bool,
+    ) -> None:
+        what = f"mooncake: engine at {host!r}, metadata {metadata!r}, protocol {protocol!r}, device {device_name!r}"
+        if protocol == "rdma" and not _RDMA_DEVICES.is_dir():
+            raise ConfigurationError(f"{what}: this host has no RDMA device, and the library would use tcp in silence")
+        p2p = metadata == "P2PHANDSHAKE"
+        switches: dict[str, str | None] = dict.fromkeys(s for each in SWITCHES.values() for s in each)
+        switches |= SWITCHES[protocol]
+        if timeout_s is not None:
+            switches["MC_TRANSFER_TIMEOUT"] = str(timeout_s)
+        if quiet:
+            switches["MC_LOG_LEVEL"] = os.environ.get("MC_LOG_LEVEL", "ERROR")
+        with _process, _environment(switches), _muted(quiet) as said:
+            _level(module, _ERROR if quiet else None)
+            engine = cast("_Engine", module.TransferEngine())
+            try:
+                code = engine.initialize(host if p2p else f"{host}-{name}", metadata, protocol, device_name)
+            except RuntimeError as error:
+                raise ConfigurationError(f"{what}: {error}") from error
+            _level(module, _FATAL if quiet else None)
+        if code:
+            raise ConfigurationError(f"{what}: initialize returned {code}; {said() or 'the reason is on stderr'}")
+        self._engine = engine
+        self._write_arrays = (
+            cast("_ArrayEngine", engine).batch_transfer_sync_write_arrays
+            if hasattr(engine, "batch_transfer_sync_write_arrays")
+            else None
+        )
+        self.port = engine.get_rpc_port()
+        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self.session = address if p2p else f"{host}-{name}"
+
+    def register(self, addr: int, nbytes: int) -> None:
+        """Let peers write to memory.
+
+        Raises:
+            RegistrationError: the library refuses it.
+        """
+        code = self._engine.register_memory(addr, nbytes)
+        if code:
+            reason = _REFUSALS.get(code, "memory of this kind cannot be registered with this protocol")
+            raise RegistrationError(f"mooncake: {nbytes} bytes at {addr:#x}: {reason} (register_memory: {code})")
+
+    def unregister(self, addr: int) -> None:
+        """Let peers no longer write to memory; one that is not registered is ignored."""
+        self._engine.unregister_memory(addr)
+
+    def write(self, session: str, source: U64, target: U64, nbytes: U64) -> int:
+        """Blocks, without the GIL, until everything is written (0) or the library gives up, for whatever reason (-1).
+
+        After -1 the data may still be written, and read.
+        """
+        if self._write_arrays is not None:
+            return self._write_arrays(session, source, target, nbytes)
+        return self._engine.batch_transfer_sync_write(session, source.tolist(), target.tolist(), nbytes.tolist())
+
+    def hurry(self) -> None:
+        """Let the destructor, which comes next and holds the GIL, end in milliseconds instead of a second."""
+        listener = _listener(self.port)
+        if listener is None:
+            return
+        with listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, _ACCEPT_US))
+            host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+        try:
+            # Its listening thread is in an accept of the old length; a guest ends that.
+            reach(host, self.port, 1.0)
+        except (TransportError, OSError):
+            return
+
+
+def reach(host: str, port: int, timeout_s: float) -> None:
+    """Say hello to an engine: it hangs up when it is alive. Its library is not asked, since that can block for 61 s.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there: the engine is gone.
+        TransportError: no answer in time, or no way to get there.
+    """
+    try:
+        with socket.create_connection((host, port), timeout_s) as guest:
+            guest.shutdown(socket.SHUT_WR)
+            guest.recv(1)
+    except ConnectionRefusedError:
+        raise
+    except OSError as error:
+        raise TransportError(f"mooncake: {host}:{port} does not answer: {error}", retryable=True) from error
+
+
+def _listener(port: int) -> socket.socket | None:
+    """This process's socket that listens on ``port``."""
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            fd = os.dup(int(link.name))
+        except OSError:
+            continue  # the one that lists the directory
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            os.close(fd)
+            continue
+        found = socket.socket(fileno=fd)
+        inet = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+        if inet and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
+            return found
+        found.close()
+    return None
+
+
+def _level(module: ModuleType, level: int | None) -> None:
+    """Set the least severity that the library logs."""
+    if level is None or module.__file__ is None:
+        return
+    try:
+        ctypes.c_int.in_dll(ctypes.CDLL(module.__file__), "_ZN3fLI17FLAGS_minloglevelE").value = level
+    except (OSError, ValueError):
+        # A build that hides it goes on telling its errors on stderr, which harms nobody.
+        return
+
+
+@contextmanager
+def _environment(switches: Mapping[str, str | None]) -> Iterator[None]:
+    """Environment variables of this process, for a moment; None: not set."""
+    before = {name: os.environ.get(name) for name in switches}
+    _set(switches)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def _muted(wanted: bool) -> Iterator[_Said]:
+    """Send what is written to file descriptors 1 and 2 elsewhere; what is yielded returns it.
+
+    C++ code cannot be muted in another way. It is the whole process: what other threads write meanwhile is lost, too.
+    """
+    said = _Said()
+    if not wanted:
+        yield said
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    kept = {fd: os.dup(fd) for fd in (1, 2) if _is_open(fd)}
+    log = os.memfd_create("mooncake-log", os.MFD_CLOEXEC)
+    try:
+        for fd in kept:
+            os.dup2(log, fd)
+        yield said
+    finally:
+        for fd, old in kept.items():
+            os.dup2(old, fd)
+            os.close(old)
+        said.text = os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip()
+        os.close(log)
+
+
+class _Said:
+    """What a library wrote while it was muted."""
+
+    text = ""
+
+    def __call__(self) -> str:
+        return self.text
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,358 @@
+"""Mooncake's transport: what the suite does not ask."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from importlib.util import find_spec
+
+import attrs
+import msgspec
+import numpy as np
+import pytest
+
+from disagg_kv.errors import (
+    ConfigurationError,
+    PeerLostError,
+    RegistrationError,
+    RemoteProtocolError,
+    TransportError,
+)
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import Peer, Ticket
+from disagg_kv.protocol import Phase
+from disagg_kv.testing import FakeClock
+from disagg_kv.testing.ends import Child, End, HostMemory, plain
+from disagg_kv.testing.pair import POISON, Log, Pair, batch, noise, same, wait
+from disagg_kv.transports import Ended, Heard, Settled
+from disagg_kv.transports.descriptor import decode, encode, unpack
+from disagg_kv.transports.mooncake import MooncakeTransport
+from disagg_kv.transports.mooncake_flight import Address
+from tests.support.rig import Memory, Rig, tp_shards
+
+pytestmark = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake-transfer-engine is not installed")
+
+NBYTES = 1 << 16
+KV = CacheSpec.kv(4, 4, 8, "float16")
+TIMEOUT_S = 20.0
+
+
+def impatient() -> MooncakeTransport:
+    """Gives a write up as soon as the library can."""
+    return MooncakeTransport(timeout_s=5, workers=2)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def end(clock: FakeClock) -> Iterator[End]:
+    """An end in this process, for which time stands still."""
+    end = End(lambda: MooncakeTransport(timeout_s=5, workers=2, clock=clock), HostMemory())
+    yield end
+    end.close(0.0)
+
+
+@pytest.fixture
+def pair(end: End) -> Iterator[Pair]:
+    """Both ends in this process."""
+    target = End(MooncakeTransport, HostMemory())
+    yield Pair(end, target, NBYTES, TIMEOUT_S)
+    end.close(1.0)
+    target.close(1.0)
+
+
+def readdressed(
+    descriptor: bytes, change: Callable[[Address], Address] = lambda a: a, incarnation: Peer | None = None
+) -> bytes:
+    """The same descriptor with another address, or of another incarnation."""
+    found = decode(descriptor, "mooncake")
+    blob = msgspec.msgpack.encode(change(unpack(found.blob, Address)))
+    return encode(attrs.evolve(found, incarnation=incarnation or found.incarnation, blob=blob))
+
+
+def test_2500_scattered_descriptors_to_one_peer_arrive(pair: Pair) -> None:
+    """In one ticket, although the library fails above 2,048."""
+    pair.put(*((24 * i, 24 * (2499 - i), 16) for i in range(2500)))
+    pair.check()
+
+
+def test_a_write_that_the_peer_refuses_is_never_called_quiet(pair: Pair, clock: FakeClock) -> None:
+    """It is gone for good, and so is the use of its source: the library has no evidence (E1)."""
+    pair.put((0, 0, 100))
+    pair.target.drop(pair.remote)
+    ticket = pair.submit((0, 0, 1000))
+    ended = pair.end(ticket)
+    assert isinstance(ended.error, TransportError)
+    assert "1 writes of 1000 bytes failed" in str(ended.error)
+    assert "may be deregistered there" in str(ended.error)
+    assert not ended.quiesced
+    clock.advance(1e6)
+    pair.work()
+    assert not pair.log.settled
+    with pytest.raises(RegistrationError, match=f"{ticket}"):
+        pair.source.drop(pair.local)
+    again = pair.target.add(pair.want)
+    assert pair.connect() == pair.peer
+    pair.succeed(pair.source.submit(pair.peer, batch(pair.local, again, [(0, 0, 1000)])))
+    assert list(pair.source.close(1.0)) == [ticket]
+
+
+def test_a_closed_peer_is_lost_at_the_next_write(pair: Pair) -> None:
+    """Nobody listens there any more; what is submitted afterwards ends at once and is quiet."""
+    pair.put((0, 0, 100))
+    pair.target.close(0.0)
+    first, second = pair.submit((0, 0, 10)), pair.submit((0, 0, 10))
+    assert isinstance(pair.end(first).error, PeerLostError)
+    assert not pair.log.ended[first].quiesced
+    ended = pair.end(second)
+    assert isinstance(ended.error, PeerLostError)
+    assert ended.quiesced, "it was never given to the library"
+    pair.until(lambda: bool(pair.log.heard), "the loss to be told")
+    assert pair.log.heard == [Heard(pair.peer, None)]
+    third = pair.submit((0, 0, 10))
+    assert pair.end(third).quiesced
+    with pytest.raises(PeerLostError, match="is lost"):
+        pair.connect()
+
+
+def test_a_frozen_peer_delays_nobody_and_is_quiet_only_some_time_after_its_end(end: End, clock: FakeClock) -> None:
+    """A14, E1, E9: late bytes land, and only the process's end and the drain bound settle it."""
+    with closing(_Children(2)) as children:
+        frozen, lively = children.all
+        pairs = [Pair(end, child, 1 << 22, TIMEOUT_S) for child in (frozen, lively)]
+        log = Log(end.transport.caps)
+        for pair in pairs:
+            pair.log = log
+            pair.put((0, 0, 100))
+        frozen.pause()
+        stuck = pairs[0].submit((0, 0, 1 << 22))
+        queued = pairs[0].submit((0, 0, 10))
+        for _ in range(20):
+            pairs[1].put((0, 0, 1 << 16))
+        assert stuck not in log.ended
+        wait(lambda: queued in log.ended, lambda: log.add(end.told()), TIMEOUT_S, "the library to give up")
+        assert "no progress within 5 s" in str(log.ended[stuck].error)
+        assert not log.ended[stuck].quiesced
+        assert "does not answer" in str(log.ended[queued].error)
+        assert log.ended[queued].quiesced, "it was never given to the library"
+        frozen.resume()
+        late = frozen.read(pairs[0].remote)
+        landed = late != POISON
+        same(late[landed], pairs[0].data[landed])
+        assert landed.sum() > 100, "caps.late_writes claims that bytes may land after the ticket ended"
+        frozen.kill()
+        wait(lambda: bool(log.heard), lambda: log.add(end.told()), TIMEOUT_S, "the loss to be told")
+        clock.advance(29.9)
+        log.add(end.told())
+        assert not log.settled
+        clock.advance(0.2)
+        log.add(end.told())
+        assert log.settled == {stuck}
+        end.drop(pairs[0].local)
+
+
+class _Children:
+    """Open targets in processes of their own."""
+
+    def __init__(self, number: int) -> None:
+        self.all = [Child(impatient, HostMemory(), TIMEOUT_S) for _ in range(number)]
+        for child in self.all:
+            child.open()
+
+    def close(self) -> None:
+        for child in self.all:
+            child.stop()
+
+
+def test_close_does_not_wait_for_a_stuck_write_and_the_process_ends_well() -> None:
+    """The ticket is returned; what was queued behind it has ended, quiet."""
+    with closing(_Children(2)) as children:
+        target, source = children.all
+        remote = target.add(np.zeros(1 << 22, np.uint8))
+        local = source.add(noise(1 << 22))
+        peer = source.connect(target.descriptor(), TIMEOUT_S)
+        target.pause()
+        stuck = source.submit(peer, batch(local, remote, [(0, 0, 1 << 22)]))
+        queued = source.submit(peer, batch(local, remote, [(0, 0, 1)]))
+        assert source.close(0.2) == (stuck,)
+        (ended,) = source.told()
+        assert isinstance(ended, Ended)
+        assert (ended.ticket, ended.quiesced) == (queued, True)
+        assert "closed before it was written" in str(ended.error)
+
+
+def test_a_peer_that_does_not_answer_is_not_waited_for(end: End) -> None:
+    """Whoever it is that listens there."""
+    other = MooncakeTransport()
+    descriptor = other.local_descriptor()
+    with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(TransportError, match="answer"):
+        end.connect(readdressed(descriptor, lambda a: attrs.evolve(a, port=deaf.getsockname()[1])), 0.3)
+    with pytest.raises(PeerLostError, match="nobody listens"):
+        end.connect(readdressed(descriptor, lambda a: attrs.evolve(a, port=9)), TIMEOUT_S)
+    with pytest.raises(TransportError, match=r"cannot open '127\.0\.0\.1:9'"):
+        end.connect(readdressed(descriptor, lambda a: attrs.evolve(a, session="127.0.0.1:9")), TIMEOUT_S)
+    other.close(0.0)
+
+
+def test_a_peer_that_cannot_be_worked_with_is_refused(end: End) -> None:
+    """With an address that is none, another protocol, or the address of an earlier peer (E10, E13)."""
+    other = MooncakeTransport()
+    good = other.local_descriptor()
+    changes: tuple[Callable[[Address], Address], ...] = (
+        lambda a: attrs.evolve(a, port=0),
+        lambda a: attrs.evolve(a, port=1 << 16),
+        lambda a: attrs.evolve(a, host=""),
+        lambda a: attrs.evolve(a, session=""),
+    )
+    for change in changes:
+        with pytest.raises(RemoteProtocolError, match="impossible address"):
+            end.connect(readdressed(good, change), TIMEOUT_S)
+    with pytest.raises(TransportError, match="'rdma', this side 'tcp'"):
+        end.connect(readdressed(good, lambda a: attrs.evolve(a, protocol="rdma")), TIMEOUT_S)
+    end.connect(good, TIMEOUT_S)
+    with pytest.raises(TransportError, match="an earlier peer was at"):
+        end.connect(readdressed(good, incarnation=Peer(b"x" * 16)), TIMEOUT_S)
+    other.close(0.0)
+
+
+def test_a_peer_of_another_host_is_not_watched(pair: Pair) -> None:
+    """It is known by its answers alone."""
+
+    def elsewhere(address: Address) -> Address:
+        return attrs.evolve(address, process=attrs.evolve(address.process, host="far away"))
+
+    distant = readdressed(pair.target.descriptor(), elsewhere, Peer(b"y" * 16))
+    end = End(MooncakeTransport, HostMemory())
+    local, log = end.add(pair.data), Log(pair.caps)
+    peer = end.connect(distant, TIMEOUT_S)
+
+    def write() -> Ended:
+        ticket = end.submit(peer, batch(local, pair.remote, [(0, 0, 100)]))
+        wait(lambda: ticket in log.ended, lambda: log.add(end.told()), TIMEOUT_S, "the ticket to end")
+        return log.ended[ticket]
+
+    assert write().error is None
+    pair.target.close(0.0)
+    assert isinstance(write().error, PeerLostError)
+    end.close(0.0)
+
+
+def test_memory_that_the_library_refuses_is_told_with_the_numbers(end: End) -> None:
+    """And nothing of the call stays registered."""
+    good, bad = plain(noise(100)), plain(noise(200))
+    assert isinstance(end.transport, MooncakeTransport)
+    engine = end.transport._engine()
+    engine.register(bad.addr, bad.nbytes)
+    with pytest.raises(RegistrationError, match=rf"200 bytes at {bad.addr:#x}: it overlaps .*-7"):
+        end.transport.register([good, bad])
+    engine.unregister(bad.addr)
+    end.transport.register([good, bad])
+
+
+def test_unregistered_memory_is_no_source(pair: Pair) -> None:
+    """Although the library would read it."""
+    pair.source.drop(pair.local)
+    with pytest.raises(RegistrationError):
+        pair.submit((0, 0, 1))
+    pair.check()
+
+
+def test_a_closed_transport_says_so(end: End) -> None:
+    """In every call that needs the engine."""
+    end.close(0.0)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: end.add(noise(10)),
+        lambda: end.transport.deregister([]),
+        lambda: end.connect(b"", 1.0),
+    )
+    for call in calls:
+        with pytest.raises(TransportError, match="closed"):
+            call()
+
+
+METADATA = """
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Service(BaseHTTPRequestHandler):
+    kept = {}
+    def do_GET(self):
+        self.answer(200 if self.path in self.kept else 404, self.kept.get(self.path, b""))
+    def do_PUT(self):
+        self.kept[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200)
+    def do_DELETE(self):
+        self.kept.pop(self.path, None)
+        self.answer(200)
+    def log_message(self, *args):
+        pass
+    def answer(self, code, data=b""):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_a_metadata_service_may_be_used() -> None:
+    """Each engine has a name of its own there."""
+    with subprocess.Popen([sys.executable, "-c", METADATA], stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        url = f"http://127.0.0.1:{int(service.stdout.readline())}/metadata"
+        source, target = (End(lambda: MooncakeTransport(metadata=url), HostMemory()) for _ in range(2))
+        pair = Pair(source, target, NBYTES, TIMEOUT_S)
+        pair.put((0, 0, NBYTES))
+        pair.check()
+        source.close(1.0)
+        target.close(1.0)
+        service.kill()
+
+
+def test_a_metadata_service_that_is_not_there_is_named() -> None:
+    """With what the library said."""
+    with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:9/metadata.*returned -1.*Couldn't connect"):
+        MooncakeTransport(metadata="http://127.0.0.1:9/metadata")
+
+
+@pytest.mark.parametrize(("given", "want"), [(None, 30), ("12", 12), ("3", 5), ("soon", 5)])
+def test_the_environment_can_set_the_timeout(monkeypatch: pytest.MonkeyPatch, given: str | None, want: int) -> None:
+    """Read as the library reads it."""
+    monkeypatch.delenv("MC_TRANSFER_TIMEOUT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MC_TRANSFER_TIMEOUT", given)
+    transport = MooncakeTransport()
+    assert transport._shared.timeout_s == want
+    transport.close(0.0)
+
+
+def test_events_come_once(pair: Pair) -> None:
+    """Tickets are Ended, once; nothing is Settled that was quiet."""
+    tickets = [pair.submit((0, 0, 10)) for _ in range(3)]
+    told: list[Ended | Settled | Heard] = []
+    wait(lambda: len(told) >= 3, lambda: told.extend(pair.source.told()), TIMEOUT_S, "three events")
+    assert told == [Ended(Ticket(t)) for t in tickets]
+
+
+@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("ways", [(2, 1), (1, 2)])
+def test_requests_arrive_byte_for_byte(ways: tuple[int, int], path: str) -> None:
+    """A6: endpoints with threads of their own, several rooms at once."""
+    rig, memory = Rig(KV, threaded=True), Memory(transport=MooncakeTransport)
+    prefills = rig.prefill(tp_shards(KV, ways[0]), memory=memory, strategy=path)
+    decodes = rig.decode(tp_shards(KV, ways[1]), memory=memory, strategy=path)
+    requests = [rig.request(f"room {i}", prefills, decodes, 17).start() for i in range(4)]
+    rig.until(lambda: all(r.all(Phase.DONE) for r in requests), "all rooms")
+    for request in requests:
+        request.wanted(0, 17)
+    rig.check()
+    rig.quiet()
+    rig.close()

@@ -1,0 +1,85 @@
+"""Blocking calls in threads: in order for one destination, side by side for several."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from disagg_kv.transports.mooncake_lanes import Lanes
+
+
+def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
+    """With any number of threads; a job is called until it has no more to do."""
+    lanes, busy = Lanes(4, "test"), threading.Lock()
+    ran: list[int] = []
+
+    def job(number: int) -> bool:
+        assert busy.acquire(blocking=False)
+        ran.append(number)
+        busy.release()
+        return ran.count(number) < 3
+
+    for number in range(50):
+        lanes.put("one", partial(job, number))
+    assert lanes.drain(20.0)
+    assert ran == [number for number in range(50) for _ in range(3)]
+    lanes.stop()
+
+
+def test_a_slow_destination_delays_no_other() -> None:
+    """A14: as long as there are more threads than slow ones."""
+    lanes, free, done = Lanes(2, "test"), threading.Event(), threading.Event()
+    lanes.put("slow", lambda: not free.wait(20.0))
+    for number in range(10):
+        lanes.put(number, lambda: False)
+
+    def last() -> bool:
+        done.set()
+        return False
+
+    lanes.put(9, last)
+    assert done.wait(20.0)
+    assert not lanes.drain(0.0)
+    free.set()
+    assert lanes.drain(20.0)
+    lanes.stop()
+
+
+def test_destinations_take_turns() -> None:
+    """With one thread, a long job does not keep it."""
+    lanes, go = Lanes(1, "test"), threading.Event()
+    turns: list[str] = []
+    lanes.put("gate", lambda: not go.wait(20.0))
+
+    def job(name: str) -> bool:
+        turns.append(name)
+        return turns.count(name) < 3
+
+    for name in "ab":
+        lanes.put(name, partial(job, name))
+    go.set()
+    assert lanes.drain(20.0)
+    assert turns == list("ababab")
+    lanes.stop()
+
+
+def test_what_has_not_begun_when_it_stops_never_does() -> None:
+    """The present step is finished; the threads end."""
+    before = threading.active_count()
+    lanes, entered, go = Lanes(1, "test"), threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def job(name: str) -> bool:
+        entered.set()
+        assert go.wait(20.0)
+        ran.append(name)
+        return True
+
+    lanes.put("one", partial(job, "first"))
+    lanes.put("two", partial(job, "second"))
+    assert entered.wait(20.0)
+    (thread,) = [t for t in threading.enumerate() if t.name == "test-0"]
+    lanes.stop()
+    go.set()
+    thread.join(20.0)
+    assert (ran, threading.active_count()) == (["first"], before)
