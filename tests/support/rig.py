@@ -102,6 +102,7 @@ class Member(Generic[E]):
     pool: PagedPool
     want: PagedPool
     transport: Transport
+    channel: Channel
     observer: Recorder
     free: list[int]
     frozen: bool = False
@@ -128,6 +129,12 @@ class Member(Generic[E]):
         """Close the endpoint; it is not turned any more."""
         self.closed = True
         self.endpoint.close(drain_s)
+
+    def crash(self) -> None:
+        """The process ends without a word: its channel breaks and its memory is gone."""
+        self.closed = True
+        self.channel.close()
+        self.transport.close(0.0)
 
 
 Prefills = list[Member[PrefillEndpoint]]
@@ -171,11 +178,12 @@ class Rig:
         more = {"slot_bytes": 4096, "options": self.options, **more}
         for rank in range(len(shards)) if only is None else only:
             transport, observer = of.transport(), Recorder()
+            channel = of.channel(InprocChannel(self.hub, f"{name}{rank}"))
             pool = self._pool(shards[rank], of, transport)
             endpoint = PrefillEndpoint(
                 pool,
                 transport=transport,
-                channel=of.channel(InprocChannel(self.hub, f"{name}{rank}")),
+                channel=channel,
                 rendezvous=self.rendezvous,
                 instance=name,
                 rank=rank,
@@ -186,7 +194,7 @@ class Rig:
                 sleep=time.sleep if self.threaded else _no_sleep,
                 **more,
             )
-            made.append(self._member(endpoint, pool, transport, observer))
+            made.append(self._member(endpoint, pool, transport, channel, observer))
         self.prefills += made
         return made
 
@@ -205,11 +213,12 @@ class Rig:
         more = {"ring_bytes": 1 << 16, "options": self.options, **more}
         for rank in range(len(shards)) if only is None else only:
             transport, observer = of.transport(), Recorder()
+            channel = of.channel(InprocChannel(self.hub, f"{name}{rank}"))
             pool = self._pool(shards[rank], of, transport)
             endpoint = DecodeEndpoint(
                 pool,
                 transport=transport,
-                channel=of.channel(InprocChannel(self.hub, f"{name}{rank}")),
+                channel=channel,
                 rendezvous=self.rendezvous,
                 instance=name,
                 rank=rank,
@@ -220,7 +229,7 @@ class Rig:
                 sleep=time.sleep if self.threaded else _no_sleep,
                 **more,
             )
-            made.append(self._member(endpoint, pool, transport, observer))
+            made.append(self._member(endpoint, pool, transport, channel, observer))
         self.decodes += made
         return made
 
@@ -240,13 +249,15 @@ class Rig:
             bytes_of(buffer)[:] = POISON
         return pool
 
-    def _member(self, endpoint: E, pool: PagedPool, transport: Transport, observer: Recorder) -> Member[E]:
+    def _member(
+        self, endpoint: E, pool: PagedPool, transport: Transport, channel: Channel, observer: Recorder
+    ) -> Member[E]:
         memories = [bytes_of(buffer).copy() for buffer in pool.buffers]
         buffers = [Buffer(m.ctypes.data, m.nbytes, owner=m) for m in memories]
         site = pool.site
         want = PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, buffers)
         free = [int(p) for p in self.rng.permutation(site.groups[0].pages)]
-        return Member(endpoint, pool, want, transport, observer, free)
+        return Member(endpoint, pool, want, transport, channel, observer, free)
 
     # Running.
 
@@ -396,11 +407,14 @@ class Request:
 
     def landed(self, stop: int | None = None) -> Request:
         """Wait for success; decode's pools should hold the rows from now on."""
-        self.released()
-        assert self.all(Phase.DONE), [(h.phase.name, h.error) for h in self.handles]
-        self.wanted(0, self.rows if stop is None else stop)
+        self.released().done(stop)
         self.rig.check()
         return self
+
+    def done(self, stop: int | None = None) -> None:
+        """The room has succeeded; decode's pools should hold the rows from now on."""
+        assert self.all(Phase.DONE), [(h.phase.name, h.error) for h in self.handles]
+        self.wanted(0, self.rows if stop is None else stop)
 
     def wanted(self, start: int, stop: int) -> None:
         """Decode's pools should hold these rows."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from attrs import define, field, frozen
 
-from ..errors import CapacityError, OversizeError
+from ..errors import ConfigurationError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RegionId, Ticket
 from ..kernels import Kernels, Move
@@ -361,11 +361,10 @@ def staging_slots(slots: int, slot_bytes: int) -> int:
     """Bytes of a staging buffer.
 
     Raises:
-        OversizeError: no room for a single aligned part.
-        CapacityError: fewer than one slot.
+        ConfigurationError: fewer than one slot, or slots in which no aligned part fits.
     """
-    if slots < 1:
-        raise CapacityError(f"{slots} staging slots")
-    if slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT:
-        raise OversizeError(f"a staging slot must be a multiple of {ALIGNMENT} bytes", slot_bytes, ALIGNMENT)
+    if slots < 1 or slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT:
+        raise ConfigurationError(
+            f"{slots} staging slots of {slot_bytes} bytes: a positive multiple of {ALIGNMENT} each"
+        )
     return slots * slot_bytes

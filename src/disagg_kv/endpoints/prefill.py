@@ -55,7 +55,11 @@ from .mover import Load, Mover
 from .node import Node
 from .routes import Routes
 
+K = TypeVar("K")
 V = TypeVar("V")
+
+CHOICES = 4096
+"""Choices of a path that are remembered: comparing them takes longer than sending a short request."""
 
 TICK_S = 0.02
 """How often open rooms look at the clock."""
@@ -120,6 +124,7 @@ class PrefillRole:
         self._declined: OrderedDict[RoomId, tuple[str, float]] = OrderedDict()
         self._routes: dict[Epoch, Routes] = {}
         self._shares: dict[tuple[Part, ...], int] = {}
+        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[Path, str]] = OrderedDict()
         self._tick_at = 0.0
         self.quarantined_slots = 0
         self.mover: Mover | None = None
@@ -186,7 +191,9 @@ class PrefillRole:
         head = room_head(node.me.epoch, epoch, name, Generation(frame.generation))
         ended = node.tombstones.outcome(epoch, name, Generation(frame.generation))
         if ended is Ended.EVICTED:
+            # It may be old or only slow; it is not remembered which, so it must not begin.
             node.observer.count("frames.evicted_room")
+            node.send(Send(epoch, Abort(**head, reason="so many rooms have ended since that it is forgotten")))
             return
         unmet = self._unmet.get(name)
         if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
@@ -259,7 +266,9 @@ class PrefillRole:
     def _way(self, room: _Room, remote: Remote, frame: Expect) -> tuple[_Way, FlowPlan]:
         assert self.mover is not None
         node, hello = self._node, remote.hello
-        routes = self._routes.setdefault(remote.epoch, Routes(node.me.shards, remote.site))
+        if remote.epoch not in self._routes:
+            self._routes[remote.epoch] = Routes(node.me.shards, remote.site)
+        routes = self._routes[remote.epoch]
         intake = routes.intake(room.key.room)
         site = self._pool.site
         pair = Pair(
@@ -275,10 +284,14 @@ class PrefillRole:
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         theirs = set(hello.paths)
         known = [p for p in self._paths if (p.name, p.version) in theirs]
-        rows = 0 if frame.stop is None else frame.stop - frame.start
-        path, reason = choose_path(
-            self._strategy.path, known, frame.paths, frame.tables is not None, pair, rows, self._costs
-        )
+        rows = 0 if frame.stop is None else _rounded(frame.stop - frame.start)
+        exposed = frame.tables is not None
+        key = (remote.epoch, routes.turn(room.key.room), frame.paths, exposed, rows)
+        if key not in self._choices:
+            chosen = choose_path(self._strategy.path, known, frame.paths, exposed, pair, rows, self._costs)
+            self._choices[key] = chosen
+            _bound(self._choices, CHOICES)
+        path, reason = self._choices[key]
         stuck = 0 if path.exposes_pages else self.mover.slots_of(self._failed(), remote.epoch)
         if stuck >= self.mover.quota:
             raise QuarantineFullError(f"peer {remote.epoch.hex()[:8]}: {stuck} staging slots wait for evidence")
@@ -502,7 +515,12 @@ def _taken(room: _Room, remote: Remote) -> str | None:
     return None
 
 
-def _bound(remembered: OrderedDict[RoomId, V], most: int) -> None:
+def _rounded(rows: int) -> int:
+    """Up to a power of two, as far as the choice of a path is concerned."""
+    return 1 << (rows - 1).bit_length() if rows > 0 else rows
+
+
+def _bound(remembered: OrderedDict[K, V], most: int) -> None:
     """Forget the oldest beyond ``most``."""
     while len(remembered) > most:
         remembered.popitem(last=False)

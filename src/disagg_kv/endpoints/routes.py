@@ -23,19 +23,19 @@ class Routes:
 
     def intake(self, room: RoomId) -> Intake:
         """What the target gets from each writer for this room: the room decides which replica takes which piece."""
-        turn = self._turn(room)
+        turn = self.turn(room)
         if turn not in self._intakes:
             self._intakes[turn] = Intake.build(self.target.spec, self._writers, self.target.shard, turn)
         return self._intakes[turn]
 
     def view(self, room: RoomId, writer: Rank, site: Site) -> PartView:
         """A writer's parts in the pool of ``site``: the writer's own or the target's."""
-        key = (self._turn(room), writer, site is self.target)
+        key = (self.turn(room), writer, site is self.target)
         if key not in self._views:
             parts = self.intake(room).parts[writer]
             self._views[key] = PartView(site, parts, site.spec)
         return self._views[key]
 
-    def _turn(self, room: RoomId) -> int:
-        """Stable between processes, unlike Python's own hash."""
+    def turn(self, room: RoomId) -> int:
+        """The room's rotation: stable between processes, unlike Python's own hash."""
         return int.from_bytes(hashlib.blake2b(room, digest_size=4).digest(), "big") % self._ways

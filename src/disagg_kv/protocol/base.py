@@ -49,7 +49,7 @@ class Options:
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
         known_s: how often a ballot is repeated that is known already, should the verdict be lost.
         window: segments of one room that may be between request and acknowledgement towards one destination.
-        tombstones: ended rooms that are remembered, per peer epoch.
+        tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.
         parked: ``Expect`` frames that may wait for the engine to open their room.
     """
 

@@ -1,0 +1,405 @@
+"""Networks that lose, double and delay frames; peers that restart, do not fit, or are many."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
+
+import attrs
+import numpy as np
+import pytest
+
+from disagg_kv.channels import Arrived, Channel, Closed, Opened
+from disagg_kv.errors import (
+    ConfigurationError,
+    GeometryError,
+    IncompatiblePeerError,
+    LocalProtocolError,
+    PeerLostError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.ids import RoomId
+from disagg_kv.protocol import Options, Phase
+from disagg_kv.rendezvous import Source
+from disagg_kv.transports import Capabilities, InprocTransport, ShmTransport
+from tests.support.rig import KV, Memory, Rig, tp_shards
+from tests.support.rig_parts import Fate, Unreliable
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+QUICK = Options(silence_s=5.0, total_s=20.0)
+
+
+def through(fate: Fate) -> Callable[[Channel], Channel]:
+    """Channels with that fate."""
+    return lambda inner: Unreliable(inner, fate)
+
+
+def fifth(number: int, address: str) -> Sequence[int]:
+    """Every fifth frame is dropped."""
+    return () if number % 5 == 4 else (0,)
+
+
+def twice(number: int, address: str) -> Sequence[int]:
+    """Every frame comes twice, the second time much later."""
+    return (0, 7)
+
+
+def shuffled(number: int, address: str) -> Sequence[int]:
+    """Frames overtake one another."""
+    return (number * 5 % 3,)
+
+
+def all_of_it(number: int, address: str) -> Sequence[int]:
+    """Some are lost, some doubled, some late."""
+    return ((), (0,), (2,), (0, 5), (1,), (0, 0))[number * 7 % 6]
+
+
+@pytest.mark.parametrize("fate", [fifth, twice, shuffled, all_of_it])
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_a_bad_network_costs_only_time(path: str, fate: Fate) -> None:
+    """E2, E3: lost, doubled and late frames delay rooms; they never fail them, leak a lease or change a byte."""
+    rig = Rig(SPEC)
+    memory = Memory(channel=through(fate), pages=128)
+    prefills = rig.prefill(tp_shards(SPEC, 2), memory=memory, strategy=path, slot_bytes=512)
+    decodes = rig.decode(tp_shards(SPEC, 4), memory=memory, strategy=path, ring_bytes=16 << 10)
+    requests = [rig.request(f"{i}", prefills, decodes, 21) for i in range(5)]
+    for request in requests:
+        request.start()
+    rig.until(lambda: all(h.released for r in requests for h in r.handles), "all rooms", 20_000)
+    for request in requests:
+        request.done()
+    rig.check()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("fate", [fifth, all_of_it])
+def test_aborts_in_a_bad_network(fate: Fate) -> None:
+    """E4: an abort at any time over a bad network leaves nothing behind."""
+    rig = Rig(SPEC)
+    memory = Memory(channel=through(fate), pages=128)
+    prefills = rig.prefill(tp_shards(SPEC, 2), memory=memory, strategy="staged", slot_bytes=512)
+    decodes = rig.decode(tp_shards(SPEC, 2), memory=memory, strategy="staged", ring_bytes=16 << 10)
+    for turns in range(0, 40, 4):
+        request = rig.request(f"{turns}", prefills, decodes, 12).start()
+        for _ in range(turns):
+            rig.turn()
+        request.handles[turns // 4 % 4].abort("changed my mind")
+        request.ended()
+    rig.quiet()
+
+
+def test_decode_restarts() -> None:
+    """E10: another life under the same address fails the old rooms on prefill and serves new ones."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")
+    decodes[0].crash()
+    rig.decodes.clear()
+    again = rig.decode(tp_shards(SPEC, 1))
+    fresh = rig.request("fresh", prefills, again, 8).start().landed()
+    assert fresh.all(Phase.DONE)
+    rig.until(lambda: request.sends[0].released, "the loss")
+    assert request.sends[0].phase is Phase.FAILED
+    assert isinstance(request.sends[0].error, PeerLostError)
+    assert len(prefills[0].endpoint.peers()) == 1
+    rig.quiet()
+
+
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_prefill_restarts(path: str) -> None:
+    """E10: decode's rooms with the old life fail; rooms with the new one work at once."""
+    rig = Rig(SPEC, options=QUICK)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2), strategy=path), rig.decode(tp_shards(SPEC, 1), strategy=path)
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: all(h.phase is Phase.READY for h in request.sends), "the expectation")
+    for member in prefills:
+        member.crash()
+    rig.prefills.clear()
+    again = rig.prefill(tp_shards(SPEC, 2), strategy=path)
+    rig.wait(1.0)
+    rig.request("fresh", again, decodes, 8).start().landed()
+    rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the loss")
+    rig.until(lambda: request.receives[0].released, "the evidence")
+    rig.quiet()
+
+
+def other_spec(change: str) -> CacheSpec:
+    """A spec that differs in one field."""
+    match change:
+        case "spec.model":
+            return attrs.evolve(SPEC, model=b"another")
+        case "spec.layers":
+            return CacheSpec.kv(3, 4, 8, "float16")
+        case "spec.layers[0].k.dtype":
+            return CacheSpec.kv(2, 4, 8, "bfloat16", v_dtype="float16")
+        case "spec.layers[0].v.unit_bytes":
+            return CacheSpec.kv(2, 4, 8, "float16", v_head_dim=4)
+        case _:
+            return CacheSpec.mla(2, 8, "float16")
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["spec.model", "spec.layers", "spec.layers[0].k.dtype", "spec.layers[0].v.unit_bytes", "spec.layers[0]"],
+)
+def test_caches_that_differ_are_refused_by_name(field: str) -> None:
+    """Two sides with different caches refuse each other at once, and the error names the field."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1))
+    rig.spec = other_spec(field)
+    decodes = rig.decode(tp_shards(rig.spec, 1))
+    handle = decodes[0].endpoint.open(RoomId(b"room"), Source("P"))
+    rig.until(lambda: handle.released, "the refusal", 400)
+    assert isinstance(handle.error, IncompatiblePeerError)
+    assert handle.error.field == field
+    assert not prefills[0].endpoint.peers()
+    assert not decodes[0].endpoint.peers()
+
+
+@pytest.mark.parametrize(
+    ("memory", "strategy", "field"),
+    [(Memory(transport=ShmTransport), "auto", "transport"), (Memory(), "slice", "paths")],
+    ids=["transport", "paths"],
+)
+def test_sides_with_nothing_in_common_are_refused(memory: Memory, strategy: str, field: str) -> None:
+    """Other transports and paths are named too."""
+    rig = Rig(SPEC)
+    rig.prefill(tp_shards(SPEC, 1), strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, strategy=strategy)
+    handle = decodes[0].endpoint.open(RoomId(b"room"), Source("P"))
+    rig.until(lambda: handle.released, "the refusal", 400)
+    assert isinstance(handle.error, IncompatiblePeerError)
+    assert handle.error.field == field
+
+
+def test_prefill_that_lacks_what_decode_needs() -> None:
+    """A split of which decode's boxes cannot be made is refused with the reason."""
+    rig = Rig(SPEC)
+    half = [shard(SPEC, units={"k": range(2), "v": range(4)})]
+    rig.prefill(half)
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    handle = decodes[0].endpoint.open(RoomId(b"room"), Source("P"))
+    rig.until(lambda: handle.released, "the refusal", 400)
+    assert isinstance(handle.error, IncompatiblePeerError)
+    assert handle.error.field == "shards"
+
+
+def test_an_instance_that_is_not_what_the_rendezvous_says() -> None:
+    """Ranks of one instance must agree on what the instance is."""
+    rig = Rig(SPEC)
+    shards = tp_shards(SPEC, 2)
+    prefills = rig.prefill(shards, only=[0], slot_bytes=4096) + rig.prefill(shards, only=[1], slot_bytes=8192)
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_prefill().open_decode().failed()
+    assert isinstance(request.receives[0].error, IncompatiblePeerError)
+    assert "slot_bytes" in request.receives[0].error.field
+
+
+def test_a_name_that_nobody_has() -> None:
+    """Unknown strategies, combinations, ranks and shards are refused when the endpoint is built."""
+    rig = Rig(SPEC)
+    with pytest.raises(UnknownNameError, match="'fast'"):
+        rig.prefill(tp_shards(SPEC, 1), "A", strategy="fast")
+    with pytest.raises(UnsupportedError, match="layer_pipelined"):
+        rig.decode(tp_shards(SPEC, 1), "B", strategy="staged+layer-pipelined")
+    with pytest.raises(ConfigurationError, match="both a path"):
+        rig.decode(tp_shards(SPEC, 1), "C", strategy="staged+slice")
+    with pytest.raises(ConfigurationError, match="slots of 100 bytes"):
+        rig.prefill(tp_shards(SPEC, 1), "D", slot_bytes=100)
+    with pytest.raises(ConfigurationError, match="0 staging slots"):
+        rig.prefill(tp_shards(SPEC, 1), "E", slots=0)
+
+
+def test_memory_that_cannot_be_written_to() -> None:
+    """A16: an explicit path that exposes pages needs memory that the transport can write to; auto does without."""
+
+    class Own(InprocTransport):
+        caps = Capabilities(in_process_only=True, own_memory_only=True)
+
+    rig = Rig(SPEC)
+    memory = Memory(transport=Own)
+    with pytest.raises(ConfigurationError, match="'slice' writes into pages"):
+        rig.decode(tp_shards(SPEC, 1), "X", memory, strategy="slice")
+    prefills = rig.prefill(tp_shards(SPEC, 1))
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory)
+    request = rig.request("room", prefills, decodes, 8).start().landed()
+    assert request.sends[0].report.path == "staged"
+    assert request.receives[0].report.path == "staged"
+
+
+def test_direct_between_unequal_layouts() -> None:
+    """An explicit path that cannot is an error with the reason on both sides; auto takes another."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), "explicit", strategy="direct")
+    others = rig.prefill(tp_shards(SPEC, 2), "auto")
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8, "explicit").start().failed()
+    assert isinstance(request.sends[0].error, ConfigurationError)
+    assert "path 'direct' cannot: " in str(request.receives[0].error)
+    request = rig.request("room", others, decodes, 8, "auto").start()
+    request.landed()
+    assert "direct cannot" in request.sends[0].report.reason
+    rig.quiet()
+
+
+def test_a_path_that_decode_does_not_allow() -> None:
+    """``auto`` on prefill takes what decode allows."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1))
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="slice")
+    request = rig.request("room", prefills, decodes, 8).start().landed()
+    assert request.sends[0].report.path == "slice"
+    assert request.receives[0].report.path == "exposed pages"
+
+
+def test_who_is_there() -> None:
+    """``peers`` lists the other side and the ranks of our own instance."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    rig.request("room", prefills, decodes, 8).start().landed()
+    assert {(p.instance, p.rank) for p in decodes[0].endpoint.peers()} == {("P", 0), ("P", 1)}
+    assert {(p.instance, p.rank) for p in prefills[1].endpoint.peers()} == {("P", 0), ("D", 0)}
+
+
+def test_arguments_are_checked_before_anything_happens() -> None:
+    """Calls that cannot work raise, with names and numbers, and change nothing."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().open_prefill()
+    (send,), (receive,) = request.sends, request.receives
+    table = PageTable(KV, np.array([1, 2], np.int32))
+    with pytest.raises(UnsupportedError, match="recurrent state"):
+        receive.expect(8, [table], state=[table])
+    with pytest.raises(UnsupportedError, match="incremental"):
+        receive.expect(8, [table], held={KV: 4})
+    with pytest.raises(GeometryError, match="tag of 300 bytes"):
+        receive.expect(8, [table], tag=bytes(300))
+    with pytest.raises(GeometryError):
+        receive.expect(-1, [table])
+    with pytest.raises(GeometryError):
+        receive.expect(9, [table])
+    with pytest.raises(GeometryError, match="two page tables"):
+        receive.expect(8, [table, table])
+    with pytest.raises(GeometryError, match="no page table"):
+        receive.expect(8, [])
+    with pytest.raises(GeometryError, match="aux slot 9"):
+        receive.expect(8, [table], aux=9)
+    assert receive.expect(8, [table]) == {KV: 0}
+    with pytest.raises(LocalProtocolError, match="already"):
+        receive.expect(8, [table])
+    with pytest.raises(GeometryError):
+        send.send_chunk(9, [table])
+    with pytest.raises(UnsupportedError, match="recurrent state"):
+        send.finish(0, state=[table])
+    with pytest.raises(LocalProtocolError, match="tag of 300"):
+        send.finish(0, tag=bytes(300))
+    with pytest.raises(GeometryError, match="aux slot 7"):
+        send.finish(0, aux=7)
+    with pytest.raises(LocalProtocolError, match="chunks end at 0"):
+        send.finish(8)
+    request.taken = [table]
+    request.send(8)
+    with pytest.raises(LocalProtocolError, match="were given"):
+        send.send_chunk(8, [table])
+    request.finish()
+    with pytest.raises(LocalProtocolError, match="second"):
+        send.finish(8)
+    with pytest.raises(LocalProtocolError, match="after finish"):
+        send.send_chunk(9, [PageTable(KV, np.array([1, 2, 3], np.int32))])
+    for member in decodes:
+        member.free = [p for p in member.free if p not in (1, 2)]
+    request.landed()
+
+
+def test_thousands_of_rooms_leave_nothing_behind() -> None:
+    """E14: after any number of rooms an endpoint is as large as after a few."""
+    rig = Rig(SPEC, options=Options(tombstones=128, parked=32))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
+
+    def many(number: int, of: str) -> None:
+        for start in range(0, number, 100):
+            requests = [rig.request(f"{of}{start + i}", prefills, decodes, 0) for i in range(100)]
+            for i, request in enumerate(requests):
+                request.start()
+                if i % 10 == 9:
+                    request.handles[i // 10 % 4].abort("now and then")
+            for request in requests:
+                request.released()
+            for member in rig.members:
+                assert member.endpoint.poll()
+                member.observer.spans.clear()
+        rig.quiet()
+
+    many(300, "warm ")
+    before = [size(m.endpoint) for m in rig.members]
+    many(2000, "room ")
+    after = [size(m.endpoint) for m in rig.members]
+    assert all(b <= a + 100 for a, b in zip(before, after, strict=True)), (before, after)
+
+
+def size(thing: object) -> int:
+    """How many objects an endpoint keeps: everything that is reached from it by attributes and containers."""
+    seen: dict[int, object] = {}
+    queue: list[object] = [thing]
+    count = 0
+    while queue:
+        one = queue.pop()
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, Rig | str | bytes | int | float):
+            continue
+        count += 1
+        if isinstance(one, dict):
+            queue += [*one.keys(), *one.values()]
+        elif isinstance(one, WeakValueDictionary):
+            queue += list(one.values())
+        elif isinstance(one, list | tuple | set | frozenset | deque):
+            queue += list(one)
+        elif type(one).__module__.startswith("disagg_kv") and type(one).__name__ not in ("InprocChannel", "Recorder"):
+            queue.append(getattr(one, "__dict__", {}))
+            for cls in type(one).__mro__:
+                queue += [getattr(one, s, None) for s in getattr(cls, "__slots__", ()) if s != "__weakref__"]
+    return count
+
+
+class Drowsy(Unreliable):
+    """A channel that sleeps in fake time; it notes for how long."""
+
+    def __init__(self, inner: Channel) -> None:
+        super().__init__(inner, lambda number, address: (0,))
+        self.slept: list[float] = []
+
+    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+        """Note how long nothing would have happened."""
+        came = super().poll(0.0)
+        self.slept.append(0.0 if came else timeout_s)
+        return came
+
+
+def test_idle_endpoints_rest() -> None:
+    """Endpoints without rooms wake up for heartbeats and to notice exits, a few times a second."""
+    made: list[Drowsy] = []
+
+    def channel(inner: Channel) -> Drowsy:
+        made.append(Drowsy(inner))
+        return made[-1]
+
+    rig = Rig(SPEC)
+    memory = Memory(channel=channel)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1), memory=memory), rig.decode(tp_shards(SPEC, 1), memory=memory)
+    rig.request("room", prefills, decodes, 8).start().landed()
+    rig.quiet()
+    rig.wait(2.0)
+    turns, end = 0, rig.clock() + 20.0
+    while rig.clock() < end:
+        for member in rig.members:
+            member.endpoint.driver.turn(1.0)
+        turns += 1
+        rig.clock.advance(min(one.slept[-1] for one in made))
+    assert turns < 20 * 10
+    assert len(decodes[0].endpoint.peers()) == 1
