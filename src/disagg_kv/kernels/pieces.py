@@ -1,4 +1,4 @@
-"""Pages as a flat array of equal pieces: what makes gather one ``take`` and scatter one assignment per plane.
+"""Memory as a flat array of equal pieces: what makes gather one ``take`` and scatter one assignment for many planes.
 
 A piece is as long as the plane's strides allow: normally all units of a row that are wanted, if the units of a row lie
 side by side, else one unit. NumPy copies each with one ``memcpy``; nothing depends on alignment.
@@ -55,19 +55,19 @@ class _Known:
     def __init__(self, pool: MemoryPool) -> None:
         self._site = pool.site
         self._memory = [bytes_of(buffer) for buffer in pool.buffers]
-        self._entries: dict[tuple[int, int, int], tuple[Pieces, _Shape]] = {}
+        self._entries: dict[tuple[int, int, int], tuple[Pieces, _Shape, int]] = {}
         self._shapes: dict[_Shape, _Shape] = {}
+        self._flats: dict[tuple[int, int, int], Pieces] = {}
 
-    def entry(self, number: int, first: int, units: int) -> tuple[Pieces, _Shape]:
-        """The pieces of the plane ``number`` from its unit ``first`` on; equal shapes are one object."""
+    def entry(self, number: int, first: int, units: int) -> tuple[Pieces, _Shape, int]:
+        """A buffer as pieces, the plane's shape, and which piece is its unit ``first``'s; equal ones are one object."""
         key = (number, first, units)
         found = self._entries.get(key)
         if found is None:
-            flat, shape = self._look(number, first, units)
-            found = self._entries[key] = (flat, self._shapes.setdefault(shape, shape))
+            found = self._entries[key] = self._look(number, first, units)
         return found
 
-    def _look(self, number: int, first: int, units: int) -> tuple[Pieces, _Shape]:
+    def _look(self, number: int, first: int, units: int) -> tuple[Pieces, _Shape, int]:
         plane = self._site.planes[number]
         group = self._site.group(plane.group)
         unit_bytes = self._site.spec.component(plane.layer, plane.component).unit_bytes
@@ -76,28 +76,32 @@ class _Known:
         run_stride = 0 if side_by_side else plane.unit_stride
         row_stride = plane.row_stride if group.rows_per_page > 1 else 0
         nbytes = math.gcd(plane.page_stride, row_stride, run_stride, run)
-        last = (group.pages - 1) * plane.page_stride + (group.rows_per_page - 1) * row_stride
-        flat: Pieces = np.ndarray(
-            ((last + (runs - 1) * run_stride + run) // nbytes,),
-            np.dtype((np.void, nbytes)),
-            self._memory[plane.buffer],
-            plane.offset + first * plane.unit_stride,
-        )
         strides = (plane.page_stride // nbytes, row_stride // nbytes, run_stride // nbytes)
-        return flat, _Shape(plane.group, group.rows_per_page, *strides, runs, run // nbytes, nbytes)
+        shape = _Shape(plane.group, group.rows_per_page, *strides, runs, run // nbytes, nbytes)
+        place, phase = divmod(plane.offset + first * plane.unit_stride, nbytes)
+        memory = self._memory[plane.buffer]
+        flat: Pieces = np.ndarray(((len(memory) - phase) // nbytes,), np.dtype((np.void, nbytes)), memory, phase)
+        flat = self._flats.setdefault((plane.buffer, phase, nbytes), flat)
+        return flat, self._shapes.setdefault(shape, shape), place
 
 
 _known: WeakKeyDictionary[MemoryPool, _Known] = WeakKeyDictionary()
 
 
 def pieces(pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Pieces, I64, slice]]:
-    """For every entry of every move: a plane's pieces, the index of those wanted, and their bytes in staging."""
+    """For every move, runs of entries at once: memory as pieces, the index of those wanted, and their bytes in staging.
+
+    The layers of a model nearly always share one shape and one table, and follow each other in staging: then a run is
+    as long as the move, and what each NumPy call costs is paid once.
+    """
     known = _known.get(pool)
     if known is None:
         known = _known[pool] = _Known(pool)
     for move in moves:
-        # The layers of a model nearly always share one shape and one table, so one index serves them all.
         indices: dict[tuple[int, int, int], I64] = {}
+        run: list[int] = []
+        last: tuple[Pieces, I64, int] | None = None
+        end = 0
         layout = move.layout
         for number, first, units, start, stop, offset in zip(
             layout.plane.tolist(),
@@ -108,10 +112,21 @@ def pieces(pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Pieces, I6
             layout.offset.tolist(),
             strict=True,
         ):
-            flat, shape = known.entry(number, first, units)
+            flat, shape, place = known.entry(number, first, units)
             key = (id(shape), start, stop)
             index = indices.get(key)
             if index is None:
                 index = indices[key] = shape.index(move.tables[shape.group], start, stop)
-            at = move.base + offset
-            yield flat, index, slice(at, at + len(index) * shape.nbytes)
+            if last is None or last[0] is not flat or last[1] is not index or offset != end:
+                if last is not None:
+                    yield _run(*last, run, move.base)
+                last, run, end = (flat, index, offset), [], offset
+            run.append(place)
+            end += len(index) * shape.nbytes
+        if last is not None:
+            yield _run(*last, run, move.base)
+
+
+def _run(flat: Pieces, index: I64, offset: int, places: Sequence[int], base: int) -> tuple[Pieces, I64, slice]:
+    wanted: I64 = (np.array(places, np.int64)[:, None] + index).reshape(-1)
+    return flat, wanted, slice(base + offset, base + offset + len(wanted) * flat.itemsize)
