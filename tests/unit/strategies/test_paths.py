@@ -1,0 +1,60 @@
+"""What each path posts, gathers and scatters; bytes are checked where endpoints and grids use them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disagg_kv.errors import LocalProtocolError
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.ids import GroupId, Rank
+from disagg_kv.memory import PagedPool
+from disagg_kv.planning import Intake, PartView, Segment, Writes
+from disagg_kv.strategies import DirectPath, Job, Path, SlicePath, StagedPath
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+KV = GroupId("kv")
+
+
+def job(prefill_tp: int) -> Job:
+    """The part of rank 0 of so many, for a decode rank that holds everything."""
+    shards = [shard(SPEC, tp=prefill_tp, rank=r) for r in range(prefill_tp)]
+    source = PagedPool.allocate(SPEC, shards[0], pages=8, page_size=4).site
+    target = PagedPool.allocate(SPEC, shard(SPEC), pages=8, page_size=4).site
+    parts = Intake.build(SPEC, shards, target.shard).parts[Rank(0)]
+    tables = {KV: PageTable(KV, np.array([5, 2, 3], np.int32))}
+    return Job(source, target, parts, PartView(source, parts, SPEC), Segment(0, 10, 0, 2), tables, tables)
+
+
+@pytest.mark.parametrize("path", [DirectPath(), SlicePath()])
+def test_exposed_pages_are_written_in_place(path: Path) -> None:
+    """Direct and slice plan writes, at most as many as they count beforehand, and scatter nothing."""
+    one = job(1)
+    assert path.exposes_pages
+    assert path.refuse(one.source, one.target, one.parts) is None
+    writes = path.send(one)
+    assert isinstance(writes, Writes)
+    assert writes.total() == 10 * 2 * 2 * 4 * 16
+    assert len(writes) <= path.count(one)
+    with pytest.raises(LocalProtocolError, match=path.name):
+        path.receive(one)
+
+
+def test_direct_needs_equal_layouts() -> None:
+    """A head slice is no whole page: direct says so, slice writes it row by row."""
+    two = job(2)
+    reason = DirectPath().refuse(two.source, two.target, two.parts)
+    assert reason is not None
+    assert "2 units" in reason
+    assert SlicePath().refuse(two.source, two.target, two.parts) is None
+    assert SlicePath().count(two) == 10 * 2 * 2
+
+
+def test_staged_gathers_and_writes_once() -> None:
+    """Staged takes any layouts, one write, and the same bytes in the same order on both sides."""
+    path, two = StagedPath(), job(2)
+    assert not path.exposes_pages
+    assert path.refuse(two.source, two.target, two.parts) is None
+    assert path.count(two) == 1
+    there = Job(two.source, two.target, two.parts, PartView(two.target, two.parts, SPEC), two.segment, {}, {})
+    assert path.send(two).nbytes == path.receive(there).nbytes == 10 * 2 * 2 * 2 * 16

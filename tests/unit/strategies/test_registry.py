@@ -1,0 +1,96 @@
+"""Strategies by name, and paths of third parties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from disagg_kv.errors import ConfigurationError, UnknownNameError, UnsupportedError
+from disagg_kv.strategies import AUTO, StagedPath, Strategy, paths, register, registry, strategy
+
+
+class Courier(StagedPath):
+    """Somebody else's path."""
+
+    name = "courier"
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """What a test registers is gone afterwards."""
+    before = dict(registry._paths)
+    yield
+    registry._paths.clear()
+    registry._paths.update(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("auto", Strategy()),
+        ("staged", Strategy("staged")),
+        ("full+slice", Strategy("slice")),
+        (" direct + per-chunk + full ", Strategy("direct", "per_chunk", "full")),
+    ],
+)
+def test_names(name: str, want: Strategy) -> None:
+    """Axes come in any order; a missing one takes its default."""
+    assert strategy(name) == want
+    assert strategy(str(want)) == want
+
+
+def test_names_that_cannot_be() -> None:
+    """What is unknown, planned, empty or said twice is refused, with the known names."""
+    with pytest.raises(UnknownNameError, match="direct, full, per_chunk, slice, staged"):
+        strategy("stagged")
+    with pytest.raises(UnknownNameError):
+        strategy("")
+    with pytest.raises(UnsupportedError, match="schedule 'layer_pipelined'"):
+        strategy("staged+layer-pipelined")
+    with pytest.raises(UnsupportedError, match="selection 'incremental'"):
+        strategy("incremental")
+    with pytest.raises(ConfigurationError, match="both a path"):
+        strategy(f"staged+{AUTO}")
+
+
+def test_registering_a_path() -> None:
+    """A path of one's own has a name; again is harmless, another under the same name is not."""
+    courier = Courier()
+    register(courier)
+    register(courier)
+    assert strategy("courier") == Strategy("courier")
+    assert paths()["courier"] is courier
+    with pytest.raises(ConfigurationError, match="'courier'"):
+        register(Courier())
+    for name in ("auto", "full", "staged", "incremental", "two words", ""):
+        other = Courier()
+        other.name = name
+        with pytest.raises(ConfigurationError, match="new plain word"):
+            register(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("courier", f"{__name__}:Courier", None),
+        ("staged", "nowhere:at_all", None),
+        ("broken", "nowhere:at_all", "cannot be loaded"),
+        ("other", "disagg_kv.strategies:StagedPath", "calls itself 'staged'"),
+    ],
+)
+def test_installed_packages(monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str | None) -> None:
+    """Packages name their paths in an entry-point group; what cannot be loaded is an error that names it."""
+
+    def entry_points(group: str) -> EntryPoints:
+        return EntryPoints([EntryPoint(name, value, group)])
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    if value.startswith(__name__):
+        monkeypatch.setattr(EntryPoint, "load", lambda self: Courier)
+    if problem is None:
+        assert name in paths()
+    else:
+        with pytest.raises(ConfigurationError, match=problem):
+            paths()
