@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -215,30 +216,35 @@ class DecodeRank:
 class _Rank(Protocol):
     def idle(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def serve(pipe: Connection, setup: Setup) -> None:
     """Be a rank until the pipe is closed; the first answer, None, says that it is there."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends us
         torch.set_num_threads(1)
-    try:
-        rank: _Rank = PrefillRank(setup) if setup.role == "prefill" else DecodeRank(setup)
-        pipe.send(None)
-    except Exception as error:
-        pipe.send(_portable(error))
-        return
-    polls = transport(setup.shape.transport).caps.needs_target_polling
+    with suppress(EOFError, ConnectionError):
+        try:
+            rank: _Rank = PrefillRank(setup) if setup.role == "prefill" else DecodeRank(setup)
+        except Exception as error:
+            pipe.send(_portable(error))
+            return
+        with closing(rank):
+            pipe.send(None)
+            _obey(pipe, rank, transport(setup.shape.transport).caps.needs_target_polling)
+
+
+def _obey(pipe: Connection, rank: _Rank, polls: bool) -> None:
     while True:
         while polls and not pipe.poll(LOOK_S):
             rank.idle()
+        name, args = pipe.recv()
         try:
-            name, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(getattr(rank, name)(*args))
+            answer = getattr(rank, name)(*args)
         except Exception as error:
-            pipe.send(_portable(error))
+            answer = _portable(error)
+        pipe.send(answer)
 
 
 def _portable(error: Exception) -> DisaggKVError:

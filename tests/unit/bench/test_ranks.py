@@ -1,0 +1,123 @@
+"""Ranks that fail, die or hang end a benchmark with their name; a check that cannot fail would prove nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+from disagg_kv.bench import TransferShape, bulk, machine, ranks, run_transfer
+from disagg_kv.bench.data import fill, page_ids, poison, wrong
+from disagg_kv.bench.rank import _portable
+from disagg_kv.bench.ranks import Ranks
+from disagg_kv.errors import DeadlineError, DisaggKVError, IncompatiblePeerError, IntegrityError, PeerLostError
+from disagg_kv.memory import PagedPool
+from disagg_kv.testing import Fault, FaultyTransport
+from disagg_kv.transports import InprocTransport, registry
+
+SMALL = TransferShape(
+    transport="inproc",
+    prefill_tp=1,
+    tokens=20,
+    layers=2,
+    kv_heads=2,
+    head_dim=8,
+    page_size=8,
+    decode_page_size=8,
+    repeats=1,
+    timeout_s=5.0,
+)
+
+
+@pytest.fixture
+def ends() -> tuple[Ranks, Connection]:
+    """One rank, and its end of the pipe."""
+    ours, theirs = multiprocessing.Pipe()
+    return Ranks("decode", [ours], 0.0), theirs
+
+
+def test_the_check_sees_each_wrong_byte_inside_and_outside_the_request() -> None:
+    ids = page_ids(SMALL, "decode", 0)
+    pool = PagedPool.allocate(SMALL.spec(), SMALL.shards("decode")[0], pages=len(ids) + 2, page_size=8)
+    poison(pool)
+    assert wrong(pool, SMALL, ids) > 20 * 2 * 2 * 2 * 16 * 0.9
+    fill(pool, SMALL, ids)
+    assert wrong(pool, SMALL, ids) == 0
+    unused = next(page for page in range(len(ids) + 2) if page not in ids)
+    pool.view(0)[ids[0], 0, 0, 0] ^= 1
+    pool.view(3)[unused, 7, 1, 15] ^= 1
+    pool.view(2)[ids[-1], 7, 1, 15] ^= 1
+    assert wrong(pool, SMALL, ids) == 3, "the last page has rows that the request does not fill"
+
+
+def test_a_rank_that_has_ended_is_named(ends: tuple[Ranks, Connection]) -> None:
+    there, pipe = ends
+    pipe.close()
+    with pytest.raises(PeerLostError, match="decode rank 0 has ended"):
+        there.answers(int)
+
+
+def test_a_rank_that_does_not_answer_is_named(ends: tuple[Ranks, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.0)
+    there, _ = ends
+    with pytest.raises(DeadlineError, match="decode rank 0 does not answer"):
+        there.ask(int, "wrong")
+
+
+def test_an_error_that_does_not_survive_a_pipe_is_told_in_words() -> None:
+    ours = IntegrityError("3 bytes")
+    assert _portable(ours) is ours
+    assert "IncompatiblePeerError: " in str(_portable(IncompatiblePeerError("page", 1, 2)))
+    assert str(_portable(KeyError("x"))) == "KeyError: 'x'"
+
+
+def test_a_rank_that_cannot_begin_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channels' folder is too deep for a socket's address."""
+    deep = Path("/tmp") / ("x" * 90)
+    monkeypatch.setattr("disagg_kv.bench.rank.Setup.address", lambda *_: f"ipc://{deep}/y")
+    with pytest.raises(Exception, match="cannot be bound"):
+        run_transfer(SMALL)
+
+
+@pytest.mark.parametrize(("fault", "error"), [(Fault.REFUSED, "injected"), (Fault.HUNG, "1 plain writes")])
+def test_plain_writes_that_fail_or_hang_end_the_run(fault: Fault, error: str) -> None:
+    memory = np.zeros(100, np.uint8)
+    target = bulk.BulkTarget(InprocTransport(), 100)
+    buffer = PagedPool.allocate(SMALL.spec(), SMALL.shards("decode")[0], pages=1, page_size=8).buffers
+    source = bulk.BulkSource(FaultyTransport(InprocTransport(), lambda _: fault), buffer, 0.05)
+    source.connect([(*target.describe(), 0, memory.nbytes)])
+    with pytest.raises(Exception, match=error):
+        source.move()
+    source.close()
+    target.close()
+
+
+def test_a_transfer_that_fails_or_hangs_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._registered, "hung", lambda: FaultyTransport(InprocTransport(), lambda _: Fault.HUNG))
+    shape = attrs.evolve(SMALL, transport="hung", strategies=("staged",), timeout_s=0.5)
+    with pytest.raises(DisaggKVError, match="room"):
+        run_transfer(shape)
+
+
+def test_numbers_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 repeats"):
+        attrs.evolve(SMALL, repeats=0).explain()
+
+
+def test_where_a_part_begins_follows_from_those_before() -> None:
+    assert bulk.spread([3, 0, 5]) == [0, 3, 3]
+    assert bulk.spread([]) == []
+
+
+def test_the_machine_is_named_also_where_less_is_known(tmp_path: Path) -> None:
+    assert machine.cpu_model(tmp_path / "none")
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name : Fast: 9000\n")
+    assert machine.cpu_model(tmp_path / "cpuinfo") == "Fast: 9000"
+    (tmp_path / "file.py").write_text("")
+    assert machine.commit(tmp_path / "file.py") is None
+    here = machine.commit(Path(machine.__file__))
+    assert here is None or len(here.removesuffix("-dirty")) == 40
