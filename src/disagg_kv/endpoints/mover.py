@@ -8,7 +8,7 @@ from typing import Protocol
 
 from attrs import define, field, frozen
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, PeerLostError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RegionId, Ticket
 from ..kernels import Kernels, Move
@@ -127,11 +127,6 @@ class Mover:
         self._gathering: list[_Gathering] = []
         self._posts: dict[Ticket, _Post] = {}
         self._number = 0
-
-    @property
-    def in_flight(self) -> int:
-        """Gathers and writes that are not quiet."""
-        return len(self._gathering) + len(self._posts)
 
     @property
     def quota(self) -> int:
@@ -336,6 +331,8 @@ class Mover:
         for ticket, post in [(t, p) for t, p in self._posts.items() if p.transfer.to == epoch]:
             if ticket in post.unquiet:
                 self._quiet(post, ticket)
+            else:
+                self.on_ticket(Ended(ticket, PeerLostError(f"peer {epoch.hex()[:8]} is gone")))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""

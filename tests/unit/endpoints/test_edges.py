@@ -1,0 +1,265 @@
+"""What rarely happens: garbage, strangers, expiry, exits of processes, peers that are gone for good."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from disagg_kv.channels import Arrived, InprocChannel
+from disagg_kv.endpoints import PrefillEndpoint
+from disagg_kv.endpoints.exits import Exits
+from disagg_kv.endpoints.handles import UNREAD, Changes, RoomHandle
+from disagg_kv.endpoints.introduction import check_instance
+from disagg_kv.errors import GeometryError, UnsupportedError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import Epoch, Rank, RoomId
+from disagg_kv.memory import PagedPool
+from disagg_kv.protocol import Codec, Hello, Options, Phase
+from disagg_kv.protocol.frames import Done, Refused
+from disagg_kv.rendezvous import Source
+from disagg_kv.testing import FakeClock, Fault, FaultyTransport
+from disagg_kv.transports import InprocTransport
+from tests.support.rig import Memory, Rig, tp_shards
+from tests.support.rig_parts import CountingKernels, Flag
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+
+
+@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("fault", [Fault.HUNG, Fault.LATE])
+def test_writes_to_a_peer_that_is_gone_are_over(fault: Fault, path: str) -> None:
+    """A fenced peer is evidence for prefill too: pages and slots that its writes read come back."""
+    rig = Rig(SPEC)
+    memory = Memory(transport=lambda: FaultyTransport(InprocTransport(), {0: fault}.get))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=path)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy=path)
+    request = rig.request("room", prefills, decodes, 8).start()
+    transport = prefills[0].transport
+    assert isinstance(transport, FaultyTransport)
+    rig.until(lambda: bool(transport.held), "the held write")
+    decodes[0].crash()
+    rig.until(lambda: request.sends[0].released, "the evidence")
+    assert request.sends[0].phase is Phase.FAILED
+    rig.quiet()
+
+
+def test_garbage_and_frames_of_strangers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """E13: bytes that are no frame, and frames of unknown lives, change nothing."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    stranger = InprocChannel(rig.hub, "stranger")
+    frame = Done(src=bytes(16), dst=bytes(16), room=b"room", generation=1, stop=8, aux=None, tag=b"")
+    with caplog.at_level(logging.ERROR):
+        for member in rig.members:
+            for data in (b"", b"\x00" * 40, b"\xc1", Codec().encode(frame)):
+                stranger.send(member.channel.address, data)
+    rig.request("room", prefills, decodes, 8).start().landed()
+    for member in rig.members:
+        assert member.observer.counters["frames.refused"] == 3
+        assert member.observer.counters["frames.stale"] == 1
+
+
+def test_a_kernel_s_event_that_raises() -> None:
+    """E8: an event of a gather or scatter that raises fails its room alone, and once."""
+
+    class Broken(Flag):
+        def query(self) -> bool:
+            raise RuntimeError("device lost")
+
+    class Doomed(CountingKernels):
+        def _done(self, event: object) -> Flag:
+            return Broken()
+
+    for side in ("prefill", "decode"):
+        rig = Rig(SPEC)
+        kernels = CountingKernels(), CountingKernels()
+        bad = Doomed()
+        prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=bad if side == "prefill" else kernels[0])
+        decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", kernels=bad if side == "decode" else kernels[1])
+        request = rig.request("room", prefills, decodes, 8).start().failed()
+        assert "device lost" in request.errors()
+        assert not any(m.observer.counters["errors.unforeseen"] for m in rig.members)
+        rig.quiet()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_room_may_be_less_patient_than_its_endpoint(side: str) -> None:
+    """``silence_s`` of one room ends it while the peer is not lost yet."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    room = RoomId(b"room")
+    receive = decodes[0].endpoint.open(room, Source("P"), silence_s=2.0)
+    receive.expect(None, [decodes[0].take(8)])
+    send = prefills[0].endpoint.open(room, silence_s=2.0)
+    rig.until(lambda: send.phase is Phase.READY, "the expectation")
+    (decodes if side == "prefill" else prefills)[0].frozen = True
+    rig.wait(4.0)
+    handle = send if side == "prefill" else receive
+    assert handle.phase is Phase.FAILED
+    assert "silent for 2 s" in str(handle.error)
+    assert len(rig.members[side == "decode"].endpoint.peers()) == 1
+
+
+def test_what_is_kept_for_later_expires() -> None:
+    """E14: parked expectations, declined rooms and rooms that nobody asked for are not kept for ever."""
+    rig = Rig(SPEC, options=Options(silence_s=5.0, total_s=10.0))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    parked = rig.request("parked", prefills, decodes, 8).open_decode().expect()
+    declined = rig.request("declined", prefills, decodes, 8).open_decode()
+    declined.receives[0].abort("not now")
+    unasked = rig.request("unasked", prefills, decodes, 8).open_prefill()
+    unasked.sends[0].abort("not ever")
+    rig.wait(15.0)
+    assert parked.receives[0].phase is Phase.FAILED
+    keeper = rig.request("keeper", prefills, decodes, 8).open_prefill()
+    rig.wait(12.0)
+    assert keeper.sends[0].released
+    for request in (declined, unasked):
+        rig.request(request.room.decode(), prefills, decodes, 8).start().landed()
+    rig.quiet()
+
+
+def test_an_expectation_of_a_forgotten_room_is_refused() -> None:
+    """Tombstones are bounded: what may be a forgotten room's echo does not begin a room, and says so at once."""
+    rig = Rig(SPEC, options=Options(tombstones=2))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    old = rig.request("old", prefills, decodes, 8).open_decode()
+    for i in range(4):
+        rig.request(f"{i}", prefills, decodes, 0).start().landed()
+    old.expect()
+    rig.until(lambda: old.receives[0].released, "the refusal", 400)
+    assert "forgotten" in str(old.receives[0].error)
+
+
+def test_pools_must_be_what_the_instance_says() -> None:
+    """An endpoint's rank and shard are checked against the instance's list when it is built."""
+    shards = tp_shards(SPEC, 2)
+    site = PagedPool.allocate(SPEC, shards[0], pages=4, page_size=4).site
+    check_instance(shards, 0, site)
+    with pytest.raises(GeometryError, match="rank 2 of an instance of 2"):
+        check_instance(shards, 2, site)
+    with pytest.raises(GeometryError, match="not the one"):
+        check_instance(shards, 1, site)
+
+
+def introduced(rig: Rig) -> Hello:
+    """What a decode endpoint says of itself to an address that it dials."""
+    ear = InprocChannel(rig.hub, "ear")
+    rig.rendezvous.publish("ear", Rank(0), 1, ear.address)
+    rig.decodes[0].endpoint.open(RoomId(b"dial"), Source("ear"))
+    rig.wait(0.5)
+    frames = [Codec().decode(event.frame) for event in ear.poll(0.0) if isinstance(event, Arrived)]
+    hello = next(frame for frame in frames if isinstance(frame, Hello))
+    ear.close()
+    return hello
+
+
+def test_exits_of_processes_are_noticed() -> None:
+    """A peer's end is observed where the host allows it, and evidence once its last writes must have landed."""
+    rig = Rig(SPEC)
+    rig.decode(tp_shards(SPEC, 1))
+    hello = introduced(rig)
+    clock = FakeClock()
+    exits = Exits(clock)
+    say = "from disagg_kv.transports.process import Process as P; p = P.own(); print(p.pid, p.started, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{say}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        pid, started = map(int, child.stdout.readline().split())
+        alive = msgspec.structs.replace(hello, pid=pid, started=started)
+        for epoch in (b"alive", b"other"):
+            exits.watch(Epoch(epoch), alive)
+        exits.watch(Epoch(b"alive"), alive)
+        exits.watch(Epoch(b"own"), hello)
+        exits.watch(Epoch(b"far"), msgspec.structs.replace(alive, host="elsewhere"))
+        assert exits.ended() == []
+        child.communicate(b"\n")
+    exits.watch(Epoch(b"late"), alive)
+    exits.forget(Epoch(b"other"))
+    assert exits.ended() == [b"late", b"alive"]
+    assert exits.ended() == []
+    assert exits.drained(None) == []
+    assert exits.drained(1.0) == []
+    clock.advance(1.0)
+    exits.confirm(Epoch(b"far"))
+    exits.confirm(Epoch(b"late"))
+    assert exits.drained(1.0) == [b"late", b"alive"]
+    exits.forget(Epoch(b"late"))
+    assert exits.drained(1.0) == [b"alive"]
+    exits.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"version": 2}, "version"),
+        ({"rank": 7}, "rank"),
+        ({"instance": "other"}, "role"),
+        ({"rank": 0}, "rank"),
+        ({"rank": 1, "shards": ()}, "rank"),
+    ],
+)
+def test_ranks_of_one_instance_must_fit(change: dict[str, object], field: str) -> None:
+    """Another endpoint of our own role must be another rank of the same instance."""
+    rig = Rig(SPEC)
+    rig.decode(tp_shards(SPEC, 2), only=[0])
+    hello = msgspec.structs.replace(introduced(rig), **{"src": b"x" * 16, "rank": 1, **change})
+    stranger = InprocChannel(rig.hub, "stranger")
+    hello = msgspec.structs.replace(hello, address=stranger.address)
+    stranger.send(rig.decodes[0].channel.address, Codec().encode(hello))
+    rig.wait(0.5)
+    frames = [Codec().decode(event.frame) for event in stranger.poll(0.0) if isinstance(event, Arrived)]
+    (refused,) = [frame for frame in frames if isinstance(frame, Refused)]
+    assert refused.field == field
+    assert not rig.decodes[0].endpoint.peers()
+
+
+def test_aux_rows_that_do_not_fit() -> None:
+    """More aux than a frame takes is refused by prefill; more than decode's row fails the room."""
+    rig = Rig(SPEC)
+    pools = [
+        PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4, aux_slots=1, aux_bytes=n)
+        for n in (1 << 17, 64)
+    ]
+    endpoints = [
+        PrefillEndpoint(
+            pool,
+            transport=InprocTransport(),
+            channel=InprocChannel(rig.hub, f"aux{i}"),
+            rendezvous=rig.rendezvous,
+            instance=f"aux{i}",
+            clock=rig.clock,
+            thread=False,
+        )
+        for i, pool in enumerate(pools)
+    ]
+    with pytest.raises(UnsupportedError, match="131072 bytes"):
+        endpoints[0].open(RoomId(b"room")).finish(0, aux=0)
+    rig.decode(tp_shards(SPEC, 1))
+    receive = rig.decodes[0].endpoint.open(RoomId(b"room"), Source("aux1"))
+    receive.expect(0, [], aux=1)
+    send = endpoints[1].open(RoomId(b"room"))
+    send.finish(0, aux=0)
+
+    def ended() -> bool:
+        endpoints[1].driver.turn()
+        return send.released and receive.released
+
+    rig.until(ended, "the failure")
+    assert "aux data of 64 bytes for rows of 8" in str(receive.error)
+
+
+def test_changes_that_nobody_reads_are_bounded() -> None:
+    """E14: an engine that never polls loses the oldest changes instead of its memory."""
+    changes: Changes[RoomHandle] = Changes()
+    handles = [RoomHandle(RoomId(b"%d" % i)) for i in range(3)]
+    for handle in handles:
+        for _ in range(UNREAD // 2):
+            changes.add(handle)
+    assert changes.take() == handles[1:]
+    assert changes.take() == []
