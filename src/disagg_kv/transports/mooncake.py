@@ -14,7 +14,14 @@ from queue import Empty, SimpleQueue
 import attrs
 import msgspec
 
-from ..errors import ConfigurationError, PeerLostError, RegistrationError, RemoteProtocolError, TransportError
+from ..errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    PeerLostError,
+    RegistrationError,
+    RemoteProtocolError,
+    TransportError,
+)
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
@@ -66,6 +73,10 @@ class MooncakeTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check(host, protocol, workers, timeout_s)
+        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+            raise MissingDependencyError(
+                "transport 'mooncake'", "needs memfd_create and pidfd_open", "run on Linux 5.3+"
+            )
         module = load()
         if protocol == "nvlink_intra":
             if not module.SUPPORT_INTRA_NVLINK:
@@ -166,11 +177,8 @@ class MooncakeTransport:
             raise TransportError(f"mooncake: no peer {peer.hex()}")
         if notify is not None or after is not None:
             raise TransportError("mooncake neither carries notifications nor waits for events")
-        local, there = self._table.extents, remote.extents
-        local.addresses(writes.local, writes.local_off, writes.nbytes)
-        there.addresses(writes.remote, writes.remote_off, writes.nbytes)
         devices = [(i, b.device) for i, b in self._table.items()] if "cuda" in self.caps.devices else ()
-        calls = cut(writes, local, there, devices)
+        calls = cut(writes, self._table.extents, remote.extents, devices)
         ticket = Ticket(next(self._tickets))
         if not calls:
             self._events.append(Ended(ticket))

@@ -12,6 +12,7 @@ import torch
 from attrs import Factory, define, frozen
 
 from ..errors import PeerLostError, TransportError
+from ..geometry import I64
 from ..ids import Peer, Ticket
 from ..planning import Writes, coalesce
 from .base import Ended
@@ -194,22 +195,28 @@ def cut(writes: Writes, local: Extents, remote: Extents, devices: Sequence[tuple
     """The calls that a batch takes, with as few descriptors as possible.
 
     Args:
-        writes: inside both sides' regions.
-        local: where those of this side are.
+        writes: what to write.
+        local: where the regions of this side are.
         remote: where those of the peer are.
-        devices: of each local region that may not be in CPU memory.
+        devices: of each local region, where some may not be CPU memory.
+
+    Raises:
+        RegistrationError: a range outside its region.
     """
+    source = local.addresses(writes.local, writes.local_off, writes.nbytes)
+    target = remote.addresses(writes.remote, writes.remote_off, writes.nbytes)
+    gpus = {region: int(device.partition(":")[2] or 0) for region, device in devices if device != "cpu"}
+    if len(writes) == 1 and 0 < writes.nbytes[0] <= PIECE:
+        # What the staged path posts. There is nothing to do, and the rest of this function takes longer than the post.
+        return deque([Call(gpus.get(int(writes.local[0])), _u64(source), _u64(target), _u64(writes.nbytes))])
     some = writes.nbytes > 0
     if not some.all():
         writes = _at(writes, np.flatnonzero(some))
-    if len(writes) > 1:
-        writes = coalesce(writes)
+    writes = coalesce(writes)
     if len(writes) and int(writes.nbytes.max()) > PIECE:
         writes = _pieces(writes)
-    source = local.addresses(writes.local, writes.local_off, writes.nbytes).astype(np.uint64)
-    target = remote.addresses(writes.remote, writes.remote_off, writes.nbytes).astype(np.uint64)
-    nbytes = writes.nbytes.astype(np.uint64)
-    gpus = {region: int(device.partition(":")[2] or 0) for region, device in devices if device != "cpu"}
+    source = local.addresses(writes.local, writes.local_off, writes.nbytes)
+    target = remote.addresses(writes.remote, writes.remote_off, writes.nbytes)
     calls: deque[Call] = deque()
     begin, sums = 0, np.cumsum(writes.nbytes)
     while begin < len(writes):
@@ -221,9 +228,14 @@ def cut(writes: Writes, local: Extents, remote: Extents, devices: Sequence[tuple
             gpu = gpus.get(int(writes.local[begin]))
             others = [gpus.get(region) != gpu for region in writes.local[begin:end].tolist()]
             end = begin + others.index(True) if True in others else end
-        calls.append(Call(gpu, source[begin:end], target[begin:end], nbytes[begin:end]))
+        part = slice(begin, end)
+        calls.append(Call(gpu, _u64(source[part]), _u64(target[part]), _u64(writes.nbytes[part])))
         begin = end
     return calls
+
+
+def _u64(numbers: I64) -> U64:
+    return numbers.astype(np.uint64)
 
 
 def _at(writes: Writes, index: np.typing.NDArray[np.intp]) -> Writes:

@@ -16,6 +16,8 @@ from disagg_kv.transports.mooncake import MooncakeTransport
 class TestMooncake(TransportSuite):
     """CPU memory over tcp, one process and two."""
 
+    timeout_s = 60.0
+
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
         return MooncakeTransport
