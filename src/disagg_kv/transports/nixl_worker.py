@@ -196,11 +196,12 @@ class Worker:
         while self._until is None or (self._open and time.monotonic() < self._until):
             # The longer nothing has happened, the longer the pause.
             quiet_s = time.monotonic() - self._active_at
-            command: Callable[[], object] = self._hear
+            command: Callable[[], object] | None = None
             with suppress(Empty):
                 command = self._commands.get(timeout=min(self._idle_s, max(BUSY_S, quiet_s / 16)))
             with self._lock:
-                command()
+                if command is not None:
+                    command()
                 self._progress()
         with self._lock:
             if self._open:
