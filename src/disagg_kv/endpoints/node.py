@@ -186,8 +186,7 @@ class Node:
     def _progress(self) -> bool:
         assert self.role is not None
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
-        for report in self.me.transport.poll():
-            self._guard(partial(self._on_transport, report))
+        self._poll_transport()
         self._guard(self._notice_exits)
         while self._commands:
             self._guard(self._commands.popleft())
@@ -197,7 +196,13 @@ class Node:
                 self.when(event, command)
         self._guard(self._tick)
         busy = self._guard(self.role.work)
+        # A transport that writes while it is told to has ended by now.
+        self._poll_transport()
         return bool(busy) or bool(self._later)
+
+    def _poll_transport(self) -> None:
+        for report in self.me.transport.poll():
+            self._guard(partial(self._on_transport, report))
 
     def _guard(self, act: Callable[[], object]) -> object:
         """Whatever goes wrong ends rooms, with the reason, but never this thread (E8)."""
