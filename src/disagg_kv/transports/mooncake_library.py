@@ -50,6 +50,11 @@ _ERROR, _FATAL = 2, 3
 _ACCEPT_US = 5000
 """How long the engine's listener may block once it is to end; 1 s by default, during which nothing in Python runs."""
 
+_HARMFUL = {
+    "MC_LOG_DIR": "the library would abort the process",
+    "MC_TCP_PROTO": "writes might end before their bytes are at the target",
+}
+
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _REFUSALS = {-7: "it overlaps memory that the library has registered"}
@@ -143,6 +148,9 @@ class Engine:
         what = f"mooncake: engine at {host!r}, metadata {metadata!r}, protocol {protocol!r}, device {device_name!r}"
         if protocol == "rdma" and not _RDMA_DEVICES.is_dir():
             raise ConfigurationError(f"{what}: this host has no RDMA device, and the library would use tcp in silence")
+        for variable, harm in _HARMFUL.items():
+            if variable in os.environ:
+                raise ConfigurationError(f"{what}: unset the environment variable {variable}: {harm}")
         p2p = metadata == "P2PHANDSHAKE"
         switches: dict[str, str | None] = dict.fromkeys(s for each in SWITCHES.values() for s in each)
         switches |= SWITCHES[protocol]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from disagg_kv.errors import ConfigurationError
 from disagg_kv.transports import transport
 from disagg_kv.transports.mooncake import MooncakeTransport
 from disagg_kv.transports.mooncake_library import PACKAGES, load
-
-installed = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake-transfer-engine is not installed")
+from tests.support.needs import needs_mooncake
 
 BLOCKER = """
 import sys
@@ -92,14 +90,14 @@ def test_what_is_missing_is_named_with_the_command() -> None:
     assert "libcudart.so.12: cannot open" in other
 
 
-@installed
+@needs_mooncake
 def test_nothing_is_written_to_stdout_and_stderr() -> None:
     """Neither when it works nor when it fails; what the library says of a failed start is in the error."""
     done = run(TRANSFER.format(options="") + FAILURE.format(options=""))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@installed
+@needs_mooncake
 def test_the_library_can_be_let_speak() -> None:
     """With ``quiet=False``, on stderr."""
     done = run(TRANSFER.format(options="quiet=False"))
@@ -107,21 +105,21 @@ def test_the_library_can_be_let_speak() -> None:
     assert "transfer_engine_impl.cpp" in done.stderr
 
 
-@installed
+@needs_mooncake
 def test_a_process_without_standard_streams_can_use_it() -> None:
     """As a daemon."""
     done = run("import os\nfor fd in (0, 1, 2): os.close(fd)\n" + TRANSFER.format(options=""))
     assert done.returncode == 0
 
 
-@installed
+@needs_mooncake
 def test_a_process_that_never_closes_ends_well() -> None:
     """With a write queued at its very end, too."""
     done = run(TRANSFER.format(options="") + "sides[0].submit(peer, Writes.one(0, 0, 0, 0, 1 << 20))\n")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@installed
+@needs_mooncake
 def test_close_gives_back_threads_and_descriptors() -> None:
     """And the environment is as before."""
     code = """
@@ -158,7 +156,7 @@ def test_an_option_that_cannot_work_is_refused(option: dict[str, str | int], say
         transport("mooncake", **option)
 
 
-@installed
+@needs_mooncake
 @pytest.mark.skipif(Path("/sys/class/infiniband").is_dir(), reason="this host may have RDMA")
 def test_rdma_without_an_adapter_is_refused() -> None:
     """The library would use tcp."""
@@ -166,10 +164,19 @@ def test_rdma_without_an_adapter_is_refused() -> None:
         MooncakeTransport(protocol="rdma")
 
 
-@installed
+@needs_mooncake
 def test_a_protocol_that_the_build_lacks_is_refused() -> None:
     """The library would use tcp."""
     if load().SUPPORT_INTRA_NVLINK:
         pytest.skip("this build has it")
     with pytest.raises(ConfigurationError, match="no nvlink_intra in this build"):
         MooncakeTransport(protocol="nvlink_intra")
+
+
+@needs_mooncake
+@pytest.mark.parametrize("variable", ["MC_LOG_DIR", "MC_TCP_PROTO"])
+def test_a_variable_that_does_harm_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the library reads it."""
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigurationError, match=f"unset the environment variable {variable}"):
+        MooncakeTransport()
