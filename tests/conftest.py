@@ -16,3 +16,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 # Children dump their stacks on a crash as the test process itself does.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
+# UCX would also listen on, and spread writes over, the host's other networks.
+os.environ.setdefault("UCX_NET_DEVICES", "lo")

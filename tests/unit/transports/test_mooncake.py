@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from importlib.util import find_spec
 
 import attrs
 import msgspec
@@ -31,9 +30,10 @@ from disagg_kv.transports import Ended, Heard, Settled
 from disagg_kv.transports.descriptor import decode, encode, unpack
 from disagg_kv.transports.mooncake import MooncakeTransport
 from disagg_kv.transports.mooncake_flight import Address
+from tests.support.needs import needs_mooncake
 from tests.support.rig import Memory, Rig, tp_shards
 
-pytestmark = pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake-transfer-engine is not installed")
+pytestmark = needs_mooncake
 
 NBYTES = 1 << 16
 KV = CacheSpec.kv(4, 4, 8, "float16")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
-
-import pytest
 
 from disagg_kv.testing.transport import TransportSuite
 from disagg_kv.transports import Transport
 from disagg_kv.transports.mooncake import MooncakeTransport
+from tests.support.needs import needs_mooncake
 
 
-@pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake-transfer-engine is not installed")
+@needs_mooncake
 class TestMooncake(TransportSuite):
     """CPU memory over tcp, one process and two."""
 

@@ -21,7 +21,7 @@ from disagg_kv.testing.ends import Child, End, HostMemory, Told
 from disagg_kv.testing.pair import Log, batch, noise, same, wait
 from disagg_kv.transports import Descriptor, Ended, Heard, Process, decode, encode, transport
 from disagg_kv.transports.nixl import NixlTransport, cut
-from tests.support.nixl import needs_nixl
+from tests.support.needs import needs_nixl
 
 pytestmark = needs_nixl
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from disagg_kv.testing.transport import TransportSuite
 from disagg_kv.transports import Transport
 from disagg_kv.transports.nixl import NixlTransport
-from tests.support.nixl import needs_nixl
+from tests.support.needs import needs_nixl
 
 
 @needs_nixl

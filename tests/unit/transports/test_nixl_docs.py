@@ -10,7 +10,7 @@ import attrs
 
 from disagg_kv.transports.nixl import NixlTransport
 from disagg_kv.transports.nixl_library import ENVIRONMENT
-from tests.support.nixl import needs_nixl
+from tests.support.needs import needs_nixl
 
 PAGE = (Path(__file__).parents[3] / "docs" / "transports-nixl.md").read_text()
 

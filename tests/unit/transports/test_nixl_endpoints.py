@@ -23,7 +23,7 @@ from disagg_kv.channels import ZmqChannel
 from disagg_kv.memory import bytes_of
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing.pair import noise, wait
-from tests.support.nixl import needs_nixl
+from tests.support.needs import needs_nixl
 from tests.support.oracle import RowCell, unit_bytes, where
 
 KV = GroupId("kv")

@@ -13,7 +13,8 @@ from disagg_kv.memory import Buffer
 from disagg_kv.transports import transport
 from disagg_kv.transports.nixl import NixlTransport
 from disagg_kv.transports.nixl_library import ENVIRONMENT, MODULES, check_shareable, load
-from tests.support.nixl import needs_nixl, run
+from tests.support.needs import needs_nixl
+from tests.support.nixl import run
 
 
 @pytest.fixture
