@@ -164,7 +164,7 @@ class Intake:
             most = self._most_rows(stop - start, run, limits)
             step = page_rows if most >= page_rows else 1
             low, high = start // step, _ceil(stop, step)
-            count = _ceil(high - low, most // step)
+            count = 1 if most == stop - start else _ceil(high - low, most // step)
             edges = [start, *((low + _ceil((high - low) * i, count)) * step for i in range(1, count)), stop]
             segments += [Segment(a, b, run.start, run.stop) for a, b in pairwise(edges)]
         return segments

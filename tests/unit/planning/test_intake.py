@@ -121,3 +121,10 @@ def test_a_target_without_layers_is_refused() -> None:
     """There is nothing to plan."""
     with pytest.raises(GeometryError, match="the target holds no layers"):
         Intake.build(SPEC, BOTH, Shard([]))
+
+
+def test_rows_that_fit_stay_one_segment_though_they_end_inside_a_page() -> None:
+    """40 rows on pages of 16 are one write, not two."""
+    spec = CacheSpec.kv(2, 4, 8, "float32")
+    intake = Intake.build(spec, [shard(spec)], shard(spec))
+    assert intake.cut(0, 40, range(2), slot_bytes=1 << 20, lease_bytes=1 << 20, page_rows=16) == [Segment(0, 40, 0, 2)]
