@@ -36,7 +36,7 @@ def build(world: World, source: Memory, target: Memory, path: str, options: Opti
     return rig
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(world=worlds(), source=memories, target=memories, path=paths, edges=edges, open_end=st.booleans())
 def test_whatever_the_sides_look_like(
     world: World, source: Memory, target: Memory, path: str, edges: list[int], open_end: bool
@@ -77,7 +77,7 @@ def network(seed: int, drop: float, double: float) -> Memory:
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     world=worlds(),
     path=paths,
