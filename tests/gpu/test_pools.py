@@ -1,14 +1,13 @@
-"""A pool over CUDA tensors is described without touching them, and what is not there yet is refused by name."""
+"""A pool over CUDA tensors is described without touching them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from disagg_kv.errors import RegistrationError, UnknownNameError
+from disagg_kv.errors import RegistrationError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import LayerId
-from disagg_kv.kernels import kernels_for
 from disagg_kv.memory import PagedPool, bytes_of
 
 SPEC = CacheSpec.kv(2, 4, 16, "bfloat16")
@@ -40,9 +39,3 @@ def test_cpu_code_refuses_device_memory() -> None:
     pool = PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=16, device="cuda")
     with pytest.raises(RegistrationError, match="cuda:0"):
         bytes_of(pool.buffers[0])
-
-
-def test_kernels_for_a_gpu_are_refused_by_name() -> None:
-    """There are none yet: an error says which devices are served."""
-    with pytest.raises(UnknownNameError, match="cuda:0"):
-        kernels_for("cuda:0")

@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import IntegrityError, UnknownNameError
+from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CacheSpec, PageTable, shard
 from ..ids import GroupId
-from ..memory import Buffer, Event, MemoryPool, PagedPool, bytes_of
+from ..memory import U8, Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
 from ..planning import StagedLayout
 from .base import Kernels, Move
 from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu
 
+if TYPE_CHECKING:
+    from .triton_host import Launcher
+
 
 class ReferenceKernels:
-    """The specification, in torch on the CPU; slow."""
+    """The specification, in torch, on the CPU or a GPU; slow."""
 
     name = "reference"
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """Copy pages into staging; blocks until ``after`` has happened and the copy is done."""
-        from .gather import reference  # imports torch, which the other kernels do without
+        from .gather import reference  # imports torch, which the NumPy kernels do without
 
         if after is not None:
             after.synchronize()
         reference.gather(pool, moves, staging)
+        _finish(staging.device)
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Copy staging into pages; blocks until it is done."""
         from .scatter import reference
 
         reference.scatter(pool, moves, staging)
+        _finish(staging.device)
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
 
 
 class CpuKernels:
@@ -53,14 +67,49 @@ class CpuKernels:
         scatter_cpu.scatter(pool, moves, staging)
 
 
-KERNELS: Mapping[str, Kernels] = MappingProxyType({"reference": ReferenceKernels(), "cpu": CpuKernels()})
+class TritonKernels:
+    """Triton on GPUs: one launch per call, on streams of its own; imports Triton at the first call."""
+
+    name = "triton"
+
+    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
+        """Enqueue the copy of pages into staging behind ``after``; the event of its end."""
+        return _launcher("gather")(pool, moves, staging, after)
+
+    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """Enqueue the copy of staging into pages; the event of its end."""
+        return _launcher("scatter")(pool, moves, staging)
+
+
+@cache
+def _launcher(name: str) -> Launcher:
+    """The process's launcher; a :class:`MissingDependencyError` where Triton or torch cannot be imported."""
+    try:
+        from .triton_host import Launcher
+    except ImportError as exc:
+        raise MissingDependencyError("kernels 'triton'", str(exc), "pip install 'disagg_kv[triton]'") from exc
+    return Launcher(name)
+
+
+KERNELS: Mapping[str, Kernels] = MappingProxyType(
+    {"reference": ReferenceKernels(), "cpu": CpuKernels(), "triton": TritonKernels()}
+)
 """Every implementation, by name."""
 
 
 def kernels_for(device: str) -> Kernels:
-    """The fastest kernels for memory on ``device`` (``"cpu"``, ``"cuda:0"`` ...); an error names the devices served."""
-    if device != "cpu":
-        raise UnknownNameError("device for gather and scatter", device, ["cpu"])
+    """The fastest kernels for memory on ``device`` (``"cpu"``, ``"cuda:0"`` ...).
+
+    Raises:
+        UnknownNameError: no kernels serve such a device; names those that are served.
+        MissingDependencyError: a GPU, but no Triton.
+    """
+    kind = device.partition(":")[0]
+    if kind == "cuda":
+        _launcher("gather")
+        return KERNELS["triton"]
+    if kind != "cpu":
+        raise UnknownNameError("device for gather and scatter", device, ["cpu", "cuda"])
     return KERNELS["cpu"]
 
 
@@ -77,13 +126,22 @@ def _reason(kernels: Kernels) -> str | None:
     return None
 
 
+def _device(kernels: Kernels) -> str:
+    """Where to try them."""
+    if not isinstance(kernels, TritonKernels):
+        return "cpu"
+    _launcher("gather")
+    from .triton_host import INTERPRETED
+
+    return "cpu" if INTERPRETED else "cuda"
+
+
 def _try(kernels: Kernels) -> None:
     """Move a page out of one pool and into another; raises where the bytes differ."""
+    device = _device(kernels)
     spec = CacheSpec.kv(1, 2, 4, "float16")
-    source, target = (PagedPool.allocate(spec, shard(spec), pages=2, page_size=4) for _ in range(2))
-    source.view(0)[1] = np.arange(64, dtype=np.uint8).reshape(4, 2, 8)
-    memory = np.zeros(32, np.uint8)
-    staging = Buffer(memory.ctypes.data, memory.nbytes, owner=memory)
+    source, target = (PagedPool.allocate(spec, shard(spec), pages=2, page_size=4, device=device) for _ in range(2))
+    staging = new_buffer(32, device)
     number, row = np.int32, np.int64
     layout = StagedLayout(
         np.array([0], number),
@@ -95,10 +153,33 @@ def _try(kernels: Kernels) -> None:
         32,
     )
     move = Move(layout, {GroupId("kv"): PageTable(GroupId("kv"), [1])}, 0)
+    content = np.arange(source.buffers[0].nbytes, dtype=np.uint8)
+    _write(source.buffers[0], content)
     for event in (kernels.gather(source, [move], staging, None), kernels.scatter(target, [move], staging)):
         if event is not None:
             event.synchronize()
-    expected = np.zeros_like(bytes_of(target.buffers[0]))
-    expected[64:128].reshape(4, 2, 8)[:, 1] = source.view(0)[1, :, 1]
-    if not np.array_equal(bytes_of(target.buffers[0]), expected):
+    expected = np.zeros_like(content)
+    expected[64:128].reshape(4, 2, 8)[:, 1] = content[64:128].reshape(4, 2, 8)[:, 1]
+    if not np.array_equal(_read(target.buffers[0]), expected):
         raise IntegrityError(f"kernels {kernels.name!r} move wrong bytes")
+
+
+def _write(buffer: Buffer, content: U8) -> None:
+    if buffer.device == "cpu":
+        bytes_of(buffer)[:] = content
+        return
+    import torch
+
+    from .tensors import tensor_of
+
+    tensor_of(buffer).copy_(torch.from_numpy(content))
+    _finish(buffer.device)
+
+
+def _read(buffer: Buffer) -> U8:
+    if buffer.device == "cpu":
+        return bytes_of(buffer)
+    from .tensors import tensor_of
+
+    content: U8 = tensor_of(buffer).cpu().numpy()
+    return content

@@ -11,9 +11,11 @@ import pytest
 
 from disagg_kv.errors import UnknownNameError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, available, kernels_for
+from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, ReferenceKernels, available, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool
 from tests.support.pools import KV, buffer_over, noise, staged_layout
+
+ON_CPU: list[Kernels] = [CpuKernels(), ReferenceKernels()]
 
 
 class _Happens:
@@ -80,7 +82,7 @@ def test_an_unserved_device_is_refused_and_the_served_ones_are_listed() -> None:
 
 
 def test_every_implementation_works_on_this_host() -> None:
-    assert available() == {"reference": None, "cpu": None}
+    assert available() == dict.fromkeys(KERNELS)
 
 
 def test_what_does_not_work_is_named_with_its_reason() -> None:
@@ -94,7 +96,7 @@ def test_what_does_not_work_is_named_with_its_reason() -> None:
     assert copied.waited == 2
 
 
-@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS.keys())
+@pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
 def test_gather_reads_the_pages_only_after_the_event(kernels: Kernels) -> None:
     pool = _pool()
     event = _Happens(pool)
@@ -105,7 +107,7 @@ def test_gather_reads_the_pages_only_after_the_event(kernels: Kernels) -> None:
     assert staging.tolist() == [7] * 8
 
 
-@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS.keys())
+@pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
 def test_no_moves_and_moves_without_entries_touch_nothing(kernels: Kernels) -> None:
     pool = _pool()
     staging = noise(64, 1)
@@ -117,7 +119,7 @@ def test_no_moves_and_moves_without_entries_touch_nothing(kernels: Kernels) -> N
     assert not any(pool.view(i).any() for i in range(4))
 
 
-@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS.keys())
+@pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
 def test_one_call_takes_the_parts_of_several_rooms(kernels: Kernels) -> None:
     """Two rooms' tables, two planes each: every part lands at its own base."""
     pool = _pool()
@@ -136,6 +138,6 @@ def test_the_numpy_kernels_do_without_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from disagg_kv.kernels import available\n"
         "found = available()\n"
-        "assert found['cpu'] is None and 'torch' in found['reference'], found\n"
+        "assert found['cpu'] is None and 'torch' in found['reference'] and 'triton' in found['triton'], found\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,296 @@
+"""Gather and scatter on a GPU against a plain device copy of as many bytes; prints one JSON document.
+
+48 layers, 8 heads of 128, K and V, pages in shuffled order. What each rank of the named tensor-parallel sizes does is
+one call. The bytes are checked against the reference before anything is timed. ``device_us`` is per call over calls
+that are queued one after another, event to event; copies of the same bytes are timed in turn with them, and ``share``
+is their time over ours: medians. ``host_us`` is what the call takes on the host while the GPU is idle, ``host_new_us``
+the same where no segment had as many tokens before, ``latency_us`` from the call to the end of its event as the host
+sees it.
+
+    python benchmarks/gpu_kernels.py > benchmarks/results/h200_kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+import torch
+import triton
+from attrs import frozen
+
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.ids import GroupId
+from disagg_kv.kernels import Move, ReferenceKernels
+from disagg_kv.kernels.tensors import tensor_of
+from disagg_kv.kernels.triton_host import TUNED, Launcher, Tuning
+from disagg_kv.memory import Buffer, Event, Layout, PagedPool
+from disagg_kv.planning import StagedLayout
+
+KV = GroupId("kv")
+HEADS, DIM = 8, 128
+QUEUED, ROUNDS = 8, 7
+
+
+@frozen
+class Case:
+    """One call of one rank.
+
+    Args:
+        op: ``"gather"`` or ``"scatter"``.
+        dtype: of the cache.
+        tp: sizes on both sides, as in ``"4->1"``.
+        heads: that the rank's pool has.
+        parts: peers that a call serves; each gets or gives an equal share of the heads.
+        page_size: tokens.
+        tokens: of the call.
+        layout: of the pool.
+    """
+
+    op: str
+    dtype: str
+    tp: str
+    heads: int
+    parts: int
+    page_size: int = 64
+    tokens: int = 8192
+    layout: Layout = "NHD"
+
+
+CASES = [
+    Case("gather", "bfloat16", "4->1", 2, 1),
+    Case("scatter", "bfloat16", "4->1", 8, 4),
+    Case("gather", "bfloat16", "2->4", 4, 2),
+    Case("scatter", "bfloat16", "2->4", 2, 1),
+    Case("gather", "bfloat16", "1->4", 8, 4),
+    Case("gather", "float8_e4m3fn", "8->1", 1, 1),
+    Case("scatter", "float8_e4m3fn", "8->1", 8, 8),
+    Case("gather", "float8_e4m3fn", "1->8", 8, 8),
+    Case("gather", "bfloat16", "4->1", 2, 1, page_size=1),
+    Case("scatter", "bfloat16", "4->1", 8, 4, page_size=1),
+    Case("gather", "bfloat16", "4->1", 2, 1, layout="HND"),
+    Case("scatter", "bfloat16", "4->1", 8, 4, layout="HND"),
+    Case("gather", "bfloat16", "4->1", 2, 1, tokens=1024),
+    Case("scatter", "bfloat16", "4->1", 8, 4, tokens=1024),
+]
+
+
+class Bench:
+    """One case's memory and calls.
+
+    Args:
+        case: what to do.
+        layers: of the model.
+        device: where.
+    """
+
+    def __init__(self, case: Case, layers: int, device: str) -> None:
+        self.case = case
+        self.device = device
+        spec = CacheSpec.kv(layers, case.heads, DIM, case.dtype)
+        count = case.tokens // case.page_size + 1
+        self.pools = [
+            PagedPool.allocate(
+                spec, shard(spec), pages=count, page_size=case.page_size, layout=case.layout, allocator=self._noise
+            )
+            for _ in range(2)
+        ]
+        self._pages = np.random.default_rng(0).permutation(count)
+        self._order = [i for n in ("k", "v") for i, p in enumerate(self.pools[0].site.planes) if p.component == n]
+        self.moves, self.nbytes = self.of(case.tokens)
+        self.staging = [self._noise(self.nbytes) for _ in range(2)]
+
+    def of(self, tokens: int) -> tuple[list[Move], int]:
+        """The case's moves for its first ``tokens`` tokens, and their bytes."""
+        case, planes = self.case, len(self._order)
+        units = case.heads // case.parts
+        part = tokens * units * DIM * (2 if case.dtype == "bfloat16" else 1)
+        each = np.arange(planes, dtype=np.int64)
+        table = PageTable(KV, self._pages[: -(-tokens // case.page_size)])
+        moves = [
+            Move(
+                StagedLayout(
+                    np.array(self._order, np.int32),
+                    np.full(planes, i * units, np.int32),
+                    np.full(planes, units, np.int32),
+                    0 * each,
+                    0 * each + tokens,
+                    each * part,
+                    planes * part,
+                ),
+                {KV: table},
+                i * planes * part,
+            )
+            for i in range(case.parts)
+        ]
+        return moves, case.parts * planes * part
+
+    def _noise(self, nbytes: int) -> Buffer:
+        memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self.device)
+        _finish(self.device)
+        return Buffer(memory.data_ptr(), nbytes, str(memory.device), memory)
+
+    def call(self, launcher: Launcher, after: Event | None = None, *, moves: list[Move] | None = None) -> Event | None:
+        """Launch the case, or other moves."""
+        return launcher(self.pools[0], moves or self.moves, self.staging[0], after)
+
+    def check(self, launcher: Launcher) -> None:
+        """Stop the program where the bytes differ from the reference's; bytes that are not moved count too."""
+        reference = ReferenceKernels()
+        if self.case.op == "gather":
+            reference.gather(self.pools[0], self.moves, self.staging[1], None)
+            pairs = self.staging
+        else:
+            tensor_of(self.pools[1].buffers[0]).copy_(tensor_of(self.pools[0].buffers[0]))
+            _finish(self.device)
+            reference.scatter(self.pools[1], self.moves, self.staging[0])
+            pairs = [pool.buffers[0] for pool in self.pools]
+        if torch.equal(tensor_of(pairs[0]), tensor_of(pairs[1])):
+            sys.exit(f"the check of {self.case} proves nothing")
+        event = self.call(launcher)
+        if event is not None:
+            event.synchronize()
+        if not torch.equal(tensor_of(pairs[0]), tensor_of(pairs[1])):
+            sys.exit(f"wrong bytes: {self.case}")
+
+    def copy(self) -> None:
+        """A plain copy of as many bytes."""
+        tensor_of(self.staging[1]).copy_(tensor_of(self.staging[0]))
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _queued(run: Callable[[Event | None], Event | None]) -> float:
+    """Seconds per call of calls that the GPU has all been given before it begins."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(4_000_000)
+    begin.record()
+    last: Event | None = begin
+    for _ in range(QUEUED):
+        last = run(begin)
+    if isinstance(last, torch.cuda.Event):
+        torch.cuda.current_stream().wait_event(last)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / QUEUED
+
+
+def _host(runs: Iterable[Callable[[], Event | None]]) -> tuple[float, float]:
+    """Median seconds until a call returns, and until its event is seen to have happened."""
+    returned: list[float] = []
+    ended: list[float] = []
+    for run in runs:
+        start = time.perf_counter()
+        event = run()
+        returned.append(time.perf_counter() - start)
+        if event is not None:
+            event.synchronize()
+        ended.append(time.perf_counter() - start)
+    return statistics.median(returned), statistics.median(ended)
+
+
+def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> list[dict[str, object]]:
+    bench = Bench(case, layers, device)
+    launchers = {tuning: Launcher(case.op, tuning) for tuning in tunings or [TUNED[case.op]]}
+    for launcher in launchers.values():
+        bench.check(launcher)
+        tensor_of(bench.staging[0]).random_(0, 256)
+    results: list[dict[str, object]] = []
+    if device == "cpu":
+        return results
+
+    def copy(after: Event | None) -> None:
+        bench.copy()
+
+    for tuning, launcher in launchers.items():
+        call = partial(bench.call, launcher)
+        _queued(copy)
+        seconds: dict[str, list[float]] = {"copy": [], "ours": []}
+        for _ in range(ROUNDS):
+            seconds["copy"].append(_queued(copy))
+            seconds["ours"].append(_queued(call))
+        copied, ours = (statistics.median(seconds[name]) for name in ("copy", "ours"))
+        host, latency = _host([call] * 50)
+        new, _ = _host([partial(call, moves=bench.of(case.tokens - i)[0]) for i in range(1, 50)])
+        results.append(
+            {
+                "op": case.op,
+                "dtype": case.dtype,
+                "tp": case.tp,
+                "layout": case.layout,
+                "page_size": case.page_size,
+                "tokens": case.tokens,
+                "row_bytes": bench.nbytes // (2 * layers * case.tokens * case.parts),
+                "peers": case.parts,
+                "bytes": bench.nbytes,
+                "copy_GB_per_s": round(2 * bench.nbytes / copied / 1e9),
+                "GB_per_s": round(2 * bench.nbytes / ours / 1e9),
+                "share": round(copied / ours, 3),
+                "device_us": round(ours * 1e6, 1),
+                "host_us": round(host * 1e6, 1),
+                "host_new_us": round(new * 1e6, 1),
+                "latency_us": round(latency * 1e6, 1),
+                "tile_bytes": tuning.tile_bytes,
+                "warps": tuning.warps,
+                "neighbours_together": tuning.neighbours_together,
+            }
+        )
+        print(json.dumps(results[-1]), file=sys.stderr)
+    return results
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def main() -> None:
+    """Print every case."""
+    parser = argparse.ArgumentParser(description="gather and scatter against a device copy")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--tokens", type=int, help="instead of each case's own")
+    parser.add_argument("--device", default="cuda", help="cpu: only checks, with TRITON_INTERPRET=1")
+    parser.add_argument("--tile-bytes", type=int, nargs="*", help="instead of the tuned ones")
+    parser.add_argument("--warps", type=int, nargs="*", default=[1], help="with --tile-bytes")
+    parser.add_argument("--case", type=int, nargs="*", default=range(len(CASES)), help="by number; all of them")
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    given = parser.parse_args()
+    tunings = [
+        Tuning(tile, warps, together)
+        for tile in given.tile_bytes or ()
+        for warps in given.warps
+        for together in (False, True)
+    ]
+    cases = [
+        Case(c.op, c.dtype, c.tp, c.heads, c.parts, c.page_size, given.tokens or c.tokens, c.layout)
+        for c in (CASES[i] for i in given.case)
+    ]
+    measured = [result for case in cases for result in _measure(case, given.layers, given.device, tunings)]
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": given.commit or _said("git", "rev-parse", "HEAD"),
+        "gpu": torch.cuda.get_device_name() if given.device != "cpu" else "none",
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "shape": {"layers": given.layers, "heads": HEADS, "head_dim": DIM, "calls": QUEUED, "rounds": ROUNDS},
+        "cases": measured,
+    }
+    json.dump(report, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The Triton kernels natively: bit for bit, above 4 GiB, and in the right order of streams.
+
+On a host with torch and Triton: ``PYTHONPATH=src python3 -m pytest tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from disagg_kv.errors import RegistrationError
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.kernels import KERNELS, Kernels, Move, available, kernels_for
+from disagg_kv.memory import Buffer, Layout, PagedPool, new_buffer
+from tests.support.kernel_cases import cases
+from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, content_of, placed, strided
+from tests.support.pools import KV, Bytes, copies, noise, staged_layout
+
+SLICES = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+TRITON = KERNELS["triton"]
+
+
+def test_a_gpu_is_served_by_triton_and_everything_works_here() -> None:
+    assert kernels_for("cuda:0") is TRITON
+    assert available() == dict.fromkeys(KERNELS)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16, 64, 256])
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_gather_and_scatter_equal_the_reference_on_every_byte_of_both_buffers(
+    layout: Layout, fused: bool, page_size: int, alignment: int
+) -> None:
+    """A1, A2, A9: every slice, partial pages, every layout, item size and alignment, K != V; all in one launch."""
+    grid = Grid.of(layout, fused, page_size, alignment, SLICES)
+    check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cuda", (0, 0))
+
+
+@pytest.mark.parametrize("pool_shift", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("staging_shift", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_storage_may_be_misaligned_on_either_side(layout: Layout, pool_shift: int, staging_shift: int) -> None:
+    """A9: units of 16 bytes whose addresses allow only less."""
+    grid = Grid.of(layout, False, 16, 16, SLICES)
+    check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cuda", (pool_shift, staging_shift))
+
+
+@pytest.mark.parametrize(("unit_bytes", "units", "gap"), [(2064, 1, 16), (160, 3, 0), (2052, 2, 0), (96, 2, 32)])
+def test_runs_wider_than_a_tile_and_rows_beyond_one_tile(unit_bytes: int, units: int, gap: int) -> None:
+    """Long and odd runs are cut into columns, many rows into tiles; entries end where they end."""
+    pool = strided(unit_bytes, units, gap, 64)
+    entries, end = [], 0
+    for plane in range(len(pool.site.planes)):
+        rows = 169 - 100 * plane
+        entries.append((plane, 0, units, 2, 2 + rows, end))
+        end += rows * units * unit_bytes
+    check(TRITON, pool, [Move(staged_layout(entries, end), {KV: PageTable(KV, [5, 0, 3])}, 0)], end, "cuda", (0, 0))
+
+
+@pytest.mark.parametrize("kernels", [TRITON, KERNELS["reference"]], ids=["triton", "reference"])
+@given(case=cases())
+def test_any_strides_tables_and_moves(kernels: Kernels, case: tuple[PagedPool, Bytes, list[Move], Bytes]) -> None:
+    """A9: every named unit arrives, and no other byte of pages or staging changes, whatever the geometry."""
+    shaped, memory, moves, content = case
+    pool, staging = placed(shaped, buffer_on("cuda", memory)), buffer_on("cuda", content)
+    expected, pages = content.copy(), memory.copy()
+    for cell, at, nbytes in copies(shaped, moves):
+        expected[at : at + nbytes] = memory[cell : cell + nbytes]
+    _wait(kernels.gather(pool, moves, staging, None))
+    assert np.array_equal(content_of(staging), expected)
+    assert np.array_equal(content_of(pool.buffers[0]), memory)
+
+    other = noise(len(content), 98)
+    staging = buffer_on("cuda", other)
+    for cell, at, nbytes in copies(shaped, moves):
+        pages[cell : cell + nbytes] = other[at : at + nbytes]
+    _wait(kernels.scatter(pool, moves, staging))
+    assert np.array_equal(content_of(pool.buffers[0]), pages)
+    assert np.array_equal(content_of(staging), other)
+
+
+def _wait(event: object) -> None:
+    if event is not None:
+        assert isinstance(event, torch.cuda.Event)
+        event.synchronize()
+
+
+def _staging(nbytes: int) -> Buffer:
+    """Zeroed memory on the GPU; the zeros are there."""
+    buffer = new_buffer(nbytes, "cuda")
+    torch.cuda.synchronize()
+    return buffer
+
+
+def test_pools_and_staging_above_4_gib() -> None:
+    """A9: pages, planes and parts that begin beyond what 32 bits can address."""
+    spec = CacheSpec.kv(1, 8, 128, "bfloat16")
+    count, page_size = 40_000, 64
+    pools = [PagedPool.allocate(spec, shard(spec), pages=count, page_size=page_size, device="cuda") for _ in range(2)]
+    memories = [_tensor(p.buffers[0]) for p in pools]
+    assert memories[0].numel() > 9 << 30
+    # Every eight bytes differ from all others, so that a wrong place shows.
+    torch.arange(memories[0].numel() // 8, out=memories[0].view(torch.int64)).mul_(-7046029254386353131)
+    pages = [count - 1, 0, count // 2, count - 2]
+    base, rows = 4500 << 20, 3 * page_size + 5
+    part = rows * 2 * 256
+    layout = staged_layout([(0, 2, 2, 3, 3 + rows, 0), (1, 6, 2, 3, 3 + rows, part)], 2 * part)
+    move = Move(layout, {KV: PageTable(KV, pages)}, base)
+    staging = [_staging(base + 2 * part) for _ in range(2)]
+    _wait(TRITON.gather(pools[0], [move], staging[0], None))
+    KERNELS["reference"].gather(pools[0], [move], staging[1], None)
+    assert torch.equal(_tensor(staging[0]), _tensor(staging[1]))
+    assert int(_tensor(staging[0]).count_nonzero()) > part
+
+    memories[0].copy_(memories[1])
+    torch.cuda.synchronize()
+    _wait(TRITON.scatter(pools[0], [move], staging[0]))
+    KERNELS["reference"].scatter(pools[1], [move], staging[0])
+    assert torch.equal(*memories)
+    assert int(memories[0].count_nonzero()) > part
+
+
+def _tensor(buffer: Buffer) -> torch.Tensor:
+    assert isinstance(buffer.owner, torch.Tensor)
+    return buffer.owner
+
+
+def _small() -> tuple[PagedPool, torch.Tensor]:
+    spec = CacheSpec.kv(2, 2, 64, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=64, page_size=16, device="cuda")
+    torch.cuda.synchronize()
+    return pool, _tensor(pool.buffers[0])
+
+
+def _page(page: int, base: int) -> Move:
+    """One page of one plane: 4,096 bytes."""
+    return Move(staged_layout([(0, 0, 2, 0, 16, 0)], 4096), {KV: PageTable(KV, [page])}, base)
+
+
+LONG = 1_000_000_000
+"""Clock cycles: about half a second, in which the host does everything else."""
+
+
+def test_gather_waits_for_the_engines_event_and_nobody_waits_for_the_gather() -> None:
+    """A1: the call returns while the engine still computes; what the engine writes before its event arrives."""
+    pool, memory = _small()
+    staging = _staging(4096)
+    TRITON.gather(pool, [_page(0, 0)], staging, None)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    memory.fill_(7)
+    computed = torch.cuda.Event()
+    computed.record()
+    gathered = TRITON.gather(pool, [_page(3, 0)], staging, computed)
+    assert gathered is not None
+    assert not computed.query()
+    assert not gathered.query()
+    _wait(gathered)
+    assert content_of(staging).tolist() == [7] * 4096
+
+
+def test_arguments_in_flight_are_not_written_over() -> None:
+    """A2: calls queued behind one event keep their own page ids, however many there are."""
+    pool, memory = _small()
+    memory.view(-1, 4096)[:64] = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
+    staging = _staging(64 * 4096)
+    _wait(TRITON.gather(pool, [_page(0, 0)], staging, None))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    computed = torch.cuda.Event()
+    computed.record()
+    events = [TRITON.gather(pool, [_page(page, page * 4096)], staging, computed) for page in range(64)]
+    assert not computed.query()
+    _wait(events[-1])
+    assert np.array_equal(content_of(staging).reshape(64, 4096), np.arange(64, dtype=np.uint8)[:, None].repeat(4096, 1))
+
+
+def test_an_event_that_is_not_of_cuda_is_waited_for() -> None:
+    pool, memory = _small()
+
+    class Happens:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            memory.fill_(9)
+            torch.cuda.synchronize()
+
+    staging = _staging(4096)
+    _wait(TRITON.gather(pool, [_page(1, 0)], staging, Happens()))
+    assert content_of(staging).tolist() == [9] * 4096
+
+
+def test_threads_may_gather_and_scatter_at_once() -> None:
+    """Each thread copies its pages to another pool; all arrive."""
+    source, memory = _small()
+    target, copied = _small()
+    memory.copy_(torch.from_numpy(noise(memory.numel(), 5)))
+    torch.cuda.synchronize()
+
+    def work(first: int) -> None:
+        staging = _staging(4096)
+        for page in range(first, 64, 4):
+            _wait(TRITON.gather(source, [_page(page, 0)], staging, None))
+            _wait(TRITON.scatter(target, [_page(page, 0)], staging))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(copied[: 64 * 4096], memory[: 64 * 4096])
+    assert not copied[64 * 4096 :].any()
+
+
+def test_nothing_is_compiled_for_another_request() -> None:
+    """Token counts, pages, slices and the number of moves are values; only alignment and widths are code."""
+    from disagg_kv.kernels.gather.triton import gather
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in gather.device_caches.values())
+
+    spec = CacheSpec.kv(4, 8, 128, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=64, page_size=16, device="cuda")
+    staging = _staging(64 << 20)
+
+    def move(first: int, tokens: int, plane: int, base: int) -> Move:
+        pages = np.random.default_rng(tokens).permutation(64)
+        layout = staged_layout([(plane, first, 2, 0, tokens, 0)], tokens * 512)
+        return Move(layout, {KV: PageTable(KV, pages)}, base)
+
+    _wait(TRITON.gather(pool, [move(0, 16, 0, 0)], staging, None))
+    before = compiled()
+    assert before
+    for tokens in (1, 2, 3, 16, 17, 100, 1000, 1024):
+        for moves in ([move(2, tokens, 1, 0)], [move(i, tokens, i, i << 20) for i in range(5)]):
+            _wait(TRITON.gather(pool, moves, staging, None))
+    assert compiled() == before
+
+
+def test_a_pool_is_not_kept_alive() -> None:
+    pool, memory = _small()
+    _wait(TRITON.gather(pool, [_page(0, 0)], _staging(4096), None))
+    gone = weakref.ref(pool)
+    del pool, memory
+    gc.collect()
+    assert gone() is None
+
+
+def test_memory_on_two_devices_is_refused() -> None:
+    pool, _ = _small()
+    with pytest.raises(RegistrationError, match=r"'cuda:0'.*'cpu'"):
+        TRITON.gather(pool, [_page(0, 0)], new_buffer(4096, "cpu"), None)

@@ -1,0 +1,71 @@
+"""Pools of any geometry and calls of any moves, for hypothesis."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, shard
+from disagg_kv.ids import GroupId, LayerId
+from disagg_kv.kernels import Move
+from disagg_kv.memory import PagedPool
+from tests.support.pools import Bytes, buffer_over, noise, staged_layout
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[PagedPool, Bytes]:
+    """One buffer, one or two page spaces, planes with their axes in any order and gaps between the cells."""
+    components = tuple(
+        Component(name, "uint8", draw(st.integers(1, 4)), draw(st.integers(1, 9)))
+        for name in ("a", "b")[: draw(st.integers(1, 2))]
+    )
+    spec = CacheSpec.uniform(1, components)
+    groups = [Group(GroupId(c.name), draw(st.sampled_from([1, 3, 4, 16])), draw(st.integers(1, 6))) for c in components]
+    planes: list[Plane] = []
+    end = 0
+    for component, group in zip(components, groups, strict=True):
+        sizes = {"page": group.pages, "row": group.rows_per_page, "unit": component.units}
+        strides: dict[str, int] = {}
+        extent = component.unit_bytes
+        for axis in draw(st.permutations(sorted(sizes))):
+            strides[axis] = extent + draw(st.integers(0, 3))
+            extent = strides[axis] * (sizes[axis] - 1) + extent
+        begin = end + draw(st.integers(0, 5))
+        planes.append(
+            Plane(LayerId(0), component.name, group.id, 0, begin, strides["page"], strides["row"], strides["unit"])
+        )
+        end = begin + extent
+    memory = noise(end + draw(st.integers(0, 3)), draw(st.integers(0, 9)))
+    return PagedPool.adopt(spec, shard(spec), groups, planes, [buffer_over(memory)]), memory
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[PagedPool, Bytes, list[Move], Bytes]:
+    """A pool, its memory, several moves of disjoint cells, and staging for them."""
+    pool, memory = draw(pools())
+    moves: list[Move] = []
+    base = 0
+    free = {g.id: list(draw(st.permutations(range(g.pages)))) for g in pool.site.groups}
+    for _ in range(draw(st.integers(0, 3))):
+        entries: list[tuple[int, int, int, int, int, int]] = []
+        tables: dict[GroupId, PageTable] = {}
+        nbytes = 0
+        for number, plane in enumerate(pool.site.planes):
+            group = pool.site.group(plane.group)
+            component = pool.site.spec.component(plane.layer, plane.component)
+            count = draw(st.integers(0, len(free[group.id])))
+            pages = [free[group.id].pop() for _ in range(count)]
+            begin = draw(st.integers(0, 2)) * group.rows_per_page
+            tables[group.id] = PageTable(group.id, np.array(pages, np.int32), begin)
+            if draw(st.booleans()):
+                start, stop = sorted(draw(st.tuples(*[st.integers(0, count * group.rows_per_page)] * 2)))
+                first, last = draw(st.sampled_from(list(combinations(range(component.units + 1), 2))))
+                nbytes += draw(st.integers(0, 2))
+                entries.append((number, first, last - first, begin + start, begin + stop, nbytes))
+                nbytes += (stop - start) * (last - first) * component.unit_bytes
+        base += draw(st.integers(0, 3))
+        moves.append(Move(staged_layout(entries, nbytes), tables, base))
+        base += nbytes
+    return pool, memory, moves, noise(base + 1, 99)

@@ -1,0 +1,185 @@
+"""The Triton kernels, interpreted on the CPU, against the reference bit for bit; natively: ``tests/gpu``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from disagg_kv.errors import RegistrationError, UnsupportedError
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.kernels import KERNELS, Move, kernels_for
+from disagg_kv.memory import Buffer, Layout, PagedPool
+from tests.support.kernel_cases import cases
+from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, strided
+from tests.support.pools import KV, Bytes, buffer_over, copies, noise, staged_layout
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs natively here: see tests/gpu")
+
+TRITON = KERNELS["triton"]
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("layout", "fused"), [("NHD", False), ("HND", False), ("NHD", True)], ids=["NHD", "HND", "fused"]
+)
+def test_gather_and_scatter_equal_the_reference_on_every_byte_of_both_buffers(
+    layout: Layout, fused: bool, page_size: int, alignment: int
+) -> None:
+    """A1, A2, A9: slices, partial pages, every layout, item size and alignment, K != V; all of it in one launch."""
+    grid = Grid.of(layout, fused, page_size, alignment, [(0, 1), (1, 3), (0, 3)])
+    check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cpu", (0, 0))
+
+
+@pytest.mark.parametrize("shifts", [(1, 0), (0, 2), (4, 8), (8, 4), (8, 1), (2, 2)])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_storage_may_be_misaligned_on_either_side(layout: Layout, shifts: tuple[int, int]) -> None:
+    """A9: units of 16 bytes whose addresses allow only less."""
+    grid = Grid.of(layout, False, 4, 16, [(1, 3)])
+    check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cpu", shifts)
+
+
+@settings(max_examples=30)
+@given(case=cases())
+def test_any_strides_tables_and_moves(case: tuple[PagedPool, Bytes, list[Move], Bytes]) -> None:
+    """A9: every named unit arrives, and no other byte of pages or staging changes, whatever the geometry."""
+    pool, memory, moves, staging = case
+    before, expected = memory.copy(), staging.copy()
+    for cell, at, nbytes in copies(pool, moves):
+        expected[at : at + nbytes] = memory[cell : cell + nbytes]
+    assert TRITON.gather(pool, moves, buffer_over(staging), None) is None
+    assert np.array_equal(staging, expected)
+    assert np.array_equal(memory, before)
+
+    staging[:] = noise(len(staging), 98)
+    for cell, at, nbytes in copies(pool, moves):
+        before[cell : cell + nbytes] = staging[at : at + nbytes]
+    assert TRITON.scatter(pool, moves, buffer_over(staging)) is None
+    assert np.array_equal(memory, before)
+    assert np.array_equal(staging, noise(len(staging), 98))
+
+
+@pytest.mark.parametrize(("unit_bytes", "units", "gap"), [(2064, 1, 16), (160, 3, 0), (2052, 2, 0), (96, 2, 32)])
+def test_runs_wider_than_a_tile_and_rows_beyond_one_tile(unit_bytes: int, units: int, gap: int) -> None:
+    """Long and odd runs are cut into columns, many rows into tiles; entries end where they end."""
+    pool = strided(unit_bytes, units, gap, 16)
+    pages = PageTable(KV, [5, 0, 3])
+    entries, end = [], 0
+    for plane in range(len(pool.site.planes)):
+        rows = 41 - 20 * plane
+        entries.append((plane, 0, units, 2, 2 + rows, end))
+        end += rows * units * unit_bytes
+    check(TRITON, pool, [Move(staged_layout(entries, end), {KV: pages}, 0)], end, "cpu", (0, 0))
+
+
+def test_rooms_far_into_their_tables_send_only_the_page_ids_in_use() -> None:
+    """Tables that begin late, long tables, one table in two moves, a move without entries, an entry without rows."""
+    spec = CacheSpec.kv(1, 2, 4, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=40, page_size=4)
+    long = PageTable(KV, np.random.default_rng(0).permutation(40), 400)
+    moves = [
+        Move(staged_layout([(0, 0, 2, 470, 477, 0), (1, 1, 1, 500, 500, 112)], 112), {KV: long}, 0),
+        Move(staged_layout([], 0), {}, 112),
+        Move(staged_layout([(1, 0, 1, 470, 477, 0)], 56), {KV: long}, 112),
+        Move(staged_layout([(1, 0, 2, 0, 3, 0)], 48), {KV: PageTable(KV, [long.pages[0]])}, 168),
+    ]
+    check(TRITON, pool, moves, 220, "cpu", (0, 0))
+
+
+def test_gather_reads_the_pages_only_after_the_event() -> None:
+    """A1: whatever the event writes is what arrives."""
+    spec = CacheSpec.kv(1, 2, 4, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
+
+    class Happens:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            pool.view(0)[...] = 7
+
+    staging = np.zeros(8, np.uint8)
+    move = Move(staged_layout([(0, 1, 1, 2, 3, 0)], 8), {KV: PageTable(KV, [3])}, 0)
+    TRITON.gather(pool, [move], buffer_over(staging), Happens())
+    assert staging.tolist() == [7] * 8
+
+
+def test_patterns_are_remembered_within_bounds() -> None:
+    """More peers and layer groups than a pool remembers only cost time."""
+    from disagg_kv.kernels.triton_tables import PATTERNS, Planes
+
+    spec = CacheSpec.kv(1, 300, 1, "uint8")
+    pool = PagedPool.allocate(spec, shard(spec), pages=1, page_size=1)
+    planes = Planes(pool)
+    first = planes.pattern([staged_layout([(0, 0, 1, 5, 6, 0)], 1)])
+    assert planes.pattern([staged_layout([(0, 0, 1, 7, 8, 0)], 1)]) is first
+    for unit in range(1, PATTERNS + 1):
+        words = planes.pattern([staged_layout([(0, unit, 1, 5, 7, 3)], 2)]).words
+        assert words.tolist() == [[0, unit, 1, 0, 2, 0, 3, 0]]
+    assert planes.pattern([staged_layout([(0, 0, 1, 5, 6, 0)], 1)]) is not first
+
+
+def test_memory_on_two_devices_is_refused() -> None:
+    spec = CacheSpec.kv(1, 2, 4, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
+    with pytest.raises(RegistrationError, match=r"'cpu'.*'cuda:1'"):
+        TRITON.gather(pool, [], Buffer(4096, 4096, "cuda:1"), None)
+    far = PagedPool.adopt(spec, shard(spec), pool.site.groups, pool.site.planes, [_elsewhere(pool)])
+    with pytest.raises(RegistrationError, match="interpreted here: no memory on 'cuda:0'"):
+        TRITON.scatter(far, [], Buffer(4096, 4096, "cuda:0"))
+
+
+def _elsewhere(pool: PagedPool) -> Buffer:
+    return Buffer(4096, pool.site.buffers[0], "cuda:0")
+
+
+def test_more_than_the_kernels_can_count_is_refused_before_anything_is_written() -> None:
+    spec = CacheSpec.kv(1, 2, 4, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
+    move = Move(staged_layout([(0, 0, 2, 0, 2**31, 0)], 0), {KV: PageTable(KV, [1])}, 0)
+    with pytest.raises(UnsupportedError, match="1 entries, the largest of 2147483648 pieces"):
+        TRITON.gather(pool, [move], buffer_on("cpu", noise(16, 0)), None)
+
+
+def test_a_gpu_is_served_by_triton() -> None:
+    assert kernels_for("cuda:0").name == "triton"
+
+
+def _python(code: str) -> None:
+    """Run in a process in which Triton compiles."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+def test_without_triton_the_error_says_what_to_install() -> None:
+    _python(
+        "import sys; sys.modules['triton'] = None\n"
+        "from disagg_kv.errors import MissingDependencyError\n"
+        "from disagg_kv.kernels import available, kernels_for\n"
+        "try: kernels_for('cuda:0')\n"
+        "except MissingDependencyError as error: assert 'disagg_kv[triton]' in str(error), error\n"
+        "else: raise SystemExit('served without Triton')\n"
+        "found = available()\n"
+        "assert found['reference'] is found['cpu'] is None and 'triton' in found['triton'], found\n"
+    )
+
+
+def test_compiled_kernels_refuse_the_memory_of_the_cpu() -> None:
+    _python(
+        "from disagg_kv.errors import RegistrationError\n"
+        "from disagg_kv.geometry import CacheSpec, shard\n"
+        "from disagg_kv.kernels import KERNELS, available\n"
+        "from disagg_kv.memory import PagedPool\n"
+        "spec = CacheSpec.kv(1, 2, 4, 'float16')\n"
+        "pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=4)\n"
+        "try: KERNELS['triton'].gather(pool, [], pool.buffers[0], None)\n"
+        "except RegistrationError as error: assert 'not interpreted' in str(error), error\n"
+        "else: raise SystemExit('moved')\n"
+        "assert 'cuda' in available()['triton']\n"
+    )
