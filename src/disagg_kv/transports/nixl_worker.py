@@ -7,6 +7,7 @@ The library copies inside the call that posts, 0.1 s for 1 GiB or 30,000 writes;
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from ..ids import Peer, Ticket
 from .base import Ended, Heard, Settled
 from .nixl_library import Agent, Handle, Part
 from .process import Watch
+
+log = logging.getLogger("disagg_kv")
 
 T = TypeVar("T")
 Told = Ended | Settled | Heard
@@ -200,14 +203,25 @@ class Worker:
             with suppress(Empty):
                 command = self._commands.get(timeout=min(self._idle_s, max(BUSY_S, quiet_s / 16)))
             with self._lock:
-                if command is not None:
-                    command()
-                self._progress()
+                self._turn(command)
         with self._lock:
             if self._open:
                 # The library may still read the memory, and would crash if its handles were collected at exit.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._open)))
             del self._agent
+
+    def _turn(self, command: Callable[[], object] | None) -> None:
+        """What nobody foresaw ends the writes that it may have hit, and never this thread: others wait for it."""
+        try:
+            if command is not None:
+                command()
+            self._progress()
+        except Exception as error:
+            log.exception("nixl: an error that was not foreseen; the writes in flight have failed")
+            for job in tuple(self._open.flying):
+                failure = TransportError(f"nixl: the adapter failed: {error}")
+                failure.__cause__ = error
+                self._fail(job, failure)
 
     def _connect(self, agent: Agent, peer: Peer, watch: Watch | None, metadata: bytes, fewer: bool) -> Link:
         link = self._links.get(peer)
