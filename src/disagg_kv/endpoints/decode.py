@@ -62,6 +62,9 @@ from .routes import Routes
 TICK_S = 0.02
 """How often open rooms look at the clock."""
 
+MAX_TABLES = 1 << 19
+"""Bytes of page ids that an ``Expect`` carries at most; a request with more pages does not expose them."""
+
 PEER_QUARANTINE = 0.25
 ALL_QUARANTINE = 0.5
 """Parts of the ring that may wait for evidence before new rooms are refused: of one peer's doing, and in all."""
@@ -151,8 +154,13 @@ class DecodeRole:
         if room is None:
             return
         room.wanted = wanted
-        tables = tables_to_wire(wanted.tables.values()) if self._exposed else None
-        paths = tuple(self._paths)
+        named = 4 * sum(len(t.pages) for t in wanted.tables.values())
+        exposed = self._exposed and named <= MAX_TABLES
+        paths = tuple(p.name for p in self._paths.values() if exposed or not p.exposes_pages)
+        if not paths:
+            self._handle(room, Cancel(OversizeError("the page ids that one frame can name", named, MAX_TABLES)))
+            return
+        tables = tables_to_wire(wanted.tables.values()) if exposed else None
         self._handle(room, Awaited(wanted.start, wanted.stop, wanted.most, paths, tables, wanted.tag))
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:

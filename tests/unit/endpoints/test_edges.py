@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
-from disagg_kv.endpoints import PrefillEndpoint
+from disagg_kv.endpoints import PrefillEndpoint, decode
 from disagg_kv.endpoints.exits import Exits
 from disagg_kv.endpoints.handles import UNREAD, Changes, RoomHandle
 from disagg_kv.endpoints.introduction import check_instance
-from disagg_kv.errors import GeometryError, UnsupportedError
+from disagg_kv.errors import GeometryError, OversizeError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Rank, RoomId
 from disagg_kv.memory import PagedPool
@@ -263,3 +263,18 @@ def test_changes_that_nobody_reads_are_bounded() -> None:
             changes.add(handle)
     assert changes.take() == handles[1:]
     assert changes.take() == []
+
+
+@pytest.mark.parametrize(("path", "ends"), [("auto", Phase.DONE), ("slice", Phase.FAILED)])
+def test_more_pages_than_a_frame_can_name_are_not_exposed(
+    path: str, ends: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a request goes through staging; where that is not allowed, the numbers are in the error."""
+    monkeypatch.setattr(decode, "MAX_TABLES", 4)
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy=path)
+    request = rig.request("room", prefills, rig.decode(tp_shards(SPEC, 1), strategy=path), 100).start()
+    request.released()
+    assert [handle.phase for handle in request.handles] == [ends, ends]
+    assert request.sends[0].report.path == "staged" or isinstance(request.receives[0].error, OversizeError)
+    rig.quiet()
