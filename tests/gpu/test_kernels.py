@@ -124,7 +124,7 @@ def test_pools_and_staging_above_4_gib() -> None:
     _wait(TRITON.scatter(pools[0], [move], staging[0]))
     KERNELS["reference"].scatter(pools[1], [move], staging[0])
     assert torch.equal(*memories)
-    assert int(memories[0].count_nonzero()) > part
+    assert int(memories[0].amax()) > 0
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from attrs import frozen
@@ -25,6 +26,8 @@ The first row is counted from the first of those page ids.
 MOST = 2**31 - 1
 """The kernels count pieces and programs in 32 bits; addresses have 64."""
 
+
+Known = TypeVar("Known")
 
 PATTERNS = 256
 """A pool remembers this many patterns: more than it has peers, layer groups and sizes of segments in common use."""
@@ -52,8 +55,8 @@ class Shape:
         return min(self.aligned, 8)
 
 
-class Pattern:
-    """What calls have in common whose layouts differ only in where their rows begin.
+class Entries:
+    """What calls for the same planes and units have in common, whatever their rows.
 
     Args:
         planes: of the pool.
@@ -61,37 +64,49 @@ class Pattern:
     """
 
     def __init__(self, planes: Planes, layouts: Sequence[StagedLayout]) -> None:
-        columns = [
-            np.concatenate(column)
-            for column in zip(
-                *((x.plane, x.first_unit, x.units, x.row_start, x.row_stop, x.offset) for x in layouts), strict=True
-            )
-        ]
+        plane = np.concatenate([x.plane for x in layouts])
+        first_unit = np.concatenate([x.first_unit for x in layouts])
+        units = np.concatenate([x.units for x in layouts])
         move = np.repeat(np.arange(len(layouts)), [len(x.plane) for x in layouts])
-        order = np.lexsort((columns[1], columns[0])) if planes.neighbours_together else slice(None)
-        plane, first_unit, units, start, stop, offset = (column[order] for column in columns)
-        move = move[order]
-        first = np.array([x.row_start[0] for x in layouts])[move]
-        rows = stop - start
+        self.order = np.lexsort((first_unit, plane)) if planes.neighbours_together else slice(None)
+        plane, first_unit, units, move = (column[self.order] for column in (plane, first_unit, units, move))
         base, page_stride, row_stride, unit_stride, rows_per_page, unit_bytes = planes.words[plane].T[:6]
         side_by_side = unit_stride == unit_bytes
-        run_bytes = np.where(side_by_side, units, 1) * unit_bytes
-        bits = base | page_stride | first_unit * unit_stride | run_bytes | offset
+        bits = base | page_stride | first_unit * unit_stride
         bits |= np.where(rows_per_page > 1, row_stride, 0) | np.where(side_by_side, 0, unit_stride)
-        self._bits = int(np.bitwise_or.reduce(bits))
-        self._run_bytes = run_bytes
-        self._pieces = rows * np.where(side_by_side, 1, units)
-        self._shapes: dict[tuple[int, int], Shape] = {}
+        self.run_bytes = np.where(side_by_side, units, 1) * unit_bytes
+        self.runs = np.where(side_by_side, 1, units)
+        self.longest = int(self.run_bytes.max())
+        self.bits = int(np.bitwise_or.reduce(bits | self.run_bytes))
         self.words = np.zeros((len(plane), ENTRY), np.int64)
-        """The entries, as if every move's first row, page ids and part lay at 0."""
-        for i, column in ((0, plane), (1, first_unit), (2, units), (3, start - first), (4, rows), (6, offset)):
-            self.words[:, i] = column
+        self.words[:, 0], self.words[:, 1], self.words[:, 2] = plane, first_unit, units
         self.of = move * len(planes.groups) + planes.group[plane]
         """Which of the ``[moves, groups]`` an entry belongs to."""
-        self.spans = [
-            (int((x.row_start - x.row_start[0]).min()), int((x.row_stop - x.row_start[0]).max())) for x in layouts
-        ]
+
+
+class Pattern:
+    """What calls have in common whose layouts differ only in where their rows begin.
+
+    Args:
+        entries: what the layouts share with others.
+        layouts: of the call's moves, none of them empty.
+    """
+
+    def __init__(self, entries: Entries, layouts: Sequence[StagedLayout]) -> None:
+        starts = [x.row_start - x.row_start[0] for x in layouts]
+        stops = [x.row_stop - x.row_start[0] for x in layouts]
+        start = np.concatenate(starts)
+        rows = (np.concatenate(stops) - start)[entries.order]
+        offset = np.concatenate([x.offset for x in layouts])
+        self.entries = entries
+        self.words = entries.words.copy()
+        """The entries, as if every move's first row, page ids and part lay at 0."""
+        self.words[:, 3], self.words[:, 4], self.words[:, 6] = start[entries.order], rows, offset[entries.order]
+        self.spans = [(int(a.min()), int(b.max())) for a, b in zip(starts, stops, strict=True)]
         """Per move the lowest and the highest row, counted from its first entry's first."""
+        self._bits = entries.bits | int(np.bitwise_or.reduce(offset))
+        self._pieces = rows * entries.runs
+        self._shapes: dict[tuple[int, int], Shape] = {}
 
     def shape(self, bits: int, tile_bytes: int) -> Shape:
         """The widest access that the addresses, or'ed in ``bits``, allow, and tiles as wide as the longest run."""
@@ -103,9 +118,9 @@ class Pattern:
 
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
         size, elements = min(aligned, 8), tile_bytes // 8
-        columns = _columns(int(self._run_bytes.max()) // size, elements)
+        columns = _columns(self.entries.longest // size, elements)
         height = elements // columns
-        chunks = -(-self._run_bytes // (size * columns))
+        chunks = -(-self.entries.run_bytes // (size * columns))
         tiles = int((-(-self._pieces // height) * chunks).max())
         most = int(self._pieces.max())
         if max(most, len(self.words) * tiles) > MOST:
@@ -132,23 +147,32 @@ class Planes:
             unit_bytes = site.spec.component(p.layer, p.component).unit_bytes
             base = pool.buffers[p.buffer].addr + p.offset
             row[:6] = (base, p.page_stride, p.row_stride, p.unit_stride, self.groups[p.group][1], unit_bytes)
+        self._entries: dict[bytes, Entries] = {}
         self._patterns: dict[bytes, Pattern] = {}
 
     def pattern(self, layouts: Sequence[StagedLayout]) -> Pattern:
         """The pattern of these layouts, none of them empty; segments of one size share it."""
         parts = [np.array([len(x.plane) for x in layouts]).tobytes()]
         for x in layouts:
+            parts += [column.tobytes() for column in (x.plane, x.first_unit, x.units)]
+        what = b"".join(parts)
+        for x in layouts:
             first = x.row_start[0]
-            columns = x.plane, x.first_unit, x.units, x.row_start - first, x.row_stop - first, x.offset
-            parts += [column.tobytes() for column in columns]
-        key = b"".join(parts)
-        found = self._patterns.get(key)
-        if found is None:
-            found = Pattern(self, layouts)
-            if len(self._patterns) >= PATTERNS:
-                self._patterns.pop(next(iter(self._patterns)), None)
-            self._patterns[key] = found
-        return found
+            parts += [column.tobytes() for column in (x.row_start - first, x.row_stop - first, x.offset)]
+        return _known(self._patterns, b"".join(parts), lambda: Pattern(self._of(what, layouts), layouts))
+
+    def _of(self, key: bytes, layouts: Sequence[StagedLayout]) -> Entries:
+        return _known(self._entries, key, lambda: Entries(self, layouts))
+
+
+def _known(known: dict[bytes, Known], key: bytes, make: Callable[[], Known]) -> Known:
+    """What is remembered under ``key``, or made now; the oldest is forgotten for it."""
+    found = known.get(key)
+    if found is None:
+        if len(known) >= PATTERNS:
+            known.pop(next(iter(known)), None)
+        found = known[key] = make()
+    return found
 
 
 class Call:
@@ -218,7 +242,7 @@ class Call:
         ]
         table = into[:end].reshape(self.entries, ENTRY)
         table[:] = self._pattern.words
-        table[:, 3:7] += np.array(begins)[self._pattern.of]
+        table[:, 3:7] += np.array(begins)[self._pattern.entries.of]
         ids = into[end:].view(np.int32)
         begin = 0
         for pages in self._tables:
