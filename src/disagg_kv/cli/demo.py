@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,13 @@ def demo(
     transport_module: Annotated[
         str | None, typer.Option(help="A module to import first, which registers the transport.")
     ] = None,
+    prefill_host: Annotated[
+        str, typer.Option(help="Prefill's address for decode; what goes to others than 127.0.0.1 is not encrypted.")
+    ] = "127.0.0.1",
+    decode_host: Annotated[str, typer.Option(help="Decode's address for prefill.")] = "127.0.0.1",
+    decode_launch: Annotated[
+        str, typer.Option(help="Words before decode's command, for another network here: 'ip netns exec b'.")
+    ] = "",
     requests: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the shortest prompt.")] = 384,
@@ -62,6 +70,9 @@ def demo(
         strategy=strategy,
         transport=transport,
         transport_module=transport_module,
+        prefill_host=prefill_host,
+        decode_host=decode_host,
+        decode_launch=tuple(shlex.split(decode_launch)),
         requests=requests,
         max_new_tokens=max_new_tokens,
         prompt_tokens=prompt_tokens,

@@ -10,6 +10,7 @@ from ....errors import ConfigurationError
 
 Role = Literal["prefill", "decode", "reference"]
 Injection = Literal["swap-heads"]
+LOOPBACK = "127.0.0.1"
 Kind = Literal["ready", "prefilled", "released", "arrived", "decoded", "done", "failed"]
 
 
@@ -23,6 +24,11 @@ class DemoConfig:
         strategy: how the cache crosses, for example ``"staged"``.
         transport: a registered transport's name.
         transport_module: a module to import first, which registers that transport.
+        prefill_host: the address at which decode reaches prefill's processes, and all of them the caller's store. What
+            goes between two addresses other than 127.0.0.1 is not encrypted.
+        decode_host: the address at which prefill reaches decode's processes.
+        decode_launch: words that begin the command of decode's processes, for example ``ip netns exec b``: they may be
+            in another network, but have this machine's files, clock and process ids.
         requests: how many prompts.
         max_new_tokens: greedy tokens of each, the first of which prefill computes.
         prompt_tokens: length of the first prompt; the others are up to 127 tokens longer.
@@ -43,6 +49,9 @@ class DemoConfig:
     strategy: str = "staged"
     transport: str = "shm"
     transport_module: str | None = None
+    prefill_host: str = LOOPBACK
+    decode_host: str = LOOPBACK
+    decode_launch: tuple[str, ...] = ()
     requests: int = 4
     max_new_tokens: int = 32
     prompt_tokens: int = 384
@@ -71,6 +80,10 @@ class DemoConfig:
             raise ConfigurationError(
                 f"prompt_tokens {self.prompt_tokens} must be more than chunk_tokens {self.chunk_tokens}, at most 4096"
             )
+        if (self.prefill_host == LOOPBACK) != (self.decode_host == LOOPBACK):
+            raise ConfigurationError(
+                f"prefill_host {self.prefill_host!r} and decode_host {self.decode_host!r} cannot reach each other"
+            )
         if self.inject is not None and (self.kv_heads < 2 or self.max_new_tokens < 2):
             raise ConfigurationError(
                 f"inject {self.inject!r} needs 2 KV heads and 2 new tokens (the first is prefill's), "
@@ -89,22 +102,33 @@ class DemoConfig:
         decode: list[tuple[Role, int, int]] = [("decode", r, self.decode_tp) for r in range(self.decode_tp)]
         return (*prefill, *decode, ("reference", 0, 1))
 
+    @property
+    def launches(self) -> tuple[tuple[tuple[str, ...], frozenset[Role]], ...]:
+        """The roles that are started together, and the words that begin their command."""
+        if not self.decode_launch:
+            return (((), frozenset({"prefill", "decode", "reference"})),)
+        return (((), frozenset({"prefill", "reference"})), (self.decode_launch, frozenset({"decode"})))
+
 
 @frozen
 class Job:
-    """What the parent tells the processes.
+    """What the parent tells the processes that are started together.
 
     Args:
         config: the demo.
         work: the folder where everything goes.
         parent: the parent's process id.
-        store_port: of the parent's ``TCPStore`` on 127.0.0.1.
+        store_port: of the parent's ``TCPStore`` on ``config.prefill_host``.
+        roles: theirs.
+        model: the folder of their copy of the model.
     """
 
     config: DemoConfig
     work: str
     parent: int
     store_port: int
+    roles: frozenset[Role]
+    model: str
 
 
 @frozen

@@ -19,7 +19,7 @@ from .results import DecodeResult
 def run(member: Member, store: Store) -> None:
     """Expect every prompt's cache and wait for all of them, then generate."""
     config = member.config
-    model = load_model(member.work / "model", member.world)
+    model = load_model(member.model, member.world)
     with wire.decode(member, store) as (endpoint, pool):
         paged = PagedHFCache(pool)
         free = PageAllocator(shuffled(paged.group.pages, config.seed + 1))

@@ -55,12 +55,14 @@ def run_member(job: Job, role: Role, rank: int, world: int, launcher: int, event
 
 
 def supervise(job: Job, events: int) -> bool:
-    """Start all ranks and wait for them; True if all ended well. At the first that has not, none is left running."""
+    """Start the job's ranks and wait for them; True if all ended well. At the first that has not, none is left."""
     fork = get_context("fork")
     live: dict[ForkProcess, tuple[Role, int]] = {}
     good = True
     try:
         for role, rank, world in job.config.members:
+            if role not in job.roles:
+                continue
             process = fork.Process(target=run_member, args=(job, role, rank, world, os.getpid(), events), daemon=True)
             live[process] = (role, rank)
             process.start()
@@ -82,14 +84,14 @@ def supervise(job: Job, events: int) -> bool:
     return good
 
 
-def main(folder: str) -> None:
-    """Run the demo that ``job.json`` in ``folder`` describes."""
-    job = msgspec.json.decode((Path(folder) / "job.json").read_bytes(), type=Job)
+def main(file: str) -> None:
+    """Run the ranks that the job in ``file`` is about."""
+    job = msgspec.json.decode(Path(file).read_bytes(), type=Job)
     die_with(job.parent)
     events = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print is log
     torch.set_num_threads(1)
     if job.config.transport_module is not None:
         load_module(job.config.transport_module)
-    save_model(job.config, Path(job.work) / "model")
+    save_model(job.config, Path(job.model))
     sys.exit(0 if supervise(job, events) else 1)

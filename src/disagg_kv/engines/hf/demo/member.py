@@ -37,6 +37,7 @@ class Member:
         self.rank = rank
         self.world = world
         self.work = Path(job.work)
+        self.model = Path(job.model)
         self._tell = tell
 
     def tell(self, kind: Kind, text: str = "", error: str = "") -> None:
@@ -46,7 +47,7 @@ class Member:
     @contextmanager
     def group(self) -> Iterator[Store]:
         """Be one of the role's tensor-parallel group inside; gives the parent's store."""
-        store = reach(self.job.store_port, self.config.timeout_s)
+        store = reach(self.config.prefill_host, self.job.store_port, self.config.timeout_s)
         torch.set_num_threads(1)
         _join(self.rank, self.world, PrefixStore(f"group-{self.role}", store))
         try:

@@ -24,7 +24,7 @@ from .results import PrefillResult
 def run(member: Member, store: Store) -> None:
     """Prefill every prompt and send its cache, then wait until nobody reads the pages any more."""
     config = member.config
-    model = load_model(member.work / "model", member.world)
+    model = load_model(member.model, member.world)
     with wire.prefill(member, store) as (endpoint, pool):
         paged = PagedHFCache(pool)
         free = PageAllocator(shuffled(paged.group.pages, config.seed))

@@ -17,7 +17,7 @@ from .results import ReferenceResult
 def run(member: Member, _: Store) -> None:
     """Generate every request's tokens; the cache never leaves the model."""
     config = member.config
-    model: Any = load_model(member.work / "model", 1)
+    model: Any = load_model(member.model, 1)
     member.tell("ready")
     began = now()
     tokens: list[tuple[int, ...]] = []

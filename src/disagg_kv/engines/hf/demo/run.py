@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -55,9 +56,12 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
     store = host()
     with tempfile.TemporaryDirectory(prefix="disagg-kv-demo-") as folder:
         work = Path(folder)
-        (work / "job.json").write_bytes(msgspec.json.encode(Job(config, folder, os.getpid(), store.port)))
-        with _launched(work) as launcher:
-            _listen(config, launcher, work, told, started + config.timeout_s)
+        with ExitStack() as running:
+            launchers = []
+            for number, (prefix, roles) in enumerate(config.launches):
+                job = Job(config, folder, os.getpid(), store.port, roles, str(work / f"model-{number}"))
+                launchers.append(running.enter_context(_launched(job, number, prefix)))
+            _listen(config, launchers, work, told, started + config.timeout_s)
         checking = now()
         results = Results.read(work, config)
         checked = check(work, config.prompt_lengths, config.prefill_tp, [rank.pool for rank in results.decode])
@@ -76,11 +80,20 @@ def _check_transport(config: DemoConfig) -> None:
 
 
 @contextmanager
-def _launched(work: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that starts all others, in a process group of its own: an interrupt comes to the parent alone."""
-    command = [sys.executable, "-c", f"from {__package__}.launch import main; main({str(work)!r})"]
+def _launched(job: Job, number: int, prefix: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that starts the job's, in a process group of its own: an interrupt comes to the parent alone.
+
+    Raises:
+        ConfigurationError: there is no such command.
+    """
+    work = Path(job.work)
+    file = work / f"job-{number}.json"
+    file.write_bytes(msgspec.json.encode(job))
+    command = [*prefix, sys.executable, "-c", f"from {__package__}.launch import main; main({str(file)!r})"]
+    if shutil.which(command[0]) is None:
+        raise ConfigurationError(f"decode_launch {' '.join(prefix)!r}: there is no command {command[0]!r}")
     with (
-        (work / "log").open("wb") as log,
+        (work / f"log-{number}").open("wb") as log,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -101,13 +114,17 @@ def _launched(work: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _listen(
-    config: DemoConfig, launcher: subprocess.Popen[bytes], work: Path, told: Callable[[Told], None], deadline: float
+    config: DemoConfig,
+    launchers: Sequence[subprocess.Popen[bytes]],
+    work: Path,
+    told: Callable[[Told], None],
+    deadline: float,
 ) -> None:
     """Hear every line until the last process has ended; raise if one of them failed or time is over."""
     waiting = {(role, rank) for role, rank, _ in config.members}
     failures: list[Told] = []
     try:
-        for line in _lines(launcher, deadline):
+        for line in _lines(launchers, deadline):
             one = msgspec.json.decode(line, type=Told)
             if one.kind == "failed":
                 failures.append(one)
@@ -118,31 +135,44 @@ def _listen(
     except TimeoutError as exc:
         names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
         raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; still at work: {names}") from exc
-    if failures or launcher.wait() != 0:
-        raise _failure(failures, launcher.returncode, work)
+    codes = [launcher.wait() for launcher in launchers]
+    if failures or any(codes):
+        raise _failure(failures, codes, work)
 
 
-def _lines(launcher: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
-    """Lines of its standard output until it is closed; a TimeoutError when the deadline has passed."""
-    pipe = launcher.stdout
-    assert pipe is not None
-    rest = b""
+def _lines(launchers: Sequence[subprocess.Popen[bytes]], deadline: float) -> Iterator[bytes]:
+    """Lines of their standard outputs until all are closed; a TimeoutError when the deadline has passed.
+
+    When one of them fails, the others are told to end: their ranks would wait for those that are gone.
+    """
+    rest = dict.fromkeys(launchers, b"")
     with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while selector.select(max(deadline - now(), 0.0)):
-            data = os.read(pipe.fileno(), 1 << 16)
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            yield from lines
-    raise TimeoutError
+        for launcher in launchers:
+            assert launcher.stdout is not None
+            selector.register(launcher.stdout, selectors.EVENT_READ, launcher)
+        while rest:
+            ready = selector.select(max(deadline - now(), 0.0))
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                launcher = key.data
+                data = os.read(key.fd, 1 << 16)
+                *lines, rest[launcher] = (rest[launcher] + data).split(b"\n")
+                yield from lines
+                if not data:
+                    selector.unregister(key.fileobj)
+                    del rest[launcher]
+                    if launcher.wait() != 0:
+                        for other in rest:
+                            other.terminate()
 
 
-def _failure(failures: list[Told], code: int, work: Path) -> errors.DisaggKVError:
+def _failure(failures: list[Told], codes: Sequence[int], work: Path) -> errors.DisaggKVError:
     """One error for all that went wrong: a killed process first, since it drags others with it, else the first."""
     if not failures:
-        tail = " | ".join((work / "log").read_text(errors="replace").splitlines()[-5:])
-        return PeerLostError(f"demo: its processes could not be run (exit code {code}): {tail}")
+        number = next(number for number, code in enumerate(codes) if code)
+        tail = " | ".join((work / f"log-{number}").read_text(errors="replace").splitlines()[-5:])
+        return PeerLostError(f"demo: its processes could not be run (exit code {codes[number]}): {tail}")
     first = next((one for one in failures if not one.error), failures[0])
     others = sorted({f"{one.role} rank {one.rank}" for one in failures} - {f"{first.role} rank {first.rank}"})
     also = f" (after that also: {', '.join(others)})" if others else ""

@@ -10,13 +10,13 @@ from torch.distributed.distributed_c10d import Store
 
 from ....channels import ZmqChannel
 from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
-from ....errors import PeerLostError
+from ....errors import PeerLostError, UnknownNameError
 from ....ids import RoomId
 from ....memory import PagedPool
 from ....protocol import Phase
 from ....rendezvous import Source, StoreRendezvous
-from ....transports import transport
-from .config import Kind
+from ....transports import Transport, transport
+from .config import LOOPBACK, DemoConfig, Kind
 from .member import Member
 from .pool import make_pool, shards_of
 from .results import Moved
@@ -37,12 +37,12 @@ def room(request: int) -> RoomId:
 def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, PagedPool]]:
     """This rank's sender, and its pages."""
     config = member.config
-    carrier = transport(config.transport)
+    carrier = _carrier(config, config.prefill_host)
     pool = make_pool(config, member.world, member.rank, config.prefill_page_size, carrier)
     endpoint = PrefillEndpoint(
         pool,
         transport=carrier,
-        channel=ZmqChannel(),
+        channel=_channel(config.prefill_host),
         rendezvous=StoreRendezvous(store),
         instance=SOURCE.instance,
         rank=member.rank,
@@ -60,12 +60,12 @@ def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, Pag
 def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, PagedPool]]:
     """This rank's receiver, and its pages."""
     config = member.config
-    carrier = transport(config.transport)
+    carrier = _carrier(config, config.decode_host)
     pool = make_pool(config, member.world, member.rank, config.decode_page_size, carrier)
     endpoint = DecodeEndpoint(
         pool,
         transport=carrier,
-        channel=ZmqChannel(),
+        channel=_channel(config.decode_host),
         rendezvous=StoreRendezvous(store),
         instance="decode",
         rank=member.rank,
@@ -97,6 +97,19 @@ def released(
                 member.tell(kind)
         time.sleep(PAUSE_S)
     return tuple(_moved(handle) for handle in handles)
+
+
+def _channel(host: str) -> ZmqChannel:
+    """A channel that others reach at ``host``."""
+    return ZmqChannel(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0", unencrypted_network=host != LOOPBACK)
+
+
+def _carrier(config: DemoConfig, host: str) -> Transport:
+    """The chosen transport, told under which address others reach it if that is one of its options."""
+    try:
+        return transport(config.transport, **({} if host == LOOPBACK else {"host": host}))
+    except UnknownNameError:
+        return transport(config.transport)
 
 
 def _moved(handle: Handle) -> Moved:
