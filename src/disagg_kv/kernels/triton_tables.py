@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -25,7 +26,6 @@ The first row is counted from the first of those page ids.
 
 MOST = 2**31 - 1
 """The kernels count pieces and programs in 32 bits; addresses have 64."""
-
 
 Known = TypeVar("Known")
 
@@ -129,7 +129,7 @@ class Pattern:
 
 
 class Planes:
-    """A pool's planes, at the addresses that they had when this was made.
+    """A pool's planes, at the addresses that they had when this was made. Any thread.
 
     Args:
         pool: the pool.
@@ -147,6 +147,7 @@ class Planes:
             unit_bytes = site.spec.component(p.layer, p.component).unit_bytes
             base = pool.buffers[p.buffer].addr + p.offset
             row[:6] = (base, p.page_stride, p.row_stride, p.unit_stride, self.groups[p.group][1], unit_bytes)
+        self._lock = threading.Lock()
         self._entries: dict[bytes, Entries] = {}
         self._patterns: dict[bytes, Pattern] = {}
 
@@ -159,7 +160,8 @@ class Planes:
         for x in layouts:
             first = x.row_start[0]
             parts += [column.tobytes() for column in (x.row_start - first, x.row_stop - first, x.offset)]
-        return _known(self._patterns, b"".join(parts), lambda: Pattern(self._of(what, layouts), layouts))
+        with self._lock:
+            return _known(self._patterns, b"".join(parts), lambda: Pattern(self._of(what, layouts), layouts))
 
     def _of(self, key: bytes, layouts: Sequence[StagedLayout]) -> Entries:
         return _known(self._entries, key, lambda: Entries(self, layouts))
