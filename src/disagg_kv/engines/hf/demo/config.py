@@ -24,7 +24,7 @@ class DemoConfig:
         strategy: how the cache crosses, for example ``"staged"``.
         transport: a registered transport's name.
         transport_module: a module to import first, which registers that transport.
-        prefill_host: the address at which decode reaches prefill's processes, and all of them the caller's store. What
+        prefill_host: the IPv4 address at which decode reaches prefill's processes, and all the caller's store. What
             goes between two addresses other than 127.0.0.1 is not encrypted.
         decode_host: the address at which prefill reaches decode's processes.
         decode_launch: words that begin the command of decode's processes, for example ``ip netns exec b``: they may be

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -123,8 +123,9 @@ def _listen(
     """Hear every line until the last process has ended; raise if one of them failed or time is over."""
     waiting = {(role, rank) for role, rank, _ in config.members}
     failures: list[Told] = []
+    codes: dict[int, int] = {}
     try:
-        for line in _lines(launchers, deadline):
+        for line in _lines(launchers, codes, deadline):
             one = msgspec.json.decode(line, type=Told)
             if one.kind == "failed":
                 failures.append(one)
@@ -135,15 +136,19 @@ def _listen(
     except TimeoutError as exc:
         names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
         raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; still at work: {names}") from exc
-    codes = [launcher.wait() for launcher in launchers]
-    if failures or any(codes):
+    if failures or any(codes.values()):
         raise _failure(failures, codes, work)
 
 
-def _lines(launchers: Sequence[subprocess.Popen[bytes]], deadline: float) -> Iterator[bytes]:
+def _lines(launchers: Sequence[subprocess.Popen[bytes]], codes: dict[int, int], deadline: float) -> Iterator[bytes]:
     """Lines of their standard outputs until all are closed; a TimeoutError when the deadline has passed.
 
     When one of them fails, the others are told to end: their ranks would wait for those that are gone.
+
+    Args:
+        launchers: all of them.
+        codes: takes the exit code of each, in the order in which they end.
+        deadline: on the clock of ``now``.
     """
     rest = dict.fromkeys(launchers, b"")
     with selectors.DefaultSelector() as selector:
@@ -162,15 +167,16 @@ def _lines(launchers: Sequence[subprocess.Popen[bytes]], deadline: float) -> Ite
                 if not data:
                     selector.unregister(key.fileobj)
                     del rest[launcher]
-                    if launcher.wait() != 0:
+                    codes[launchers.index(launcher)] = launcher.wait()
+                    if launcher.returncode != 0:
                         for other in rest:
                             other.terminate()
 
 
-def _failure(failures: list[Told], codes: Sequence[int], work: Path) -> errors.DisaggKVError:
+def _failure(failures: list[Told], codes: Mapping[int, int], work: Path) -> errors.DisaggKVError:
     """One error for all that went wrong: a killed process first, since it drags others with it, else the first."""
     if not failures:
-        number = next(number for number, code in enumerate(codes) if code)
+        number = next(number for number, code in codes.items() if code)
         tail = " | ".join((work / f"log-{number}").read_text(errors="replace").splitlines()[-5:])
         return PeerLostError(f"demo: its processes could not be run (exit code {codes[number]}): {tail}")
     first = next((one for one in failures if not one.error), failures[0])

@@ -101,7 +101,7 @@ def released(
 
 def _channel(host: str) -> ZmqChannel:
     """A channel that others reach at ``host``."""
-    return ZmqChannel(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0", unencrypted_network=host != LOOPBACK)
+    return ZmqChannel(f"tcp://{host}:0", unencrypted_network=host != LOOPBACK)
 
 
 def _carrier(config: DemoConfig, host: str) -> Transport:

@@ -1,0 +1,185 @@
+"""Prefill on one host and decode on another, with nothing but a cable between them; and the cable may be taken out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from disagg_kv import Options
+from disagg_kv.engines.hf.demo import DemoConfig, run_demo
+from disagg_kv.errors import ConfigurationError, PeerLostError
+from disagg_kv.transports.nixl_library import MODULES
+from tests.support.hosts import UCX, Host, Node, Setup, endpoints, refusal, two_hosts, wait
+
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "-")
+
+needs_nixl = pytest.mark.skipif(
+    not any(find_spec(module) for module in MODULES), reason="NIXL is not installed: pip install nixl-cu13"
+)
+needs_mooncake = pytest.mark.skipif(
+    find_spec("mooncake") is None,
+    reason="Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda",
+)
+TRANSPORTS = [pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
+
+QUICK = Options(silence_s=2.0, heartbeat_s=0.1, retry_s=0.1, retry_most_s=0.5)
+TOKEN_BYTES = 16 << 10
+SOON_S = 15.0
+"""What is said to happen a few seconds after ``silence_s``, on a busy machine."""
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Prefill's host and decode's."""
+    with two_hosts() as pair:
+        yield pair
+
+
+def setups(hosts: tuple[Host, Host], transport: str, ranks: int, times: Options, **options: object) -> list[Setup]:
+    """So many prefill ranks on the first host, one decode rank on the second; and options of the transport."""
+    a, b = hosts
+    here, there = ({"host": host.address} | options if transport == "mooncake" else options for host in hosts)
+    prefill = [Setup("prefill", rank, ranks, a, b, transport, here, times) for rank in range(ranks)]
+    return [Setup("decode", 0, 1, b, b, transport, there, times), *prefill]
+
+
+def begin(decode: Node, prefill: list[Node], room: bytes, tokens: int) -> None:
+    """A whole request, not awaited."""
+    decode.ask("expect", room, tokens)
+    for node in prefill:
+        node.ask("send", room, tokens)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_requests_cross_the_cable_byte_for_byte(hosts: tuple[Host, Host], transport: str) -> None:
+    """A6, A8: two ranks to one; the bytes go through the cable, and not through the kernel that both hosts share."""
+    with endpoints(*setups(hosts, transport, 2, Options())) as (decode, *prefill):
+        before = hosts[1].received()
+        for room, tokens in ((b"first", 500), (b"second", 1000)):
+            begin(decode, prefill, room, tokens)
+        for node in (decode, *prefill):
+            for room in (b"first", b"second"):
+                look = node.until(room, lambda look: look.released)
+                assert look.phase == "DONE", look
+        assert decode.ask("wrong", {b"first": 500}) > 0, "the check of the bytes cannot fail"
+        assert decode.ask("wrong", {b"first": 500, b"second": 1000}) == 0
+        assert hosts[1].received() - before > 1500 * TOKEN_BYTES
+        assert decode.ask("waiting") == 0
+
+
+def rests(node: Node) -> None:
+    """Wait until nothing is owed to any room there, and all of its staging memory is free."""
+    wait(lambda: node.ask("waiting") == node.ask("open_rooms") == 0, lambda: f"{node.setup.role}: {state(node)}")
+
+
+def leaks(node: Node, before: tuple[int, int]) -> bool:
+    """Whether a process has more threads or file descriptors than it had."""
+    return any(now > then for now, then in zip(node.ask("held"), before, strict=True))
+
+
+def state(node: Node) -> str:
+    """What is not at rest."""
+    return f"{node.ask('waiting')} wait, {node.ask('open_rooms')} rooms, {node.ask('held')} threads and descriptors"
+
+
+def broken(hosts: tuple[Host, Host], decode: Node, prefill: Node) -> list[tuple[int, int]]:
+    """A small request has arrived; the cable is taken out in the middle of a large one, which fails on both sides.
+
+    Returns:
+        Threads and file descriptors of both before that.
+    """
+    begin(decode, [prefill], b"before", 64)
+    for node in (decode, prefill):
+        assert node.until(b"before", lambda look: look.released).phase == "DONE"
+        assert node.ask("meet") == 1
+    held = [node.ask("held") for node in (decode, prefill)]
+    hosts[0].limit(160)
+    begin(decode, [prefill], b"large", 1024)
+    decode.until(b"large", lambda look: look.nbytes > 0)
+    hosts[0].unplug()
+    for node in (decode, prefill):
+        look = node.until(b"large", lambda look: look.phase == "FAILED", SOON_S)
+        assert look.error == "PeerLostError", look
+        assert look.nbytes < 1024 * TOKEN_BYTES
+        assert node.ask("waiting") > 0, "a write is still under way: silence is no evidence"
+    assert decode.ask("look", b"large").released, "nobody else ever wrote to the pages of a staged room"
+    assert decode.ask("open_rooms") == 1
+    return held
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_cable_out_fails_both_sides_and_back_in_it_brings_the_evidence(
+    hosts: tuple[Host, Host], transport: str
+) -> None:
+    """E1, E9: rooms fail in bounded time; leases wait until prefill can say that its writes are over."""
+    with endpoints(*setups(hosts, transport, 1, QUICK)) as (decode, prefill):
+        held = broken(hosts, decode, prefill)
+        hosts[0].plug()
+        for node in (decode, prefill):
+            rests(node)
+            assert node.ask("look", b"large").released
+        begin(decode, [prefill], b"after", 128)
+        for node in (decode, prefill):
+            look = node.until(b"after", lambda look: look.released)
+            assert look.phase == "DONE", look
+        assert decode.ask("wrong", {b"before": 64, b"after": 128}, [b"large"]) == 0
+        wait(lambda: leaks(decode, held[0]) is leaks(prefill, held[1]) is False, lambda: f"{held}; {state(decode)}")
+
+
+@needs_nixl
+def test_a_cable_that_stays_out_leaves_the_evidence_to_the_operator(hosts: tuple[Host, Host]) -> None:
+    """E1, E10: the other host's process has ended, which nobody here can see; the operator's word frees the leases."""
+    with endpoints(*setups(hosts, "nixl", 1, QUICK, drain_s=0.5)) as (decode, prefill):
+        broken(hosts, decode, prefill)
+        prefill.kill()
+        decode.ask("confirm")
+        rests(decode)
+        assert decode.ask("wrong", {b"before": 64}, [b"large"]) == 0
+
+
+def demo(hosts: tuple[Host, Host], *options: str) -> subprocess.CompletedProcess[str]:
+    """The demo, started on the first host, with decode on the second."""
+    a, b = hosts
+    small = ["--prefill-tp", "2", "--requests", "1", "--max-new-tokens", "3", "--layers", "2", "--json"]
+    where = ["--prefill-host", a.address, "--decode-host", b.address, "--decode-launch", " ".join(b.launch)]
+    main = [sys.executable, "-c", "from disagg_kv.cli.main import main; main()", "demo"]
+    return subprocess.run(
+        [*a.launch, *main, *small, *where, *options], env={**os.environ, **UCX}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_demo_runs_across_the_cable(hosts: tuple[Host, Host], transport: str) -> None:
+    """A1, A6: a model's cache, from two prefill processes here to a decode process there."""
+    before = hosts[1].received()
+    done = demo(hosts, "--transport", transport)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] is True
+    assert found["tokens_equal"] is True
+    assert found["wrong_bytes"] == found["stray_bytes"] == 0
+    assert hosts[1].received() - before > found["kv_bytes"]
+
+
+def test_a_demo_of_two_hosts_needs_both_addresses() -> None:
+    """Nobody elsewhere reaches 127.0.0.1."""
+    with pytest.raises(ConfigurationError, match=r"decode_host '10\.213\.77\.2' cannot reach each other"):
+        DemoConfig(decode_host="10.213.77.2")
+
+
+def test_a_launch_command_that_there_is_not_is_named() -> None:
+    """Before anything waits for it."""
+    with pytest.raises(ConfigurationError, match="there is no command 'netns-of-nobody'"):
+        run_demo(DemoConfig(decode_launch=("netns-of-nobody", "exec")))
+
+
+def test_a_launch_command_that_fails_ends_the_demo_on_both_hosts() -> None:
+    """E9: prefill's processes do not wait for decode's, which never begin."""
+    with pytest.raises(PeerLostError, match=r"could not be run \(exit code 1\)"):
+        run_demo(DemoConfig(decode_launch=("false",), timeout_s=100.0))
