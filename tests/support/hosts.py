@@ -46,6 +46,7 @@ from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 
 ROOT = Path(__file__).parents[2]
+PREFIX = "disagg-kv-"
 CABLE = "eth0"
 """Both ends are called the same, as on hosts of one kind."""
 
@@ -70,8 +71,15 @@ def refusal() -> str:
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             return f"needs network namespaces: there is no program {program!r} (Debian: iproute2, util-linux)"
-    probe = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, text=True)
+    cable = f"ip link add {CABLE} type veth peer name other && tc qdisc add dev {CABLE} {' '.join(_rate(1))}"
+    apart = ["unshare", "--net", "--pid", "--mount", "--fork", "sh", "-c", cable]
+    probe = subprocess.run(apart, capture_output=True, text=True)
     return f"needs network namespaces: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+def _rate(mbit: int) -> Sequence[str]:
+    """A queue of tc's that lets so many Mbit/s out."""
+    return ("root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms")
 
 
 def _ip(*words: str) -> str:
@@ -104,8 +112,7 @@ class Host:
 
     def limit(self, mbit: int) -> None:
         """Let no more than so many Mbit/s leave."""
-        rate = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]
-        subprocess.run(["tc", "-n", self.name, "qdisc", "add", "dev", CABLE, *rate], check=True)
+        subprocess.run(["tc", "-n", self.name, "qdisc", "add", "dev", CABLE, *_rate(mbit)], check=True)
 
     def unplug(self) -> None:
         """Take the cable out: packets of both directions are lost, and nobody is told."""
@@ -119,9 +126,10 @@ class Host:
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts and the cable; they are gone afterwards, with every packet that was under way."""
+    _sweep()
     before = namespaces()
     with ExitStack() as undo:
-        hosts = tuple(Host(f"disagg-kv-{os.getpid()}-{end}", f"10.213.77.{end}") for end in (1, 2))
+        hosts = tuple(Host(f"{PREFIX}{os.getpid()}-{end}", f"10.213.77.{end}") for end in (1, 2))
         for host in hosts:
             _ip("netns", "add", host.name)
             undo.callback(_ip, "netns", "delete", host.name)
@@ -136,10 +144,20 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def namespaces() -> set[str]:
-    """Names of the network namespaces that this process could have made."""
-    return {
-        line.split()[0] for line in _ip("netns", "list").splitlines() if line.startswith(f"disagg-kv-{os.getpid()}-")
-    }
+    """Names of the network namespaces that this process made."""
+    return {name for name in _names() if name.startswith(f"{PREFIX}{os.getpid()}-")}
+
+
+def _names() -> Sequence[str]:
+    return [line.split()[0] for line in _ip("netns", "list").splitlines()]
+
+
+def _sweep() -> None:
+    """Delete what a killed process left: not even the kernel does that for it."""
+    for name in _names():
+        pid = name.removeprefix(PREFIX).partition("-")[0]
+        if name.startswith(PREFIX) and not Path(f"/proc/{pid}").exists():
+            subprocess.run(["ip", "netns", "delete", name], check=False)  # another process may be faster
 
 
 @frozen
