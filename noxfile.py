@@ -103,6 +103,14 @@ def unit(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def faults(session: nox.Session) -> None:
+    """Peers killed at random moments, 200 times over each transport; DISAGG_KV_KILLS changes the number."""
+    enter_cpu(session)
+    session.env["DISAGG_KV_KILLS"] = os.environ.get("DISAGG_KV_KILLS", "200")
+    pytest(session, "--timeout=3600", "-rP", "tests/unit/processes/test_real_transports.py")
+
+
+@nox.session(venv_backend="none")
 def properties(session: nox.Session) -> None:
     """The hypothesis properties; HYPOTHESIS_PROFILE=nightly searches longer."""
     enter_cpu(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, overload
 
 import numpy as np
-from attrs import field, frozen
+from attrs import astuple, field, frozen
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from disagg_kv import (
@@ -29,6 +30,7 @@ from disagg_kv import (
     RoomId,
     Source,
     shard,
+    transport,
 )
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints.delivery import DeliveryHandle
@@ -36,7 +38,7 @@ from disagg_kv.endpoints.reception import ReceptionHandle
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import Ended, Heard, Settled, ShmTransport
+from disagg_kv.transports import Ended, Heard, Settled, SupportsAllocate, Transport, decode
 
 KV = GroupId("kv")
 SPEC = CacheSpec.kv(2, 4, 16, "float32")
@@ -60,6 +62,9 @@ class Knobs:
         slot_bytes: prefill: a staging slot's size.
         held_from: prefill: this write and all after it are in flight until the test releases them; None: none is.
         options: times and bounds.
+        transport: what carries the writes.
+        pages: pages of the pool.
+        slots: prefill: staging slots.
         bind: the channel's address; empty: one of its own.
     """
 
@@ -70,6 +75,9 @@ class Knobs:
     slot_bytes: int = 1 << 16
     held_from: int | None = None
     options: Options = field(factory=Options)
+    transport: str = "shm"
+    pages: int = PAGES
+    slots: int = 8
     bind: str = ""
 
 
@@ -104,11 +112,24 @@ def cells(room: bytes, tokens: int) -> Sequence[U8]:
     return [draw.integers(0, 256, (tokens, 4, 64), np.uint8) for _ in range(4)]
 
 
-class _Gate(FaultyTransport):
-    """Shared memory whose writes, from one on, are in flight until the gate opens; ``poll`` is called by one thread."""
+@frozen
+class Footprint:
+    """What a process has open: file descriptors, mappings of shared memory, regions that its transport knows."""
 
-    def __init__(self, first: int) -> None:
-        super().__init__(ShmTransport(), lambda n: Fault.DELAYED if n >= first and not self.opened else None)
+    fds: int
+    shared: int
+    regions: int
+
+    def within(self, most: Footprint) -> bool:
+        """Whether nothing is more than it was."""
+        return all(mine <= theirs for mine, theirs in zip(astuple(self), astuple(most), strict=True))
+
+
+class _Gate(FaultyTransport):
+    """A transport whose writes, from one on, are in flight until the gate opens; ``poll`` is called by one thread."""
+
+    def __init__(self, inner: Transport, first: int) -> None:
+        super().__init__(inner, lambda n: Fault.DELAYED if n >= first and not self.opened else None)
         self.opened = False
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
@@ -124,21 +145,22 @@ class _Member:
         shards = [shard(SPEC, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         knobs = setup.knobs
         self._setup = setup
-        self._transport = ShmTransport() if knobs.held_from is None else _Gate(knobs.held_from)
+        inner = transport(knobs.transport)
+        self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)
         self._pool = PagedPool.allocate(
             SPEC,
             shards[setup.rank],
-            pages=PAGES,
+            pages=knobs.pages,
             page_size=knobs.page_size,
             layout=knobs.layout,
             aux_slots=1,
             aux_bytes=16,
-            allocator=self._transport.allocate,
+            allocator=self._transport.allocate if isinstance(self._transport, SupportsAllocate) else None,
         )
         for plane in range(4):
             self._pool.view(plane)[...] = POISON
         self._heads = slice(setup.rank * 4 // setup.ranks, (setup.rank + 1) * 4 // setup.ranks)
-        self._free = np.random.default_rng(setup.rank).permutation(PAGES).astype(np.int32)
+        self._free = np.random.default_rng(setup.rank).permutation(knobs.pages).astype(np.int32)
         self._pages: dict[bytes, PageTable] = {}
         self._store = TCPStore("127.0.0.1", setup.store, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
         channel, found = ZmqChannel(setup.bind), StoreRendezvous(self._store)
@@ -156,6 +178,7 @@ class _Member:
                 shards=shards,
                 strategy=knobs.path,
                 slot_bytes=knobs.slot_bytes,
+                slots=knobs.slots,
                 options=knobs.options,
             )
         else:
@@ -176,6 +199,8 @@ class _Member:
         count = -(-tokens // self._setup.knobs.page_size)
         taken, self._free = self._free[:count], self._free[count:]
         assert len(taken) == count
+        for plane in range(4):
+            assert (self._pool.view(plane)[taken] == POISON).all(), f"room {room!r}: free pages were written to"
         table = self._pages[room] = PageTable(KV, taken)
         return table
 
@@ -227,6 +252,31 @@ class _Member:
         for room, tokens in rooms.items():
             self._fill(want, room, tokens)
         return sum(int((self._pool.view(plane) != want[plane]).sum()) for plane in range(4))
+
+    def differing(self, room: bytes, tokens: int) -> int:
+        """Bytes of a room's own rows that are not as they must be."""
+        table, size, at = self._pages[room].pages, self._setup.knobs.page_size, np.arange(tokens)
+        return sum(
+            int((self._pool.view(plane)[table[at // size], at % size] != rows[:, self._heads]).sum())
+            for plane, rows in enumerate(cells(room, tokens))
+        )
+
+    def free(self, room: bytes) -> None:
+        """Forget a room that is released; its pages are poisoned, and taken again last."""
+        assert self._rooms.pop(room).released
+        taken = self._pages.pop(room).pages
+        for plane in range(4):
+            self._pool.view(plane)[taken] = POISON
+        self._free = np.concatenate([self._free, taken])
+
+    def footprint(self) -> Footprint:
+        """What this process has open now."""
+        gc.collect()
+        return Footprint(
+            len(os.listdir("/proc/self/fd")),
+            Path("/proc/self/maps").read_text().count("/memfd:"),
+            len(decode(self._transport.local_descriptor(), self._setup.knobs.transport).regions),
+        )
 
     def open_rooms(self) -> int:
         """Rooms that are not forgotten."""
@@ -290,9 +340,11 @@ class Node:
     @overload
     def ask(self, name: Literal["aux"]) -> bytes: ...
     @overload
-    def ask(self, name: Literal["wrong", "open_rooms", "quarantined", "held"], *args: object) -> int: ...
+    def ask(self, name: Literal["footprint"]) -> Footprint: ...
     @overload
-    def ask(self, name: Literal["begin", "send", "expect", "release", "close"], *args: object) -> None: ...
+    def ask(self, name: Literal["wrong", "differing", "open_rooms", "quarantined", "held"], *args: object) -> int: ...
+    @overload
+    def ask(self, name: Literal["begin", "send", "expect", "release", "free", "close"], *args: object) -> None: ...
     def ask(self, name: str, *args: object) -> object:
         """Have the child do something."""
         self._pipe.send((name, args))
