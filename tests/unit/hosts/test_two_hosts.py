@@ -57,7 +57,7 @@ def begin(decode: Node, prefill: list[Node], room: bytes, tokens: int) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_requests_cross_the_cable_byte_for_byte(hosts: tuple[Host, Host], transport: str) -> None:
-    """A6, A8: two ranks to one; the bytes go through the cable, and not through the kernel that both hosts share."""
+    """A6, D1: two ranks to one; the bytes go through the cable, and not through the kernel that both hosts share."""
     with endpoints(*setups(hosts, transport, 2, Options())) as (decode, *prefill):
         before = hosts[1].received()
         for room, tokens in ((b"first", 500), (b"second", 1000)):
@@ -133,7 +133,7 @@ def test_a_cable_out_fails_both_sides_and_back_in_it_brings_the_evidence(
 
 @needs_nixl
 def test_a_cable_that_stays_out_leaves_the_evidence_to_the_operator(hosts: tuple[Host, Host]) -> None:
-    """E1, E10: the other host's process has ended, which nobody here can see; the operator's word frees the leases."""
+    """E1, E9: the other host's process has ended, which nobody here can see; the operator's word frees the leases."""
     with endpoints(*setups(hosts, "nixl", 1, QUICK, drain_s=0.5)) as (decode, prefill):
         broken(hosts, decode, prefill)
         prefill.kill()
@@ -155,7 +155,7 @@ def demo(hosts: tuple[Host, Host], *options: str) -> subprocess.CompletedProcess
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_demo_runs_across_the_cable(hosts: tuple[Host, Host], transport: str) -> None:
-    """A1, A6: a model's cache, from two prefill processes here to a decode process there."""
+    """A6, D1: a model's cache, from two prefill processes here to a decode process there."""
     before = hosts[1].received()
     done = demo(hosts, "--transport", transport)
     assert done.returncode == 0, done.stderr
