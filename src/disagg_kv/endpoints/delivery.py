@@ -151,21 +151,30 @@ class ForwardPass:
         self._rooms = [(handle, stop, handle.withdrawals) for handle, stop in rooms.items()]
         self._layers = frozenset(layers)
         self._seen: set[LayerId] = set()
+        self._events: list[Event] = []
         self._closed = False
 
     def layer_ready(self, layer: LayerId, ready: Event | None = None) -> None:
-        """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`; with the per-chunk schedule ``close`` sends."""
+        """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`; per chunk, rows are final when all layers are."""
         if layer not in self._layers:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
         self._seen.add(layer)
+        self._add(ready)
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
         if self._closed:
             raise LocalProtocolError("the step is closed already")
         self._closed = True
+        self._add(ready)
+        after = All(tuple(self._events)) if self._events else None
         for handle, stop, withdrawals in self._rooms:
             if handle.withdrawals == withdrawals:
-                handle.computed(stop, ready)
+                handle.computed(stop, after)
+
+    def _add(self, ready: Event | None) -> None:
+        """Layers often share an event: each counts once."""
+        if ready is not None and not any(ready is event for event in self._events):
+            self._events.append(ready)

@@ -202,6 +202,29 @@ def test_grants_are_asked_for_before_the_forward_pass_ends() -> None:
     rig.quiet()
 
 
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_pass_is_over_when_the_events_of_its_layers_have_happened(closing: bool) -> None:
+    """``close`` speaks of the layers that were not announced: those that were keep the events they came with."""
+    rig = Rig(SPEC)
+    kernels = CountingKernels()
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 12).open_decode().expect(12).open_prefill()
+    step = prefills[0].endpoint.step({request.room: (12, request.pages(0, 12))})
+    first, second, rest = Flag(), Flag(), Flag()
+    step.layer_ready(LayerId(0), first)
+    if closing:
+        step.layer_ready(LayerId(1), second)
+    step.close(rest if closing else None)
+    request.finish()
+    for event in (second, rest, first) if closing else (first,):
+        rig.wait(1.0)
+        assert not kernels.gathers
+        event.fired = True
+    request.landed()
+    rig.quiet()
+
+
 def test_look_ahead_leaves_room_for_data_that_is_ready() -> None:
     """A4: a room whose forward pass never ends does not stop the others."""
     rig = Rig(SPEC)
