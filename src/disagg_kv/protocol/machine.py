@@ -6,9 +6,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from ..errors import DisaggKVError, LocalProtocolError
+from ..errors import DisaggKVError, LocalProtocolError, RemoteProtocolError
 from ..planning import Segment
 from .base import Effect
+from .frames import RoomFrame
 from .tables import Table
 
 S = TypeVar("S", bound=Enum)
@@ -28,9 +29,15 @@ class Machine(Generic[S]):
         """Take one event in; what has to be done comes out, in order.
 
         Raises:
+            RemoteProtocolError: a frame that only our own side sends.
             LocalProtocolError: the event cannot happen in this state, which is a bug of ours.
         """
         cell = self._table.get((self.state, type(event)))
+        if cell is None and isinstance(event, RoomFrame):
+            raise RemoteProtocolError(
+                f"room {event.room.hex()} generation {event.generation}: "
+                f"peer {event.src.hex()[:8]} sent {type(event).__name__}, which it must never send"
+            )
         if cell is None:
             raise LocalProtocolError(f"{type(event).__name__} in state {self.state.value}")
         self.now = now

@@ -16,10 +16,11 @@ from disagg_kv.endpoints.handles import UNREAD, Changes, RoomHandle
 from disagg_kv.endpoints.introduction import check_instance
 from disagg_kv.errors import GeometryError, OversizeError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.ids import Epoch, Rank, RoomId
+from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.protocol import Codec, Hello, Options, Phase
-from disagg_kv.protocol.frames import Done, Refused
+from disagg_kv.protocol.frames import Complete, Done, Refused
+from disagg_kv.protocol.sending import room_head
 from disagg_kv.rendezvous import Source
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
@@ -61,6 +62,26 @@ def test_garbage_and_frames_of_strangers_are_counted(caplog: pytest.LogCaptureFi
     for member in rig.members:
         assert member.observer.counters["frames.refused"] == 3
         assert member.observer.counters["frames.stale"] == 1
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_frame_that_a_peer_must_never_send_costs_its_room_alone(side: str) -> None:
+    """E13: it is the peer's error, not one of ours that would end every room."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    bad, good = (rig.request(name, prefills, decodes, 8).open_decode().expect(8).open_prefill() for name in "ab")
+    rig.until(lambda: all(r.sends[0].phase is Phase.READY for r in (bad, good)), "the expectations")
+    (prefill,), (decode,) = decodes[0].endpoint.peers(), prefills[0].endpoint.peers()
+    sender, member = (decode, prefills[0]) if side == "prefill" else (prefill, decodes[0])
+    receiver = prefill if side == "prefill" else decode
+    head = room_head(sender.epoch, receiver.epoch, bad.room, Generation(1))
+    frame = Done(**head, stop=8, aux=None, tag=b"") if side == "prefill" else Complete(**head)
+    InprocChannel(rig.hub, "forger").send(member.channel.address, Codec().encode(frame))
+    bad.failed()
+    assert f"sent {type(frame).__name__}, which it must never send" in bad.errors()
+    good.send(8).finish().landed()
+    assert not any(m.observer.counters["errors.unforeseen"] for m in rig.members)
+    rig.quiet()
 
 
 def test_a_kernel_s_event_that_raises() -> None:

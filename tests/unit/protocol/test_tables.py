@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from disagg_kv.errors import LocalProtocolError
+from disagg_kv.errors import LocalProtocolError, RemoteProtocolError
 from disagg_kv.ids import Epoch, Generation, RoomId
 from disagg_kv.protocol import (
     RECEIVING,
@@ -102,6 +102,15 @@ def test_frames_of_a_peer_are_foreseen_in_every_state(table: Table, states: type
     frames = TO_DECODE if table is RECEIVING else TO_PREFILL
     for state in states:
         assert state.name == "CLOSED" or frames <= {event for at, event in table if at is state}
+
+
+@pytest.mark.parametrize("table", [RECEIVING, SENDING], ids=["decode", "prefill"])
+def test_frames_that_only_our_own_side_sends_are_the_peer_s_error(table: Table) -> None:
+    one = cast("Machine[Enum]", machine(table))
+    head = room_head(Epoch(bytes(16)), Epoch(bytes(16)), RoomId(b"r"), Generation(1))
+    frame = Complete(**head) if table is RECEIVING else Done(**head, stop=1, aux=None, tag=b"")
+    with pytest.raises(RemoteProtocolError, match="room 72 generation 1: peer 00000000 sent"):
+        Machine.handle(one, frame, 0.0)
 
 
 @pytest.mark.parametrize(("table", "states", "events"), SIDES)
