@@ -61,6 +61,9 @@ LOST_LINKS = 256
 IDLE_S = 0.2
 """The longest that an endpoint sleeps: exits of peers are noticed this fast."""
 
+TARGET_S = 0.001
+"""The same while rooms are open, with a transport whose writes move only while their target polls."""
+
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that nothing but looking shows to be done."""
 
@@ -223,7 +226,8 @@ class Node:
     def _wait(self, timeout_s: float) -> float:
         assert self.role is not None
         times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
-        until = min([self.now + min(timeout_s, IDLE_S), *(t for t in times if t is not None)])
+        most = TARGET_S if self.me.transport.caps.needs_target_polling and self.role.next_at() is not None else IDLE_S
+        until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])
         return max(0.0, until - self.now)
 
     def _notice_exits(self) -> None:

@@ -403,3 +403,27 @@ def test_idle_endpoints_rest() -> None:
         rig.clock.advance(min(one.slept[-1] for one in made))
     assert turns < 20 * 10
     assert len(decodes[0].endpoint.peers()) == 1
+
+
+class Manual(InprocTransport):
+    """Its writes would move only while the target polls."""
+
+    caps = attrs.evolve(InprocTransport.caps, needs_target_polling=True)
+
+
+def test_a_target_that_has_to_poll_does_so_while_rooms_are_open() -> None:
+    """Without that, such a transport's writes would wait for the next heartbeat."""
+    made: list[Drowsy] = []
+
+    def channel(inner: Channel) -> Drowsy:
+        made.append(Drowsy(inner))
+        return made[-1]
+
+    rig = Rig(SPEC)
+    (member,) = rig.decode(tp_shards(SPEC, 1), memory=Memory(transport=Manual, channel=channel))
+    member.endpoint.driver.turn(1.0)
+    assert made[0].slept[-1] > 0.01
+    member.endpoint.open(RoomId(b"room"), Source("P"))
+    for _ in range(3):
+        member.endpoint.driver.turn(1.0)
+    assert made[0].slept[-1] <= 0.001
