@@ -8,7 +8,7 @@ from typing import Literal
 import attrs
 from attrs import field, frozen
 
-from ..errors import ConfigurationError, GeometryError, IncompatiblePeerError
+from ..errors import ConfigurationError, GeometryError, IncompatiblePeerError, RemoteProtocolError
 from ..geometry import CacheSpec, Shard, Site
 from ..ids import Epoch, Rank, RegionId
 from ..planning import Intake
@@ -107,7 +107,13 @@ class Self:
         shards = tuple(shard_from_wire(s, spec) for s in hello.shards)
         if not hello.rank < len(shards):
             raise IncompatiblePeerError("rank", f"below {len(shards)}", hello.rank)
-        site_from_wire(hello.site, spec, shards[hello.rank])
+        site = site_from_wire(hello.site, spec, shards[hello.rank])
+        if len(hello.regions) not in (0, len(site.buffers)):
+            raise RemoteProtocolError(f"{len(hello.regions)} regions for a pool of {len(site.buffers)} buffers")
+        if hello.lease_bytes > hello.ring_bytes:
+            raise RemoteProtocolError(f"leases of {hello.lease_bytes} bytes in a ring of {hello.ring_bytes}")
+        if hello.role not in ("prefill", "decode"):
+            raise IncompatiblePeerError("role", "prefill or decode", hello.role)
         if hello.role == self.role:
             self._admit_sibling(hello, shards)
             return

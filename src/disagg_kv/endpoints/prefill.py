@@ -20,7 +20,7 @@ from ..errors import (
 from ..geometry import I32, PageTable, Part
 from ..ids import Epoch, Generation, GroupId, RegionId, RoomId, Ticket
 from ..memory import Event, MemoryPool
-from ..planning import CostModel, Writes
+from ..planning import CostModel, StagedLayout, Writes
 from ..protocol import (
     Chunk,
     Decided,
@@ -282,9 +282,12 @@ class PrefillRole:
             remote.page_rows(),
         )
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
+        if frame.tables is not None and not hello.regions:
+            raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         theirs = set(hello.paths)
         known = [p for p in self._paths if (p.name, p.version) in theirs]
-        rows = 0 if frame.stop is None else _rounded(frame.stop - frame.start)
+        most = max((g.rows_per_page * g.pages for g in site.groups), default=1)
+        rows = 0 if frame.stop is None else min(_rounded(frame.stop - frame.start), most)
         exposed = frame.tables is not None
         key = (remote.epoch, routes.turn(room.key.room), frame.paths, exposed, rows)
         if key not in self._choices:
@@ -372,16 +375,29 @@ class PrefillRole:
         way = room.ways[transfer.to]
         tables: dict[GroupId, PageTable] = dict(chunk.tables or {})
         started = self._node.clock()
-        job = Job(way.pair.source, way.pair.target, way.pair.parts, way.pair.view, transfer.segment, tables, way.tables)
         try:
-            plan = way.path.send(job)
+            plan = self._planned(way, transfer, tables)
         except Exception as exc:
-            self.moved(key, transfer.to, WriteFailed(transfer.segment, exc, True))
+            error = ours(exc, f"room {key.room.hex()} towards {transfer.to.hex()[:8]}")
+            self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
-        if isinstance(plan, Writes):
-            plan = plan.renamed(self._regions, np.array(way.remote.hello.regions, np.int32))
         room.handle.report.spend("plan", self._node.clock() - started)
         return Load(plan, tables, chunk.after, way.ring, room.handle.report)
+
+    def _planned(self, way: _Way, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
+        """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
+        hello, name, segment = way.remote.hello, way.path.name, transfer.segment
+        job = Job(way.pair.source, way.pair.target, way.pair.parts, way.pair.view, segment, tables, way.tables)
+        plan = way.path.send(job)
+        if transfer.offset is None and isinstance(plan, Writes):
+            return plan.renamed(self._regions, np.array(hello.regions, np.int32))
+        if transfer.offset is None or isinstance(plan, Writes) or plan.nbytes != transfer.nbytes:
+            wanted = "writes into pages" if transfer.offset is None else f"a layout of {transfer.nbytes} bytes"
+            raise LocalProtocolError(f"path {name!r} plans {type(plan).__name__}s for {segment}, which takes {wanted}")
+        if transfer.offset + transfer.nbytes > hello.ring_bytes:
+            end = transfer.offset + transfer.nbytes
+            raise RemoteProtocolError(f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}")
+        return plan
 
     def _chunk(self, key: RoomKey, transfer: Transfer) -> Chunk | None:
         room = self._rooms.get(key)

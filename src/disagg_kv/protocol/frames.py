@@ -20,6 +20,7 @@ MAX_AUX = 64 * 1024
 """Bytes of aux data that ride in ``Done``."""
 
 U = Annotated[int, Meta(ge=0, le=2**62)]
+Region = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 EpochBytes = Annotated[bytes, Meta(min_length=16, max_length=16)]
 MaybeEpoch = Annotated[bytes, Meta(max_length=16)]
 RoomBytes = Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -112,12 +113,12 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     spec: WireSpec
     shards: tuple[tuple[WireHolding, ...], ...]
     site: WireSite
-    regions: tuple[U, ...]
+    regions: tuple[Region, ...]
     transport: Name
     descriptor: bytes
     paths: tuple[tuple[Name, U], ...]
     slot_bytes: U
-    ring_region: U
+    ring_region: Region
     ring_bytes: U
     lease_bytes: U
 

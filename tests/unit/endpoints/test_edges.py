@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 
+import attrs
 import msgspec
 import pytest
 
@@ -19,13 +20,14 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.protocol import Codec, Hello, Options, Phase
-from disagg_kv.protocol.frames import Complete, Done, Refused
+from disagg_kv.protocol.frames import Complete, Done, Expect, Grant, Head, Refused, WireTable
 from disagg_kv.protocol.sending import room_head
 from disagg_kv.rendezvous import Source
+from disagg_kv.strategies import StagedPath
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
-from tests.support.rig import Memory, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag
+from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
+from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -81,6 +83,72 @@ def test_a_frame_that_a_peer_must_never_send_costs_its_room_alone(side: str) -> 
     assert f"sent {type(frame).__name__}, which it must never send" in bad.errors()
     good.send(8).finish().landed()
     assert not any(m.observer.counters["errors.unforeseen"] for m in rig.members)
+    rig.quiet()
+
+
+@pytest.mark.parametrize("path", ["auto", "staged"])
+def test_an_expectation_of_more_rows_than_there_can_be(path: str) -> None:
+    """E13: what a peer says costs neither time nor memory: paths are compared for rows that our pool can hold."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1), strategy=path), rig.decode(tp_shards(SPEC, 1))
+    rig.request("first", prefills, decodes, 8).start().landed()
+    delivery = prefills[0].endpoint.open(RoomId(b"room"))
+    head = forged(prefills, decodes, RoomId(b"room"))
+    expect = Expect(**head, start=0, stop=2**62, paths=("staged", "slice"), tables=None, tag=b"")
+    InprocChannel(rig.hub, "forger").send(prefills[0].channel.address, Codec().encode(expect))
+    rig.until(lambda: delivery.phase is Phase.READY, "the expectation")
+    assert delivery.report.path == "staged"
+
+
+def test_pages_of_a_peer_that_registered_none_of_them() -> None:
+    """E13: pages that are named without memory to write to fail the room, with the reason."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    rig.request("first", prefills, decodes, 8).start().landed()
+    delivery = prefills[0].endpoint.open(RoomId(b"room"))
+    tables = (WireTable("kv", 0, bytes(4)),)
+    expect = Expect(
+        **forged(prefills, decodes, RoomId(b"room")), start=0, stop=4, paths=("slice",), tables=tables, tag=b""
+    )
+    InprocChannel(rig.hub, "forger").send(prefills[0].channel.address, Codec().encode(expect))
+    rig.until(lambda: delivery.released, "the refusal")
+    assert "no memory of theirs is registered" in str(delivery.error)
+    assert not any(m.observer.counters["errors.unforeseen"] for m in rig.members)
+    rig.quiet()
+
+
+def test_a_grant_outside_the_ring_is_not_written_to() -> None:
+    """E13: a lease must lie in the ring that the peer's Hello told of; nothing is posted for one that does not."""
+    rig = Rig(SPEC)
+    transport = RecordingTransport(InprocTransport())
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(transport=lambda: transport), strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), ring_bytes=1 << 16)
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")
+    decodes[0].frozen = True
+    request.send(8)
+    rig.wait(0.1)
+    grant = Grant(
+        **forged(prefills, decodes, request.room), segment=(0, 8, 0, 2), lease=0, offset=(1 << 16) - 256, nbytes=2048
+    )
+    InprocChannel(rig.hub, "forger").send(prefills[0].channel.address, Codec().encode(grant))
+    rig.until(lambda: request.sends[0].released, "the failure")
+    assert "granted bytes 65280-67328 of a ring of 65536" in str(request.sends[0].error)
+    assert not transport.batches
+    decodes[0].frozen = False
+    request.failed()
+    rig.quiet()
+
+
+def test_a_path_that_plans_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path may be somebody else's code: a layout that is not the part's size would reach into other leases."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1), strategy="staged"), rig.decode(tp_shards(SPEC, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedPath, "send", lambda _, job: attrs.evolve(job.view.layout(job.segment), nbytes=4096))
+        request = rig.request("room", prefills, decodes, 8).start().failed()
+    assert "which takes a layout of 2048 bytes" in str(request.sends[0].error)
+    rig.request("next", prefills, decodes, 8).start().landed()
     rig.quiet()
 
 
@@ -167,6 +235,12 @@ def test_pools_must_be_what_the_instance_says() -> None:
         check_instance(shards, 1, site)
 
 
+def forged(prefills: Prefills, decodes: Decodes, room: RoomId) -> Head:
+    """The head of a frame from the only decode rank to the only prefill rank, in the room's first life."""
+    (prefill,), (decode,) = decodes[0].endpoint.peers(), prefills[0].endpoint.peers()
+    return room_head(decode.epoch, prefill.epoch, room, Generation(1))
+
+
 def introduced(rig: Rig) -> Hello:
     """What a decode endpoint says of itself to an address that it dials."""
     ear = InprocChannel(rig.hub, "ear")
@@ -223,6 +297,9 @@ def test_exits_of_processes_are_noticed() -> None:
         ({"instance": "other"}, "role"),
         ({"rank": 0}, "rank"),
         ({"rank": 1, "shards": ()}, "rank"),
+        ({"regions": tuple(range(9))}, "hello"),
+        ({"lease_bytes": (1 << 16) + 1}, "hello"),
+        ({"role": "both"}, "role"),
     ],
 )
 def test_ranks_of_one_instance_must_fit(change: dict[str, object], field: str) -> None:
