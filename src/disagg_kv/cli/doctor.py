@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 import typer
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 from rich.text import Text
 
 from ..errors import ConfigurationError
@@ -23,16 +27,29 @@ OPTIONAL = {"hf": ("transformers", "the demo and the Hugging Face adapter")}
 
 @frozen
 class Finding:
-    """One thing that was tried; where it does not work ``detail`` is the reason."""
+    """One thing that was tried; where it does not work ``detail`` is the reason.
+
+    Args:
+        name: what.
+        works: whether it does.
+        detail: more about it, or why it does not.
+        remedy: what to do about that.
+        library: a transport's package, its version, and the module that is imported.
+        lanes: what carries a transport's writes of CPU memory within this host, as far as it can be known.
+    """
 
     name: str
     works: bool
     detail: str = ""
     remedy: str = ""
+    library: str = ""
+    lanes: str = ""
 
     def __str__(self) -> str:
         word = "works" if self.works else "NO"
-        return f"{self.name:<13} {word:<6} {self.detail}{self.remedy and '; remedy: '}{self.remedy}".rstrip()
+        parts = [self.detail, self.remedy and f"remedy: {self.remedy}", self.library]
+        parts.append(self.lanes and f"writes go by {self.lanes}")
+        return f"{self.name:<15} {word:<6} {'; '.join(filter(None, parts))}".rstrip()
 
 
 def register(app: typer.Typer) -> None:
@@ -42,13 +59,17 @@ def register(app: typer.Typer) -> None:
 
 def doctor(as_json: JsonFlag = False) -> None:
     """Say what works on this host; for what does not, the reason and the remedy."""
-    found = examine()
+    with _stdout_is_stderr():
+        found = examine()
+        troubles = problems(os.environ)
     lacking = [kind for kind in NEEDED if not any(f.works for f in found[kind])]
     lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
     host = {"python": platform.python_version(), "platform": platform.platform(), "disagg_kv": version("disagg_kv")}
     groups: dict[str, Json] = {kind: [asdict(f) for f in findings] for kind, findings in found.items()}
     verdict = f"Nothing works of: {', '.join(lacking)}." if lacking else "This host can run disagg_kv."
-    emit({"ok": not lacking, "host": host, **groups}, *map(Text, lines), verdict, as_json=as_json)
+    lines += [f"problem     {trouble}" for trouble in troubles]
+    document: dict[str, Json] = {"ok": not lacking, "host": host, "problems": troubles, **groups}
+    emit(document, *map(Text, lines), verdict, as_json=as_json)
     if lacking:
         raise typer.Exit(1)
 
@@ -59,9 +80,10 @@ def examine() -> dict[str, Sequence[Finding]]:
     from ..transports import available as transports
 
     return {
-        "transports": _findings(transports()),
+        "transports": [_carrier(finding) for finding in _findings(transports())],
         "kernels": _findings(kernels()),
         "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _ipc()}),
+        "libraries": system_libraries(),
         "packages": [_torch(), *(package(extra, *what) for extra, what in OPTIONAL.items())],
     }
 
@@ -72,6 +94,71 @@ def _findings(reasons: Mapping[str, str | None]) -> Sequence[Finding]:
         reason, _, remedy = (text or "").partition("; remedy: ")
         findings.append(Finding(name, text is None, reason, remedy))
     return findings
+
+
+@contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """What libraries print, in Python or in C, is no result of ours."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _carrier(finding: Finding) -> Finding:
+    """The same with the library behind the transport, and its lanes."""
+    if not finding.works:
+        return finding
+    if finding.name == "nixl":
+        from ..transports.nixl_library import load
+        from .lanes import ucx_lanes
+
+        return evolve(finding, library=distribution(load().module.__name__), lanes=ucx_lanes())
+    if finding.name == "mooncake":
+        return evolve(
+            finding,
+            library=distribution("mooncake"),
+            lanes="tcp, which it is told to use; the library does not say what it uses",
+        )
+    return finding
+
+
+def distribution(module: str) -> str:
+    """The installed package that a module comes from."""
+    names = packages_distributions().get(module, [])
+    return ", ".join([*(f"{name} {version(name)}" for name in sorted(set(names))), f"module {module}"])
+
+
+def system_libraries() -> Sequence[Finding]:
+    """System libraries that Mooncake's wheels leave out, by Debian package."""
+    from ..transports.mooncake_library import PACKAGES
+
+    found = []
+    for library, debian in PACKAGES.items():
+        # Only builds with CUDA need it.
+        purpose = "mooncake with CUDA" if library.startswith("libmlx5") else "mooncake"
+        try:
+            ctypes.CDLL(library)
+            found.append(Finding(library, True, f"Debian package {debian}"))
+        except OSError:
+            remedy = f"apt-get install --no-install-recommends {debian}"
+            found.append(Finding(library, False, f"Debian package {debian} is missing; {purpose} needs it", remedy))
+    return found
+
+
+def problems(environment: Mapping[str, str]) -> Sequence[str]:
+    """What is set so that transports of GPU memory refuse it."""
+    return [
+        f"{name}={environment[name]}: GPU memory of expandable segments cannot be shared between processes, and is "
+        "refused; unset it"
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", "")
+    ]
 
 
 def _ipc() -> str | None:

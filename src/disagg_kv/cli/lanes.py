@@ -1,0 +1,86 @@
+"""What carries writes here: a real write between two processes, and what UCX logs of it.
+
+As a program: makes that write, and prints the id of the process that wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+TIMEOUT_S = 60.0
+
+_LANE = re.compile(r"\w+/[\w.:-]+")
+
+
+def ucx_lanes() -> str:
+    """Which UCX lanes carry NIXL's writes of CPU memory between two processes of this host; or why nobody knows."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", __name__],
+                env={**os.environ, **told},
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=True,
+            )
+        except subprocess.TimeoutExpired:
+            return f"not known: a write between two processes did not end within {TIMEOUT_S:g} s"
+        except subprocess.CalledProcessError as error:
+            return f"not known: a write between two processes failed: {(error.stderr.splitlines() or ['?'])[-1]}"
+        log = Path(folder) / done.stdout.strip()
+        lanes = found(log.read_text()) if log.is_file() else []
+    return ", ".join(lanes) if lanes else "not known: UCX does not log them"
+
+
+def found(log: str) -> Sequence[str]:
+    """The lanes in UCX's tables of writes to another process of this host."""
+    lanes: set[str] = set()
+    to_another = writes = False
+    for line in log.splitlines():
+        _, edge, row = line.partition("|")
+        if "cfg#" in row:
+            to_another, writes = "intra-node" in row, False
+        elif "by ucp_" in row:
+            writes = to_another and "remote memory write" in row
+        elif edge and writes:
+            lanes.update(_LANE.findall(row))
+    return sorted(lanes)
+
+
+def write() -> None:
+    """One MiB from this process to a child, over NIXL."""
+    from ..testing.ends import Child, End, HostMemory
+    from ..testing.pair import batch
+    from ..transports import Ended
+    from ..transports.nixl import NixlTransport
+
+    memory, data = HostMemory(), np.full(1 << 20, 1, np.uint8)
+    child = Child(NixlTransport, memory, TIMEOUT_S)
+    source = End(NixlTransport, memory)
+    child.open()
+    local, remote = source.add(data), child.add(np.zeros_like(data))
+    ticket = source.submit(source.connect(child.descriptor(), TIMEOUT_S), batch(local, remote, [(0, 0, data.nbytes)]))
+    ended: list[Ended] = []
+    while not ended:
+        ended = [event for event in source.told() if isinstance(event, Ended) and event.ticket == ticket]
+        time.sleep(0.001)
+    if ended[0].error is not None:
+        raise ended[0].error
+    source.close(1.0)
+    child.stop()
+
+
+if __name__ == "__main__":
+    write()
+    print(os.getpid())
