@@ -10,6 +10,7 @@ import pytest
 from disagg_kv.cli.demo import verdict
 from disagg_kv.cli.main import run
 from disagg_kv.engines.hf.demo.report import Report
+from tests.support.needs import needs_mooncake, needs_nixl
 
 SMALL = ["--requests", "2", "--max-new-tokens", "6", "--layers", "2", "--prefill-tp", "1"]
 FIELDS = {
@@ -40,6 +41,20 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
     assert len({rank["pid"] for rank in ranks.values()}) == 3
     assert ranks["decode", 0]["kv_heads"] == list(range(8))
     assert ranks["decode", 0]["nbytes"] == ranks["prefill", 0]["nbytes"] == found["kv_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "tp"),
+    [pytest.param("nixl", (4, 1), marks=needs_nixl), pytest.param("mooncake", (2, 4), marks=needs_mooncake)],
+)
+def test_real_libraries_carry_the_demo(capsys: pytest.CaptureFixture[str], transport: str, tp: tuple[int, int]) -> None:
+    """A6: between tensor-parallel sizes, every byte in its place."""
+    sizes = ["--prefill-tp", str(tp[0]), "--decode-tp", str(tp[1])]
+    assert run(["demo", *SMALL, *sizes, "--transport", transport, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["wrong_bytes"] == found["stray_bytes"] == 0
+    assert (found["transport"], found["prefill_tp"], found["decode_tp"]) == (transport, *tp)
 
 
 def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

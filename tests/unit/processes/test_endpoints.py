@@ -8,13 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import attrs
 import pytest
 
 from disagg_kv import Options
+from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Knobs, Node, wait
 
 QUICK = Options(silence_s=20.0, heartbeat_s=0.1, retry_s=0.1)
 ROOM, TOKENS = b"room", 200
+TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
 SOON_S = 10.0
 """What is said to happen within a few seconds, on a busy host."""
 
@@ -110,10 +113,11 @@ def test_a_killed_prefill_process_fails_its_rooms_and_its_leases_come_back(clust
         assert node.until(b"next", lambda look: look.released).phase == "DONE"
 
 
-def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster) -> None:
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster, carrier: str) -> None:
     """The delivery fails and is released on every prefill rank; the other decode rank's room fails too."""
-    prefill = cluster.start("prefill", "P", 2, Knobs(options=QUICK))
-    decode = cluster.start("decode", "D", 2, Knobs(options=QUICK))
+    prefill = cluster.start("prefill", "P", 2, Knobs(transport=carrier, options=QUICK))
+    decode = cluster.start("decode", "D", 2, Knobs(transport=carrier, options=QUICK))
     for node in decode:
         node.ask("expect", ROOM, "P", TOKENS)
     for node in prefill:
@@ -126,18 +130,20 @@ def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster) 
         look = node.until(ROOM, lambda look: look.released, SOON_S)
         assert look.phase == "FAILED", look
         forgotten(node)
-    fresh = cluster.start("decode", "E", 2, Knobs(options=QUICK))
+    fresh = cluster.start("decode", "E", 2, Knobs(transport=carrier, options=QUICK))
     deliver(prefill, fresh, b"next")
     arrived(prefill, fresh, {b"next": TOKENS})
 
 
-def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(cluster: Cluster) -> None:
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(cluster: Cluster, carrier: str) -> None:
     """E2, E9: silence fails its room but frees nothing; when it wakes, its late writes land where they may."""
     options = Options(silence_s=1.5, heartbeat_s=0.1, retry_s=0.1)
+    knobs = Knobs(transport=carrier, ring_bytes=64 << 10, options=options)
     rooms = {b"first": 64, b"meanwhile": 1024, b"afterwards": 512}
-    (frozen,) = cluster.start("prefill", "P", knobs=Knobs(slot_bytes=8 << 10, held_from=1, options=options))
-    living = cluster.start("prefill", "Q", knobs=Knobs(slot_bytes=8 << 10, options=options))
-    (receiver,) = decode = cluster.start("decode", "D", knobs=Knobs(ring_bytes=64 << 10, options=options))
+    (frozen,) = cluster.start("prefill", "P", knobs=attrs.evolve(knobs, slot_bytes=8 << 10, held_from=1))
+    living = cluster.start("prefill", "Q", knobs=attrs.evolve(knobs, slot_bytes=8 << 10))
+    (receiver,) = decode = cluster.start("decode", "D", knobs=knobs)
     deliver(living, decode, b"first", 64)
     assert receiver.until(b"first", lambda look: look.released).phase == "DONE"
     deliver([frozen], decode, b"stuck", 1024)
