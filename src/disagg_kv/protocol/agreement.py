@@ -111,7 +111,7 @@ class Agreement:
         return out
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str, now: float) -> list[Send | Outcome]:
-        """Our own outcome: None when the room opens, then one or two votes (success may be taken back)."""
+        """Our own outcome: None when the room opens, then one or two votes (success may be taken back, failure not)."""
         if self._world == 1:
             return [] if ok is None else [Outcome(key, Decided(ok, reason))]
         if self._rank == 0:
@@ -119,6 +119,9 @@ class Agreement:
         line = self._waiting.get(key.room, OrderedDict())
         said = line.get(key.generation)
         if (said is None and ok is not None) or (said is not None and said.alone):
+            return []
+        if said is not None and said.ballot.ok is False:
+            # The first may be lost or wait for an earlier life: a success after it would be all that rank 0 hears.
             return []
         ballot = Ballot(src=self._epoch, dst=b"", room=key.room, generation=key.generation, ok=ok, reason=words(reason))
         said = line[key.generation] = _Said(ballot)

@@ -111,6 +111,19 @@ def test_success_may_be_taken_back_until_it_is_decided() -> None:
     assert (E[1], 11, False) in verdicts(one.on_ballot(ballot(1, 11, False)))
 
 
+def test_failure_is_not_taken_back_by_a_success_that_comes_after_it() -> None:
+    """What landed cannot be stored: the ballot that says so may be lost, and is what has to be repeated then."""
+    one = follower()
+    for generation in (1, 2):
+        one.vote(key(generation), None, "", 0.0)
+    assert said(one.vote(key(1), False, "no room for aux", 0.0)) == [(1, False)]
+    assert one.vote(key(1), True, "", 0.0) == []
+    assert said(one.tick(0.2)) == [(1, False)]
+    assert one.vote(key(2), False, "waits for the first life's verdict", 0.3) == []
+    assert one.vote(key(2), True, "", 0.3) == []
+    assert said([e for e in one.on_verdict(verdict(1, False)) if isinstance(e, Send)]) == [(2, False)]
+
+
 def test_a_rank_that_is_lost_fails_the_rooms_that_need_it() -> None:
     one = leader()
     for generation in (1, 2):
