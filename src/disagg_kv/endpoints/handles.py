@@ -148,15 +148,15 @@ def check_room(room: RoomId, last: RoomHandle | None, endpoint: Closable) -> Non
 
 
 def check_tables(site: Site, pages: Sequence[PageTable], start: int, stop: int) -> Mapping[GroupId, PageTable]:
-    """Tables by group, checked to cover ``[start, stop)`` in every group of the pool.
+    """Tables by group, checked to cover ``[start, stop)`` in every group of the pool; the engine may reuse its arrays.
 
     Raises:
         GeometryError: a group twice, unknown or missing, or a table that does not cover the rows.
     """
-    tables = {t.group: t for t in pages}
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in pages}
     if len(tables) != len(pages):
         raise GeometryError(f"two page tables for one group: {[t.group for t in pages]}")
-    for table in pages:
+    for table in tables.values():
         table.check(site.group(table.group), start, stop)
     missing = [g.id for g in site.groups if g.id not in tables]
     if missing and stop > start:

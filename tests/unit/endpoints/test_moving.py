@@ -202,6 +202,22 @@ def test_grants_are_asked_for_before_the_forward_pass_ends() -> None:
     rig.quiet()
 
 
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_an_engine_may_reuse_its_arrays_of_page_ids(path: str) -> None:
+    """What was checked is what is used: engines keep one block table and write the next step's ids over it."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1), strategy=path), rig.decode(tp_shards(SPEC, 1), strategy=path)
+    request = rig.request("room", prefills, decodes, 8).open_decode().open_prefill()
+    (source,) = request.pages(0, 8)
+    request.taken = [decodes[0].take(8)]
+    target = request.taken[0].pages.copy()
+    ids = source.pages.copy()
+    request.receives[0].expect(8, [PageTable(KV, target)])
+    request.sends[0].send_chunk(8, [PageTable(KV, ids)])
+    target[:], ids[:] = 0, 0
+    request.finish().landed()
+
+
 @pytest.mark.parametrize("closing", [False, True])
 def test_a_pass_is_over_when_the_events_of_its_layers_have_happened(closing: bool) -> None:
     """``close`` speaks of the layers that were not announced: those that were keep the events they came with."""
