@@ -186,8 +186,10 @@ class Mover:
     def _staged(self, room: RoomKey, first: Transfer) -> None:
         """One gather for all destinations of the same segment that are granted by now and fit a slot."""
         slot = next((s for s in self._slots if not s.pins), None)
-        if slot is None:
+        if slot is None or self._full(first.to):
             return
+        # Counted before anything begins: one destination's failure must not release what is gathered for the others.
+        self._rooms.reading(room, 1)
         loads: list[tuple[Transfer, Load, int]] = []
         places: dict[int, int] = {}
         used = 0
@@ -204,6 +206,8 @@ class Mover:
                 loads.append((transfer, load, places[share]))
         if loads:
             self._gather(room, slot, loads)
+        else:
+            self._rooms.reading(room, -1)
 
     def _same(self, room: RoomKey, first: Transfer) -> list[Transfer]:
         return [t for (r, _, s), t in self._queue.items() if r == room and s == first.segment and t.offset is not None]
@@ -225,7 +229,6 @@ class Mover:
             moves.setdefault(place, Move(load.plan, load.tables, where))
             posts.append((post, Writes.one(self._region, where, load.ring, transfer.offset, load.plan.nbytes)))
             after = load.after
-        self._rooms.reading(room, 1)
         try:
             event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
         except Exception as exc:

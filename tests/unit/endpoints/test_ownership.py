@@ -7,12 +7,15 @@ import pytest
 from disagg_kv.errors import DeadlineError, QuarantineFullError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
+from disagg_kv.planning import StagedLayout
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
+from disagg_kv.strategies import Job, StagedPath
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Prefills, Request, Rig, put, tp_shards
+from tests.support.rig_parts import CountingKernels, Flag
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 
@@ -60,6 +63,37 @@ def test_staged_pages_come_back_before_the_lease(fault: Fault) -> None:
     rig.quiet()
     rig.check()
     assert decodes[0].endpoint.quarantined_bytes == 0
+
+
+def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E1: where one destination's part cannot be planned the room fails, but the gather for the other one reads on."""
+    rig = Rig(SPEC)
+    kernels = CountingKernels()
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, 2), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    computed = Flag()
+    request.send(8, ready=computed)
+    rig.until(lambda: all(d.endpoint.leased_bytes for d in decodes), "both grants")
+    rig.wait(0.5)
+    planned: list[StagedLayout] = []
+
+    def send(path: StagedPath, job: Job) -> StagedLayout:
+        if planned:
+            raise ValueError("not this one")
+        planned.append(job.view.layout(job.segment))
+        return planned[0]
+
+    monkeypatch.setattr(StagedPath, "send", send)
+    kernels.events = []
+    computed.fired = True
+    rig.until(lambda: bool(kernels.gathers), "the gather")
+    assert request.sends[0].phase is Phase.FAILED
+    assert not request.sends[0].released
+    kernels.events[0].fired = True
+    request.failed()
+    assert "not this one" in str(request.sends[0].error)
+    rig.quiet()
 
 
 @pytest.mark.parametrize("path", ["slice", "direct"])
