@@ -124,7 +124,7 @@ class Self:
             raise IncompatiblePeerError("paths", sorted(ours), sorted(hello.paths))
         sides = (shards, self.shards) if self.role == "decode" else (self.shards, shards)
         try:
-            for target in sides[1]:
+            for target in dict.fromkeys(sides[1]):
                 Intake.build(spec, sides[0], target, 0)
         except ConfigurationError as exc:
             raise IncompatiblePeerError("shards", "a split that decode's boxes can be made of", str(exc)) from exc
