@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from ..channels import Arrived, Channel, Closed, Opened
-from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError
+from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError
 from ..ids import Epoch, Peer, Rank
 from ..memory import Event
 from ..protocol import (
@@ -176,7 +176,7 @@ class Node:
         self.now = self.clock()
         busy = self._guard(self._progress) is not False
         wait = 0.0 if busy or self._commands else self._wait(timeout_s)
-        arrived = self.channel.poll(wait)
+        arrived = self._arrived(wait)
         self.now = self.clock()
         for event in arrived:
             self._guard(partial(self._on_channel, event))
@@ -215,13 +215,26 @@ class Node:
             self.observer.count("frames.refused")
             log.warning("refused: %s", exc)
         except Exception as exc:
-            log.exception("an endpoint met an error that it did not foresee; its open rooms fail")
-            self.observer.count("errors.unforeseen")
-            error = DisaggKVError(f"the endpoint failed: {exc}")
-            error.__cause__ = exc
-            assert self.role is not None
-            self.role.integrity_failure(error)
+            self._unforeseen(exc)
         return None
+
+    def _unforeseen(self, exc: Exception) -> None:
+        """No open room can be trusted any more."""
+        log.exception("an endpoint met an error that it did not foresee; its open rooms fail")
+        self.observer.count("errors.unforeseen")
+        error = DisaggKVError(f"the endpoint failed: {exc}")
+        error.__cause__ = exc
+        assert self.role is not None
+        self.role.integrity_failure(error)
+
+    def _arrived(self, wait_s: float) -> Sequence[Arrived | Closed | Opened]:
+        try:
+            return self.channel.poll(wait_s)
+        except Exception as exc:
+            # Perhaps it works again later; if not, this thread must still be there to end rooms, without spinning.
+            self._unforeseen(exc)
+            self._sleep(IDLE_S)
+            return ()
 
     def _wait(self, timeout_s: float) -> float:
         assert self.role is not None
@@ -402,7 +415,15 @@ class Node:
             self._put(address, self.codec.encode(send.frame))
 
     def _put(self, address: str, frame: bytes) -> None:
-        if not self.channel.send(address, frame):
+        try:
+            sent = self.channel.send(address, frame)
+        except ConfigurationError:
+            raise
+        except Exception as exc:
+            # Whoever says how a room ends must get past this; a lost frame is repeated if it matters.
+            log.warning("a frame to %s could not be sent: %s", address, exc)
+            sent = False
+        if not sent:
             self.observer.count("frames.dropped")
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 
+from disagg_kv.channels import Arrived, Closed, Opened
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -22,7 +24,7 @@ from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, RecordingTransport
+from tests.support.rig_parts import CountingKernels, RecordingTransport, Unreliable
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 QUICK = Options(silence_s=5.0, total_s=20.0)
@@ -275,6 +277,41 @@ def test_an_unforeseen_error_ends_rooms_but_not_the_endpoint(caplog: pytest.LogC
                 request.send(8, ready=Broken()).finish()
             request.failed()
             assert "device lost" in request.errors()
+    rig.request("next", prefills, decodes, 8).start().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("what", ["poll", "send"])
+def test_a_channel_that_raises_does_not_end_the_endpoint(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """E8: an inbox that cannot be read fails the open rooms; a frame that cannot be sent is a lost frame."""
+    rig = Rig(SPEC)
+    broken: list[str] = []
+
+    class Broken(Unreliable):
+        def send(self, address: str, frame: bytes) -> bool:
+            if "send" in broken:
+                raise OSError("no route")
+            return super().send(address, frame)
+
+        def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+            if "poll" in broken:
+                raise OSError("no inbox")
+            return super().poll(timeout_s)
+
+    memory = Memory(channel=lambda inner: Broken(inner, lambda number, address: (0,)))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory)
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")
+    with caplog.at_level(logging.CRITICAL):
+        broken.append(what)
+        if what == "send":
+            request.sends[0].abort("enough")
+        rig.wait(0.5)
+        broken.clear()
+    assert request.sends[0].phase is Phase.FAILED
+    assert ("no inbox" if what == "poll" else "enough") in str(request.failed().sends[0].error)
+    assert bool(prefills[0].observer.counters["errors.unforeseen"]) is (what == "poll")
     rig.request("next", prefills, decodes, 8).start().landed()
     rig.quiet()
 
