@@ -66,7 +66,33 @@ def planning(found: Mapping[str, Any]) -> str:
     return table([["step", "ms, median"], *steps, ["all", f"{found['total_ms']:.2f}"]])
 
 
-RENDER = {"cpu_transfer_shm.json": transfer, "cpu_kernels.json": kernels, "cpu_planning.json": planning}
+def gpu_kernels(found: Mapping[str, Any]) -> str:
+    """Gather and scatter on a GPU, case by case."""
+    head = ["case", "GB/s", "share of a copy", "device us", "host us", "host us, new size"]
+    return table(
+        [
+            head,
+            *(
+                [
+                    f"{c['op']} {c['dtype']} TP {c['tp']}, {c['layout']}, page {c['page_size']}, {c['tokens']:,} tokens",
+                    f"{c['GB_per_s']:,}",
+                    f"{c['share']:.1%}",
+                    f"{c['device_us']:,.0f}",
+                    f"{c['host_us']:,.0f}",
+                    f"{c['host_new_us']:,.0f}",
+                ]
+                for c in found["cases"]
+            ),
+        ]
+    )
+
+
+RENDER = {
+    "cpu_transfer_shm.json": transfer,
+    "cpu_kernels.json": kernels,
+    "cpu_planning.json": planning,
+    "h200_kernels.json": gpu_kernels,
+}
 
 
 @pytest.mark.parametrize("name", RENDER)
@@ -78,9 +104,8 @@ def test_the_page_shows_what_was_measured(name: str) -> None:
 @pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_every_result_says_where_it_comes_from_and_is_named_on_the_page(result: Path) -> None:
     found = json.loads(result.read_text())
-    where = found.get("machine") or found["hardware"]
-    assert where["cpu"]
-    assert where["cores"]
+    where = found.get("machine") or found.get("hardware", {})
+    assert found.get("gpu") or (where["cpu"] and where["cores"])
     assert found.get("versions") or where["versions"]
     assert f"benchmarks/results/{result.name}" in PAGE.read_text()
 
