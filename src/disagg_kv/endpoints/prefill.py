@@ -13,6 +13,7 @@ from ..errors import (
     AbortedError,
     DisaggKVError,
     LocalProtocolError,
+    PeerLostError,
     QuarantineFullError,
     RemoteProtocolError,
     TransportError,
@@ -485,7 +486,7 @@ class PrefillRole:
                 self._apply(room, room.machine.tick(now))
             for epoch in list(room.machine.flows):
                 if self._node.peers.silent_for(epoch, now) >= room.silence_s:
-                    error = DisaggKVError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
+                    error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
                     self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
         for parked in [k for k, (_, until) in self._parked.items() if until <= now]:
             del self._parked[parked]

@@ -15,7 +15,7 @@ from disagg_kv.endpoints import PrefillEndpoint, decode
 from disagg_kv.endpoints.exits import Exits
 from disagg_kv.endpoints.handles import UNREAD, Changes, RoomHandle
 from disagg_kv.endpoints.introduction import check_instance
-from disagg_kv.errors import GeometryError, OversizeError, UnsupportedError
+from disagg_kv.errors import GeometryError, OversizeError, PeerLostError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
@@ -189,6 +189,7 @@ def test_a_room_may_be_less_patient_than_its_endpoint(side: str) -> None:
     rig.wait(4.0)
     handle = send if side == "prefill" else receive
     assert handle.phase is Phase.FAILED
+    assert isinstance(handle.error, PeerLostError)
     assert "silent for 2 s" in str(handle.error)
     assert len(rig.members[side == "decode"].endpoint.peers()) == 1
 
