@@ -67,7 +67,7 @@ class DeliveryHandle(RoomHandle):
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish at {self._stop}")
         if stop <= self._given:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
-        tables = check_tables(self._pool.site, pages, self._given, stop)
+        tables = check_tables(self.room, self._pool.site, pages, self._given, stop)
         return tables if self._again is None else joined(self._pool.site, self._again, tables)
 
     def _take(self, stop: int, tables: Mapping[GroupId, PageTable], ready: Event | None) -> Event | None:

@@ -147,20 +147,25 @@ def check_room(room: RoomId, last: RoomHandle | None, endpoint: Closable) -> Non
         raise LocalProtocolError(f"room {room.hex()} is open already")
 
 
-def check_tables(site: Site, pages: Sequence[PageTable], start: int, stop: int) -> Mapping[GroupId, PageTable]:
+def check_tables(
+    room: RoomId, site: Site, pages: Sequence[PageTable], start: int, stop: int
+) -> Mapping[GroupId, PageTable]:
     """Tables by group, checked to cover ``[start, stop)`` in every group of the pool; the engine may reuse its arrays.
 
     Raises:
-        GeometryError: a group twice, unknown or missing, or a table that does not cover the rows.
+        GeometryError: a group twice, unknown or missing, or a table that does not cover the rows; names the room.
     """
     tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in pages}
-    if len(tables) != len(pages):
-        raise GeometryError(f"two page tables for one group: {[t.group for t in pages]}")
-    for table in tables.values():
-        table.check(site.group(table.group), start, stop)
-    missing = [g.id for g in site.groups if g.id not in tables]
-    if missing and stop > start:
-        raise GeometryError(f"no page table for {missing}")
+    try:
+        if len(tables) != len(pages):
+            raise GeometryError(f"two page tables for one group: {[t.group for t in pages]}")
+        for table in tables.values():
+            table.check(site.group(table.group), start, stop)
+        missing = [g.id for g in site.groups if g.id not in tables]
+        if missing and stop > start:
+            raise GeometryError(f"no page table for {missing}")
+    except GeometryError as exc:
+        raise GeometryError(f"room {room.hex()}: {exc}") from exc
     return tables
 
 

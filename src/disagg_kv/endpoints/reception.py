@@ -72,7 +72,7 @@ class ReceptionHandle(RoomHandle):
         site = self._pool.site
         ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in pages]
         most = min(ends, default=0) if stop is None else stop
-        tables = check_tables(site, pages, 0, most)
+        tables = check_tables(self.room, site, pages, 0, most)
         if aux is not None:
             self._pool.read_aux(aux)
         self._expected = True
