@@ -357,6 +357,7 @@ class Node:
             return self.me.transport.connect(up.hello.descriptor, CONNECT_S)
         except Exception as exc:
             error = ours(exc, f"peer {up.epoch.hex()[:8]} at {up.hello.address}: transport {up.hello.transport!r}")
+        _strip(error)
         self._unlinked[up.epoch] = (self.now, error)
         while len(self._unlinked) > LOST_LINKS:
             self._unlinked.popitem(last=False)
@@ -464,3 +465,11 @@ class Node:
 def new_epoch() -> Epoch:
     """Sixteen bytes that were never used before."""
     return Epoch(os.urandom(16))
+
+
+def _strip(error: BaseException) -> None:
+    """Take the tracebacks away from an error that is kept: their frames would keep a peer's watch, and a descriptor."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
