@@ -6,6 +6,7 @@ Checked with mooncake-transfer-engine 0.3.13 and 0.3.14. ``docs/transports-moonc
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import os
 import socket
@@ -224,14 +225,19 @@ def reach(host: str, port: int, timeout_s: float) -> None:
         ConnectionRefusedError: nobody listens there: the engine is gone.
         TransportError: no answer in time, or no way to get there.
     """
-    try:
-        with socket.create_connection((host, port), timeout_s) as guest:
-            guest.shutdown(socket.SHUT_WR)
-            guest.recv(1)
-    except ConnectionRefusedError:
-        raise
-    except OSError as error:
-        raise TransportError(f"mooncake: {host}:{port} does not answer: {error}", retryable=True) from error
+    for again in (True, False):
+        try:
+            with socket.create_connection((host, port), timeout_s) as guest:
+                guest.shutdown(socket.SHUT_WR)
+                guest.recv(1)
+            return
+        except ConnectionRefusedError:
+            raise
+        except OSError as error:
+            # One that ends cuts off who waits to be let in; who comes after that is refused.
+            if again and error.errno in (errno.ECONNRESET, errno.ENOTCONN):
+                continue
+            raise TransportError(f"mooncake: {host}:{port} does not answer: {error}", retryable=True) from error
 
 
 def _listener(port: int) -> socket.socket | None:
