@@ -9,6 +9,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,9 +115,17 @@ def cells(room: bytes, tokens: int) -> Sequence[U8]:
 
 @frozen
 class Footprint:
-    """What a process has open: file descriptors, mappings of shared memory, regions that its transport knows."""
+    """What a process has open.
+
+    Args:
+        fds: file descriptors, but for those in ``ended``.
+        ended: TCP connections that the other side has ended, and this one not (CLOSE_WAIT).
+        shared: mappings of shared memory.
+        regions: that its transport knows.
+    """
 
     fds: int
+    ended: int
     shared: int
     regions: int
 
@@ -263,6 +272,9 @@ class _Member:
 
     def free(self, room: bytes) -> None:
         """Forget a room that is released; its pages are poisoned, and taken again last."""
+        end = self._sender or self._receiver
+        assert end is not None
+        end.poll()  # else it keeps the room, with its error and all that this refers to, for the next call
         assert self._rooms.pop(room).released
         taken = self._pages.pop(room).pages
         for plane in range(4):
@@ -272,8 +284,10 @@ class _Member:
     def footprint(self) -> Footprint:
         """What this process has open now."""
         gc.collect()
+        ended = _ended_connections()
         return Footprint(
-            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/fd")) - ended,
+            ended,
             Path("/proc/self/maps").read_text().count("/memfd:"),
             len(decode(self._transport.local_descriptor(), self._setup.knobs.transport).regions),
         )
@@ -304,6 +318,17 @@ class _Member:
         end = self._sender or self._receiver
         assert end is not None
         end.close(2.0)
+
+
+def _ended_connections() -> int:
+    """Sockets of this process in the state CLOSE_WAIT (8 in the kernel's table)."""
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    inodes = {row.split()[9] for table in tables for row in table if row.split()[3] == "08"}
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists the directory
+            count += os.readlink(link).removeprefix("socket:[").removesuffix("]") in inodes
+    return count
 
 
 def _serve(pipe: Connection, setup: Setup) -> None:
