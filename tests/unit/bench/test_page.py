@@ -74,7 +74,8 @@ def gpu_kernels(found: Mapping[str, Any]) -> str:
             head,
             *(
                 [
-                    f"{c['op']} {c['dtype']} TP {c['tp']}, {c['layout']}, page {c['page_size']}, {c['tokens']:,} tokens",
+                    f"{c['op']} {c['dtype']} TP {c['tp']}, {c['layout']}, "
+                    f"page {c['page_size']}, {c['tokens']:,} tokens",
                     f"{c['GB_per_s']:,}",
                     f"{c['share']:.1%}",
                     f"{c['device_us']:,.0f}",
