@@ -225,7 +225,7 @@ def reach(host: str, port: int, timeout_s: float) -> None:
         ConnectionRefusedError: nobody listens there: the engine is gone.
         TransportError: no answer in time, or no way to get there.
     """
-    for again in (True, False):
+    for again in (True, True, True, True, False):
         try:
             with socket.create_connection((host, port), timeout_s) as guest:
                 guest.shutdown(socket.SHUT_WR)
