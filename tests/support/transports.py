@@ -11,7 +11,7 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import Ended, Heard, InprocTransport, Settled, ShmTransport
+from disagg_kv.transports import EmulatedWire, Ended, Heard, InprocTransport, Settled, ShmTransport, emulate
 
 
 def faultless_inproc() -> FaultyTransport:
@@ -22,6 +22,11 @@ def faultless_inproc() -> FaultyTransport:
 def faultless_shm() -> FaultyTransport:
     """No fault is planned."""
     return FaultyTransport(ShmTransport())
+
+
+def emulated_shm() -> EmulatedWire:
+    """A wire of a gigabyte a second, 50 us long."""
+    return emulate(ShmTransport(), 1e9, 5e-5)
 
 
 class SlowTransport(FaultyTransport):

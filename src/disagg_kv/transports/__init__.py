@@ -2,6 +2,7 @@
 
 from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
 from .descriptor import Descriptor, Region, decode, encode, unpack
+from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
 from .process import Process, Watch
 from .regions import Extents, RegionTable, copy
@@ -11,6 +12,7 @@ from .shm import ShmTransport
 __all__ = [
     "Capabilities",
     "Descriptor",
+    "EmulatedWire",
     "Ended",
     "Extents",
     "Heard",
@@ -26,6 +28,7 @@ __all__ = [
     "available",
     "copy",
     "decode",
+    "emulate",
     "encode",
     "register_transport",
     "transport",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from disagg_kv.testing.transport import TransportSuite
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
-from tests.support.transports import SlowTransport, faultless_inproc, faultless_shm
+from tests.support.transports import SlowTransport, emulated_shm, faultless_inproc, faultless_shm
 
 
 class TestInproc(TransportSuite):
@@ -39,6 +39,14 @@ class TestFaultlessShm(TransportSuite):
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
         return faultless_shm
+
+
+class TestEmulatedShm(TransportSuite):
+    """An emulated wire is itself a transport."""
+
+    @classmethod
+    def factory(cls) -> Callable[[], Transport]:
+        return emulated_shm
 
 
 class TestSlow(TransportSuite):

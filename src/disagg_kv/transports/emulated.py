@@ -1,0 +1,130 @@
+"""A wire of a chosen speed: for benchmarks that need a ratio of wire to compute which this host does not have."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from ..errors import ConfigurationError, TransportError
+from ..ids import Peer, RegionId, Ticket
+from ..memory import Buffer, Event
+from ..planning import Writes
+from .base import Ended, Heard, Settled, SupportsAllocate, Transport
+
+
+class EmulatedWire:
+    """Tells the end of each batch of another transport no earlier than a wire of the given speed would have brought it.
+
+    :func:`emulate` makes it. All peers share the wire, as they share a network card: batches take it one after another,
+    in the order of their submission, and latency delays each end without taking the wire. The bytes themselves cross as
+    fast as the inner transport carries them, so it must be faster than what it emulates. Errors are told at once.
+
+    Args:
+        inner: does the work; belongs to this object from now on.
+        bytes_per_s: of the wire.
+        latency_s: between a batch's last byte on the wire and its end.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigurationError: a speed that is not positive, a negative latency.
+    """
+
+    def __init__(self, inner: Transport, bytes_per_s: float, latency_s: float, clock: Callable[[], float]) -> None:
+        if not bytes_per_s > 0 or not latency_s >= 0:
+            raise ConfigurationError(f"an emulated wire of {bytes_per_s} bytes/s with {latency_s} s of latency")
+        self._inner = inner
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._clock = clock
+        self._free_at = clock()
+        self._due: dict[Ticket, float] = {}
+        self._ended: list[tuple[float, Ticket]] = []
+        self._closed = False
+        self.busy_s = 0.0
+        self.name = inner.name
+        self.caps = attrs.evolve(inner.caps, notifies=False, bytes_per_s=bytes_per_s)
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """See :meth:`Transport.register`."""
+        return self._inner.register(buffers)
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """See :meth:`Transport.deregister`."""
+        self._inner.deregister(regions)
+
+    def local_descriptor(self) -> bytes:
+        """See :meth:`Transport.local_descriptor`."""
+        return self._inner.local_descriptor()
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """See :meth:`Transport.connect`."""
+        return self._inner.connect(descriptor, timeout_s)
+
+    def disconnect(self, peer: Peer) -> None:
+        """See :meth:`Transport.disconnect`."""
+        self._inner.disconnect(peer)
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """See :meth:`Transport.submit`; the batch takes its turn on the wire."""
+        if notify is not None:
+            raise TransportError(f"an emulated wire around {self.name!r} carries no notifications")
+        ticket = self._inner.submit(peer, writes, after=after)
+        takes = writes.total() / self._bytes_per_s
+        self._free_at = max(self._free_at, self._clock()) + takes
+        self.busy_s += takes
+        self._due[ticket] = self._free_at + self._latency_s
+        return ticket
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """See :meth:`Transport.poll`."""
+        told: list[Ended | Settled | Heard] = []
+        for event in self._inner.poll():
+            if isinstance(event, Ended) and event.error is None:
+                heapq.heappush(self._ended, (self._due.pop(event.ticket), event.ticket))
+                continue
+            if isinstance(event, Ended):
+                del self._due[event.ticket]
+            told.append(event)
+        while self._ended and (self._closed or self._ended[0][0] <= self._clock()):
+            told.append(Ended(heapq.heappop(self._ended)[1]))
+        return told
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """See :meth:`Transport.close`; what only the emulated wire still held back is told by the next ``poll``."""
+        self._closed = True
+        return self._inner.close(drain_s)
+
+
+class _AllocatingWire(EmulatedWire):
+    """Around a transport that gives memory of its own."""
+
+    def __init__(
+        self,
+        inner: Transport,
+        allocator: SupportsAllocate,
+        bytes_per_s: float,
+        latency_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(inner, bytes_per_s, latency_s, clock)
+        self._allocator = allocator
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """See :meth:`SupportsAllocate.allocate`."""
+        return self._allocator.allocate(nbytes)
+
+    def allocated(self, buffer: Buffer) -> bool:
+        """See :meth:`SupportsAllocate.allocated`."""
+        return self._allocator.allocated(buffer)
+
+
+def emulate(
+    inner: Transport, bytes_per_s: float, latency_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+) -> EmulatedWire:
+    """``inner`` behind a wire of a chosen speed; see :class:`EmulatedWire`."""
+    if isinstance(inner, SupportsAllocate):
+        return _AllocatingWire(inner, inner, bytes_per_s, latency_s, clock)
+    return EmulatedWire(inner, bytes_per_s, latency_s, clock)

@@ -1,0 +1,79 @@
+"""What an emulated wire tells, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.errors import ConfigurationError, TransportError
+from disagg_kv.ids import Ticket
+from disagg_kv.testing import FakeClock, Fault, FaultyTransport
+from disagg_kv.testing.ends import End, HostMemory
+from disagg_kv.testing.pair import Pair
+from disagg_kv.transports import EmulatedWire, Ended, InprocTransport, SupportsAllocate, Transport, emulate
+from tests.support.transports import emulated_shm
+
+N = 1000
+
+
+def _pair(clock: FakeClock, inner: Transport) -> tuple[Pair, EmulatedWire]:
+    wire = emulate(inner, 1000.0, 0.5, clock)
+    return Pair(End(lambda: wire, HostMemory()), End(InprocTransport, HostMemory()), N, 5.0), wire
+
+
+def _ended(pair: Pair) -> list[Ticket]:
+    return [event.ticket for event in pair.source.told() if isinstance(event, Ended)]
+
+
+def test_a_batch_ends_when_the_wire_would_have_brought_it() -> None:
+    """Its bytes over the speed, plus the latency, and not a moment earlier."""
+    clock = FakeClock()
+    pair, wire = _pair(clock, InprocTransport())
+    ticket = pair.submit((0, 0, 200), (200, 200, 300))
+    clock.advance(0.999)
+    assert _ended(pair) == []
+    clock.advance(0.002)
+    assert _ended(pair) == [ticket]
+    assert wire.busy_s == pytest.approx(0.5)
+
+
+def test_batches_share_the_wire_in_order_and_latency_does_not_take_it() -> None:
+    """The second ends one transmission after the first; after a pause the wire is free at once."""
+    clock = FakeClock()
+    pair, _ = _pair(clock, InprocTransport())
+    first, second = pair.submit((0, 0, 500)), pair.submit((500, 500, 500))
+    clock.advance(1.001)
+    assert _ended(pair) == [first]
+    clock.advance(0.5)
+    assert _ended(pair) == [second]
+    clock.advance(100.0)
+    third = pair.submit((0, 0, 100))
+    clock.advance(0.601)
+    assert _ended(pair) == [third]
+
+
+def test_an_error_is_told_at_once_and_is_the_inner_transports() -> None:
+    """Whoever waits for a wire must not wait for a failure."""
+    pair, _ = _pair(FakeClock(), FaultyTransport(InprocTransport(), {0: Fault.REFUSED}.get))
+    pair.submit((0, 0, N))
+    (event,) = pair.source.told()
+    assert isinstance(event, Ended)
+    assert "injected" in str(event.error)
+
+
+def test_only_a_wire_around_an_allocating_transport_allocates() -> None:
+    """Pools ask before they take memory from it."""
+    assert not isinstance(emulate(InprocTransport(), 1e9), SupportsAllocate)
+    around = emulated_shm()
+    assert isinstance(around, SupportsAllocate)
+    assert around.allocated(around.allocate(4096))
+    around.close(0.0)
+
+
+def test_numbers_that_make_no_wire_and_notifications_are_refused() -> None:
+    """Before anything is written."""
+    for speed, latency in ((0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (1.0, -1.0)):
+        with pytest.raises(ConfigurationError, match="emulated wire"):
+            emulate(InprocTransport(), speed, latency)
+    pair, _ = _pair(FakeClock(), InprocTransport())
+    with pytest.raises(TransportError, match="notifications"):
+        pair.submit((0, 0, N), notify=b"x")
