@@ -7,25 +7,33 @@ from collections.abc import Callable
 from ..errors import PeerLostError, TransportError
 from ..ids import Epoch
 from ..protocol import Hello
-from ..transports.process import Process, Watch
+from ..transports.process import Ending, Process
 
 
 class Exits:
-    """Watches the processes of peers on this host, and counts the time since an end was observed or confirmed."""
+    """Watches the processes of peers on this host, and counts the time since an end was observed or confirmed.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Args:
+        clock: time.
+        own: our own process.
+        watch: how the process of a peer is watched.
+    """
+
+    def __init__(self, clock: Callable[[], float], own: Process, watch: Callable[[Process], Ending]) -> None:
         self._clock = clock
-        self._watches: dict[Epoch, Watch] = {}
+        self._own = own
+        self._watch = watch
+        self._watches: dict[Epoch, Ending] = {}
         self._ended: dict[Epoch, float] = {}
         self._news: list[Epoch] = []
 
     def watch(self, epoch: Epoch, hello: Hello) -> None:
         """Watch a peer, if it is a process of this host; one of our own process never ends before us."""
         process = Process(hello.pid, hello.started, hello.host)
-        if process == Process.own() or epoch in self._watches or epoch in self._ended:
+        if process == self._own or epoch in self._watches or epoch in self._ended:
             return
         try:
-            self._watches[epoch] = process.watch()
+            self._watches[epoch] = self._watch(process)
         except TransportError:
             return  # another host: only its operator can know
         except PeerLostError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import attrs
-from attrs import field, frozen
+from attrs import frozen
 
 from ..errors import ConfigurationError, GeometryError, IncompatiblePeerError, RemoteProtocolError
 from ..geometry import CacheSpec, Shard, Site
@@ -23,7 +23,7 @@ from ..protocol.wire import (
 )
 from ..strategies import Path
 from ..transports import Transport
-from ..transports.process import Process
+from .life import Life
 
 Role = Literal["prefill", "decode"]
 
@@ -33,7 +33,7 @@ class Self:
     """One endpoint, as it introduces itself.
 
     Args:
-        epoch: its life.
+        life: which one of its lives this is.
         role: which side.
         instance: name of the set of ranks it belongs to.
         rank: its index there.
@@ -45,7 +45,7 @@ class Self:
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
     """
 
-    epoch: Epoch
+    life: Life
     address: str
     role: Role
     instance: str
@@ -59,7 +59,11 @@ class Self:
     ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
     ring_bytes: int = 0
     lease_bytes: int = 0
-    process: Process = field(factory=Process.own)
+
+    @property
+    def epoch(self) -> Epoch:
+        """Its life's name."""
+        return self.life.epoch
 
     def hello(self) -> Callable[[bytes], Hello]:
         """Makes the ``Hello`` towards a life; everything but that is encoded once."""
@@ -77,9 +81,9 @@ class Self:
                 role=self.role,
                 instance=self.instance,
                 rank=self.rank,
-                host=self.process.host,
-                pid=self.process.pid,
-                started=self.process.started,
+                host=self.life.process.host,
+                pid=self.life.process.pid,
+                started=self.life.process.started,
                 spec=spec,
                 shards=shards,
                 site=site,

@@ -6,7 +6,6 @@ A :class:`Node` is driven by :meth:`turn`, either by its own thread (:class:`Dri
 from __future__ import annotations
 
 import logging
-import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -151,7 +150,7 @@ class Node:
         self._siblings: dict[Epoch, Rank] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._later: list[tuple[Event, Callable[[], None]]] = []
-        self._exits = Exits(clock)
+        self._exits = Exits(clock, me.life.process, me.life.watch)
         self._look_at: float | None = None if me.rank == 0 else self.now
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
 
@@ -460,11 +459,6 @@ class Node:
             log.warning("%d writes were still in flight when the endpoint closed", len(left))
         self._exits.close()
         self.channel.close()
-
-
-def new_epoch() -> Epoch:
-    """Sixteen bytes that were never used before."""
-    return Epoch(os.urandom(16))
 
 
 def _strip(error: BaseException) -> None:

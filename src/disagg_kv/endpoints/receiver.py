@@ -28,7 +28,8 @@ from .decode import ALL_QUARANTINE, DecodeRole
 from .driver import Driver
 from .handles import Changes, check_room
 from .introduction import Self, check_instance
-from .node import Node, new_epoch
+from .life import Life
+from .node import Node
 from .reception import ReceptionHandle, Wanted
 
 
@@ -51,6 +52,7 @@ class DecodeEndpoint:
         observer: where spans and counters go.
         clock, sleep: time.
         thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
+        life: its epoch and process; None: a new epoch in this process.
 
     Raises:
         ConfigurationError: an explicit path that exposes pages, with memory that the transport cannot write to.
@@ -74,6 +76,7 @@ class DecodeEndpoint:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         thread: bool = True,
+        life: Life | None = None,
     ) -> None:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
@@ -85,7 +88,7 @@ class DecodeEndpoint:
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
         region, *regions = transport.register([memory, *(pool.buffers if exposed else ())])
         me = Self(
-            new_epoch(),
+            life or Life(),
             channel.address,
             "decode",
             instance,

@@ -26,8 +26,9 @@ from .delivery import Act, DeliveryHandle, ForwardPass
 from .driver import Driver
 from .handles import Changes, Happened, check_room
 from .introduction import Self, check_instance
+from .life import Life
 from .mover import Mover, staging_slots
-from .node import Node, new_epoch
+from .node import Node
 from .prefill import PrefillRole
 
 
@@ -50,6 +51,7 @@ class PrefillEndpoint:
         observer: where spans and counters go.
         clock, sleep: time.
         thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
+        life: its epoch and process; None: a new epoch in this process.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class PrefillEndpoint:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         thread: bool = True,
+        life: Life | None = None,
     ) -> None:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
@@ -82,7 +85,7 @@ class PrefillEndpoint:
         known = paths()
         usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
         me = Self(
-            new_epoch(),
+            life or Life(),
             channel.address,
             "prefill",
             instance,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ..errors import DisaggKVError, LocalProtocolError, RemoteProtocolError
 from ..planning import Segment
@@ -16,7 +16,12 @@ S = TypeVar("S", bound=Enum)
 
 
 class Machine(Generic[S]):
-    """A state, a table and the effects of the event in hand."""
+    """A state, a table and the effects of the event in hand.
+
+    ``seen``: where tests and the simulator want the cells of the tables that were entered; None: nobody looks.
+    """
+
+    seen: ClassVar[set[tuple[Enum, type]] | None] = None
 
     def __init__(self, table: Table, state: S) -> None:
         self._table = table
@@ -40,6 +45,8 @@ class Machine(Generic[S]):
             )
         if cell is None:
             raise LocalProtocolError(f"{type(event).__name__} in state {self.state.value}")
+        if self.seen is not None:
+            self.seen.add((self.state, type(event)))
         self.now = now
         if cell.action == "ignore":
             self.ignored += 1

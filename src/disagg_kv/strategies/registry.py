@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
 from attrs import frozen
 
@@ -51,9 +53,15 @@ def register(path: Path) -> None:
     _paths[path.name] = path
 
 
+@cache
+def _installed() -> Sequence[EntryPoint]:
+    """What installed packages name; looked for once, as that reads a file of every package there is."""
+    return tuple(entry_points(group=ENTRY_POINTS))
+
+
 def paths() -> dict[str, Path]:
     """Every known path by name, those of installed packages included."""
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in _installed():
         if point.name in _paths:
             continue
         try:

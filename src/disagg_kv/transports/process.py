@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from pathlib import Path
+from typing import Protocol
 
 from attrs import frozen
 
@@ -35,6 +36,14 @@ class Watch:
 
     def __del__(self) -> None:
         os.close(self._pidfd)
+
+
+class Ending(Protocol):
+    """Tells when one process has ended."""
+
+    def ended(self) -> bool:
+        """Whether it has; then nothing that it copied itself lands later."""
+        ...
 
 
 @frozen

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from enum import Enum
 
 import attrs
 import msgspec
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
-from disagg_kv.endpoints import PrefillEndpoint, decode
+from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint, decode
 from disagg_kv.endpoints.exits import Exits
 from disagg_kv.endpoints.handles import UNREAD, Changes, RoomHandle
 from disagg_kv.endpoints.introduction import check_instance
@@ -21,11 +22,14 @@ from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.protocol import Codec, Hello, Options, Phase
 from disagg_kv.protocol.frames import Complete, Done, Expect, Grant, Head, Refused, WireTable
+from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.sending import room_head
+from disagg_kv.protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import StagedPath
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
+from disagg_kv.transports.process import Process
 from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
 
@@ -260,7 +264,7 @@ def test_exits_of_processes_are_noticed() -> None:
     rig.decode(tp_shards(SPEC, 1))
     hello = introduced(rig)
     clock = FakeClock()
-    exits = Exits(clock)
+    exits = Exits(clock, Process.own(), Process.watch)
     say = "from disagg_kv.transports.process import Process as P; p = P.own(); print(p.pid, p.started, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{say}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -377,3 +381,41 @@ def test_more_pages_than_a_frame_can_name_are_not_exposed(
     assert [handle.phase for handle in request.handles] == [ends, ends]
     assert request.sends[0].report.path == "staged" or isinstance(request.receives[0].error, OversizeError)
     rig.quiet()
+
+
+def test_the_life_of_an_endpoint_can_be_given() -> None:
+    """I8: a simulator's endpoints draw nothing by themselves: epoch and process are what it says."""
+    rig = Rig(SPEC)
+    life = Life(Epoch(b"0123456789abcdef"), Process(7, 8, "host"))
+    channel = InprocChannel(rig.hub, "mine")
+    ear = InprocChannel(rig.hub, "ear")
+    rig.rendezvous.publish("ear", Rank(0), 1, ear.address)
+    pool = PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4)
+    endpoint = DecodeEndpoint(
+        pool,
+        transport=InprocTransport(),
+        channel=channel,
+        rendezvous=rig.rendezvous,
+        instance="D",
+        ring_bytes=4096,
+        clock=rig.clock,
+        thread=False,
+        life=life,
+    )
+    endpoint.open(RoomId(b"room"), Source("ear"))
+    endpoint.driver.turn()
+    hello = next(Codec().decode(event.frame) for event in ear.poll(0.0) if isinstance(event, Arrived))
+    assert isinstance(hello, Hello)
+    assert (hello.src, hello.pid, hello.started, hello.host) == (life.epoch, 7, 8, "host")
+    endpoint.close(0.0)
+
+
+def test_cells_of_the_tables_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coverage marks: who wants to know gets every pair of state and event that a machine handled."""
+    seen: set[tuple[Enum, type]] = set()
+    monkeypatch.setattr(Machine, "seen", seen)
+    rig = Rig(SPEC)
+    rig.prefill(tp_shards(SPEC, 1))
+    rig.decode(tp_shards(SPEC, 1))
+    rig.request("r", rig.prefills, rig.decodes, 8).start().landed()
+    assert {(Receiving.MOVING, Done), (Sending.FINISHED, Complete)} <= seen <= {*RECEIVING, *SENDING}

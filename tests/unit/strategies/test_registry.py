@@ -21,7 +21,9 @@ class Courier(StagedPath):
 def _registry() -> Iterator[None]:
     """What a test registers is gone afterwards."""
     before = dict(registry._paths)
+    registry._installed.cache_clear()
     yield
+    registry._installed.cache_clear()
     registry._paths.clear()
     registry._paths.update(before)
 
