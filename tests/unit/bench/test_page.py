@@ -88,10 +88,28 @@ def gpu_kernels(found: Mapping[str, Any]) -> str:
     )
 
 
+def prefix_index(found: Mapping[str, Any]) -> str:
+    """What the prefix index costs."""
+    return table(
+        [
+            ["of the prefix index", "measured", "limit"],
+            *(
+                [name, f"{found[key]:.2f} ms", f"{found['limit_ms']:.0f} ms"]
+                for name, key in (("miss and insert", "miss_and_insert_ms"), ("hit", "hit_ms"))
+            ),
+            *(
+                [f"bytes a page, {name}", f"{size:.0f}", f"{found['limit_bytes']}"]
+                for name, size in found["bytes_per_page"].items()
+            ),
+        ]
+    )
+
+
 RENDER = {
     "cpu_transfer_shm.json": transfer,
     "cpu_kernels.json": kernels,
     "cpu_planning.json": planning,
+    "cpu_prefix_index.json": prefix_index,
     "h200_kernels.json": gpu_kernels,
 }
 
@@ -121,3 +139,10 @@ def test_the_committed_transfer_was_measured_at_a_commit_with_right_bytes_and_wi
     assert found["ratio_staged_over_slice"] > 1
     assert staged["descriptors"] * 1000 < slices["descriptors"]
     assert f"**{found['ratio_staged_over_slice']:.1f} times**" in PAGE.read_text()
+
+
+def test_the_committed_prefix_index_is_within_its_limits() -> None:
+    """10 ms for 128K tokens at pages of 64, 400 bytes a page beside the token ids."""
+    found = json.loads((RESULTS / "cpu_prefix_index.json").read_text())
+    assert max(found["miss_and_insert_ms"], found["hit_ms"]) < 10
+    assert max(found["bytes_per_page"].values()) < 400

@@ -1,0 +1,198 @@
+"""One request on one decode rank: what it holds, what it awaits, and what becomes of the pages."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import CapacityError, ConfigurationError, GeometryError, LocalProtocolError
+from ..geometry import I32, PageTable, Site
+from ..protocol import Phase
+from .base import Pages, PrefixIndex, Tokens
+from .index import namespace_of
+
+
+class _State(Enum):
+    MATCHED = "matched"
+    AWAITED = "awaited"
+    THERE = "there"
+    ENDED = "ended"
+
+
+class Ending(Protocol):
+    """What is looked at of a room's handle."""
+
+    @property
+    def phase(self) -> Phase:
+        """How the room ended."""
+        ...
+
+    @property
+    def released(self) -> bool:
+        """True: nobody touches its pages any more."""
+        ...
+
+
+class PrefixCache:
+    """An index and the pool's free pages, used as one. Not thread-safe.
+
+    Args:
+        index: what is known of the pool's pages.
+        pages: the pages that neither the index nor a claim has.
+        site: of the pool; one group of pages.
+        extra: as for :func:`~disagg_kv.prefix.namespace_of`.
+
+    Raises:
+        ConfigurationError: an index for another model or of other pages, or a pool of several groups.
+    """
+
+    def __init__(self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"") -> None:
+        if len(site.groups) != 1:
+            raise ConfigurationError(f"a prefix cache is of one group of pages, not {[g.id for g in site.groups]}")
+        self.group = site.groups[0]
+        wanted = namespace_of(site.spec, extra)
+        if index.namespace != wanted:
+            raise ConfigurationError(
+                f"an index for another model: its namespace is {index.namespace.hex()}, the pool's {wanted.hex()}"
+            )
+        if index.page_rows != self.group.rows_per_page:
+            raise ConfigurationError(f"an index of {index.page_rows} rows a page for {self.group.rows_per_page}")
+        self.index = index
+        self.pages = pages
+
+    def claim(self, tokens: Tokens, adapter: bytes = b"") -> Claim:
+        """Begin a request: its longest known prefix stays where it is until the claim has ended."""
+        return Claim(self, tokens, adapter)
+
+    def take(self, count: int) -> I32:
+        """Free pages, of which the index gives up what is missing.
+
+        Raises:
+            CapacityError: there are not so many, even without everything that nobody holds.
+        """
+        there = self.pages.free + self.index.evictable
+        if count > there:
+            raise CapacityError(f"group {self.group.id!r}: {count} pages asked, {there} are free or can be evicted")
+        if count > self.pages.free:
+            self.pages.give(self.index.evict(count - self.pages.free))
+        return self.pages.take(count)
+
+
+class Claim:
+    """One request's pages: ``begin``, then ``expect`` with what it returns, ``settle`` until that is true, ``end``.
+
+    Rows enter the index only when their room has ended well: whatever fails is awaited again, in full, next time.
+    """
+
+    def __init__(self, cache: PrefixCache, tokens: Tokens, adapter: bytes) -> None:
+        self._cache = cache
+        self._tokens = np.asarray(tokens)
+        self._lock = cache.index.match(self._tokens, adapter)
+        self._state = _State.MATCHED
+        self._table: I32 = np.zeros(0, np.int32)
+        self._mine: set[int] = set()
+
+    @property
+    def rows(self) -> int:
+        """Leading rows that the pool holds for certain: what may be announced, and later what has arrived."""
+        return self._lock.rows
+
+    @property
+    def table(self) -> PageTable:
+        """All pages of the request, from row 0 on."""
+        return PageTable(self._cache.group.id, self._table)
+
+    def begin(self, held: int | None = None) -> PageTable:
+        """Take pages for the rows that are not held.
+
+        Args:
+            held: what the ranks of the instance agreed on, if that is less than ``rows``.
+
+        Returns:
+            The table to give to :meth:`~disagg_kv.endpoints.base.Reception.expect`: it begins after ``rows``.
+
+        Raises:
+            LocalProtocolError: called twice.
+            GeometryError: ``held`` is negative, or more than ``rows``.
+            CapacityError: not enough pages; the claim has ended.
+        """
+        self._check(_State.MATCHED)
+        if held is not None:
+            self._cache.index.shorten(self._lock, held)
+        try:
+            taken = self._cache.take(-(-len(self._tokens) // self._cache.group.rows_per_page) - len(self._lock.ids))
+        except CapacityError:
+            self._leave()
+            raise
+        self._table = np.concatenate([self._lock.pages, taken])
+        self._mine = set(taken.tolist())
+        self._state = _State.AWAITED
+        return PageTable(self._cache.group.id, taken, self._lock.rows)
+
+    def settle(self, handle: Ending) -> bool:
+        """Look whether the room has ended; True once it has and nobody touches its pages any more.
+
+        After a success the rows are in the index, and the request keeps its pages until ``end``. After a failure
+        nothing has entered the index, and all pages are back: the claim has ended.
+        """
+        self._check(_State.AWAITED)
+        if not handle.released:
+            return False
+        if handle.phase is Phase.DONE:
+            self._state = _State.THERE
+            self._insert(self._tokens)
+        else:
+            self._leave()
+        return True
+
+    def grow(self, rows: int) -> PageTable:
+        """Take more pages, so that the request has ``rows`` rows; the whole table.
+
+        Raises:
+            LocalProtocolError: the transfer has not ended well.
+            CapacityError: not enough pages; nothing has changed.
+        """
+        self._check(_State.THERE)
+        more = -(-rows // self._cache.group.rows_per_page) - len(self._table)
+        if more > 0:
+            taken = self._cache.take(more)
+            self._table = np.concatenate([self._table, taken])
+            self._mine.update(taken.tolist())
+        return self.table
+
+    def end(self, tokens: Tokens | None = None) -> None:
+        """The request is over.
+
+        Args:
+            tokens: of all rows that are in the pages now, generated ones included: those enter the index too.
+
+        Raises:
+            LocalProtocolError: the room is still open, or the claim has ended.
+            GeometryError: ``tokens`` do not begin as the request did, or are more than its pages hold.
+        """
+        if self._state not in (_State.MATCHED, _State.THERE):
+            self._check(_State.THERE)
+        if tokens is not None:
+            self._check(_State.THERE)
+            self._insert(np.asarray(tokens))
+        self._leave()
+
+    def _insert(self, tokens: Tokens) -> None:
+        whole = len(tokens) // self._cache.group.rows_per_page
+        if whole > len(self._table):
+            raise GeometryError(f"{len(tokens)} tokens, but {len(self._table)} pages")
+        given = self._table[len(self._lock.ids) : whole]
+        spare = self._cache.index.insert(self._lock, tokens, given)
+        self._mine -= set(given.tolist()) - set(spare.tolist())
+
+    def _leave(self) -> None:
+        self._cache.index.unlock(self._lock)
+        self._cache.pages.give(np.array(sorted(self._mine), np.int32))
+        self._mine.clear()
+        self._state = _State.ENDED
+
+    def _check(self, state: _State) -> None:
+        if self._state is not state:
+            raise LocalProtocolError(f"a claim that is {self._state.value}, not {state.value}")

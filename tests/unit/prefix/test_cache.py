@@ -1,0 +1,164 @@
+"""Claims: what one request holds, awaits and leaves behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attrs import define
+
+from disagg_kv.endpoints.handles import RoomHandle
+from disagg_kv.engines.hf import PageAllocator
+from disagg_kv.errors import AbortedError, CapacityError, ConfigurationError, GeometryError, LocalProtocolError
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.ids import RoomId
+from disagg_kv.planning import plain_site
+from disagg_kv.prefix import HashPrefixIndex, PrefixCache, namespace_of
+from disagg_kv.protocol import Phase
+
+SPEC = CacheSpec.kv(1, 1, 4, "float16")
+SITE = plain_site(SPEC, shard(SPEC), 32, 4)
+TOKENS = list(range(10))
+
+
+def cache() -> PrefixCache:
+    """Eight pages of four rows."""
+    return PrefixCache(HashPrefixIndex(4, 8, namespace_of(SPEC)), PageAllocator(range(8)), SITE)
+
+
+def ended(phase: Phase) -> RoomHandle:
+    """A room that is over and whose pages nobody touches."""
+    handle = RoomHandle(RoomId(b"r"))
+    handle.publish(phase, True, None if phase is Phase.DONE else AbortedError("no"))
+    return handle
+
+
+@define
+class Counts:
+    """Where all pages are."""
+
+    of: PrefixCache
+
+    def __call__(self) -> tuple[int, int]:
+        return self.of.pages.free, len(self.of.index)
+
+
+def test_a_success_leaves_whole_pages_to_the_next_request() -> None:
+    """C2, C4: the second request holds what the first one got, and awaits the rest."""
+    of = cache()
+    first = of.claim(TOKENS)
+    table = first.begin()
+    assert (first.rows, table.first, len(table.pages)) == (0, 0, 3)
+    assert first.settle(ended(Phase.DONE))
+    assert first.rows == 8
+    first.end()
+    assert Counts(of)() == (6, 2)
+    second = of.claim([*TOKENS, 10, 11, 12])
+    rest = second.begin()
+    assert (second.rows, rest.first, len(rest.pages)) == (8, 8, 2)
+    assert second.table.pages.tolist() == [*table.pages[:2].tolist(), *rest.pages.tolist()]
+
+
+def test_a_failure_leaves_nothing() -> None:
+    """C4: no half-filled page enters the index, every page is back, and the prefix is free to go."""
+    of = cache()
+    claim = of.claim(TOKENS)
+    claim.begin()
+    waiting = RoomHandle(RoomId(b"r"))
+    assert not claim.settle(waiting)
+    waiting.publish(Phase.FAILED, False, AbortedError("no"))
+    assert not claim.settle(waiting), "a peer may still write to the pages"
+    assert claim.settle(ended(Phase.FAILED))
+    assert Counts(of)() == (8, 0)
+    with pytest.raises(LocalProtocolError, match="ended"):
+        claim.end()
+    assert of.claim(TOKENS).rows == 0
+
+
+def test_generated_rows_are_kept_too() -> None:
+    """The next turn of a conversation begins with what decode itself computed."""
+    of = cache()
+    claim = of.claim(TOKENS)
+    claim.begin()
+    claim.settle(ended(Phase.DONE))
+    assert len(claim.grow(17).pages) == 5
+    assert len(claim.grow(12).pages) == 5
+    with pytest.raises(GeometryError, match="24 tokens, but 5 pages"):
+        claim.end(list(range(24)))
+    claim.end(list(range(17)))
+    assert Counts(of)() == (4, 4)
+    assert of.claim(list(range(20))).rows == 16
+
+
+def test_two_requests_with_one_prompt_keep_one_copy() -> None:
+    """Of pages that come twice, the later ones go back when their request ends."""
+    of = cache()
+    a, b = of.claim(TOKENS), of.claim(TOKENS)
+    for claim in (a, b):
+        claim.begin()
+        claim.settle(ended(Phase.DONE))
+    assert Counts(of)() == (2, 2)
+    for claim in (a, b):
+        claim.end()
+    assert Counts(of)() == (6, 2)
+
+
+def test_the_ranks_may_agree_on_less() -> None:
+    """C3: what is given up is awaited again, in pages of its own."""
+    of = cache()
+    first = of.claim(TOKENS)
+    first.begin()
+    first.settle(ended(Phase.DONE))
+    first.end()
+    second = of.claim(TOKENS)
+    table = second.begin(held=4)
+    assert (second.rows, table.first, len(table.pages)) == (4, 4, 2)
+    second.settle(ended(Phase.DONE))
+    assert second.rows == 8
+    second.end()
+    assert Counts(of)() == (6, 2)
+
+
+def test_what_is_held_is_never_evicted_for_others() -> None:
+    """C2 under adversarial eviction: a claim between match and arrival keeps its prefix; others get an error."""
+    of = cache()
+    first = of.claim(list(range(16)))
+    first.begin()
+    first.settle(ended(Phase.DONE))
+    first.end()
+    holder = of.claim(list(range(16)))
+    assert holder.rows == 16
+    with pytest.raises(CapacityError, match="6 pages asked, 4 are free or can be evicted"):
+        of.claim(list(range(100, 124))).begin()
+    holder.end()
+    evicting = of.claim(list(range(100, 124)))
+    assert len(evicting.begin().pages) == 6
+    assert len(of.index) == 2
+    assert of.claim(list(range(16))).rows == 8
+
+
+def test_an_index_for_another_model_is_refused() -> None:
+    """Bad input: model, page size and groups must be the pool's."""
+    other = CacheSpec.kv(1, 1, 4, "float16", model=b"other")
+    with pytest.raises(ConfigurationError, match="another model"):
+        PrefixCache(HashPrefixIndex(4, 8, namespace_of(other)), PageAllocator(range(8)), SITE)
+    with pytest.raises(ConfigurationError, match="2 rows a page for 4"):
+        PrefixCache(HashPrefixIndex(2, 8, namespace_of(SPEC)), PageAllocator(range(8)), SITE)
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    """Bad input: begin, settle, end."""
+    of = cache()
+    claim = of.claim(np.arange(4))
+    with pytest.raises(LocalProtocolError, match="matched"):
+        claim.settle(ended(Phase.DONE))
+    with pytest.raises(GeometryError):
+        claim.begin(held=1)
+    claim.begin()
+    for call in (claim.begin, claim.end, lambda: claim.grow(1)):
+        with pytest.raises(LocalProtocolError, match="awaited"):
+            call()
+    assert claim.settle(ended(Phase.DONE))
+    claim.end()
+    declined = of.claim(np.arange(4))
+    declined.end()
+    assert of.index.evictable == 1
