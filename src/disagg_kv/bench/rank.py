@@ -22,7 +22,7 @@ from ..ids import GroupId, RegionId, RoomId
 from ..memory import PagedPool
 from ..protocol import Options, Phase
 from ..rendezvous import Source, StaticRendezvous
-from ..transports import SupportsAllocate, transport
+from ..transports import SupportsAllocate, Transport, emulate, transport
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, fill, page_ids, poison, wrong
 from .shape import Role, TransferShape
@@ -101,7 +101,7 @@ class PrefillRank:
         self._ends = {
             name: PrefillEndpoint(
                 self._pool,
-                transport=transport(shape.transport),
+                transport=_wire(shape),
                 channel=ZmqChannel(setup.address("prefill", setup.rank, name)),
                 rendezvous=setup.everybody(name),
                 instance="prefill",
@@ -124,7 +124,8 @@ class PrefillRank:
 
     def prepare(self, strategy: str, room: bytes) -> None:
         """Open a room, and wait until decode has said that it awaits it."""
-        self._delivery = self._ends[strategy].open(RoomId(room))
+        self._end = self._ends[strategy]
+        self._delivery = self._end.open(RoomId(room))
         delivery = self._delivery
         _until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED, delivery, self._shape.timeout_s)
 
@@ -132,10 +133,22 @@ class PrefillRank:
         """Hand everything over, and wait until nobody reads it any more."""
         delivery, tokens = self._delivery, self._shape.tokens
         began = time.monotonic()
-        delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
+        if self._shape.compute_s:
+            self._compute(began)
+        else:
+            delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
         delivery.finish(tokens)
         _until(lambda: delivery.released, delivery, self._shape.timeout_s)
         return _moved(delivery, began, time.monotonic())
+
+    def _compute(self, began: float) -> None:
+        """A forward pass that takes its time and computes nothing: the rows are there already."""
+        layers = self._pool.site.shard.layers()
+        step = self._end.step({self._delivery.room: (self._shape.tokens, [PageTable(KV, self._ids)])})
+        for number, layer in enumerate(layers, 1):
+            time.sleep(max(0.0, began + self._shape.compute_s * number / len(layers) - time.monotonic()))
+            step.layer_ready(layer)
+        step.close()
 
     def idle(self) -> None:
         """Nothing to do."""
@@ -211,6 +224,11 @@ class DecodeRank:
         for end in self._ends.values():
             end.close(1.0)
         self._bulk.close()
+
+
+def _wire(shape: TransferShape) -> Transport:
+    carrier = transport(shape.transport)
+    return carrier if shape.wire_bytes_per_s is None else emulate(carrier, shape.wire_bytes_per_s)
 
 
 class _Rank(Protocol):

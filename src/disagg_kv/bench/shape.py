@@ -27,6 +27,8 @@ class TransferShape:
         layers, kv_heads, head_dim, dtype: the cache.
         page_size, decode_page_size: tokens of a page.
         layout, decode_layout: order inside a page.
+        compute_s: emulated compute of all layers: one is handed over after another, evenly; 0: all at once.
+        wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         repeats: measured transfers per strategy.
         timeout_s: what takes longer than this is a failure.
     """
@@ -44,6 +46,8 @@ class TransferShape:
     decode_page_size: int = 64
     layout: Layout = "NHD"
     decode_layout: Layout = "NHD"
+    compute_s: float = 0.0
+    wire_bytes_per_s: float | None = None
     repeats: int = 20
     timeout_s: float = 120.0
 
@@ -75,6 +79,8 @@ class TransferShape:
             raise ConfigurationError(f"strategies {list(self.strategies)}: name at least one, and each once")
         if self.repeats < 1 or self.timeout_s <= 0:
             raise ConfigurationError(f"{self.repeats} repeats in at most {self.timeout_s} s")
+        if not 0 <= self.compute_s < self.timeout_s:
+            raise ConfigurationError(f"{self.compute_s} s of compute in at most {self.timeout_s} s")
         found = explain(
             self.spec(),
             self.shards("prefill"),

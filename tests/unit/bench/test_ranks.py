@@ -103,9 +103,17 @@ def test_a_transfer_that_fails_or_hangs_ends_the_run(monkeypatch: pytest.MonkeyP
         run_transfer(shape)
 
 
+def test_a_transfer_takes_no_less_than_emulated_compute_and_the_wire_after_it() -> None:
+    """Rows are not sent before they are computed, nor faster than the wire; the bytes are right all the same."""
+    shape = attrs.evolve(SMALL, strategies=("staged",), compute_s=0.2, wire_bytes_per_s=20 * 2 * 2 * 2 * 16 / 0.1)
+    assert run_transfer(shape).strategies["staged"].phases["total"].p50 > 0.3
+
+
 def test_numbers_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="0 repeats"):
         attrs.evolve(SMALL, repeats=0).explain()
+    with pytest.raises(ValueError, match="of compute"):
+        attrs.evolve(SMALL, compute_s=5.0).explain()
 
 
 def test_where_a_part_begins_follows_from_those_before() -> None:
