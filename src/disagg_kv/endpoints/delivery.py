@@ -8,9 +8,9 @@ from typing import Protocol
 from ..errors import AbortedError, GeometryError, LocalProtocolError, UnsupportedError
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
-from ..memory import Event, MemoryPool
+from ..memory import All, Event, MemoryPool
 from ..protocol import MAX_AUX, Effect, RoomKey, SendRoom
-from .handles import All, Happened, RoomHandle, check_tables, joined
+from .handles import Happened, RoomHandle, check_tables, joined
 
 Act = Callable[[SendRoom, float], list[Effect]]
 

@@ -12,7 +12,6 @@ import numpy as np
 from ..errors import ConfigurationError, DisaggKVError, GeometryError, LocalProtocolError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, RoomId
-from ..memory import Event
 from ..protocol import Phase
 from .base import Report
 
@@ -105,22 +104,6 @@ class Happened:
     def set(self) -> None:
         """It has happened."""
         self._event.set()
-
-
-class All:
-    """Several events as one."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
-
-    def query(self) -> bool:
-        """True once all have happened."""
-        return all(event.query() for event in self._events)
-
-    def synchronize(self) -> None:
-        """Block until all have happened."""
-        for event in self._events:
-            event.synchronize()
 
 
 class Closable(Protocol):

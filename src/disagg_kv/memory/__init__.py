@@ -1,7 +1,22 @@
 """Pools, buffers and planes."""
 
 from .base import Buffer, Event, MemoryPool
+from .events import All, CudaEvent, of_cuda, parts
 from .paged import Layout, PagedPool, new_buffer
 from .raw import U8, bytes_of, plane_view
 
-__all__ = ["U8", "Buffer", "Event", "Layout", "MemoryPool", "PagedPool", "bytes_of", "new_buffer", "plane_view"]
+__all__ = [
+    "U8",
+    "All",
+    "Buffer",
+    "CudaEvent",
+    "Event",
+    "Layout",
+    "MemoryPool",
+    "PagedPool",
+    "bytes_of",
+    "new_buffer",
+    "of_cuda",
+    "parts",
+    "plane_view",
+]

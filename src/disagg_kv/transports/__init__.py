@@ -6,7 +6,7 @@ from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
 from .process import Process, Watch
 from .regions import Extents, RegionTable, copy
-from .registry import available, register_transport, transport
+from .registry import available, default_transport, register_transport, transport
 from .shm import ShmTransport
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "available",
     "copy",
     "decode",
+    "default_transport",
     "emulate",
     "encode",
     "register_transport",

@@ -16,11 +16,13 @@ Factory = Callable[..., Transport]
 """Makes a transport; its parameters are the transport's options."""
 
 _BUILTIN = {
+    "cuda_ipc": "disagg_kv.transports.cuda_ipc:CudaIpcTransport",
     "inproc": "disagg_kv.transports.inproc:InprocTransport",
     "mooncake": "disagg_kv.transports.mooncake:MooncakeTransport",
     "nixl": "disagg_kv.transports.nixl:NixlTransport",
     "shm": "disagg_kv.transports.shm:ShmTransport",
 }
+_DEFAULTS = {"cpu": "shm", "cuda": "cuda_ipc"}
 _registered: dict[str, Factory] = {}
 
 
@@ -45,6 +47,18 @@ def transport(name: str, **options: object) -> Transport:
             if option not in known:
                 raise UnknownNameError(f"option of transport {name!r}", option, known)
     return factory(**options)
+
+
+def default_transport(device: str) -> str:
+    """The transport between processes of one host for memory on a device: it needs no package but this one.
+
+    Raises:
+        UnknownNameError: there is none for such a device.
+    """
+    kind = device.partition(":")[0]
+    if kind not in _DEFAULTS:
+        raise UnknownNameError("device", device, _DEFAULTS)
+    return _DEFAULTS[kind]
 
 
 def available() -> dict[str, str | None]:

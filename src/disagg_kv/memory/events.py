@@ -1,0 +1,48 @@
+"""Events made of other events, and those that a GPU can wait for by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from .base import Event
+
+
+@runtime_checkable
+class CudaEvent(Event, Protocol):
+    """An event that CUDA streams can wait for; ``torch.cuda.Event`` is one."""
+
+    @property
+    def cuda_event(self) -> int:
+        """The driver's handle (``CUevent``); 0: it was never recorded, so there is nothing to wait for."""
+        ...
+
+
+class All:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = tuple(events)
+
+    def query(self) -> bool:
+        """True once all have happened."""
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        """Block until all have happened."""
+        for event in self.events:
+            event.synchronize()
+
+
+def parts(event: Event | None) -> Iterator[Event]:
+    """The events of which this one is made; nothing for None."""
+    if isinstance(event, All):
+        for one in event.events:
+            yield from parts(one)
+    elif event is not None:
+        yield event
+
+
+def of_cuda(event: Event) -> bool:
+    """Whether a stream can wait for all of it, so that no thread has to."""
+    return all(isinstance(one, CudaEvent) for one in parts(event))

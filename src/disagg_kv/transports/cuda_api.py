@@ -1,0 +1,65 @@
+"""What the ``cuda_ipc`` transport asks of CUDA, and nothing more."""
+
+from __future__ import annotations
+
+from typing import NewType, Protocol
+
+from ..geometry import I64
+
+Stream = NewType("Stream", int)
+"""A queue of copies on one device."""
+
+Mark = NewType("Mark", int)
+"""A place in a stream: an event of the driver's that was recorded there."""
+
+
+class Cuda(Protocol):
+    """The driver. Addresses are those of this process; devices are numbered as in ``Buffer.device``. Any thread.
+
+    Every method raises a :class:`~disagg_kv.errors.TransportError` that names the call and the driver's own word.
+    None but ``open`` and ``close`` may wait for a GPU.
+    """
+
+    def segment(self, addr: int) -> tuple[int, int]:
+        """First byte and length of the allocation that holds the device address ``addr``."""
+        ...
+
+    def shareable(self, addr: int) -> bool:
+        """Whether the memory at ``addr`` can be exported: what is mapped piecewise (VMM), or pooled, cannot."""
+        ...
+
+    def export(self, addr: int) -> bytes:
+        """What another process needs to open the allocation that begins at ``addr``."""
+        ...
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Map another process's allocation for copies by ``device``; the address of its first byte."""
+        ...
+
+    def close(self, device: int, addr: int) -> None:
+        """Undo one :meth:`open`; no copy may use the mapping any more."""
+        ...
+
+    def stream(self, device: int) -> Stream:
+        """A new queue, which waits for no other one."""
+        ...
+
+    def end(self, device: int, stream: Stream) -> None:
+        """Give a queue up in which nothing is left."""
+        ...
+
+    def wait(self, device: int, stream: Stream, event: int) -> None:
+        """What is queued from now on begins after an event (``CUevent``), as it was last recorded."""
+        ...
+
+    def copy(self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64) -> Mark:
+        """Queue copies of at least one byte each, in any order; gives the place behind them."""
+        ...
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether all before a mark is done."""
+        ...
+
+    def forget(self, mark: Mark) -> None:
+        """A mark is of no use any more."""
+        ...

@@ -1,0 +1,387 @@
+"""GPU memory between processes of one host: a submit queues copies into the peer's memory, mapped at ``connect``.
+
+The copies are made by the GPU's copy engines, over NVLink or PCIe or within one GPU, on a stream per peer. They begin
+when the events that they were given have happened, without a thread that waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+import msgspec
+from attrs import define, field, frozen
+
+from ..errors import (
+    MissingDependencyError,
+    PeerLostError,
+    RegistrationError,
+    RemoteProtocolError,
+    TransportError,
+)
+from ..geometry import I64
+from ..ids import Peer, RegionId, Ticket
+from ..memory import Buffer, CudaEvent, Event, parts
+from ..planning import Writes, coalesce
+from .base import Capabilities, Ended, Heard, Settled
+from .cuda_api import Cuda, Mark, Stream
+from .cuda_driver import driver as this_driver
+from .descriptor import Descriptor, Region, decode, encode, unpack
+from .process import Process, Watch
+from .regions import Extents, RegionTable
+
+log = logging.getLogger("disagg_kv")
+
+_LOOK_S = 0.0002
+"""How often ``close`` looks whether copies have ended."""
+
+
+@frozen
+class _Place:
+    """Where a region lies: byte ``offset`` of the allocation that ``handle`` opens."""
+
+    handle: bytes
+    offset: int
+
+
+@define(eq=False)
+class _Remote:
+    """A connected peer: what of it is mapped here, and what is on its way to it.
+
+    Args:
+        peer: who.
+        watch: tells its end.
+        serial: of the newest descriptor.
+        regions: in that descriptor.
+        places: of those regions.
+    """
+
+    peer: Peer
+    watch: Watch
+    serial: int
+    regions: tuple[Region, ...]
+    places: Mapping[RegionId, _Place]
+    opened: dict[bytes, int] = field(factory=dict)
+    device: int = 0
+    extents: Extents | None = None
+    stream: Stream | None = None
+    flights: deque[_Flight] = field(factory=deque)
+    lost: bool = False
+    left: bool = False
+    unquiet: bool = False
+
+
+@define(eq=False)
+class _Flight:
+    """One ticket's copies; not queued on the GPU while ``waits`` has events that only the host can ask."""
+
+    ticket: Ticket
+    remote: _Remote
+    target: I64
+    source: I64
+    nbytes: I64
+    events: Sequence[CudaEvent]
+    waits: list[Event]
+    mark: Mark | None = None
+
+
+class CudaIpcTransport:
+    """Copies by the GPU into memory of another process on the same host; any exportable GPU memory on both sides.
+
+    All regions of one transport lie on one device. A peer's process is watched through a pidfd.
+
+    Args:
+        driver: the CUDA driver; None: this process's.
+        clock, sleep: time, for :meth:`close`.
+
+    Raises:
+        MissingDependencyError: no CUDA driver, no GPU, or not Linux 5.3 or newer.
+    """
+
+    name = "cuda_ipc"
+    caps = Capabilities(
+        devices=frozenset({"cuda"}),
+        waits_events=True,
+        detects_peer_death=True,
+        late_writes=True,
+        drain_s=2.0,
+        write_s=1.5e-6,
+        bytes_per_s=3.8e11,
+    )
+
+    def __init__(
+        self,
+        *,
+        driver: Cuda | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise MissingDependencyError("transport 'cuda_ipc'", "needs pidfd_open", "run on Linux 5.3+")
+        self._cuda = driver or this_driver()
+        self._clock = clock
+        self._sleep = sleep
+        self._me = Peer(uuid.uuid4().bytes)
+        self._process = Process.own()
+        self._table = RegionTable(self.caps.devices)
+        self._places: dict[RegionId, _Place] = {}
+        self._device: str | None = None
+        self._peers: dict[Peer, _Remote] = {}
+        self._leaving: list[_Remote] = []
+        self._tickets = count(1)
+        self._unquiet: set[Ticket] = set()
+        self._events: list[Ended | Settled | Heard] = []
+        self._closed = False
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """See :meth:`Transport.register`.
+
+        Raises:
+            RegistrationError: also for memory of a second device, and for memory that no other process can open.
+        """
+        self._check_open()
+        regions = self._table.add(buffers)
+        device = self._device
+        try:
+            places = []
+            for buffer in buffers:
+                if device not in (None, buffer.device):
+                    raise RegistrationError(f"{_said(buffer)}: the transport's other regions lie on {device!r}")
+                device = buffer.device
+                places.append(self._export(buffer))
+        except BaseException:
+            self._table.remove(regions)
+            raise
+        self._device = device
+        self._places.update(zip(regions, places, strict=True))
+        return regions
+
+    def _export(self, buffer: Buffer) -> _Place:
+        try:
+            base, nbytes = self._cuda.segment(buffer.addr)
+            shareable = self._cuda.shareable(buffer.addr)
+            if shareable and buffer.addr + buffer.nbytes <= base + nbytes:
+                return _Place(self._cuda.export(base), buffer.addr - base)
+        except TransportError as error:
+            raise RegistrationError(f"{_said(buffer)}: no memory of a GPU, or none to share: {error}") from error
+        if shareable:
+            raise RegistrationError(f"{_said(buffer)}: goes beyond its allocation of {nbytes} bytes at {base:#x}")
+        raise RegistrationError(
+            f"{_said(buffer)}: mapped piecewise or pooled, which CUDA IPC cannot share; allocate without "
+            "'expandable_segments:True' and 'backend:cudaMallocAsync' (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF)"
+        )
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """See :meth:`Transport.deregister`; no fence: a peer that has mapped the memory can go on writing to it."""
+        self._check_open()
+        self._table.remove(regions)
+        for region in regions:
+            del self._places[region]
+
+    def local_descriptor(self) -> bytes:
+        """See :meth:`Transport.local_descriptor`."""
+        regions = tuple(
+            Region(i, b.nbytes, b.device, 0, msgspec.msgpack.encode(self._places[i])) for i, b in self._table.items()
+        )
+        blob = msgspec.msgpack.encode(self._process)
+        return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """See :meth:`Transport.connect`; maps the peer's memory, which takes milliseconds.
+
+        Raises:
+            PeerLostError: the peer's process has ended.
+            TransportError: it is this process, of another host or PID namespace, or its GPU cannot be reached.
+        """
+        self._check_open()
+        remote = decode(descriptor, self.name)
+        process = unpack(remote.blob, Process)
+        places = {r.id: unpack(r.blob, _Place) for r in remote.regions}
+        if process == self._process:
+            raise TransportError("cuda_ipc: the peer is in this process, and CUDA opens other processes' memory only")
+        known = self._peers.get(remote.incarnation)
+        if known is not None and (known.lost or known.serial >= remote.serial):
+            return known.peer
+        if known is None:
+            known = _Remote(remote.incarnation, process.watch(), remote.serial, remote.regions, places)
+            self._map(known)
+            self._peers[known.peer] = known
+        else:
+            before = known.serial, known.regions, known.places
+            known.serial, known.regions, known.places, known.extents = remote.serial, remote.regions, places, None
+            try:
+                self._map(known)
+            except BaseException:
+                known.serial, known.regions, known.places = before
+                raise
+        return known.peer
+
+    def _map(self, remote: _Remote) -> Extents | None:
+        """Open what is not open yet; None: as long as we have no device of our own, there is nothing to open it for."""
+        if remote.extents is not None or self._device is None:
+            return remote.extents
+        if remote.stream is None:
+            remote.device = int(self._device.partition(":")[2] or 0)
+            remote.stream = self._cuda.stream(remote.device)
+        where = []
+        for region in remote.regions:
+            place = remote.places[region.id]
+            if place.handle not in remote.opened:
+                remote.opened[place.handle] = self._cuda.open(remote.device, place.handle)
+            base, nbytes = self._cuda.segment(remote.opened[place.handle])
+            if not 0 <= place.offset <= nbytes - region.nbytes:
+                raise RemoteProtocolError(
+                    f"cuda_ipc: region {region.id} of peer {remote.peer.hex()[:8]}: {region.nbytes} bytes from "
+                    f"{place.offset} on are not inside its allocation of {nbytes} bytes"
+                )
+            where.append((region.id, base + place.offset, region.nbytes))
+        remote.extents = Extents(where, f"peer {remote.peer.hex()[:8]}'s")
+        return remote.extents
+
+    def disconnect(self, peer: Peer) -> None:
+        """See :meth:`Transport.disconnect`; what is mapped is given back once nothing is on its way to it."""
+        remote = self._peers.pop(peer, None)
+        if remote is not None:
+            remote.left = True
+            self._leaving.append(remote)
+            self._leave()
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """See :meth:`Transport.submit`; never waits. ``after`` may be made of CUDA's events and of others."""
+        remote = self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        if notify is not None:
+            raise TransportError("cuda_ipc carries no notifications")
+        extents = self._map(remote) or Extents((), "peer's")
+        source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
+        target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
+        ticket = Ticket(next(self._tickets))
+        self._look(remote)
+        some = writes.nbytes > 0
+        if remote.lost:
+            self._events.append(Ended(ticket, PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended")))
+        elif not some.any():
+            self._events.append(Ended(ticket))
+        else:
+            if len(writes) > 1:
+                writes = coalesce(writes)
+                source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
+                target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
+                some = writes.nbytes > 0
+            given = list(parts(after))
+            streams = [event for event in given if isinstance(event, CudaEvent)]
+            hosts = [event for event in given if not isinstance(event, CudaEvent)]
+            flight = _Flight(ticket, remote, target[some], source[some], writes.nbytes[some], streams, hosts)
+            self._table.hold(ticket, writes)
+            remote.flights.append(flight)
+            self._begin(flight)
+        return ticket
+
+    def _begin(self, flight: _Flight) -> None:
+        """Queue a flight's copies if the host need not wait for anything; its error ends it."""
+        remote = flight.remote
+        assert remote.stream is not None
+        try:
+            flight.waits = [event for event in flight.waits if not event.query()]
+            if flight.waits:
+                return
+            for event in flight.events:
+                if event.cuda_event:
+                    self._cuda.wait(remote.device, remote.stream, event.cuda_event)
+            flight.mark = self._cuda.copy(remote.device, remote.stream, flight.target, flight.source, flight.nbytes)
+        except Exception as error:
+            # An event may be somebody else's code; and some of the copies may be queued.
+            self._end(flight, error, quiesced=bool(flight.waits))
+
+    def _end(self, flight: _Flight, error: Exception | None, quiesced: bool = True) -> None:
+        flight.remote.flights.remove(flight)
+        if error is not None and not isinstance(error, TransportError):
+            failed = TransportError(f"cuda_ipc: ticket {flight.ticket}: {error}")
+            failed.__cause__ = error
+            error = failed
+        if quiesced:
+            self._table.quiet(flight.ticket)
+        else:
+            self._unquiet.add(flight.ticket)
+            flight.remote.unquiet = True
+        self._events.append(Ended(flight.ticket, error, quiesced))
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """See :meth:`Transport.poll`."""
+        for remote in (*self._peers.values(), *self._leaving):
+            self._progress(remote)
+            if not remote.left:
+                self._look(remote)
+        self._leave()
+        events, self._events = self._events, []
+        return events
+
+    def _progress(self, remote: _Remote) -> None:
+        """Queue what need not wait any more, and end what has been copied; copies of one stream end in their order."""
+        ordered = True
+        for flight in tuple(remote.flights):
+            if flight.mark is None:
+                self._begin(flight)
+            elif ordered:
+                try:
+                    ordered = self._cuda.passed(flight.mark)
+                except TransportError as error:
+                    self._end(flight, error, quiesced=False)
+                    continue
+                if ordered:
+                    self._cuda.forget(flight.mark)
+                    self._end(flight, None)
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """See :meth:`Transport.close`; what copies still use is left to the end of the process."""
+        if self._closed:
+            return ()
+        self._closed = True
+        until = self._clock() + drain_s
+        remotes = (*self._peers.values(), *self._leaving)
+        while True:
+            for remote in remotes:
+                self._progress(remote)
+            if not any(remote.flights for remote in remotes) or self._clock() >= until:
+                break
+            self._sleep(_LOOK_S)
+        for peer in tuple(self._peers):
+            self.disconnect(peer)
+        left = sorted({f.ticket for remote in remotes for f in remote.flights if f.mark is not None} | self._unquiet)
+        for flight in [f for remote in remotes for f in remote.flights if f.mark is None]:
+            self._end(flight, TransportError("cuda_ipc: closed before the write's events had happened"))
+        self._table.clear()
+        return tuple(left)
+
+    def _leave(self) -> None:
+        """Give back what is mapped of peers that were disconnected, where no copy uses it."""
+        for remote in [r for r in self._leaving if not r.flights and not r.unquiet]:
+            self._leaving.remove(remote)
+            try:
+                for addr in remote.opened.values():
+                    self._cuda.close(remote.device, addr)
+                if remote.stream is not None:
+                    self._cuda.end(remote.device, remote.stream)
+            except TransportError as error:
+                # The context is broken, which every later write will say; there is nobody to tell it to here.
+                log.warning("cuda_ipc: peer %s: %s", remote.peer.hex(), error)
+
+    def _look(self, remote: _Remote) -> None:
+        """Note the end of a peer's process."""
+        if not remote.lost and remote.watch.ended():
+            remote.lost = True
+            self._events.append(Heard(remote.peer, None))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("cuda_ipc: the transport is closed")
+
+
+def _said(buffer: Buffer) -> str:
+    return f"cuda_ipc: {buffer.nbytes} bytes at {buffer.addr:#x} on {buffer.device!r}"

@@ -1,0 +1,283 @@
+"""What cuda_ipc promises beyond the suite: refusals with a reason, events in streams, and what a broken driver does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from attrs import evolve
+
+from disagg_kv.errors import RegistrationError, RemoteProtocolError, TransportError
+from disagg_kv.memory import All, Buffer
+from disagg_kv.testing.ends import Child, End
+from disagg_kv.testing.pair import POISON, Pair, batch, noise, same
+from disagg_kv.transports import available, decode, default_transport, encode
+from disagg_kv.transports.cuda_ipc import CudaIpcTransport
+from tests.support.fake_cuda import Allocation, FakeCuda, FakeCudaMemory, fake_cuda_ipc
+from tests.support.rig_parts import Flag
+
+NBYTES = 1 << 16
+
+
+class CudaFlag(Flag):
+    """An event that a stream of the fake driver waits for."""
+
+    def __init__(self, cuda: FakeCuda, number: int) -> None:
+        super().__init__()
+        self._cuda = cuda
+        self.cuda_event = number
+
+    def query(self) -> bool:
+        raise AssertionError("the host asked")
+
+    def fire(self) -> None:
+        self._cuda.fired.add(self.cuda_event)
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    child = Child(fake_cuda_ipc, FakeCudaMemory(), 20.0)
+    yield child
+    child.stop()
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def made(cuda: FakeCuda) -> CudaIpcTransport:
+    return CudaIpcTransport(driver=cuda)
+
+
+@pytest.fixture
+def pair(made: CudaIpcTransport, child: Child) -> Iterator[Pair]:
+    child.open()
+    yield Pair(End(lambda: made, FakeCudaMemory()), child, NBYTES, 20.0)
+    made.close(0.0)
+    child.close(0.0)
+
+
+def _buffer(nbytes: int = 4096, device: str = "cuda:0") -> Buffer:
+    one = Allocation(nbytes)
+    return Buffer(one.addr, nbytes, device, one)
+
+
+def test_memory_that_is_mapped_piecewise_is_refused_with_the_setting_to_change(
+    made: CudaIpcTransport, cuda: FakeCuda
+) -> None:
+    """D3: VMM memory would register and then crawl; nothing of the call is registered."""
+    good = _buffer()
+    cuda.piecewise = True
+    with pytest.raises(RegistrationError, match=r"4096 bytes at 0x.*expandable_segments:True.*cudaMallocAsync"):
+        made.register([good])
+    cuda.piecewise = False
+    assert len(made.register([good])) == 1
+
+
+def test_memory_beyond_its_allocation_is_refused(made: CudaIpcTransport) -> None:
+    """D3: peers would write to whatever lies behind it."""
+    one = _buffer(4096)
+    with pytest.raises(RegistrationError, match="beyond its allocation of 4096 bytes"):
+        made.register([evolve(one, nbytes=4097)])
+
+
+def test_memory_that_the_driver_does_not_know_is_refused(made: CudaIpcTransport, cuda: FakeCuda) -> None:
+    """D3: an address of no allocation, and one that cannot be exported; the driver's word is in the error."""
+    with pytest.raises(RegistrationError, match="CUDA_ERROR_INVALID_VALUE"):
+        made.register([Buffer(4096, 4096, "cuda:0")])
+    cuda.broken = {"export"}
+    with pytest.raises(RegistrationError, match="CUDA_ERROR_FAKE"):
+        made.register([_buffer()])
+
+
+def test_all_regions_lie_on_one_device(made: CudaIpcTransport) -> None:
+    """Within one call and over several."""
+    with pytest.raises(RegistrationError, match="'cuda:1': the transport's other regions lie on 'cuda:0'"):
+        made.register([_buffer(), _buffer(device="cuda:1")])
+    made.register([_buffer(device="cuda:1")])
+    with pytest.raises(RegistrationError, match="'cuda:0': the transport's other regions lie on 'cuda:1'"):
+        made.register([_buffer()])
+
+
+def test_parts_of_one_allocation_are_told_apart(made: CudaIpcTransport, child: Child) -> None:
+    """Allocators cut tensors out of large allocations: what is exported is the whole, what is written the part."""
+    whole = _buffer(3 * 4096)
+    parts = [evolve(whole, addr=whole.addr + 4096 * i, nbytes=4096) for i in (1, 2)]
+    FakeCudaMemory().write(whole, np.full(3 * 4096, POISON, np.uint8))
+    regions = made.register(parts)
+    child.open()
+    local = child.add(noise(4096))
+    peer = child.connect(made.local_descriptor(), 5.0)
+    ticket = child.submit(peer, batch(local, regions[1], [(0, 100, 50)]))
+    told = list(child.told())
+    while not told:
+        told = list(child.told())
+    assert [event.ticket for event in told] == [ticket]  # type: ignore[union-attr]
+    want = np.full(3 * 4096, POISON, np.uint8)
+    want[2 * 4096 + 100 : 2 * 4096 + 150] = noise(4096)[:50]
+    same(FakeCudaMemory().read(whole), want)
+    child.close(0.0)
+
+
+def test_a_peer_of_this_process_is_refused(made: CudaIpcTransport) -> None:
+    """The driver opens other processes' memory only."""
+    other = fake_cuda_ipc()
+    with pytest.raises(TransportError, match="in this process"):
+        made.connect(other.local_descriptor(), 1.0)
+
+
+def test_a_region_that_is_not_inside_what_its_handle_opens_is_refused(made: CudaIpcTransport, child: Child) -> None:
+    """A descriptor is another process's word."""
+    child.open()
+    child.add(noise(4096))
+    remote = decode(child.descriptor(), "cuda_ipc")
+    made.register([_buffer()])
+    for wrong in (-1, 1, 1 << 40):
+        place = msgspec.msgpack.decode(remote.regions[0].blob)
+        bad = evolve(remote.regions[0], blob=msgspec.msgpack.encode({**place, "offset": wrong}))
+        with pytest.raises(RemoteProtocolError, match="not inside its allocation of 4096 bytes"):
+            made.connect(encode(evolve(remote, regions=(bad,))), 1.0)
+    peer = made.connect(encode(remote), 1.0)
+    with pytest.raises(RemoteProtocolError, match="not inside"):
+        made.connect(encode(evolve(remote, regions=(bad,), serial=remote.serial + 1)), 1.0)
+    assert made.connect(child.descriptor(), 1.0) == peer
+    child.close(0.0)
+
+
+def test_a_peer_may_be_met_before_there_is_memory_of_ones_own(made: CudaIpcTransport, child: Child) -> None:
+    """What it has is mapped for the device on which our first region lies."""
+    child.open()
+    remote = child.add(np.full(NBYTES, POISON, np.uint8))
+    peer = made.connect(child.descriptor(), 1.0)
+    with pytest.raises(RegistrationError):
+        made.submit(peer, batch(0, remote, [(0, 0, 10)]))  # type: ignore[arg-type]
+    end = End(lambda: made, FakeCudaMemory())
+    ticket = end.submit(peer, batch(end.add(noise(NBYTES)), remote, [(0, 0, 10)]))
+    assert {event.ticket for _ in range(3) for event in end.told()} == {ticket}  # type: ignore[union-attr]
+    same(child.read(remote)[:10], noise(NBYTES)[:10])
+    child.close(0.0)
+
+
+def test_writes_wait_in_the_stream_for_events_of_the_gpu(pair: Pair, cuda: FakeCuda) -> None:
+    """Nobody asks the event on the host: the copies are queued behind it at once, and those of others are not."""
+    event = CudaFlag(cuda, 77)
+    writes = batch(pair.local, pair.remote, [(0, 0, 100)])
+    ticket = pair.source.transport.submit(pair.peer, writes, after=event)
+    never = CudaFlag(cuda, 0)
+    for _ in range(5):
+        pair.log.add(pair.source.told())
+    assert ticket not in pair.log.ended
+    pair.check()
+    event.fire()
+    pair.succeed(ticket)
+    pair.succeed(pair.source.transport.submit(pair.peer, writes, after=never))
+    pair.want[:100] = pair.data[:100]
+    pair.check()
+
+
+def test_an_event_may_be_made_of_the_gpus_and_of_others(pair: Pair, cuda: FakeCuda) -> None:
+    """The host waits for what only it can ask, the stream for the rest."""
+    gpu, host = CudaFlag(cuda, 5), Flag()
+    writes = batch(pair.local, pair.remote, [(0, 0, 100)])
+    ticket = pair.source.transport.submit(pair.peer, writes, after=All((All((gpu,)), host)))
+    host.fired = True
+    pair.log.add(pair.source.told())
+    assert ticket not in pair.log.ended
+    gpu.fire()
+    pair.succeed(ticket)
+
+
+def test_an_event_that_fails_ends_its_ticket_and_nothing_was_written(pair: Pair) -> None:
+    """With the event's own error as the cause, and quiet."""
+
+    class Fails(Flag):
+        def query(self) -> bool:
+            raise ValueError("the engine's stream is broken")
+
+    writes = batch(pair.local, pair.remote, [(0, 0, 100)])
+    ticket = pair.source.transport.submit(pair.peer, writes, after=Fails())
+    pair.log.add(pair.source.told())
+    ended = pair.log.ended[ticket]
+    assert ended.quiesced
+    assert isinstance(ended.error, TransportError)
+    assert isinstance(ended.error.__cause__, ValueError)
+    pair.check()
+
+
+@pytest.mark.parametrize("call", ["copy", "passed"])
+def test_a_driver_that_fails_ends_the_ticket_and_proves_nothing(pair: Pair, cuda: FakeCuda, call: str) -> None:
+    """The bytes may still be moving: the ticket is not quiet, its source stays registered, close names it."""
+    cuda.broken = {call}
+    ticket = pair.submit((0, 0, 100))
+    pair.log.add(pair.source.told())
+    ended = pair.log.ended[ticket]
+    assert not ended.quiesced
+    assert "CUDA_ERROR_FAKE" in str(ended.error)
+    with pytest.raises(RegistrationError, match="not quiet"):
+        pair.source.drop(pair.local)
+    assert pair.source.close(0.0) == (ticket,)
+
+
+def test_what_is_mapped_is_given_back_when_nothing_uses_it(pair: Pair, cuda: FakeCuda) -> None:
+    """Disconnecting ends no ticket: its mapping stays until it has ended, and goes then."""
+    cuda.stuck = True
+    ticket = pair.submit((0, 0, 100))
+    pair.source.transport.disconnect(pair.peer)
+    pair.log.add(pair.source.told())
+    assert len(cuda.opened) == 1
+    cuda.stuck = False
+    pair.succeed(ticket)
+    assert not cuda.opened
+    assert not cuda.streams
+    pair.want[:100] = pair.data[:100]
+    pair.check()
+
+
+def test_a_driver_that_gives_nothing_back_is_logged(
+    pair: Pair, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is nobody whom it could be told."""
+    cuda.broken = {"close"}
+    with caplog.at_level(logging.WARNING, "disagg_kv"):
+        pair.source.transport.disconnect(pair.peer)
+    assert "CUDA_ERROR_FAKE" in caplog.text
+
+
+def test_close_names_copies_in_flight_and_ends_those_that_wait(pair: Pair, cuda: FakeCuda) -> None:
+    """What may still be read is left alone; what was never queued is quiet."""
+    cuda.stuck = True
+    flying = pair.submit((0, 0, 100))
+    waiting = pair.source.transport.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 9)]), after=Flag())
+    assert pair.source.close(0.001) == (flying,)
+    assert len(cuda.opened) == 1
+    (ended,) = pair.source.transport.poll()
+    assert ended.ticket == waiting  # type: ignore[union-attr]
+    assert ended.quiesced  # type: ignore[union-attr]
+    assert pair.source.close(0.0) == ()
+
+
+def test_close_waits_for_copies(pair: Pair, cuda: FakeCuda) -> None:
+    """At most as long as it may."""
+    pair.submit((0, 0, 100))
+    assert pair.source.close(20.0) == ()
+    pair.want[:100] = pair.data[:100]
+    pair.check()
+    assert not cuda.opened
+
+
+def test_memory_on_gpus_goes_by_cuda_ipc_and_other_memory_by_shm() -> None:
+    """The default between processes of one host."""
+    assert (default_transport("cuda:1"), default_transport("cpu")) == ("cuda_ipc", "shm")
+    with pytest.raises(ValueError, match="'tpu'"):
+        default_transport("tpu")
+
+
+def test_without_a_driver_the_reason_is_said() -> None:
+    """By the registry, with what to do about it."""
+    reason = available()["cuda_ipc"]
+    assert reason is None or "nvidia-smi" in reason
