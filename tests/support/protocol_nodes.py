@@ -294,7 +294,7 @@ class PrefillNode(Node):
         """The mover takes a transfer up."""
         del self.transfers[(key, transfer.to, transfer.segment)]
         known, machine = self.rooms.get(key.room, (None, None))
-        if known != key or machine is None or not machine.flows[transfer.to].begin(transfer.segment):
+        if known != key or machine is None or not machine.flows[transfer.to].begin(transfer):
             return False
         machine.reads += 1
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import count, pairwise
 
 import numpy as np
 from attrs import define, field, frozen
@@ -195,23 +196,24 @@ class World:
         def opens() -> None:
             life.keys["prefill", node.rank] = node.open(life.room, TOTAL_S)
 
-        def adds(stop: int, *, ready: bool) -> Callable[[], None]:
-            return at(lambda room: room.add(stop, tables, ready=ready, after=None, now=self.now))
+        turns = count(1)
 
-        def readies(stop: int) -> Callable[[], None]:
-            return at(lambda room: room.ready(stop, None, self.now))
+        def adds(start: int, stop: int) -> Callable[[], None]:
+            turn = next(turns)
+            if s.look_ahead:
+                readies.append(at(lambda room: room.ready(turn, None, self.now)))
+            return at(lambda room: room.add(turn, start, stop, tables, ready=not s.look_ahead, now=self.now))
 
-        def withdraws(room: SendRoom) -> list[Effect]:
-            room.withdraw()
-            return []
-
+        readies: list[Callable[[], None]] = []
         script = [opens]
-        for i, stop in enumerate(edges[1:]):
-            script.append(adds(stop, ready=not s.look_ahead))
+        for i, (start, stop) in enumerate(pairwise(edges)):
+            script.append(adds(start, stop))
             if i < s.withdrawals:
-                script += [at(withdraws), adds(stop, ready=not s.look_ahead)]
-        if s.look_ahead:
-            script += [readies(stop) for stop in edges[1:]]
+                # The engine's pauses between the two let grants arrive that nobody may use.
+                pause = at(lambda room: [])
+                script += [at(lambda room: room.withdraw(self.now)), *[pause] * 6, adds(0, stop)]
+        self.random.shuffle(readies)
+        script += readies
         aux = bytes([node.rank])
         script.append(at(lambda room: room.finish(s.rows, aux, b"tag", self.now)))
         return script

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
+
+from attrs import frozen
 
 from ..errors import AbortedError, GeometryError, LocalProtocolError, UnsupportedError
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
-from ..memory import All, Event, MemoryPool
+from ..memory import Event, MemoryPool
 from ..protocol import MAX_AUX, Effect, RoomKey, SendRoom
 from .handles import Happened, RoomHandle, check_tables, joined
 
 Act = Callable[[SendRoom, float], list[Effect]]
+
+
+@frozen
+class Handed:
+    """Rows of a room that the engine handed over by one call; ``turn`` counts the calls. See :class:`Rows`."""
+
+    key: RoomKey
+    turn: int
+    start: int
+    stop: int
+    tables: Mapping[GroupId, PageTable]
 
 
 class Office(Protocol):
@@ -20,6 +33,14 @@ class Office(Protocol):
 
     def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
         """Have a room's machine do something on the endpoint's thread, once ``ready`` has happened."""
+        ...
+
+    def send(self, handed: Handed, ready: Event | None) -> None:
+        """These rows are final once ``ready`` has happened."""
+        ...
+
+    def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+        """These layers (None: all) of what was handed over are final once ``ready`` has happened."""
         ...
 
     def withdraw(self, key: RoomKey, fired: Happened) -> None:
@@ -40,8 +61,7 @@ class DeliveryHandle(RoomHandle):
         self._given = 0
         self._finished = False
         self._again: Mapping[GroupId, PageTable] | None = None
-        self._events: list[Event] = []
-        self.withdrawals = 0
+        self._turns = 0
 
     @property
     def held(self) -> Mapping[GroupId, int] | None:
@@ -54,9 +74,7 @@ class DeliveryHandle(RoomHandle):
 
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Delivery.send_chunk`."""
-        tables = self.checked(stop, pages)
-        after = self._take(stop, tables, ready)
-        self._change(lambda machine, now: machine.add(stop, tables, ready=True, after=after, now=now))
+        self._office.send(self.taken(stop, self.checked(stop, pages)), ready)
 
     def checked(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
         """The tables of the next rows, or an error; nothing has happened yet.
@@ -70,27 +88,14 @@ class DeliveryHandle(RoomHandle):
         tables = check_tables(self.room, self._pool.site, pages, self._given, stop)
         return tables if self._again is None else joined(self._pool.site, self._again, tables)
 
-    def _take(self, stop: int, tables: Mapping[GroupId, PageTable], ready: Event | None) -> Event | None:
-        """From now on the rows count as handed over; when they, and what they are joined to, are final."""
+    def taken(self, stop: int, tables: Mapping[GroupId, PageTable]) -> Handed:
+        """From now on the rows count as handed over."""
+        start, self._given = self._given, stop
         if self._again is not None:
-            self._again = tables
-            if ready is not None:
-                self._events.append(ready)
-            ready = All(tuple(self._events)) if self._events else None
-            if stop >= self._stop:
-                self._again = None
-        self._given = stop
+            self._again = tables if stop < self._stop else None
         self._stop = max(self._stop, stop)
-        return ready
-
-    def announce(self, stop: int, tables: Mapping[GroupId, PageTable]) -> None:
-        """Rows that a forward pass is about to compute: ask for grants (A4)."""
-        self._take(stop, tables, None)
-        self._change(lambda machine, now: machine.add(stop, tables, ready=False, after=None, now=now))
-
-    def computed(self, stop: int, ready: Event | None) -> None:
-        """The pass is done, or will be at ``ready``."""
-        self._change(lambda machine, now: machine.ready(stop, ready, now))
+        self._turns += 1
+        return Handed(self._key, self._turns, start, stop, tables)
 
     def finish(
         self,
@@ -128,10 +133,8 @@ class DeliveryHandle(RoomHandle):
         if self.released:
             fired.set()
             return fired
-        self.withdrawals += 1
         self._given = 0
         self._again = {}
-        self._events.clear()
         self._office.withdraw(self._key, fired)
         return fired
 
@@ -147,34 +150,36 @@ class DeliveryHandle(RoomHandle):
 class ForwardPass:
     """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.base.Step`."""
 
-    def __init__(self, rooms: Mapping[DeliveryHandle, int], layers: Sequence[LayerId]) -> None:
-        self._rooms = [(handle, stop, handle.withdrawals) for handle, stop in rooms.items()]
+    def __init__(self, handed: Sequence[Handed], layers: Sequence[LayerId], office: Office) -> None:
+        self._handed = handed
         self._layers = frozenset(layers)
+        self._office = office
         self._seen: set[LayerId] = set()
-        self._events: list[Event] = []
+        self._ready: list[tuple[set[LayerId], Event | None]] = []
         self._closed = False
 
     def layer_ready(self, layer: LayerId, ready: Event | None = None) -> None:
-        """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`; per chunk, rows are final when all layers are."""
+        """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`."""
         if layer not in self._layers:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
-        self._seen.add(layer)
-        self._add(ready)
+        self._add({layer}, ready)
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
         if self._closed:
             raise LocalProtocolError("the step is closed already")
         self._closed = True
-        self._add(ready)
-        after = All(tuple(self._events)) if self._events else None
-        for handle, stop, withdrawals in self._rooms:
-            if handle.withdrawals == withdrawals:
-                handle.computed(stop, after)
+        self._add(self._layers - self._seen, ready)
+        for layers, event in self._ready:
+            self._office.final(self._handed, layers, event)
 
-    def _add(self, ready: Event | None) -> None:
-        """Layers often share an event: each counts once."""
-        if ready is not None and not any(ready is event for event in self._events):
-            self._events.append(ready)
+    def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:
+        """Layers often share an event: one look at it serves all of them."""
+        self._seen.update(layers)
+        for known, event in self._ready:
+            if event is ready:
+                known.update(layers)
+                return
+        self._ready.append((set(layers), ready))

@@ -27,24 +27,18 @@ class Load:
     Args:
         plan: writes into exposed pages (regions named), or what to gather.
         tables: the room's pages.
-        after: when they are final.
         ring: the destination's ring.
         report: where to book the cost.
     """
 
     plan: Writes | StagedLayout
     tables: Mapping[GroupId, PageTable]
-    after: Event | None
     ring: RegionId
     report: Report
 
 
 class Rooms(Protocol):
     """What the mover asks of the endpoint."""
-
-    def after(self, room: RoomKey, transfer: Transfer) -> Event | None:
-        """When the transfer's rows are final; None: now."""
-        ...
 
     def sharing(self, room: RoomKey, transfer: Transfer) -> int:
         """Transfers of one segment with equal numbers carry the same bytes."""
@@ -156,20 +150,16 @@ class Mover:
         """Start what can start, finish gathers; True while something is in flight."""
         for one in list(self._gathering):
             self._look(one)
-        waiting = False
         for key in list(self._queue):
             transfer = self._queue.get(key)
             if transfer is None:
                 continue
-            event = self._rooms.after(key[0], transfer)
-            if event is not None and not event.query():
-                waiting = True
-            elif transfer.offset is None:
+            if transfer.offset is None:
                 del self._queue[key]
                 self._direct(key[0], transfer)
             else:
                 self._staged(key[0], transfer)
-        return waiting or bool(self._gathering or self._posts)
+        return bool(self._gathering or self._posts)
 
     # Straight from pages to pages.
 
@@ -219,7 +209,6 @@ class Mover:
     def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
         moves: dict[int, Move] = {}
         posts: list[tuple[_Post, Writes]] = []
-        after: Event | None = None
         started = self._clock()
         for transfer, load, place in loads:
             assert isinstance(load.plan, StagedLayout)
@@ -228,9 +217,8 @@ class Mover:
             where = slot.offset + place
             moves.setdefault(place, Move(load.plan, load.tables, where))
             posts.append((post, Writes.one(self._region, where, load.ring, transfer.offset, load.plan.nbytes)))
-            after = load.after
         try:
-            event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
+            event = self._kernels.gather(self._pool, list(moves.values()), self._staging, None)
         except Exception as exc:
             self._not_gathered(posts, exc)
             return

@@ -149,7 +149,7 @@ class Node:
         self._unlinked: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
         self._siblings: dict[Epoch, Rank] = {}
         self._commands: deque[Callable[[], None]] = deque()
-        self._later: list[tuple[Event, Callable[[], None]]] = []
+        self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._exits = Exits(clock, me.life.process, me.life.watch)
         self._look_at: float | None = None if me.rank == 0 else self.now
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
@@ -161,12 +161,17 @@ class Node:
         self._commands.append(command)
         self.channel.wake()
 
-    def when(self, event: Event | None, command: Callable[[], None]) -> None:
-        """Do it once an event has happened; on the endpoint's thread."""
-        if event is None or event.query():
+    def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""
+        try:
+            happened = event is None or event.query()
+        except Exception as exc:
+            failed(exc)
+            return
+        if happened or event is None:
             command()
         else:
-            self._later.append((event, command))
+            self._later.append((event, command, failed))
 
     # One turn.
 
@@ -194,8 +199,8 @@ class Node:
             self._guard(self._commands.popleft())
         if self._later:
             waiting, self._later = self._later, []
-            for event, command in waiting:
-                self.when(event, command)
+            for event, command, failed in waiting:
+                self._guard(partial(self.when, event, command, failed))
         self._guard(self._tick)
         busy = self._guard(self.role.work)
         # A transport that writes while it is told to has ended by now.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,12 +19,11 @@ from ..errors import (
     RemoteProtocolError,
     TransportError,
 )
-from ..geometry import I32, PageTable, Part
-from ..ids import Epoch, Generation, GroupId, RegionId, RoomId, Ticket
+from ..geometry import I32, Part
+from ..ids import Epoch, Generation, LayerId, RegionId, RoomId, Ticket
 from ..memory import Event, MemoryPool
 from ..planning import CostModel, StagedLayout, Writes
 from ..protocol import (
-    Chunk,
     Decided,
     Effect,
     Ended,
@@ -49,7 +49,7 @@ from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
 from .choosing import Pair, choose_path
-from .delivery import DeliveryHandle
+from .delivery import DeliveryHandle, Handed
 from .handles import Changes, Happened
 from .introduction import Remote
 from .mover import Load, Mover
@@ -159,15 +159,55 @@ class PrefillRole:
         if room is not None:
             self._apply(room, act(room.machine, self._node.now))
 
+    def announce(self, handed: Sequence[Handed]) -> None:
+        """Rows that are about to be computed: their grants are asked for already (A4)."""
+        for one in handed:
+            self._add(one, ready=False)
+
+    def send(self, handed: Handed, ready: Event | None) -> None:
+        """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
+        try:
+            final = ready is None or ready.query()
+        except Exception as exc:
+            self.broken([handed.key], exc)
+            return
+        self._add(handed, ready=final)
+        if not final:
+            self.final_at([handed], None, ready)
+
+    def _add(self, one: Handed, *, ready: bool) -> None:
+        room = self._rooms.get(one.key)
+        if room is not None:
+            now = self._node.now
+            self._apply(room, room.machine.add(one.turn, one.start, one.stop, one.tables, ready=ready, now=now))
+
+    def final_at(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+        """These layers (None: all) of what was handed over are final once ``ready`` has happened."""
+        keys = [one.key for one in handed]
+        self._node.when(ready, partial(self._final, handed, layers), partial(self.broken, keys))
+
+    def _final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None) -> None:
+        for one in handed:
+            room = self._rooms.get(one.key)
+            if room is not None:
+                self._apply(room, room.machine.ready(one.turn, layers, self._node.now))
+
+    def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
+        """The engine's event raised: nobody knows whether the bytes are final."""
+        for key in keys:
+            room = self._rooms.get(key)
+            if room is not None:
+                error = ours(exc, f"room {key.room.hex()}: the engine's event raised")
+                self._apply(room, room.machine.cancel(error, self._node.now))
+
     def withdraw(self, key: RoomKey, fired: Happened) -> None:
         """Take the pages of a room away; fires when they are not read any more."""
         room = self._rooms.get(key)
         if room is None:
             fired.set()
             return
-        room.machine.withdraw()
         room.withdrawn.append(fired)
-        self._publish(room)
+        self._apply(room, room.machine.withdraw(self._node.now))
 
     # Frames.
 
@@ -357,11 +397,6 @@ class PrefillRole:
         assert self.mover is not None
         self.mover.on_ticket(event)
 
-    def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
-        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
-        chunk = self._chunk(key, transfer)
-        return None if chunk is None else chunk.after
-
     def sharing(self, key: RoomKey, transfer: Transfer) -> int:
         """Equal parts of one segment are gathered once."""
         room = self._rooms.get(key)
@@ -370,11 +405,11 @@ class PrefillRole:
     def begin(self, key: RoomKey, transfer: Transfer) -> Load | None:
         """Plan a transfer, if it still makes sense."""
         room = self._rooms.get(key)
-        chunk = self._chunk(key, transfer)
-        if room is None or chunk is None or not room.machine.flows[transfer.to].begin(transfer.segment):
+        if room is None or not room.machine.flows[transfer.to].begin(transfer):
             return None
         way = room.ways[transfer.to]
-        tables: dict[GroupId, PageTable] = dict(chunk.tables or {})
+        tables = room.machine.rows.chunk(transfer.segment).tables
+        assert tables is not None
         started = self._node.clock()
         try:
             plan = self._planned(way, transfer, tables)
@@ -383,7 +418,7 @@ class PrefillRole:
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
         room.handle.report.spend("plan", self._node.clock() - started)
-        return Load(plan, tables, chunk.after, way.ring, room.handle.report)
+        return Load(plan, tables, way.ring, room.handle.report)
 
     def _planned(self, way: _Way, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
         """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
@@ -399,12 +434,6 @@ class PrefillRole:
             end = transfer.offset + transfer.nbytes
             raise RemoteProtocolError(f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}")
         return plan
-
-    def _chunk(self, key: RoomKey, transfer: Transfer) -> Chunk | None:
-        room = self._rooms.get(key)
-        if room is None or not room.machine.chunks:
-            return None
-        return room.machine.chunk(transfer.segment)
 
     def reading(self, key: RoomKey, by: int) -> None:
         """Count reads of a room's pages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from weakref import WeakValueDictionary
@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from ..channels import Channel
 from ..errors import LocalProtocolError, QuarantineFullError
 from ..geometry import PageTable, Shard
-from ..ids import Epoch, Generation, GroupId, Rank, RoomId
+from ..ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
 from ..kernels import Kernels, kernels_for
 from ..memory import Event, MemoryPool
 from ..protocol import Options, RoomKey
@@ -22,7 +22,7 @@ from ..trace import Observer, Silent
 from ..transports import Transport
 from .base import PeerInfo
 from .buffers import new_staging
-from .delivery import Act, DeliveryHandle, ForwardPass
+from .delivery import Act, DeliveryHandle, ForwardPass, Handed
 from .driver import Driver
 from .handles import Changes, Happened, check_room
 from .introduction import Self, check_instance
@@ -129,17 +129,15 @@ class PrefillEndpoint:
 
     def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]]) -> ForwardPass:
         """See :meth:`~disagg_kv.endpoints.base.Sender.step`."""
-        rooms: dict[DeliveryHandle, int] = {}
-        tables: list[Mapping[GroupId, PageTable]] = []
+        rooms: list[tuple[DeliveryHandle, int, Mapping[GroupId, PageTable]]] = []
         for room, (stop, pages) in chunks.items():
             handle = self._open.get(room)
             if handle is None:
                 raise LocalProtocolError(f"room {room.hex()} is not open")
-            tables.append(handle.checked(stop, pages))
-            rooms[handle] = stop
-        for (handle, stop), of in zip(rooms.items(), tables, strict=True):
-            handle.announce(stop, of)
-        return ForwardPass(rooms, self._pool.site.shard.layers())
+            rooms.append((handle, stop, handle.checked(stop, pages)))
+        handed = [handle.taken(stop, tables) for handle, stop, tables in rooms]
+        self._node.post(partial(self._role.announce, handed))
+        return ForwardPass(handed, self._pool.site.shard.layers(), self)
 
     def poll(self) -> Sequence[DeliveryHandle]:
         """See :meth:`~disagg_kv.endpoints.base.Sender.poll`."""
@@ -175,7 +173,16 @@ class PrefillEndpoint:
 
     def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""
-        self._node.post(lambda: self._node.when(ready, lambda: self._role.change(key, act)))
+        node, role = self._node, self._role
+        node.post(lambda: node.when(ready, lambda: role.change(key, act), lambda exc: role.broken([key], exc)))
+
+    def send(self, handed: Handed, ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        self._node.post(partial(self._role.send, handed, ready))
+
+    def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        self._node.post(partial(self._role.final_at, handed, layers, ready))
 
     def withdraw(self, key: RoomKey, fired: Happened) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""

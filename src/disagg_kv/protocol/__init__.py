@@ -29,10 +29,11 @@ from .base import (
     WriteFailed,
     Wrote,
 )
-from .delivery import Chunk, SendRoom
+from .delivery import SendRoom
 from .frames import MAX_AUX, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
 from .peers import Forget, PeerEffect, PeerTable, SendTo, Unreachable, Up
 from .receiving import ReceiveRoom
+from .rows import Chunk, Readiness
 from .sending import Flow, FlowPlan
 from .tables import RECEIVING, SENDING, Receiving, Sending
 from .tombstones import Ended, Tombstones
@@ -70,6 +71,7 @@ __all__ = [
     "Phase",
     "Quarantine",
     "Quiet",
+    "Readiness",
     "ReceiveRoom",
     "Receiving",
     "Reserve",

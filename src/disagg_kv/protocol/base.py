@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Protocol
 
 from attrs import frozen
 
@@ -12,18 +11,6 @@ from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, Segment
 from ..staging import Lease
 from .frames import Frame, WireTable
-
-
-class Later(Protocol):
-    """When bytes will be final: ``memory.Event``, of which this layer only passes it on."""
-
-    def query(self) -> bool:
-        """True once it has happened."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until it has happened."""
-        ...
 
 
 class Phase(IntEnum):

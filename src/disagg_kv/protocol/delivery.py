@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-
-from attrs import define
+from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ..geometry import PageTable
-from ..ids import Epoch, Generation, GroupId, RoomId
-from ..planning import Segment
-from .base import Cancel, Decided, Effect, Finished, Later, Offered, Options, Phase, Tick, Vote
+from ..ids import Epoch, Generation, GroupId, LayerId, RoomId
+from .base import Cancel, Decided, Effect, Finished, Offered, Options, Phase, Tick, Vote
 from .frames import Abort
 from .machine import ours
+from .rows import Chunk, Rows
 from .sending import Flow, FlowPlan, room_head
 from .tables import Sending
-
-
-@define
-class Chunk:
-    """Rows that the engine handed over together.
-
-    Args:
-        start, stop: which rows.
-        tables: their pages; None after a withdrawal, until they are given again.
-        ready: False while they are still being computed (look-ahead).
-        after: the engine's event; None: the bytes are final.
-    """
-
-    start: int
-    stop: int
-    tables: Mapping[GroupId, PageTable] | None
-    ready: bool
-    after: Later | None
 
 
 class SendRoom:
@@ -49,7 +28,7 @@ class SendRoom:
         self.reads = 0
         self.flows: dict[Epoch, Flow] = {}
         self.world: int | None = None
-        self.chunks: list[Chunk] = []
+        self.rows = Rows()
         self._epoch = epoch
         self._options = options
         self._total_s = total_s
@@ -66,7 +45,7 @@ class SendRoom:
             return Phase.DONE
         if self.world is None or len(self.flows) < self.world:
             return Phase.CONNECTING
-        return Phase.MOVING if self.chunks or self._finished else Phase.READY
+        return Phase.MOVING if self.rows.chunks or self._finished else Phase.READY
 
     @property
     def released(self) -> bool:
@@ -78,11 +57,6 @@ class SendRoom:
         """True: nothing is left to be said or waited for."""
         return self.released and all(f.state is Sending.CLOSED for f in self.flows.values())
 
-    @property
-    def stop(self) -> int:
-        """One past the last row handed over."""
-        return self.chunks[-1].stop if self.chunks else 0
-
     def next_at(self) -> float | None:
         """When a Tick is due."""
         times = [f.next_at() for f in self.flows.values()]
@@ -93,36 +67,30 @@ class SendRoom:
     # What the engine says.
 
     def add(
-        self, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool, after: Later | None, now: float
+        self, turn: int, start: int, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool, now: float
     ) -> list[Effect]:
-        """Rows up to ``stop`` with their pages; rows known already get these pages again after a withdrawal."""
+        """Rows with their pages; those known already get these pages again after a withdrawal. See :meth:`Rows.add`."""
         if self.error is not None or self.done:
             return []
-        if self._finished is not None and stop > self.stop:
-            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after it was finished at {self.stop}")
-        for chunk in self.chunks:
-            covered = chunk.stop <= stop and all(t.first <= chunk.start for t in tables.values())
-            if chunk.tables is None and covered:
-                chunk.tables, chunk.ready, chunk.after = tables, ready, after
+        end = self.rows.stop
+        if self._finished is not None and stop > end:
+            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after it was finished at {end}")
+        chunk = self.rows.add(turn, start, stop, tables, ready=ready)
         out: list[Effect] = []
-        if stop > self.stop:
-            chunk = Chunk(self.stop, stop, tables, ready, after)
-            self.chunks.append(chunk)
+        if chunk is not None:
             for flow in self._planned():
                 out += _offer(flow, [chunk], now)
         return self._reviewed(out, now) + self._all(Offered(), now)
 
-    def ready(self, stop: int, after: Later | None, now: float) -> list[Effect]:
-        """The rows up to ``stop`` that were announced ahead are computed now, or will be at ``after``."""
-        for chunk in self.chunks:
-            if chunk.stop <= stop and not chunk.ready:
-                chunk.ready, chunk.after = True, after
+    def ready(self, turn: int, layers: Collection[LayerId] | None, now: float) -> list[Effect]:
+        """These layers (None: all) of the rows that came by a call are computed."""
+        self.rows.ready(turn, layers)
         return self._all(Offered(), now)
 
-    def withdraw(self) -> None:
-        """Forget all pages: what is not being read now is not read until pages are given again."""
-        for chunk in self.chunks:
-            chunk.tables = None
+    def withdraw(self, now: float) -> list[Effect]:
+        """Forget all pages: what is not being read now is not read until pages are given again; grants go back."""
+        self.rows.withdraw()
+        return self._all(Offered(), now)
 
     def finish(self, stop: int, aux: bytes | None, tag: bytes, now: float) -> list[Effect]:
         """Nothing is added: the room's rows end at ``stop``."""
@@ -130,14 +98,11 @@ class SendRoom:
             return []
         if self._finished is not None:
             raise LocalProtocolError(f"room {self.room.hex()}: finished at row {self._finished.stop} already")
-        if stop != self.stop and self.chunks:
-            raise LocalProtocolError(f"room {self.room.hex()}: finish at row {stop}, but chunks end at {self.stop}")
+        end = self.rows.stop
+        if stop != end and end:
+            raise LocalProtocolError(f"room {self.room.hex()}: finish at row {stop}, but chunks end at {end}")
         self._finished = Finished(stop, aux, tag)
         return self._all(self._finished, now)
-
-    def chunk(self, segment: Segment) -> Chunk:
-        """The chunk that a segment lies in."""
-        return self.chunks[bisect_right(self.chunks, segment.start, key=lambda c: c.start) - 1]
 
     # What decode ranks say.
 
@@ -150,7 +115,7 @@ class SendRoom:
         if error is not None:
             return self._reviewed(flow.handle(Cancel(error), now), now)
         self.world = world
-        out = _offer(flow, self.chunks, now)
+        out = _offer(flow, self.rows.chunks, now)
         out += flow.handle(Offered(), now)
         if self._finished is not None:
             out += flow.handle(self._finished, now)
@@ -166,13 +131,9 @@ class SendRoom:
 
     def _flow(self, peer: Epoch, generation: Generation, plan: FlowPlan | None) -> Flow:
         head = room_head(self._epoch, peer, self.room, generation)
-        flow = Flow(head, plan, self._options, self._available)
+        flow = Flow(head, plan, self._options, self.rows.readiness)
         self.flows[peer] = flow
         return flow
-
-    def _available(self, segment: Segment) -> bool:
-        chunk = self.chunk(segment)
-        return chunk.ready and chunk.tables is not None
 
     def handle(self, peer: Epoch, event: object, now: float) -> list[Effect]:
         """An event of one flow; nothing after its end."""
@@ -193,7 +154,11 @@ class SendRoom:
         ]
         world = "unknown" if self.world is None else self.world
         asked = f"{len(self.flows)} of {world} decode ranks asked for it"
-        return f"room {self.room.hex()}: not complete within {self._total_s:g} s: {'; '.join([asked, *late])}"
+        plans = [f.plan for f in self.flows.values() if f.plan is not None]
+        layers = {LayerId(layer) for p in plans for run in p.intake.ranges(p.rank) for layer in run}
+        missing = self.rows.missing(layers)
+        why = [asked, *late, *([missing] if missing else [])]
+        return f"room {self.room.hex()}: not complete within {self._total_s:g} s: {'; '.join(why)}"
 
     # How it ends.
 
@@ -213,13 +178,13 @@ class SendRoom:
             return self._fail(AbortedError(f"room {self.room.hex()}: another rank failed: {event.reason}"), now)
         assert self._voted
         self.done = True
-        self.chunks.clear()
+        self.rows.clear()
         return self._all(Cancel(AbortedError("complete")), now)
 
     def _fail(self, error: DisaggKVError, now: float) -> list[Effect]:
         self.error = error
         self._voted = False
-        self.chunks.clear()
+        self.rows.clear()
         out: list[Effect] = [Vote(False, str(error))]
         return out + self._all(Cancel(error), now)
 

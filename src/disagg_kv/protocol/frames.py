@@ -156,9 +156,13 @@ class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class StagingRequest(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=5):
-    """Prefill -> decode: I want to send my part of this segment by ``path``; ``ready``: its data are computed."""
+    """Prefill -> decode: I want to send my part of this segment by ``path``; ``ready``: its data are computed.
+
+    ``ask`` counts how often I gave a grant for this part back; a new one says so of the grant before it.
+    """
 
     segment: Box
+    ask: U
     ready: bool
     path: Name = "staged"
 
@@ -173,6 +177,7 @@ class Grant(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknow
     """Answer to ``StagingRequest``: you may write ``nbytes`` at ``offset`` of the ring, under lease ``lease``."""
 
     segment: Box
+    ask: U
     lease: U
     offset: U
     nbytes: U
@@ -237,6 +242,20 @@ class Verdict(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkn
     reason: Text
 
 
+class Return(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=18):
+    """Prefill -> decode: I shall not use what you granted me for this ``ask``; nothing was written."""
+
+    segment: Box
+    ask: U
+
+
+class Returned(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=19):
+    """Answer to ``Return``."""
+
+    segment: Box
+    ask: U
+
+
 AnyFrame = (
     Hello
     | Refused
@@ -256,6 +275,8 @@ AnyFrame = (
     | DrainedAck
     | Ballot
     | Verdict
+    | Return
+    | Returned
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attrs import define, field
-
 from ..errors import (
     AbortedError,
     CapacityError,
@@ -16,7 +14,6 @@ from ..errors import (
 from ..geometry import Coverage
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, Segment
-from ..staging import Lease
 from .base import (
     Awaited,
     Cancel,
@@ -52,51 +49,17 @@ from .frames import (
     Head,
     Landed,
     Queued,
+    Return,
+    Returned,
     RoomFrame,
     StagingRequest,
     words,
 )
 from .machine import Machine, ours, overlap
+from .parts import Part, Writer
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
 from .wire import segment_from_wire, segment_to_wire
-
-
-@define
-class _Writer:
-    """One prefill rank, elected or not."""
-
-    epoch: Epoch
-    rank: Rank
-    done: Done | None = None
-    drained: bool = False
-    gone: bool = False
-    lost: bool = False
-    open: int = 0
-
-    @property
-    def evidence(self) -> bool:
-        """True: it writes nothing more for this room."""
-        return self.drained or self.gone
-
-
-@define
-class _Part:
-    """A segment between the first word about it and its landing."""
-
-    writers: tuple[Rank, ...]
-    offsets: dict[Rank, tuple[int, int]]
-    nbytes: int
-    asker: Epoch
-    lease: Lease | None = None
-    asked: set[Rank] = field(factory=set)
-    arrived: set[Rank] = field(factory=set)
-    staged: set[Rank] = field(factory=set)
-    scattering: bool = False
-
-
-def _granted(part: _Part, w: _Writer, lease: int) -> bool:
-    return part.lease is not None and part.lease.start == lease and w.rank in part.asked
 
 
 class ReceiveRoom(Machine[Receiving]):
@@ -119,8 +82,8 @@ class ReceiveRoom(Machine[Receiving]):
         self._repeat = Repeater(options)
         self._awaited: Awaited | None = None
         self._intake: Intake | None = None
-        self._writers: dict[Epoch, _Writer] = {}
-        self._parts: dict[Segment, _Part] = {}
+        self._writers: dict[Epoch, Writer] = {}
+        self._parts: dict[Segment, Part] = {}
         self._claimed = Coverage()
         self._coverage = Coverage()
         self._stop: int | None = None
@@ -173,7 +136,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_introduced(self, event: Introduced) -> None:
         self._intake = event.intake
-        self._writers = {e: _Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+        self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
         self._begin()
 
     def _begin(self) -> None:
@@ -211,10 +174,13 @@ class ReceiveRoom(Machine[Receiving]):
         if w.rank in part.arrived:
             self._landed(w, segment)
             return
+        if part.stale(w.rank, event.ask):
+            self.ignored += 1
+            return
         again = w.rank in part.asked
-        if not again:
-            part.asked.add(w.rank)
-            w.open += 1
+        w.open += w.rank not in part.asks
+        part.asks[w.rank] = event.ask
+        part.asked.add(w.rank)
         if part.lease is not None:
             self._grant(w, segment, part)
             return
@@ -226,7 +192,7 @@ class ReceiveRoom(Machine[Receiving]):
         assert self._awaited is not None
         return self._awaited.paths
 
-    def _part(self, w: _Writer, box: tuple[int, int, int, int]) -> _Part | None:
+    def _part(self, w: Writer, box: tuple[int, int, int, int]) -> Part | None:
         """The live segment, new or old; None: it was answered, or the room has failed over it."""
         assert self._awaited is not None
         assert self._intake is not None
@@ -249,7 +215,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._parts[segment] = part
         return part
 
-    def _new_part(self, w: _Writer, segment: Segment) -> _Part:
+    def _new_part(self, w: Writer, segment: Segment) -> Part:
         assert self._awaited is not None
         assert self._intake is not None
         most = self._awaited.most if self._stop is None else self._stop
@@ -259,7 +225,7 @@ class ReceiveRoom(Machine[Receiving]):
         if self._claimed.overlaps(segment.start, segment.stop, segment.first, segment.last):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = self._intake.lease(segment)
-        return _Part(self._intake.writers(segment), offsets, nbytes, w.epoch)
+        return Part(self._intake.writers(segment), offsets, nbytes, w.epoch)
 
     def _on_leased(self, event: Leased) -> None:
         part = self._parts[event.segment]
@@ -268,17 +234,30 @@ class ReceiveRoom(Machine[Receiving]):
             if w.rank in part.asked:
                 self._grant(w, event.segment, part)
 
-    def _grant(self, w: _Writer, segment: Segment, part: _Part) -> None:
+    def _grant(self, w: Writer, segment: Segment, part: Part) -> None:
         assert part.lease is not None
         offset, nbytes = part.offsets[w.rank]
         grant = Grant(
             **self._to(w),
             segment=segment_to_wire(segment),
+            ask=part.asks[w.rank],
             lease=part.lease.start,
             offset=part.lease.offset + offset,
             nbytes=nbytes,
         )
         self._send(w, grant)
+
+    def _on_given_back(self, event: Return) -> None:
+        """A writer does without what it was granted; the lease is free once nobody has it."""
+        w, segment = self._writers[Epoch(event.src)], Segment(*event.segment)
+        self._send(w, Returned(**self._to(w), segment=event.segment, ask=event.ask))
+        part = self._parts.get(segment)
+        if part is None or w.rank in part.arrived or part.asks.get(w.rank) != event.ask:
+            return
+        part.asked.discard(w.rank)
+        if not part.asked:
+            part.lease = None
+            self._out.append(Free(segment))
 
     def _on_chunk_ready(self, event: ChunkReady) -> None:
         assert self._awaited is not None
@@ -290,7 +269,7 @@ class ReceiveRoom(Machine[Receiving]):
         if part is None:
             return
         segment = segment_from_wire(event.segment)
-        if event.lease is not None and not _granted(part, w, event.lease):
+        if event.lease is not None and not part.granted(w.rank, event.lease):
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} used lease {event.lease} of {segment}"))
             return
         self._landed(w, segment)
@@ -309,9 +288,9 @@ class ReceiveRoom(Machine[Receiving]):
         else:
             self._finish_part(segment)
 
-    def _arrive(self, part: _Part, w: _Writer) -> None:
+    def _arrive(self, part: Part, w: Writer) -> None:
         part.arrived.add(w.rank)
-        w.open -= w.rank in part.asked
+        w.open -= w.rank in part.asks
 
     def _on_scattered(self, event: Scattered) -> None:
         self._parts[event.segment].scattering = False
@@ -467,7 +446,7 @@ class ReceiveRoom(Machine[Receiving]):
     # Draining: memory comes back on evidence only.
 
     def _on_introduced_late(self, event: Introduced) -> None:
-        self._writers = {e: _Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+        self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
         self._tell_abort()
         self._settle()
 
@@ -481,7 +460,7 @@ class ReceiveRoom(Machine[Receiving]):
     def _on_late_chunk(self, event: ChunkReady) -> None:
         w = self._writers[Epoch(event.src)]
         part = self._parts.get(Segment(*event.segment))
-        if part is not None and event.lease is not None and _granted(part, w, event.lease):
+        if part is not None and event.lease is not None and part.granted(w.rank, event.lease):
             if w.rank not in part.arrived:
                 self._arrive(part, w)
             self._settle()
@@ -523,10 +502,10 @@ class ReceiveRoom(Machine[Receiving]):
     def _on_tick_draining(self, event: Tick) -> None:
         self._out += self._repeat.tick(self.now)
 
-    def _may_touch_pages(self, w: _Writer) -> bool:
+    def _may_touch_pages(self, w: Writer) -> bool:
         return self._exposed and w.done is None and not w.evidence
 
-    def _owes(self, w: _Writer) -> bool:
+    def _owes(self, w: Writer) -> bool:
         """True while this writer may still write to memory of ours."""
         return self._may_touch_pages(w) or any(
             p.lease is not None and w.rank in p.asked - p.arrived and not w.evidence for p in self._parts.values()
@@ -554,13 +533,13 @@ class ReceiveRoom(Machine[Receiving]):
     def _name(self) -> str:
         return f"room {self.room.hex()} generation {self.generation}"
 
-    def _to(self, w: _Writer) -> Head:
+    def _to(self, w: Writer) -> Head:
         return Head(src=self._epoch, dst=w.epoch, room=self.room, generation=self.generation)
 
-    def _send(self, w: _Writer, frame: RoomFrame) -> None:
+    def _send(self, w: Writer, frame: RoomFrame) -> None:
         self._out.append(Send(w.epoch, frame))
 
-    def _landed(self, w: _Writer, segment: Segment) -> None:
+    def _landed(self, w: Writer, segment: Segment) -> None:
         self._send(w, Landed(**self._to(w), segment=segment_to_wire(segment)))
 
     def check_integrity(self) -> None:
@@ -571,7 +550,12 @@ class ReceiveRoom(Machine[Receiving]):
             assert part.arrived <= set(part.writers)
             assert part.staged <= part.arrived <= part.asked | (part.arrived - part.staged)
             assert part.lease is not None or not part.staged
+            assert part.asked <= part.asks.keys()
+            assert part.lease is None or part.asked
         for w in self._writers.values():
-            assert w.open == sum(w.rank in p.asked - p.arrived for p in self._parts.values()) or self.error is not None
+            assert (
+                w.open == sum(w.rank in p.asks.keys() - p.arrived for p in self._parts.values())
+                or self.error is not None
+            )
         assert self.state is not Receiving.CLOSED or not self._parts
         assert (self.error is None) or self.state in (Receiving.DRAINING, Receiving.CLOSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
+from itertools import islice
 
 from attrs import define, frozen
 
@@ -38,11 +39,14 @@ from .frames import (
     Head,
     Landed,
     Queued,
+    Return,
+    Returned,
     StagingRequest,
     words,
 )
 from .machine import Machine, ours
 from .retry import Repeater
+from .rows import Readiness
 from .tables import SENDING, Sending
 from .wire import segment_to_wire
 
@@ -90,6 +94,7 @@ class _Part:
     nbytes: int
     step: _Step = _Step.PLANNED
     grant: Grant | None = None
+    ask: int = 0
     asked_ready: bool = False
     tries: int = 0
 
@@ -97,7 +102,7 @@ class _Part:
 class Flow(Machine[Sending]):
     """The prefill side's state machine for one room and one decode rank.
 
-    ``available(stop)`` tells whether the rows up to ``stop`` are computed and their pages are attached.
+    ``readiness`` tells whether a segment is computed and its pages are there.
     """
 
     def __init__(
@@ -105,7 +110,7 @@ class Flow(Machine[Sending]):
         head: Head,
         plan: FlowPlan | None,
         options: Options,
-        available: Callable[[Segment], bool],
+        readiness: Callable[[Segment], Readiness],
     ) -> None:
         super().__init__(SENDING, Sending.MOVING)
         self.peer = Epoch(head["dst"])
@@ -116,7 +121,7 @@ class Flow(Machine[Sending]):
         self.segments_landed = 0
         self._head = head
         self._options = options
-        self._available = available
+        self._readiness = readiness
         self._repeat = Repeater(options)
         self._parts: dict[Segment, _Part] = {}
         self._unquiet: set[Segment] = set()
@@ -143,15 +148,16 @@ class Flow(Machine[Sending]):
                 if nbytes:
                     self._parts[segment] = _Part(nbytes)
 
-    def begin(self, segment: Segment) -> bool:
+    def begin(self, transfer: Transfer) -> bool:
         """The mover starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
-        part = self._parts.get(segment)
+        part = self._parts.get(transfer.segment)
         if self.state is not Sending.MOVING or part is None or part.step is not _Step.GRANTED:
             return False
-        if not self._available(segment):
+        lease = None if part.grant is None else part.grant.lease
+        if lease != transfer.lease or self._readiness(transfer.segment) is not Readiness.READY:
             return False
         part.step = _Step.WRITING
-        self._unquiet.add(segment)
+        self._unquiet.add(transfer.segment)
         return True
 
     @property
@@ -168,27 +174,45 @@ class Flow(Machine[Sending]):
         self._advance()
 
     def _advance(self) -> None:
-        """Ask for, or move, as many segments as the window allows."""
+        """Ask for, move, or give back as many segments as the window allows."""
         assert self.plan is not None
-        room = self._options.window
-        for segment, part in self._parts.items():
-            if room == 0:
-                break
-            room -= 1
-            ready = self._available(segment)
+        for segment, part in islice(self._parts.items(), self._options.window):
             if part.step is _Step.PLANNED and self.plan.exposed:
                 part.step = _Step.GRANTED
-                if ready:
-                    self._transfer(segment, part)
-            elif part.step is _Step.PLANNED or (part.step is _Step.ASKED and ready and not part.asked_ready):
-                part.step = _Step.ASKED
-                part.asked_ready = ready
-                box = segment_to_wire(segment)
-                request = StagingRequest(**self._head, segment=box, ready=ready, path=self.plan.path)
-                self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
-            elif part.step is _Step.GRANTED and ready:
-                self._transfer(segment, part)
+            readiness = self._readiness(segment)
+            ready = readiness is Readiness.READY
+            new = part.step is _Step.PLANNED and readiness is not Readiness.WITHDRAWN
+            if part.step is _Step.GRANTED:
+                self._use(segment, part)
+            elif new or (part.step is _Step.ASKED and ready and not part.asked_ready):
+                self._ask(segment, part, ready)
         self._check_finished()
+
+    def _ask(self, segment: Segment, part: _Part, ready: bool) -> None:
+        assert self.plan is not None
+        part.step, part.asked_ready = _Step.ASKED, ready
+        box, path = segment_to_wire(segment), self.plan.path
+        request = StagingRequest(**self._head, segment=box, ask=part.ask, ready=ready, path=path)
+        # Its number says that the grant before it is given back.
+        self._repeat.stop(("return", segment))
+        self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
+
+    def _use(self, segment: Segment, part: _Part) -> None:
+        """Move what is granted; what was withdrawn must not keep bytes of the ring from others."""
+        readiness = self._readiness(segment)
+        if readiness is Readiness.READY:
+            self._transfer(segment, part)
+        elif readiness is Readiness.WITHDRAWN and part.grant is not None:
+            back = Return(**self._head, segment=segment_to_wire(segment), ask=part.ask)
+            self._out.append(self._repeat.start(("return", segment), Send(self.peer, back), self.now))
+            part.step, part.grant, part.ask = _Step.PLANNED, None, part.ask + 1
+
+    def _on_returned(self, event: Returned) -> None:
+        part = self._parts.get(Segment(*event.segment))
+        if part is None or event.ask != part.ask - 1:
+            self.ignored += 1
+            return
+        self._repeat.stop(("return", Segment(*event.segment)))
 
     def _transfer(self, segment: Segment, part: _Part) -> None:
         """The mover drops what it has already, so a repeated Transfer is harmless."""
@@ -204,7 +228,7 @@ class Flow(Machine[Sending]):
     def _on_grant(self, event: Grant) -> None:
         segment = Segment(*event.segment)
         part = self._parts.get(segment)
-        if part is None or part.step is not _Step.ASKED:
+        if part is None or part.step is not _Step.ASKED or event.ask != part.ask:
             self.ignored += 1
             return
         if event.nbytes != part.nbytes:
@@ -214,8 +238,7 @@ class Flow(Machine[Sending]):
         self._repeat.stop(("request", segment))
         part.grant = event
         part.step = _Step.GRANTED
-        if self._available(segment):
-            self._transfer(segment, part)
+        self._use(segment, part)
 
     def _on_wrote(self, event: Wrote) -> None:
         self._unquiet.discard(event.segment)
@@ -233,7 +256,7 @@ class Flow(Machine[Sending]):
             retryable = isinstance(event.error, TransportError) and event.error.retryable
             if retryable and part.tries < WRITE_TRIES:
                 part.step = _Step.GRANTED
-                self._transfer(event.segment, part)
+                self._use(event.segment, part)
                 return
         self._fail(ours(event.error, self._name()))
 
@@ -244,8 +267,8 @@ class Flow(Machine[Sending]):
             self.ignored += 1
             return
         del self._parts[segment]
-        self._repeat.stop(("request", segment))
-        self._repeat.stop(("notice", segment))
+        for kind in ("request", "return", "notice"):
+            self._repeat.stop((kind, segment))
         self.bytes_landed += part.nbytes
         self.segments_landed += 1
         self._advance()

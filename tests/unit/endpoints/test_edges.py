@@ -133,7 +133,12 @@ def test_a_grant_outside_the_ring_is_not_written_to() -> None:
     request.send(8)
     rig.wait(0.1)
     grant = Grant(
-        **forged(prefills, decodes, request.room), segment=(0, 8, 0, 2), lease=0, offset=(1 << 16) - 256, nbytes=2048
+        **forged(prefills, decodes, request.room),
+        segment=(0, 8, 0, 2),
+        ask=0,
+        lease=0,
+        offset=(1 << 16) - 256,
+        nbytes=2048,
     )
     InprocChannel(rig.hub, "forger").send(prefills[0].channel.address, Codec().encode(grant))
     rig.until(lambda: request.sends[0].released, "the failure")

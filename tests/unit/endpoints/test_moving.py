@@ -321,6 +321,61 @@ def test_withdrawn_pages_are_not_read(edges: tuple[int, ...], path: str, finishe
     rig.quiet()
 
 
+@pytest.mark.parametrize("how", ["withdrawn", "late"])
+def test_rooms_that_cannot_go_on_do_not_hold_the_ring(how: str) -> None:
+    """E12: preempted rooms give their leases back; rows whose event is late have a quarter of the ring at most."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=16 << 10)
+    event, stuck = Flag(), []
+    for i in range(4):
+        request = rig.request(f"stuck {i}", prefills, decodes, 20).open_decode().expect(20).open_prefill()
+        stuck.append(request.send(20, ready=event))
+    rig.wait(1.0)
+    held = decodes[0].endpoint.leased_bytes
+    assert 0 < held <= 4 << 10
+    if how == "withdrawn":
+        for request in stuck:
+            for handle in request.sends:
+                handle.withdraw()
+        rig.wait(1.0)
+        assert decodes[0].endpoint.leased_bytes == 0
+        return
+    rig.request("ready", prefills, decodes, 40).start(40).landed()
+    event.fired = True
+    for request in stuck:
+        request.finish()
+    rig.until(lambda: all(request.all(Phase.DONE) for request in stuck), "the others")
+    for request in stuck:
+        request.wanted(0, 20)
+    rig.check()
+    rig.quiet()
+
+
+def test_a_granted_room_that_is_preempted_before_it_moves_gives_its_leases_back() -> None:
+    """E12: what waited for a slot has a lease, and after a withdrawal it has none; the rows come again and arrive."""
+    rig = Rig(SPEC)
+    kernels = CountingKernels()
+    events: list[Flag] = []
+    kernels.events = events
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels, slots=1)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    first = rig.request("first", prefills, decodes, 8).start(8)
+    rig.until(lambda: bool(kernels.events), "the only slot's gather")
+    held = decodes[0].endpoint.leased_bytes
+    second = rig.request("second", prefills, decodes, 8).open_decode().expect(8).open_prefill().send(8)
+    rig.until(lambda: decodes[0].endpoint.leased_bytes > held, "the second room's lease")
+    assert second.sends[0].withdraw() is not None
+    rig.until(lambda: decodes[0].endpoint.leased_bytes == held, "its return")
+    second.send(8).finish()
+    events[0].fired = True
+    first.landed()
+    rig.until(lambda: len(events) == 2, "the second room's gather")
+    events[1].fired = True
+    second.landed()
+    rig.quiet()
+
+
 def test_reads_under_way_delay_the_withdrawal() -> None:
     """The event of ``withdraw`` waits for a gather that has begun."""
     rig = Rig(SPEC)

@@ -56,6 +56,8 @@ from disagg_kv.protocol.frames import (
     Head,
     Landed,
     Queued,
+    Return,
+    Returned,
     StagingRequest,
     WireTable,
 )
@@ -76,8 +78,13 @@ def head(rank: int) -> Head:
     return Head(src=P[rank], dst=ME, room=b"r", generation=1)
 
 
-def request(rank: int, s: Segment = A, *, ready: bool = True, path: str = "staged") -> StagingRequest:
-    return StagingRequest(**head(rank), segment=(s.start, s.stop, s.first, s.last), ready=ready, path=path)
+def request(rank: int, s: Segment = A, *, ready: bool = True, path: str = "staged", ask: int = 0) -> StagingRequest:
+    box = (s.start, s.stop, s.first, s.last)
+    return StagingRequest(**head(rank), segment=box, ask=ask, ready=ready, path=path)
+
+
+def back(rank: int, ask: int = 0, s: Segment = A) -> Return:
+    return Return(**head(rank), segment=(s.start, s.stop, s.first, s.last), ask=ask)
 
 
 def chunk(rank: int, s: Segment = A, lease: Lease | None = LEASE) -> ChunkReady:
@@ -230,6 +237,55 @@ def test_look_ahead_that_became_ready_is_promoted() -> None:
     room = Room()
     room.say(request(0, ready=False))
     assert only(room.say(request(0, ready=True)), Reserve) == [Reserve(P[0], A, 2048, True)]
+
+
+def test_a_lease_that_all_its_askers_give_back_is_free_and_is_asked_for_afresh() -> None:
+    """E12: the ring gets the bytes of a preempted room back as soon as nobody has them."""
+    room = Room()
+    room.lease()
+    effects = room.say(back(0))
+    assert (sent(effects), only(effects, Free)) == ([(0, Returned)], [])
+    effects = room.say(back(1))
+    assert (sent(effects), only(effects, Free)) == ([(1, Returned)], [Free(A)])
+    again = request(0, ready=False, ask=1)
+    assert only(room.say(again), Reserve) == [Reserve(P[0], A, 2048, False)]
+    room.say(request(1, ask=1), Leased(A, OTHER_LEASE), chunk(0, lease=OTHER_LEASE))
+    assert only(room.say(chunk(1, lease=OTHER_LEASE)), Scatter) != []
+
+
+def test_what_another_writer_has_written_is_kept() -> None:
+    room = Room()
+    room.lease()
+    room.say(chunk(1))
+    assert only(room.say(back(0)), Free) == []
+    grants = [s.frame for s in only(room.say(request(0, ask=1)), Send) if isinstance(s.frame, Grant)]
+    assert [(g.ask, g.lease) for g in grants] == [(1, 70000)]
+    assert only(room.say(chunk(0)), Scatter) != []
+
+
+def test_late_and_repeated_returns_and_requests_change_nothing() -> None:
+    """E4: a request that was given back leaks no lease, and a ``Return`` of the past frees none."""
+    room = Room()
+    room.lease()
+    room.say(back(0))
+    assert room.say(request(0)) == []
+    assert sent(room.say(back(0))) == [(0, Returned)]
+    room.say(request(0, ask=1))
+    assert room.say(request(0)) == []
+    room.say(back(0), back(1))
+    assert sent(room.say(request(0, ask=1))) == [(0, Grant)]
+    room.say(chunk(0))
+    assert sent(room.say(back(0, 1), back(0, 0, B))) == [(0, Returned), (0, Returned)]
+    assert phase_of(room) is Phase.MOVING
+    assert room.say(request(1, ask=1), chunk(1)) != []
+
+
+def test_what_was_given_back_needs_no_evidence() -> None:
+    room = Room()
+    room.lease()
+    room.say(back(0), back(1))
+    assert only(room.say(Cancel(AbortedError("engine"))), Quarantine) == []
+    assert room.say(back(0)) == []
 
 
 @pytest.mark.parametrize("when", ["arrived", "scattered", "landed", "closed"])

@@ -19,7 +19,7 @@ from disagg_kv.errors import (
     TransportError,
 )
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.ids import Epoch, Generation, GroupId, Rank, RoomId
+from disagg_kv.ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
 from disagg_kv.planning import Intake, Segment
 from disagg_kv.protocol import (
     Decided,
@@ -52,6 +52,8 @@ from disagg_kv.protocol.frames import (
     Head,
     Landed,
     Queued,
+    Return,
+    Returned,
     StagingRequest,
 )
 from disagg_kv.protocol.sending import WRITE_TRIES
@@ -80,8 +82,8 @@ def box(s: Segment) -> tuple[int, int, int, int]:
     return (s.start, s.stop, s.first, s.last)
 
 
-def grant(s: Segment = A, nbytes: int = 1024, rank: int = 0) -> Grant:
-    return Grant(**head(rank), segment=box(s), lease=s.start, offset=s.start * 100, nbytes=nbytes)
+def grant(s: Segment = A, nbytes: int = 1024, rank: int = 0, ask: int = 0) -> Grant:
+    return Grant(**head(rank), segment=box(s), ask=ask, lease=s.start, offset=s.start * 100, nbytes=nbytes)
 
 
 def landed(s: Segment = A) -> Landed:
@@ -96,13 +98,19 @@ class Room:
     """A room; ``chunks`` of four rows are there before decode asks."""
 
     def __init__(self, *, chunks: int = 2, ready: bool = True, window: int = 16) -> None:
+        self.turns = 0
         self.machine = SendRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, 300.0)
         for i in range(chunks):
             self.add(4 * i + 4, ready=ready)
 
-    def add(self, stop: int, *, ready: bool = True, first: int = 0) -> list[Effect]:
+    def add(self, stop: int, *, ready: bool = True, first: int = 0, start: int | None = None) -> list[Effect]:
         tables = {ALL: PageTable(ALL, np.arange(4, dtype=np.int32), first)}
-        return self.machine.add(stop, tables, ready=ready, after=None, now=0.0)
+        self.turns += 1
+        start = self.machine.rows.stop if start is None else start
+        return self.machine.add(self.turns, start, stop, tables, ready=ready, now=0.0)
+
+    def ready(self, turn: int, layers: set[LayerId] | None = None) -> list[Effect]:
+        return self.machine.ready(turn, layers, 0.0)
 
     def expect(self, rank: int = 0, world: int = 1, given: FlowPlan | None = None) -> list[Effect]:
         return self.machine.expect(D[rank], Generation(5), given or plan(), world, 0.0)
@@ -114,8 +122,8 @@ class Room:
             self.machine.check_integrity()
         return out
 
-    def begin(self, s: Segment = A, rank: int = 0) -> bool:
-        return self.machine.flows[D[rank]].begin(s)
+    def begin(self, s: Segment = A, rank: int = 0, lease: int | None = -1) -> bool:
+        return self.machine.flows[D[rank]].begin(Transfer(D[rank], s, None, 0, s.start if lease == -1 else lease))
 
     def write(self, s: Segment = A) -> list[Effect]:
         """From grant to notice."""
@@ -273,44 +281,141 @@ def test_a_grant_of_another_size_fails_the_room_by_name() -> None:
 def test_exposed_pages_need_no_lease() -> None:
     room = Room(chunks=1)
     assert only(room.expect(given=plan(exposed=True)), Transfer) == [Transfer(D[0], A, None, 1024, None)]
-    assert room.begin()
+    assert room.begin(lease=None)
     assert [f.lease for f in frames(room.say(Wrote(A)), ChunkReady)] == [None]
 
 
 def test_exposed_pages_wait_for_rows_that_are_not_computed() -> None:
     room = Room(chunks=1, ready=False)
     assert room.expect(given=plan(exposed=True)) == []
-    assert transfers(room.machine.ready(4, None, 0.0)) == [A]
+    assert transfers(room.ready(1)) == [A]
 
 
 def test_look_ahead_asks_early_and_says_again_when_the_rows_are_computed() -> None:
     room = Room(ready=False)
     assert [f.ready for f in frames(room.expect(), StagingRequest)] == [False, False]
     assert transfers(room.say(grant(A))) == []
-    assert transfers(room.machine.ready(4, None, 0.0)) == [A]
-    effects = room.machine.ready(8, None, 0.0)
+    assert transfers(room.ready(1)) == [A]
+    effects = room.ready(2)
     assert [(f.segment, f.ready) for f in frames(effects, StagingRequest)] == [(box(B), True)]
 
 
 def test_withdrawn_pages_are_not_read_until_they_are_given_again() -> None:
     room = Room()
+    room.expect(given=plan(exposed=True))
+    room.machine.withdraw(0.0)
+    assert not room.begin(A, lease=None)
+    assert transfers(room.add(4, start=0)) == [A]
+    assert not room.begin(B, lease=None), "its rows are beyond the pages that are there again"
+    assert room.begin(A, lease=None)
+    assert room.add(8, start=4, first=8) == [], "its rows are before the pages"
+    assert transfers(room.add(8, start=4, first=4)) == [B]
+    assert room.begin(B, lease=None)
+
+
+def test_what_was_granted_for_withdrawn_pages_goes_back() -> None:
+    """E12: a preempted room holds no bytes of the ring; it says so until that is known, and asks afresh."""
+    room = Room(chunks=1)
     room.expect()
-    room.say(grant(A), grant(B))
-    room.machine.withdraw()
-    assert not room.begin(A)
-    assert transfers(room.add(4)) == [A]
-    assert not room.begin(B), "its rows are beyond the pages that are there again"
-    assert room.begin(A)
-    assert room.add(8, first=8) == [], "its rows are before the pages"
-    assert transfers(room.add(8, first=4)) == [B]
-    assert room.begin(B)
+    room.say(grant())
+    (back,) = frames(room.machine.withdraw(0.0), Return)
+    assert (back.segment, back.ask) == (box(A), 0)
+    assert not room.begin()
+    assert sent(room.machine.tick(0.2)) == [Return]
+    assert room.say(grant()) == [], "a late grant is of what was given back"
+    assert room.say(Returned(**head(), segment=box(A), ask=0)) == []
+    assert room.machine.tick(9.0) == []
+    (request,) = frames(room.add(4, start=0), StagingRequest)
+    assert (request.ask, request.ready) == (1, True)
+    assert room.say(grant()) == []
+    assert transfers(room.say(grant(ask=1))) == [A]
+    assert room.begin()
+
+
+def test_a_new_request_says_that_the_last_grant_went_back() -> None:
+    """The answer to an earlier ``Return`` does not end the repetition of a later one."""
+    room = Room(chunks=1)
+    room.expect()
+    room.say(grant())
+    room.machine.withdraw(0.0)
+    room.add(4, start=0)
+    assert sent(room.machine.tick(0.2)) == [StagingRequest]
+    room.say(grant(ask=1))
+    assert [f.ask for f in frames(room.machine.withdraw(0.3), Return)] == [1]
+    room.say(Returned(**head(), segment=box(A), ask=0), Returned(**head(), segment=box(B), ask=0))
+    assert sent(room.machine.tick(1.0)) == [Return]
+    assert room.machine.flows[D[0]].ignored == 2
+
+
+def test_a_grant_that_comes_after_the_withdrawal_goes_back_at_once() -> None:
+    room = Room(chunks=1)
+    room.expect()
+    assert room.machine.withdraw(0.0) == []
+    assert sent(room.say(grant())) == [Return]
+
+
+def test_a_write_that_fails_after_the_withdrawal_is_not_tried_from_pages_that_are_gone() -> None:
+    room = Room(chunks=1)
+    room.expect()
+    room.say(grant())
+    assert room.begin()
+    assert room.machine.withdraw(0.0) == []
+    assert sent(room.say(WriteFailed(A, RETRY, True))) == [Return]
+
+
+def test_a_transfer_of_an_earlier_lease_has_become_void() -> None:
+    """The mover may still hold it when the part is granted afresh."""
+    room = Room(chunks=1)
+    room.expect()
+    room.say(grant())
+    room.machine.withdraw(0.0)
+    room.add(4, start=0)
+    room.say(Grant(**head(), segment=box(A), ask=1, lease=77, offset=0, nbytes=1024))
+    assert not room.begin(lease=0)
+    assert room.begin(lease=77)
+
+
+def test_events_of_chunks_may_happen_in_any_order() -> None:
+    """Each call that hands rows over is final by itself; one from before a withdrawal says nothing."""
+    room = Room(ready=False)
+    room.expect(given=plan(exposed=True))
+    assert transfers(room.ready(2)) == [B]
+    room.machine.withdraw(0.0)
+    assert room.ready(1) == []
+    assert room.add(8, start=0, ready=False) == []
+    assert room.ready(2) == []
+    assert transfers(room.ready(3)) == [A, B]
+
+
+def test_rows_that_came_by_two_calls_are_final_when_both_are() -> None:
+    room = Room(chunks=0)
+    room.add(8, ready=False)
+    room.expect(given=plan(exposed=True))
+    room.machine.withdraw(0.0)
+    room.add(2, start=0, ready=False)
+    room.add(8, start=2, ready=False)
+    assert room.ready(3) == []
+    assert len(transfers(room.ready(2))) == 1
+
+
+def test_a_segment_is_final_when_all_its_layers_are() -> None:
+    """B1."""
+    room = Room(chunks=1, ready=False)
+    room.expect(given=plan(exposed=True))
+    assert room.ready(1, {LayerId(1)}) == []
+    room.machine.tick(300.0)
+    assert "rows 0-4 never became final in layers [0]" in str(room.machine.error)
+    room = Room(chunks=1, ready=False)
+    room.expect(given=plan(exposed=True))
+    room.ready(1, {LayerId(1)})
+    assert transfers(room.ready(1, {LayerId(0)})) == [A]
 
 
 def test_rows_that_are_known_are_not_added_twice() -> None:
     room = Room()
     assert frames(room.expect(), StagingRequest) != []
-    assert room.add(8) == room.add(4) == []
-    assert room.machine.stop == 8
+    assert room.add(8, start=4) == room.add(4, start=0) == []
+    assert room.machine.rows.stop == 8
 
 
 # What goes wrong.
@@ -536,8 +641,8 @@ def test_the_deadline_names_who_is_missing() -> None:
 def test_after_its_end_the_engine_changes_nothing() -> None:
     room = Room()
     room.machine.cancel(AbortedError("engine"), 0.0)
-    assert room.add(12) == room.machine.finish(12, None, b"", 0.0) == room.machine.ready(12, None, 0.0) == []
-    assert room.machine.chunks == []
+    assert room.add(12) == room.machine.finish(12, None, b"", 0.0) == room.ready(3) == []
+    assert room.machine.rows.chunks == []
 
 
 def test_calls_out_of_order_are_the_callers_error() -> None:

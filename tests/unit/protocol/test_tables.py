@@ -25,6 +25,7 @@ from disagg_kv.protocol import (
     Offered,
     Options,
     Quiet,
+    Readiness,
     ReceiveRoom,
     Receiving,
     Scattered,
@@ -47,14 +48,16 @@ from disagg_kv.protocol.frames import (
     Grant,
     Landed,
     Queued,
+    Return,
+    Returned,
     StagingRequest,
 )
 from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.sending import room_head
 from disagg_kv.protocol.tables import Table
 
-TO_DECODE = {Expected, StagingRequest, ChunkReady, Done, Abort, Drained}
-TO_PREFILL = {Expect, Queued, Grant, Landed, Complete, Abort, AbortAck, DrainedAck}
+TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, Done, Abort, Drained}
+TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, Complete, Abort, AbortAck, DrainedAck}
 HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
@@ -80,7 +83,7 @@ def machine(table: Table) -> ReceiveRoom | Flow:
     epoch, room = Epoch(bytes(16)), RoomId(b"r")
     if table is RECEIVING:
         return ReceiveRoom(room, Generation(1), epoch, Options(), 0.0, 1.0)
-    return Flow(room_head(epoch, epoch, room, Generation(1)), None, Options(), lambda segment: True)
+    return Flow(room_head(epoch, epoch, room, Generation(1)), None, Options(), lambda segment: Readiness.READY)
 
 
 @pytest.mark.parametrize(("table", "states", "events"), SIDES)

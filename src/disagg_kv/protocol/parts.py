@@ -1,0 +1,64 @@
+"""What a room on a decode rank knows of its writers, and of the segments between first word and landing."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from ..ids import Epoch, Rank
+from ..staging import Lease
+from .frames import Done
+
+
+@define
+class Writer:
+    """One prefill rank, elected or not; ``open``: segments that it has asked for and not announced."""
+
+    epoch: Epoch
+    rank: Rank
+    done: Done | None = None
+    drained: bool = False
+    gone: bool = False
+    lost: bool = False
+    open: int = 0
+
+    @property
+    def evidence(self) -> bool:
+        """True: it writes nothing more for this room."""
+        return self.drained or self.gone
+
+
+@define
+class Part:
+    """A segment between the first word about it and its landing.
+
+    Args:
+        writers: the ranks that have bytes in it.
+        offsets: where in the lease, and how many.
+        nbytes: of the lease.
+        asker: on whose behalf the ring is asked.
+        lease: what the ring granted.
+        asks: the number of each writer's last request.
+        asked: writers that may write to the lease, now or once it is granted.
+        arrived: writers whose bytes are there; staged: those of them whose bytes are in the lease.
+        scattering: True while the lease is read.
+    """
+
+    writers: tuple[Rank, ...]
+    offsets: dict[Rank, tuple[int, int]]
+    nbytes: int
+    asker: Epoch
+    lease: Lease | None = None
+    asks: dict[Rank, int] = field(factory=dict)
+    asked: set[Rank] = field(factory=set)
+    arrived: set[Rank] = field(factory=set)
+    staged: set[Rank] = field(factory=set)
+    scattering: bool = False
+
+    def granted(self, rank: Rank, lease: int) -> bool:
+        """True if a writer may have written under this lease."""
+        return self.lease is not None and self.lease.start == lease and rank in self.asked
+
+    def stale(self, rank: Rank, ask: int) -> bool:
+        """True for a request that was given back already: it came late or twice."""
+        last = self.asks.get(rank, -1)
+        return ask < last or (ask == last and rank not in self.asked)

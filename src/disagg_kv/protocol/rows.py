@@ -1,0 +1,137 @@
+"""The rows of a room on a prefill rank: which are handed over, in which pages, and which layers of them are final."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from enum import Enum, auto
+
+from attrs import define, field
+
+from ..geometry import PageTable
+from ..ids import GroupId, LayerId
+from ..planning import Segment
+
+
+class Readiness(Enum):
+    """Whether a segment can be read."""
+
+    WITHDRAWN = auto()
+    """Its pages were taken away and are not there again."""
+    AHEAD = auto()
+    """Its pages are there, but not all of its rows and layers are computed."""
+    READY = auto()
+
+
+@define(eq=False)
+class _Turn:
+    """Rows that the engine handed over by one call, and the layers of them that are final; ``whole``: all layers."""
+
+    start: int
+    stop: int
+    whole: bool = False
+    layers: set[LayerId] = field(factory=set)
+
+    def final(self, segment: Segment) -> bool:
+        return self.whole or self.layers.issuperset(segment.layers)
+
+
+@define(eq=False)
+class Chunk:
+    """Rows that are cut into segments together.
+
+    Args:
+        start, stop: which rows.
+        tables: their pages; None after a withdrawal, until they are given again.
+    """
+
+    start: int
+    stop: int
+    tables: Mapping[GroupId, PageTable] | None
+    turns: tuple[_Turn, ...] = ()
+
+
+class Rows:
+    """What the engine has handed over so far, chunk by chunk.
+
+    After a withdrawal the engine hands rows over again, by calls that need not end where the earlier ones did. So each
+    call has a number, and a chunk is final when all calls are final that its rows came by.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+        self._turns: dict[int, _Turn] = {}
+
+    @property
+    def stop(self) -> int:
+        """One past the last row handed over."""
+        return self.chunks[-1].stop if self.chunks else 0
+
+    def add(
+        self, turn: int, start: int, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool
+    ) -> Chunk | None:
+        """The rows ``[start, stop)`` come by a call of number ``turn``; the new chunk, if there are new rows.
+
+        Args:
+            turn: never used before.
+            start: first row of this call.
+            stop: one past its last.
+            tables: pages of these rows and of those handed over since the last withdrawal.
+            ready: True: all layers are final.
+        """
+        self._turns[turn] = _Turn(start, stop, whole=ready)
+        for chunk in self.chunks:
+            covered = chunk.stop <= stop and all(t.first <= chunk.start for t in tables.values())
+            if chunk.tables is None and covered:
+                chunk.tables, chunk.turns = tables, self._turns_of(chunk.start, chunk.stop)
+        if stop <= self.stop:
+            return None
+        chunk = Chunk(self.stop, stop, tables, self._turns_of(self.stop, stop))
+        self.chunks.append(chunk)
+        return chunk
+
+    def _turns_of(self, start: int, stop: int) -> tuple[_Turn, ...]:
+        return tuple(t for t in self._turns.values() if t.start < stop and start < t.stop)
+
+    def ready(self, turn: int, layers: Collection[LayerId] | None) -> None:
+        """These layers (None: all) of the rows of a call are final; nothing, if its pages were withdrawn since."""
+        known = self._turns.get(turn)
+        if known is None:
+            return
+        if layers is None:
+            known.whole = True
+        else:
+            known.layers.update(layers)
+
+    def withdraw(self) -> None:
+        """Forget all pages, and what was final."""
+        self._turns.clear()
+        for chunk in self.chunks:
+            chunk.tables, chunk.turns = None, ()
+
+    def clear(self) -> None:
+        """The room has ended."""
+        self._turns.clear()
+        self.chunks.clear()
+
+    def chunk(self, segment: Segment) -> Chunk:
+        """The chunk that a segment lies in."""
+        return self.chunks[bisect_right(self.chunks, segment.start, key=lambda c: c.start) - 1]
+
+    def readiness(self, segment: Segment) -> Readiness:
+        """Whether a segment can be read."""
+        chunk = self.chunk(segment)
+        if chunk.tables is None:
+            return Readiness.WITHDRAWN
+        return Readiness.READY if all(t.final(segment) for t in chunk.turns) else Readiness.AHEAD
+
+    def missing(self, layers: Collection[LayerId]) -> str:
+        """The first rows that are not final, and in which of these layers; empty if there are none."""
+        for chunk in self.chunks:
+            if chunk.tables is None:
+                return f"rows {chunk.start}-{chunk.stop} were withdrawn"
+            for turn in chunk.turns:
+                late = [] if turn.whole else sorted(set(layers) - turn.layers)
+                if late:
+                    return f"rows {turn.start}-{turn.stop} never became final in layers {late}"
+        return ""
