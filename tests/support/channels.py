@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from disagg_kv.channels import Arrived, Channel, Closed, Opened
+from disagg_kv.channels import Channel, News
 
 _CHILD = """
 import sys
@@ -21,9 +21,9 @@ while True:
 """
 
 
-def wait_for(channel: Channel, *wanted: Arrived | Closed | Opened) -> list[Arrived | Closed | Opened]:
+def wait_for(channel: Channel, *wanted: News) -> list[News]:
     """Poll until all of ``wanted`` came; everything that came. The test's own timeout bounds it."""
-    came: list[Arrived | Closed | Opened] = []
+    came: list[News] = []
     while not all(event in came for event in wanted):
         came.extend(channel.poll(60))
     return came

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from disagg_kv.channels import Arrived, Channel, Closed, Opened
+from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.kernels import Kernels, Move, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool
@@ -134,7 +134,7 @@ class Unreliable:
         for _, address, frame in due:
             self._inner.send(address, frame)
 
-    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+    def poll(self, timeout_s: float) -> Sequence[News]:
         """Pass on."""
         return self._inner.poll(timeout_s)
 

@@ -21,9 +21,15 @@ def check_frame(address: str, frame: bytes) -> None:
 
 @frozen
 class Arrived:
-    """A frame came in. Who sent it stands in the frame; the channel knows no names."""
+    """A frame came in. Who sent it stands in the frame; the channel knows no names.
+
+    Args:
+        frame: its bytes, at most MAX_FRAME.
+        key: the public key that its sender has proved to have; empty where the channel asks nobody for one.
+    """
 
     frame: bytes
+    key: str = ""
 
 
 @frozen
@@ -38,6 +44,29 @@ class Opened:
     """The connection towards ``address`` stands (again)."""
 
     address: str
+
+
+@frozen
+class Denied:
+    """Nothing can be sent to ``address``, whatever is tried: one of the two sides does not allow the other's key."""
+
+    address: str
+
+
+@frozen
+class Rejected:
+    """What came in and was refused before it was a frame.
+
+    Args:
+        connections: without a key, with one that is not allowed, or that were no connections of this kind.
+        messages: too large, or of several parts.
+    """
+
+    connections: int = 0
+    messages: int = 0
+
+
+News = Arrived | Closed | Opened | Denied | Rejected
 
 
 class Channel(Protocol):
@@ -60,7 +89,7 @@ class Channel(Protocol):
         """
         ...
 
-    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+    def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
         ...
 

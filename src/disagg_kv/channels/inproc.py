@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..errors import ConfigurationError
-from .base import Arrived, Closed, Opened, check_frame
+from .base import Arrived, Closed, News, Opened, check_frame
 
 
 class Hub:
@@ -41,7 +41,7 @@ class InprocChannel:
         self._hub = hub
         self._address = f"inproc://{name}"
         self._frames = 0
-        self._inbox: deque[Arrived | Closed | Opened] = deque()
+        self._inbox: deque[News] = deque()
         self._woken = False
         self._closed = False
         self._changed = threading.Condition(hub._lock)
@@ -78,7 +78,7 @@ class InprocChannel:
             other._put(Arrived(bytes(frame)))
             return True
 
-    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+    def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._woken or self._closed, timeout_s)
@@ -115,7 +115,7 @@ class InprocChannel:
             self._announce(Closed(self._address))
             self._changed.notify_all()
 
-    def _put(self, event: Arrived | Closed | Opened) -> None:
+    def _put(self, event: News) -> None:
         self._inbox.append(event)
         self._changed.notify_all()
 

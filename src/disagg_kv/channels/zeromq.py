@@ -16,12 +16,22 @@ from attrs import define
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
-from .base import MAX_FRAME, Arrived, Closed, Opened, check_frame
+from .base import MAX_FRAME, Arrived, Closed, Denied, News, Opened, Rejected, check_frame
+from .gate import Gate
+from .keys import Keys, split_key, with_key
 
 _HARD_LIMIT = 2 * MAX_FRAME
 """A larger message is not even read: ZeroMQ cuts its connection. Smaller ones that are still too large are counted."""
+
+INBOX = 256
+"""Messages of one connection that ZeroMQ reads ahead of us: what a stranger can make this process hold."""
+
+BATCH = 64 << 20
+"""Bytes that one ``poll`` takes in before it looks at anything else."""
+
 _RECONNECT_MS = (50, 1000)
-_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | _REFUSED
 
 
 class _State(Enum):
@@ -46,30 +56,40 @@ class ZmqChannel:
     for it is thrown away, so that a process that comes back under the old address gets no old frames; the connection
     is tried again after 50 ms, then ever more slowly, up to 1 s.
 
-    Frames are neither encrypted nor authenticated, so only addresses that do not leave the host are allowed unless
-    ``unencrypted_network`` says that everybody who can reach the network may read and forge them. An ``ipc`` socket's
-    file can be used by its owner alone and goes away at ``close``.
+    With ``keys``, connections are encrypted, both sides prove their keys, and each talks only to keys that it allows
+    (CURVE). An address then ends with ``#`` and the public key of who listens there, so that whoever learns the address
+    knows which key to insist on. A connection is accepted while somebody polls.
+
+    Without keys, frames are neither encrypted nor authenticated, so only addresses that do not leave the host are
+    allowed unless ``unencrypted_network`` says that everybody who can reach the network may read and forge them. An
+    ``ipc`` socket's file can be used by its owner alone and goes away at ``close``.
 
     Args:
         bind: ``tcp://127.0.0.1:0`` (0: any free port; ``address`` tells), ``tcp://[::1]:0`` or ``ipc:///path``.
+        keys: ours, and those of whom we talk to.
         linger_s: how long ``close`` waits for frames that are not sent yet.
-        high_water: frames that wait per destination, and per sender in the inbox; more are dropped.
-        unencrypted_network: True: other hosts' addresses are allowed too.
+        high_water: frames that wait per destination; more are dropped.
+        unencrypted_network: True: other hosts' addresses are allowed without keys.
 
     Raises:
-        ConfigurationError: an address that is not local, in use or cannot be bound.
+        ConfigurationError: an address that leaves the host without keys, is in use or cannot be bound; keys together
+            with ``unencrypted_network``.
     """
 
     def __init__(
         self,
         bind: str = "tcp://127.0.0.1:0",
         *,
+        keys: Keys | None = None,
         linger_s: float = 0.0,
         high_water: int = 10_000,
         unencrypted_network: bool = False,
     ) -> None:
-        self._anywhere = unencrypted_network
-        reason = _refusal(bind, unencrypted_network)
+        if keys is not None and unencrypted_network:
+            raise ConfigurationError(f"channel {bind!r}: with keys everything is encrypted; unencrypted_network is not")
+        self._keys = keys
+        self._anywhere = unencrypted_network or keys is not None
+        reason = _refusal(bind, self._anywhere)
         if reason is not None:
             raise ConfigurationError(f"channel {bind!r}: {reason}")
         if linger_s < 0 or high_water < 1:
@@ -78,13 +98,14 @@ class ZmqChannel:
         self._linger_ms = ceil(linger_s * 1000)
         self._high_water = high_water
         self._links: dict[str, _Link] = {}
-        self._dropped = 0
+        self._denied: dict[str, None] = {}
         self._closed = False
         self._file: Path | None = None
         self._context = zmq.Context()
         # Three sockets a destination: the default of 1,023 would end at 340 peers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._pull = self._context.socket(zmq.PULL)
+        self._gate = Gate(self._context, self._pull, keys)
         self._waker, self._woken = socket.socketpair()
         self._poller = zmq.Poller()
         try:
@@ -95,7 +116,7 @@ class ZmqChannel:
 
     def _listen(self, bind: str) -> str:
         self._pull.setsockopt(zmq.LINGER, 0)
-        self._pull.setsockopt(zmq.RCVHWM, self._high_water)
+        self._pull.setsockopt(zmq.RCVHWM, min(self._high_water, INBOX))
         self._pull.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT)
         self._pull.setsockopt(zmq.IPV6, int("[" in bind))
         self._pull.bind(bind)
@@ -107,17 +128,14 @@ class ZmqChannel:
         self._woken.setblocking(False)
         self._poller.register(self._pull, zmq.POLLIN)
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
-        return address
+        for asked in self._gate.sockets:
+            self._poller.register(asked, zmq.POLLIN)
+        return address if self._keys is None else with_key(address, self._keys.public)
 
     @property
     def address(self) -> str:
-        """Where others reach this inbox; with the real port."""
+        """Where others reach this inbox; with the real port, and our public key where there are keys."""
         return self._address
-
-    @property
-    def dropped(self) -> int:
-        """Incoming messages that were no control frames: larger than MAX_FRAME, or of several parts."""
-        return self._dropped
 
     def send(self, address: str, frame: bytes) -> bool:
         """Hand a frame over; never blocks. False: dropped, as the queue is full, the connection lost, the address bad.
@@ -130,7 +148,11 @@ class ZmqChannel:
             return False
         link = self._links.get(address)
         if link is None:
-            if _refusal(address, self._anywhere) is not None:
+            plain, key = (address, "") if self._keys is None else split_key(address)
+            if _refusal(plain, self._anywhere) is not None:
+                return False
+            if self._keys is not None and not self._keys.allow(key):
+                self._denied[address] = None
                 return False
             try:
                 link = self._links[address] = self._connect(address, _State.NEW)
@@ -144,20 +166,26 @@ class ZmqChannel:
             return False
         return True
 
-    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+    def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
 
         Frames come before news of connections: last words are heard before their speaker's end.
         """
         if self._closed:
             return ()
-        ready = dict(self._poller.poll(max(0, ceil(timeout_s * 1000))))
+        wait_ms = 0 if self._denied else max(0, ceil(timeout_s * 1000))
+        ready = dict(self._poller.poll(wait_ms))
         if self._woken.fileno() in ready:
             self._woken.recv(4096)
-        came: list[Arrived | Closed | Opened] = list(self._frames()) if self._pull in ready else []
+        came: list[News] = self._frames() if self._pull in ready else []
+        failed = self._gate.work() if any(asked in ready for asked in self._gate.sockets) else 0
+        if failed:
+            came.append(Rejected(connections=failed))
         for address, link in list(self._links.items()):
             if link.monitor in ready:
                 came.extend(self._news(address, link))
+        came.extend(map(Denied, self._denied))
+        self._denied.clear()
         return came
 
     def wake(self) -> None:
@@ -182,6 +210,7 @@ class ZmqChannel:
         for link in self._links.values():
             self._disconnect(link, self._linger_ms)
         self._links.clear()
+        self._gate.close()
         if self._file is not None:
             # First, so that it cannot be the file of somebody who takes the address over.
             self._file.unlink(missing_ok=True)
@@ -191,16 +220,21 @@ class ZmqChannel:
         self._woken.close()
 
     def _connect(self, address: str, state: _State) -> _Link:
+        plain, key = (address, "") if self._keys is None else split_key(address)
         push = self._context.socket(zmq.PUSH)
         push.setsockopt(zmq.LINGER, 0)
         push.setsockopt(zmq.SNDHWM, self._high_water)
         push.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         push.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        push.setsockopt(zmq.IPV6, int("[" in address))
+        push.setsockopt(zmq.IPV6, int("[" in plain))
+        if self._keys is not None:
+            push.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
+            push.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
+            push.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         link = _Link(push, push.get_monitor_socket(_EVENTS), state)
         self._poller.register(link.monitor, zmq.POLLIN)
         try:
-            push.connect(address)
+            push.connect(plain)
         except zmq.ZMQError:
             self._disconnect(link, 0)
             raise
@@ -212,22 +246,27 @@ class ZmqChannel:
         link.monitor.close(0)
         link.push.close(linger_ms)
 
-    def _frames(self) -> Iterator[Arrived]:
-        for _ in range(self._high_water):
+    def _frames(self) -> list[News]:
+        came: list[News] = []
+        taken = refused = 0
+        while taken < BATCH:
             try:
-                frame = self._pull.recv(zmq.NOBLOCK)
+                part = self._pull.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
-            parts = 1
+                break
+            frame, more = part.bytes, part.more
             while self._pull.getsockopt(zmq.RCVMORE):
                 self._pull.recv(zmq.NOBLOCK)
-                parts += 1
-            if parts > 1 or len(frame) > MAX_FRAME:
-                self._dropped += 1
+            # Nothing is free, or a flood of empty messages would keep us here.
+            taken += len(frame) + 1024
+            if more or len(frame) > MAX_FRAME:
+                refused += 1
             else:
-                yield Arrived(frame)
+                # Our gate has put the key there that the connection has proved.
+                came.append(Arrived(frame, "" if self._keys is None else str(part.get("User-Id"))))
+        return [*came, Rejected(messages=refused)] if refused else came
 
-    def _news(self, address: str, link: _Link) -> Iterator[Closed | Opened]:
+    def _news(self, address: str, link: _Link) -> Iterator[Closed | Denied | Opened]:
         while True:
             try:
                 event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
@@ -236,6 +275,11 @@ class ZmqChannel:
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 link.state = _State.OPEN
                 yield Opened(address)
+            elif event & _REFUSED and self._keys is not None:
+                # ZeroMQ does not try again by itself; the next frame does.
+                self.forget(address)
+                yield Denied(address)
+                return
             elif link.state is _State.OPEN:
                 # Only closing the socket throws away what it has queued; a new one tries again. Where the process has
                 # no socket left for it, the next frame does.
@@ -260,7 +304,7 @@ def _refusal(address: str, anywhere: bool) -> str | None:
         loopback = False
     if loopback or anywhere:
         return None
-    return "frames are not encrypted, so only loopback and ipc addresses are allowed without unencrypted_network=True"
+    return "without keys frames are not encrypted: only loopback and ipc, or unencrypted_network=True"
 
 
 def _refuse_in_use(bind: str) -> None:

@@ -37,7 +37,7 @@ def demo(
         str | None, typer.Option(help="A module to import first, which registers the transport.")
     ] = None,
     prefill_host: Annotated[
-        str, typer.Option(help="Prefill's address for decode; what goes to others than 127.0.0.1 is not encrypted.")
+        str, typer.Option(help="Prefill's address for decode; off 127.0.0.1 only control frames are encrypted.")
     ] = "127.0.0.1",
     decode_host: Annotated[str, typer.Option(help="Decode's address for prefill.")] = "127.0.0.1",
     decode_launch: Annotated[

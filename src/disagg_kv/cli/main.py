@@ -17,7 +17,7 @@ import typer
 from ..errors import ConfigurationError, DisaggKVError
 from .output import fail
 
-COMMANDS = ("demo", "plan", "doctor", "bench")
+COMMANDS = ("demo", "plan", "doctor", "bench", "keys")
 """Each is a module of this package with ``register(app: typer.Typer) -> None``."""
 
 

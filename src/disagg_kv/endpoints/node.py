@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from ..channels import Arrived, Channel, Closed, Opened
+from ..channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, key_of
 from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError
 from ..ids import Epoch, Peer, Rank
 from ..memory import Event
@@ -144,6 +144,7 @@ class Node:
         self.role: Role | None = None
         self._sleep = sleep
         self._pause = SHORTEST_PAUSE_S
+        self._warn_at = self.now
         self._known: tuple[PeerInfo, ...] = ()
         self._epochs: dict[Peer, Epoch] = {}
         self._unlinked: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
@@ -217,10 +218,16 @@ class Node:
             return act()
         except RemoteProtocolError as exc:
             self.observer.count("frames.refused")
-            log.warning("refused: %s", exc)
+            self._warn(f"refused: {exc}")
         except Exception as exc:
             self._unforeseen(exc)
         return None
+
+    def _warn(self, text: str) -> None:
+        """What strangers can cause is said once a second at most: a log is no bounded thing. Counters know the rest."""
+        if self.now >= self._warn_at:
+            self._warn_at = self.now + 1.0
+            log.warning("%s", text)
 
     def _unforeseen(self, exc: Exception) -> None:
         """No open room can be trusted any more."""
@@ -231,7 +238,7 @@ class Node:
         assert self.role is not None
         self.role.integrity_failure(error)
 
-    def _arrived(self, wait_s: float) -> Sequence[Arrived | Closed | Opened]:
+    def _arrived(self, wait_s: float) -> Sequence[News]:
         try:
             return self.channel.poll(wait_s)
         except Exception as exc:
@@ -272,16 +279,32 @@ class Node:
 
     # What comes in.
 
-    def _on_channel(self, event: Arrived | Closed | Opened) -> None:
-        if isinstance(event, Arrived):
-            self._on_frame(self.codec.decode(event.frame))
-        elif isinstance(event, Closed):
-            self.peers.on_closed(event.address, self.now)
-        else:
-            self.peers.on_opened(event.address)
+    def _on_channel(self, event: News) -> None:
+        match event:
+            case Arrived(frame, key):
+                self._on_frame(self.codec.decode(frame), key)
+            case Closed(address):
+                self.peers.on_closed(address, self.now)
+            case Opened(address):
+                self.peers.on_opened(address)
+            case Denied(address):
+                self._peer_effects(self.peers.on_denied(address))
+            case Rejected(connections, messages):
+                self.observer.count("connections.refused", connections)
+                self.observer.count("frames.refused", messages)
+                self._warn(f"{connections} connections and {messages} messages were refused at {self.me.address}")
 
-    def _on_frame(self, frame: AnyFrame) -> None:
+    def _check_key(self, frame: AnyFrame, key: str) -> None:
+        """A proved key speaks only for those whose address names it."""
+        address = frame.address if isinstance(frame, Hello | Refused) else self.peers.address(Epoch(frame.src))
+        if address is not None and key_of(address) != key:
+            self.observer.count("frames.forged")
+            raise RemoteProtocolError(f"{type(frame).__name__} in the name of {address} from the key {key}")
+
+    def _on_frame(self, frame: AnyFrame, key: str) -> None:
         assert self.role is not None
+        if key:
+            self._check_key(frame, key)
         if isinstance(frame, Hello):
             self._peer_effects(self.peers.on_hello(frame, self.now))
             return

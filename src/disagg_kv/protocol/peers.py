@@ -266,6 +266,13 @@ class PeerTable:
         if epoch is not None and self._peers[epoch].closed is None:
             self._peers[epoch].closed = now
 
+    def on_denied(self, address: str) -> list[PeerEffect]:
+        """Nothing can be sent there: one side does not allow the other's key. Whoever is known there falls silent."""
+        if self._dials.pop(address, None) is None:
+            return []
+        error = PeerLostError(f"{address}: one of the two sides does not allow the other's public key")
+        return [Unreachable(address, error)]
+
     def on_opened(self, address: str) -> None:
         """It is back."""
         epoch = self._at.get(address)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg_kv.channels import Arrived, Closed, Opened
+from disagg_kv.channels import News
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -293,7 +293,7 @@ def test_a_channel_that_raises_does_not_end_the_endpoint(what: str, caplog: pyte
                 raise OSError("no route")
             return super().send(address, frame)
 
-        def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+        def poll(self, timeout_s: float) -> Sequence[News]:
             if "poll" in broken:
                 raise OSError("no inbox")
             return super().poll(timeout_s)

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import pytest
 
-from disagg_kv.channels import Arrived, Channel, Closed, Opened
+from disagg_kv.channels import Channel, News
 from disagg_kv.errors import (
     ConfigurationError,
     GeometryError,
@@ -374,7 +374,7 @@ class Drowsy(Unreliable):
         super().__init__(inner, lambda number, address: (0,))
         self.slept: list[float] = []
 
-    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+    def poll(self, timeout_s: float) -> Sequence[News]:
         """Note how long nothing would have happened."""
         came = super().poll(0.0)
         self.slept.append(0.0 if came else timeout_s)

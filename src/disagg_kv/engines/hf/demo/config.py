@@ -24,8 +24,8 @@ class DemoConfig:
         strategy: how the cache crosses, for example ``"staged"``.
         transport: a registered transport's name.
         transport_module: a module to import first, which registers that transport.
-        prefill_host: the IPv4 address at which decode reaches prefill's processes, and all the caller's store. What
-            goes between two addresses other than 127.0.0.1 is not encrypted.
+        prefill_host: the IPv4 address at which decode reaches prefill's processes, and all the caller's store. Between
+            addresses other than 127.0.0.1 control frames are encrypted; the store and the cache itself are not.
         decode_host: the address at which prefill reaches decode's processes.
         decode_launch: words that begin the command of decode's processes, for example ``ip netns exec b``: they may be
             in another network, but have this machine's files, clock and process ids.
@@ -121,6 +121,7 @@ class Job:
         store_port: of the parent's ``TCPStore`` on ``config.prefill_host``.
         roles: theirs.
         model: the folder of their copy of the model.
+        secret: the key pair of all ranks, where they are not all at 127.0.0.1; the work folder is the user's alone.
     """
 
     config: DemoConfig
@@ -129,6 +130,7 @@ class Job:
     store_port: int
     roles: frozenset[Role]
     model: str
+    secret: str | None = None
 
 
 @frozen

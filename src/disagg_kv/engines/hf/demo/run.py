@@ -17,12 +17,13 @@ from pathlib import Path
 import msgspec
 
 from .... import errors
+from ....channels import Keys
 from ....errors import ConfigurationError, DeadlineError, PeerLostError
 from ....strategies import strategy
 from ....transports import transport
 from ..optional import require_transformers
 from .check import check
-from .config import DemoConfig, Job, Told
+from .config import LOOPBACK, DemoConfig, Job, Told
 from .lifetime import GRACE_S, now
 from .report import Report, assemble
 from .results import Results
@@ -54,12 +55,13 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
     _check_transport(config)
     started = now()
     store = host()
+    secret = None if config.prefill_host == LOOPBACK else Keys.new().secret
     with tempfile.TemporaryDirectory(prefix="disagg-kv-demo-") as folder:
         work = Path(folder)
         with ExitStack() as running:
             launchers = []
             for number, (prefix, roles) in enumerate(config.launches):
-                job = Job(config, folder, os.getpid(), store.port, roles, str(work / f"model-{number}"))
+                job = Job(config, folder, os.getpid(), store.port, roles, str(work / f"model-{number}"), secret)
                 launchers.append(running.enter_context(_launched(job, number, prefix)))
             _listen(config, launchers, work, told, started + config.timeout_s)
         checking = now()

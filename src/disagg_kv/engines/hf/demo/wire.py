@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import Store
 
-from ....channels import ZmqChannel
+from ....channels import Keys, ZmqChannel
 from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
 from ....errors import PeerLostError, UnknownNameError
 from ....ids import RoomId
@@ -42,7 +42,7 @@ def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, Pag
     endpoint = PrefillEndpoint(
         pool,
         transport=carrier,
-        channel=_channel(config.prefill_host),
+        channel=_channel(member, config.prefill_host),
         rendezvous=StoreRendezvous(store),
         instance=SOURCE.instance,
         rank=member.rank,
@@ -65,7 +65,7 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
     endpoint = DecodeEndpoint(
         pool,
         transport=carrier,
-        channel=_channel(config.decode_host),
+        channel=_channel(member, config.decode_host),
         rendezvous=StoreRendezvous(store),
         instance="decode",
         rank=member.rank,
@@ -99,9 +99,10 @@ def released(
     return tuple(_moved(handle) for handle in handles)
 
 
-def _channel(host: str) -> ZmqChannel:
-    """A channel that others reach at ``host``."""
-    return ZmqChannel(f"tcp://{host}:0", unencrypted_network=host != LOOPBACK)
+def _channel(member: Member, host: str) -> ZmqChannel:
+    """A channel that others reach at ``host``: with the demo's key pair, if it leaves the host."""
+    secret = member.job.secret
+    return ZmqChannel(f"tcp://{host}:0", keys=None if secret is None else Keys(secret))
 
 
 def _carrier(config: DemoConfig, host: str) -> Transport:

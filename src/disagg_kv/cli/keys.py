@@ -1,0 +1,32 @@
+"""``disagg-kv keys``: a key pair for endpoints that talk over a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from ..channels import write_keys
+from .output import JsonFlag, emit
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command()(keys)
+
+
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where the two files go.")],
+    name: Annotated[str, typer.Argument(help="Of the pair, for example of an instance.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a key pair: NAME.key for the others' folder of allowed keys, NAME.key_secret for its owner alone."""
+    public, secret = write_keys(folder, name)
+    emit(
+        {"public": str(public), "secret": str(secret)},
+        Text(f"public: {public}"),
+        Text(f"secret: {secret}, which only you can read"),
+        as_json=as_json,
+    )
