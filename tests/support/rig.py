@@ -357,11 +357,26 @@ class Request:
         self.receives = [m.endpoint.open(self.room, self.source, total_s=total_s) for m in self.decodes]
         return self
 
-    def expect(self, stop: int | None = None, aux: int | None = None, tag: bytes = b"") -> Request:
-        """Decode's engines give their pages and await the rows."""
+    def expect(
+        self, stop: int | None = None, aux: int | None = None, tag: bytes = b"", held: int = 0, whole: bool = True
+    ) -> Request:
+        """Decode's engines give their pages and await the rows.
+
+        Args:
+            stop: as for the handles.
+            aux: as for the handles.
+            tag: as for the handles.
+            held: rows that are in the pages already.
+            whole: the tables have the pages of held rows too.
+        """
         self.taken = [m.take(self.rows) for m in self.decodes]
-        for handle, table in zip(self.receives, self.taken, strict=True):
-            handle.expect(stop, [table], aux=aux, tag=tag)
+        for handle, member, table in zip(self.receives, self.decodes, self.taken, strict=True):
+            for pool in (member.pool, member.want):
+                put(pool, table, 0, held, self.truth)
+            size = member.pool.site.groups[0].rows_per_page
+            skip = 0 if whole else held // size
+            given = PageTable(KV, table.pages[skip:], skip * size)
+            assert handle.expect(stop, [given], aux=aux, tag=tag, held={KV: held}) == {KV: held // size * size}
         return self
 
     def pages(self, start: int, stop: int) -> list[PageTable]:

@@ -9,6 +9,8 @@ from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.kernels import Kernels, Move, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool
 from disagg_kv.planning import Writes
+from disagg_kv.protocol import RoomFrame
+from disagg_kv.protocol.frames import Ballot, Codec, Verdict
 from disagg_kv.transports import Ended, Heard, Settled, Transport
 
 
@@ -101,6 +103,43 @@ class RecordingTransport:
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """Pass on."""
         return self._inner.close(drain_s)
+
+
+class Listening:
+    """Notes the frames about rooms that go to the other side; the work is the inner one's."""
+
+    def __init__(self, inner: Channel, heard: list[RoomFrame]) -> None:
+        self._inner = inner
+        self._heard = heard
+        self._codec = Codec()
+
+    @property
+    def address(self) -> str:
+        """The inner one's."""
+        return self._inner.address
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Note and pass on."""
+        decoded = self._codec.decode(frame)
+        if isinstance(decoded, RoomFrame) and not isinstance(decoded, Ballot | Verdict):
+            self._heard.append(decoded)
+        return self._inner.send(address, frame)
+
+    def poll(self, timeout_s: float) -> Sequence[News]:
+        """Pass on."""
+        return self._inner.poll(timeout_s)
+
+    def wake(self) -> None:
+        """Pass on."""
+        self._inner.wake()
+
+    def forget(self, address: str) -> None:
+        """Pass on."""
+        self._inner.forget(address)
+
+    def close(self) -> None:
+        """Pass on."""
+        self._inner.close()
 
 
 Fate = Callable[[int, str], Sequence[int]]

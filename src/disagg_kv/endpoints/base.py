@@ -158,16 +158,22 @@ class Reception(Handle, Protocol):
 
         Args:
             stop: one past the last row; None: prefill's, if the pages suffice.
-            pages: one table per group.
-            held: rows held already, per group; returned as taken, rounded down to our pages.
+            pages: one table per group that begins at the held prefix's end, rounded down, or before it; earlier pages
+                are left alone. None for a group of which nothing is awaited.
+            held: leading rows that are in our pages already, per group (a group that is left out: none). The ranks of
+                an instance must agree beforehand: they say the same, or the room fails. Returned as taken: the fewest
+                of any group, rounded down to a page's end in all of them. It only counts as held while this
+                endpoint's engine keeps it: see :class:`~disagg_kv.prefix.PrefixCache`.
             state: pages of recurrent state.
             aux: the aux row to fill.
             tag: see :meth:`Delivery.finish`.
 
         Raises:
-            GeometryError: tables that do not cover the rows, page ids out of range or twice, no such aux row.
+            GeometryError: tables that do not cover the rows, page ids out of range or twice, no such aux row; a held
+                prefix that is negative or longer than ``stop``.
+            ConfigurationError: a held prefix, but the endpoint's selection is not ``incremental``.
             LocalProtocolError: called twice.
-            UnsupportedError: a held prefix or state, which this version does not move.
+            UnsupportedError: state, which this version does not move.
         """
         ...
 

@@ -434,7 +434,8 @@ class DecodeRole:
     def _publish(self, room: _Room) -> None:
         machine, report = room.machine, room.handle.report
         report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
-        report.path = "+".join(sorted(set(machine.paths.values()))) or "exposed pages"
+        landed = "exposed pages" if machine.segments_landed else ""
+        report.path = "+".join(sorted(set(machine.paths.values()))) or landed
         if machine.released and "total" not in report.seconds:
             report.spend("total", self._node.now - room.opened)
         if room.handle.publish(machine.phase, machine.released, machine.error):

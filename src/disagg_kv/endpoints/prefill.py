@@ -20,7 +20,7 @@ from ..errors import (
     TransportError,
 )
 from ..geometry import I32, Part
-from ..ids import Epoch, Generation, LayerId, RegionId, RoomId, Ticket
+from ..ids import Epoch, Generation, LayerId, Rank, RegionId, RoomId, Ticket
 from ..memory import Event, MemoryPool
 from ..planning import CostModel, StagedLayout, Writes
 from ..protocol import (
@@ -51,6 +51,7 @@ from ..transports import Settled
 from .choosing import Pair, choose_path
 from .delivery import DeliveryHandle, Handed
 from .handles import Changes, Happened
+from .held import check_start
 from .introduction import Remote
 from .mover import Load, Mover
 from .node import Node
@@ -76,6 +77,7 @@ class _Way:
     tables: Tables
     share: int
     ring: RegionId
+    start: int
 
 
 @define(eq=False)
@@ -307,6 +309,9 @@ class PrefillRole:
     def _way(self, room: _Room, remote: Remote, frame: Expect) -> tuple[_Way, FlowPlan]:
         assert self.mover is not None
         node, hello = self._node, remote.hello
+        starts = {Rank(way.remote.hello.rank): way.start for way in room.ways.values()}
+        name = f"room {room.key.room.hex()}"
+        check_start(name, frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
         if remote.epoch not in self._routes:
             self._routes[remote.epoch] = Routes(node.me.shards, remote.site)
         routes = self._routes[remote.epoch]
@@ -343,7 +348,7 @@ class PrefillRole:
         room.handle.report.path = path.name
         room.handle.report.reason = reason
         share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
-        way = _Way(remote, path, pair, tables, share, RegionId(hello.ring_region))
+        way = _Way(remote, path, pair, tables, share, RegionId(hello.ring_region), frame.start)
         plan = FlowPlan(
             node.me.rank,
             intake,

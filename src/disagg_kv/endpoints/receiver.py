@@ -45,7 +45,8 @@ class DecodeEndpoint:
         rank: our index in it.
         shards: what every rank of it holds; None: we are alone.
         strategy: the path that prefill may take, or ``"auto"``: any that works with our memory. A path that exposes
-            pages keeps an aborted room's pages until there is evidence that nobody writes to them.
+            pages keeps an aborted room's pages until there is evidence that nobody writes to them. With
+            ``"+incremental"``, :meth:`~disagg_kv.endpoints.base.Reception.expect` takes held prefixes.
         ring_bytes: bytes of the staging ring; None: 64 MiB on a CPU, 4 GiB on a GPU.
         options: times and bounds.
         kernels: gather and scatter; None: the fastest for the pool's device.
@@ -81,6 +82,7 @@ class DecodeEndpoint:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
         usable, exposed = _usable(named(strategy).path, pool, transport)
+        self._selection = named(strategy).selection
         device = pool.buffers[0].device
         ring_bytes = ring_bytes or (64 << 20 if device == "cpu" else 4 << 30)
         ring = RingStagingAllocator(ring_bytes)
@@ -127,7 +129,7 @@ class DecodeEndpoint:
                 f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
             )
         key = RoomKey(room, Generation(next(self._lives)))
-        handle = ReceptionHandle(key, self._pool, self)
+        handle = ReceptionHandle(key, self._pool, self, self._selection)
         self._open[room] = handle
         o = self._options
         self._node.post(partial(self._role.open, key, handle, source, silence_s or o.silence_s, total_s or o.total_s))

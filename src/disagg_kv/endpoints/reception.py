@@ -13,6 +13,7 @@ from ..ids import GroupId
 from ..memory import MemoryPool
 from ..protocol import RoomKey
 from .handles import RoomHandle, check_tables
+from .held import after, taken
 
 
 @frozen
@@ -42,8 +43,9 @@ class Office(Protocol):
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.base.Reception`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office, selection: str) -> None:
         super().__init__(key.room)
+        self._selection = selection
         self._key = key
         self._pool = pool
         self._office = office
@@ -65,19 +67,21 @@ class ReceptionHandle(RoomHandle):
             raise LocalProtocolError(f"{where}: expect was called already")
         if state:
             raise UnsupportedError(f"{where}: recurrent state is not moved yet")
-        if held and any(held.values()):
-            raise UnsupportedError(f"{where}: held prefixes {dict(held)} need the selection 'incremental'")
         if len(tag) > 256 or (stop is not None and stop < 0):
             raise GeometryError(f"{where}: a tag of {len(tag)} bytes and rows up to {stop}; at most 256, at least 0")
         site = self._pool.site
+        start = taken(where, site, held, self._selection)
         ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in pages]
-        most = min(ends, default=0) if stop is None else stop
-        tables = check_tables(self.room, site, pages, 0, most)
+        most = min(ends, default=start) if stop is None else stop
+        beyond = {group: rows for group, rows in (held or {}).items() if stop is not None and rows > stop}
+        if beyond or start > most:
+            raise GeometryError(f"{where}: a held prefix {beyond or start} of {most} rows")
+        tables = after(site, check_tables(self.room, site, pages, start, most), start)
         if aux is not None:
             self._pool.read_aux(aux)
         self._expected = True
-        self._office.expect(self._key, Wanted(0, stop, most, tables, aux, tag))
-        return {g.id: 0 for g in site.groups}
+        self._office.expect(self._key, Wanted(start, stop, most, tables, aux, tag))
+        return {g.id: start for g in site.groups}
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Handle.abort`."""

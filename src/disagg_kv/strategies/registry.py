@@ -17,8 +17,8 @@ ENTRY_POINTS = "disagg_kv.strategies"
 
 AUTO = "auto"
 SCHEDULES = ("per_chunk",)
-SELECTIONS = ("full",)
-PLANNED = {"layer_pipelined": "schedule", "incremental": "selection"}
+SELECTIONS = ("full", "incremental")
+PLANNED = {"layer_pipelined": "schedule"}
 
 _paths: dict[str, Path] = {path.name: path for path in (DirectPath(), SlicePath(), StagedPath())}
 

@@ -274,7 +274,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
     table = PageTable(KV, np.array([1, 2], np.int32))
     with pytest.raises(UnsupportedError, match="recurrent state"):
         receive.expect(8, [table], state=[table])
-    with pytest.raises(UnsupportedError, match="incremental"):
+    with pytest.raises(ConfigurationError, match="incremental"):
         receive.expect(8, [table], held={KV: 4})
     with pytest.raises(GeometryError, match="tag of 300 bytes"):
         receive.expect(8, [table], tag=bytes(300))

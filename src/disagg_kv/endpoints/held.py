@@ -1,0 +1,80 @@
+"""Held prefixes: what decode takes of what its engine says, and what prefill accepts of what decode says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..errors import ConfigurationError, GeometryError, RemoteProtocolError
+from ..geometry import PageTable, Site
+from ..ids import GroupId, Rank
+from ..protocol.frames import Expect
+
+INCREMENTAL = "incremental"
+"""The selection that sends only what decode lacks."""
+
+
+def page_multiple(site: Site) -> int:
+    """A held prefix ends at a multiple of so many rows: at a page's end in every group."""
+    return math.lcm(*(group.rows_per_page for group in site.groups))
+
+
+def taken(where: str, site: Site, held: Mapping[GroupId, int] | None, selection: str) -> int:
+    """The rows that count as held: the fewest of any group, rounded down to its pages.
+
+    Raises:
+        GeometryError: a negative number, or a group that the pool does not have.
+        ConfigurationError: rows are held, but the endpoint's selection is another.
+    """
+    given = held or {}
+    for group, rows in given.items():
+        site.group(group)
+        if rows < 0:
+            raise GeometryError(f"{where}: {rows} rows held of group {group!r}")
+    if any(given.values()) and selection != INCREMENTAL:
+        raise ConfigurationError(
+            f"{where}: a held prefix {dict(given)} needs the selection 'incremental', the endpoint has {selection!r}"
+        )
+    fewest = min((given.get(group.id, 0) for group in site.groups), default=0)
+    return fewest // page_multiple(site) * page_multiple(site)
+
+
+def after(site: Site, tables: Mapping[GroupId, PageTable], start: int) -> dict[GroupId, PageTable]:
+    """Tables without the pages before ``start``: others may be reading those, so no peer learns of them."""
+    cut: dict[GroupId, PageTable] = {}
+    for group, table in tables.items():
+        skip = (start - table.first) // site.group(group).rows_per_page
+        cut[group] = PageTable(group, table.pages[skip:], start) if skip > 0 else table
+    return cut
+
+
+def check_start(room: str, frame: Expect, target: Site, selection: str, rank: Rank, others: Mapping[Rank, int]) -> None:
+    """Raise unless we can begin where a decode rank wants us to.
+
+    Args:
+        room: for messages.
+        frame: what it says.
+        target: its pool.
+        selection: ours.
+        rank: which of its instance it is.
+        others: where ranks of its instance wanted us to begin that came before.
+
+    Raises:
+        RemoteProtocolError: not at a page's end, beyond the last row, or not where its other ranks do.
+        ConfigurationError: rows are held, but our selection sends all.
+    """
+    start, rows = frame.start, page_multiple(target)
+    if start and selection != INCREMENTAL:
+        raise ConfigurationError(
+            f"{room}: decode rank {rank} holds {start} rows, but prefill's selection is {selection!r}, "
+            f"not {INCREMENTAL!r}"
+        )
+    if start % rows:
+        raise RemoteProtocolError(f"{room}: decode rank {rank} holds {start} rows, which is no multiple of {rows}")
+    if frame.stop is not None and start > frame.stop:
+        raise RemoteProtocolError(f"{room}: decode rank {rank} holds {start} rows of {frame.stop}")
+    for other, held in others.items():
+        if held != start:
+            raise RemoteProtocolError(
+                f"{room}: decode ranks disagree on the held prefix: rank {other} has {held} rows, rank {rank} {start}"
+            )
