@@ -1,11 +1,12 @@
-"""Gather and scatter on a GPU against a plain device copy of as many bytes; prints one JSON document.
+"""Gather, scatter and checksum on a GPU against a plain device copy of as many bytes; prints one JSON document.
 
 48 layers, 8 heads of 128, K and V, pages in shuffled order. What each rank of the named tensor-parallel sizes does is
 one call. The bytes are checked against the reference before anything is timed. ``device_us`` is per call over calls
 that are queued one after another, event to event; copies of the same bytes are timed in turn with them, and ``share``
-is their time over ours: medians. ``host_us`` is what the call takes on the host while the GPU is idle, ``host_new_us``
-the same where no segment had as many tokens before, ``latency_us`` from the call to the end of its event as the host
-sees it.
+is their time over ours: medians. A copy writes as much as it reads, and so do gather and scatter; a checksum only
+reads, so its ``GB_per_s`` counts the bytes once and its share may exceed 1. ``host_us`` is what the call takes on the
+host while the GPU is idle, ``host_new_us`` the same where no segment had as many tokens before, ``latency_us`` from
+the call to the end of its event as the host sees it.
 
     python benchmarks/gpu_kernels.py > benchmarks/results/h200_kernels.json
 """
@@ -29,9 +30,10 @@ from attrs import frozen
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.kernels import Move, ReferenceKernels
+from disagg_kv.kernels import Move, ReferenceKernels, Sums
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.kernels.triton_host import TUNED, Launcher, Tuning
+from disagg_kv.kernels.triton_sums import Summer
 from disagg_kv.memory import Buffer, Event, Layout, PagedPool
 from disagg_kv.planning import StagedLayout
 
@@ -45,7 +47,7 @@ class Case:
     """One call of one rank.
 
     Args:
-        op: ``"gather"`` or ``"scatter"``.
+        op: ``"gather"``, ``"scatter"`` or ``"checksum"``, which reads what a gather of the same case reads.
         dtype: of the cache.
         tp: sizes on both sides, as in ``"4->1"``.
         heads: that the rank's pool has.
@@ -80,6 +82,11 @@ CASES = [
     Case("scatter", "bfloat16", "4->1", 8, 4, layout="HND"),
     Case("gather", "bfloat16", "4->1", 2, 1, tokens=1024),
     Case("scatter", "bfloat16", "4->1", 8, 4, tokens=1024),
+    Case("checksum", "bfloat16", "4->1", 2, 1),
+    Case("checksum", "bfloat16", "1->4", 8, 4),
+    Case("checksum", "float8_e4m3fn", "1->8", 8, 8),
+    Case("checksum", "bfloat16", "4->1", 2, 1, page_size=1),
+    Case("checksum", "bfloat16", "4->1", 2, 1, tokens=1024),
 ]
 
 
@@ -107,6 +114,7 @@ class Bench:
         self._order = [i for n in ("k", "v") for i, p in enumerate(self.pools[0].site.planes) if p.component == n]
         self.moves, self.nbytes = self.of(case.tokens)
         self.staging = [self._noise(self.nbytes) for _ in range(2)]
+        self._sums: list[Sums] = []
 
     def of(self, tokens: int) -> tuple[list[Move], int]:
         """The case's moves for its first ``tokens`` tokens, and their bytes."""
@@ -138,13 +146,30 @@ class Bench:
         _finish(self.device)
         return Buffer(memory.data_ptr(), nbytes, str(memory.device), memory)
 
-    def call(self, launcher: Launcher, after: Event | None = None, *, moves: list[Move] | None = None) -> Event | None:
+    def call(
+        self, launcher: Launcher | Summer, after: Event | None = None, *, moves: list[Move] | None = None
+    ) -> Event | None:
         """Launch the case, or other moves."""
-        return launcher(self.pools[0], moves or self.moves, self.staging[0], after)
+        if isinstance(launcher, Launcher):
+            return launcher(self.pools[0], moves or self.moves, self.staging[0], after)
+        # As an endpoint would: what is there by now is read, and its arguments' memory is used again.
+        for sums in [one for one in self._sums if one.event is None or one.event.query()]:
+            sums.read()
+            self._sums.remove(sums)
+        self._sums.append(launcher(self.pools[0], moves or self.moves, after))
+        return self._sums[-1].event
 
-    def check(self, launcher: Launcher) -> None:
-        """Stop the program where the bytes differ from the reference's; bytes that are not moved count too."""
+    def check(self, launcher: Launcher | Summer) -> None:
+        """Stop the program where bytes differ from the reference's, moved or not, or sums do."""
         reference = ReferenceKernels()
+        if isinstance(launcher, Summer):
+            ours = launcher(self.pools[0], self.moves)
+            if ours.event is not None:
+                ours.event.synchronize()
+            theirs = reference.checksum(self.pools[0], self.moves, None)
+            if [of.tolist() for of in ours.read()] != [of.tolist() for of in theirs.read()]:
+                sys.exit(f"wrong sums: {self.case}")
+            return
         if self.case.op == "gather":
             reference.gather(self.pools[0], self.moves, self.staging[1], None)
             pairs = self.staging
@@ -202,7 +227,10 @@ def _host(runs: Iterable[Callable[[], Event | None]]) -> tuple[float, float]:
 
 def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> list[dict[str, object]]:
     bench = Bench(case, layers, device)
-    launchers = {tuning: Launcher(case.op, tuning) for tuning in tunings or [TUNED[case.op]]}
+    launchers = {
+        tuning: Summer(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
+        for tuning in tunings or [TUNED[case.op]]
+    }
     for launcher in launchers.values():
         bench.check(launcher)
         tensor_of(bench.staging[0]).random_(0, 256)
@@ -235,7 +263,7 @@ def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> lis
                 "peers": case.parts,
                 "bytes": bench.nbytes,
                 "copy_GB_per_s": round(2 * bench.nbytes / copied / 1e9),
-                "GB_per_s": round(2 * bench.nbytes / ours / 1e9),
+                "GB_per_s": round((1 if case.op == "checksum" else 2) * bench.nbytes / ours / 1e9),
                 "share": round(copied / ours, 3),
                 "device_us": round(ours * 1e6, 1),
                 "host_us": round(host * 1e6, 1),
@@ -259,7 +287,7 @@ def _said(*command: str) -> str:
 
 def main() -> None:
     """Print every case."""
-    parser = argparse.ArgumentParser(description="gather and scatter against a device copy")
+    parser = argparse.ArgumentParser(description="gather, scatter and checksum against a device copy")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--tokens", type=int, help="instead of each case's own")
     parser.add_argument("--device", default="cuda", help="cpu: only checks, with TRITON_INTERPRET=1")

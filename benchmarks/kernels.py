@@ -1,7 +1,7 @@
-"""Gather and scatter of a head slice against a plain copy of as many bytes, on one thread; prints one JSON document.
+"""Gather, scatter and checksum of a head slice against a plain copy of as many bytes, on one thread; prints JSON.
 
 8,192 tokens, bfloat16, K and V of one layer, 2 of 8 heads of 128: what one rank of tensor-parallel size 4 exchanges
-with a rank that holds every head. The bytes are checked before anything is timed; the runs of the three are
+with a rank that holds every head. Bytes and sums are checked before anything is timed; the runs of the four are
 interleaved, and their clock is the CPU time of the one thread, to which other processes on the host add only what they
 take of caches and memory bandwidth. Ratios are of medians.
 
@@ -31,7 +31,7 @@ from disagg_kv.planning import StagedLayout
 
 TOKENS, HEADS, SLICE, FIRST, DIM = 8192, 8, 2, 2, 128
 KV = GroupId("kv")
-LIMITS = {"gather": 2.0, "scatter": 4.0}
+LIMITS = {"gather": 2.0, "scatter": 4.0, "checksum": 8.0}
 
 
 def _move(pages: I32) -> Move:
@@ -82,6 +82,9 @@ def _measure(layout: Layout, page_size: int, shuffled: bool, runs: int) -> dict[
     bytes_of(staging)[:] = np.random.default_rng(1).integers(0, 256, staging.nbytes, np.uint8)
     cpu.scatter(pool, [move], staging)
     reference.scatter(other, [move], staging)
+    sums = [kernels.checksum(pool, [move], None).read()[0].tolist() for kernels in (cpu, reference)]
+    if sums[0] != sums[1]:
+        sys.exit(f"wrong sums: {layout}, pages of {page_size}")
     if not same or not np.array_equal(bytes_of(pool.buffers[0]), bytes_of(other.buffers[0])):
         sys.exit(f"wrong bytes: {layout}, pages of {page_size}")
 
@@ -92,6 +95,7 @@ def _measure(layout: Layout, page_size: int, shuffled: bool, runs: int) -> dict[
             "copy_": lambda: target.copy_(source),
             "gather": lambda: cpu.gather(pool, [move], staging, None),
             "scatter": lambda: cpu.scatter(pool, [move], staging),
+            "checksum": lambda: cpu.checksum(pool, [move], None),
         },
         runs,
     )
@@ -101,6 +105,7 @@ def _measure(layout: Layout, page_size: int, shuffled: bool, runs: int) -> dict[
         "pages": "shuffled" if shuffled else "in order",
         "bytes": staging.nbytes,
         "copy_GB_per_s": round(staging.nbytes / median["copy_"] / 1e9, 2),
+        "checksum_GB_per_s": round(staging.nbytes / median["checksum"] / 1e9, 2),
         **{f"{name}_ratio": round(median[name] / median["copy_"], 2) for name in LIMITS},
     }
 
@@ -114,7 +119,7 @@ def _cpu_model() -> str:
 
 def main() -> None:
     """Print the ratios for every layout, page size and order of pages."""
-    parser = argparse.ArgumentParser(description="gather and scatter against copy_")
+    parser = argparse.ArgumentParser(description="gather, scatter and checksum against copy_")
     parser.add_argument("--runs", type=int, default=101, help="interleaved runs per case")
     runs = parser.parse_args().runs
     torch.set_num_threads(1)

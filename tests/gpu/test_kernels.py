@@ -16,8 +16,9 @@ from hypothesis import given
 
 from disagg_kv.errors import RegistrationError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, Kernels, Move, available, kernels_for
+from disagg_kv.kernels import KERNELS, Kernels, Move, Sums, available, kernels_for
 from disagg_kv.memory import Buffer, Layout, PagedPool, new_buffer
+from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
 from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, content_of, placed, strided
 from tests.support.pools import KV, Bytes, copies, noise, staged_layout
@@ -35,7 +36,7 @@ def test_a_gpu_is_served_by_triton_and_everything_works_here() -> None:
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16, 64, 256])
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_gather_and_scatter_equal_the_reference_on_every_byte_of_both_buffers(
+def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_every_sum(
     layout: Layout, fused: bool, page_size: int, alignment: int
 ) -> None:
     """A1, A2, A9: every slice, partial pages, every layout, item size and alignment, K != V; all in one launch."""
@@ -76,6 +77,7 @@ def test_any_strides_tables_and_moves(kernels: Kernels, case: tuple[PagedPool, B
     _wait(kernels.gather(pool, moves, staging, None))
     assert np.array_equal(content_of(staging), expected)
     assert np.array_equal(content_of(pool.buffers[0]), memory)
+    assert _summed(kernels.checksum(pool, moves, None)) == expected_sums(shaped, memory, moves)
 
     other = noise(len(content), 98)
     staging = buffer_on("cuda", other)
@@ -84,6 +86,11 @@ def test_any_strides_tables_and_moves(kernels: Kernels, case: tuple[PagedPool, B
     _wait(kernels.scatter(pool, moves, staging))
     assert np.array_equal(content_of(pool.buffers[0]), pages)
     assert np.array_equal(content_of(staging), other)
+
+
+def _summed(sums: Sums) -> list[list[int]]:
+    _wait(sums.event)
+    return [of.tolist() for of in sums.read()]
 
 
 def _wait(event: object) -> None:
@@ -118,6 +125,8 @@ def test_pools_and_staging_above_4_gib() -> None:
     KERNELS["reference"].gather(pools[0], [move], staging[1], None)
     assert torch.equal(_tensor(staging[0]), _tensor(staging[1]))
     assert int(_tensor(staging[0]).count_nonzero()) > part
+    sums = [_summed(KERNELS[name].checksum(pools[0], [move], None)) for name in ("triton", "reference")]
+    assert sums[0] == sums[1]
 
     memories[0].copy_(memories[1])
     torch.cuda.synchronize()
@@ -164,6 +173,23 @@ def test_gather_waits_for_the_engines_event_and_nobody_waits_for_the_gather() ->
     assert not gathered.query()
     _wait(gathered)
     assert content_of(staging).tolist() == [7] * 4096
+
+
+def test_a_checksum_waits_for_the_engines_event_and_nobody_waits_for_the_checksum() -> None:
+    """E15: calls queued behind one event, some of which nobody reads, have their own sums of what the engine wrote."""
+    pool, memory = _small()
+    _wait(TRITON.checksum(pool, [_page(0, 0)], None).event)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    memory.view(-1, 4096)[:64] = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
+    computed = torch.cuda.Event()
+    computed.record()
+    sums = [TRITON.checksum(pool, [_page(page, 0)], computed) for page in range(64)]
+    assert not computed.query()
+    assert not any(one.event is None or one.event.query() for one in sums)
+    for page in range(0, 64, 3):
+        cells = [cell_sum(bytes([page]) * 128, 0, "k", row, unit) for row in range(16) for unit in range(2)]
+        assert _summed(sums[page]) == [[sum(cells) % 2**64]]
 
 
 def test_arguments_in_flight_are_not_written_over() -> None:

@@ -47,7 +47,7 @@ def _moves(heads: int, page_size: int, unit_bytes: tuple[int, int]) -> Iterator[
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_gather_and_scatter_equal_the_reference_on_every_byte_of_both_buffers(
+def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_every_sum(
     layout: Layout, fused: bool, page_size: int, itemsize: int
 ) -> None:
     """A9: head slices, partial pages, NHD, HND, fused, K != V, every item size, odd storage offsets."""
@@ -66,6 +66,8 @@ def test_gather_and_scatter_equal_the_reference_on_every_byte_of_both_buffers(
             cpu.gather(pools[0], moves, buffer_over(staged[0]), None)
             reference.gather(pools[1], moves, buffer_over(staged[1]), None)
             assert np.array_equal(staged[0], staged[1])
+            sums = [one.checksum(pools[0], moves, None).read()[0].tolist() for one in (cpu, reference)]
+            assert sums[0] == sums[1]
             staged = [noise(size, 2), noise(size, 2)]
             cpu.scatter(pools[0], moves, buffer_over(staged[0]))
             reference.scatter(pools[1], moves, buffer_over(staged[1]))

@@ -1,4 +1,4 @@
-"""An exhaustive small grid for gather and scatter, on any device, and the check against the reference."""
+"""An exhaustive small grid for gather, scatter and checksum, on any device, and the check against the reference."""
 
 from __future__ import annotations
 
@@ -114,6 +114,12 @@ def check(
     reference.gather(truth, moves, staged[1], None)
     assert np.array_equal(content_of(staged[0]), content_of(staged[1]))
     assert np.array_equal(content_of(truth.buffers[0]), noise(nbytes, 1))
+
+    sums = kernels.checksum(truth, moves, None)
+    if sums.event is not None:
+        sums.event.synchronize()
+    expected = reference.checksum(truth, moves, None).read()
+    assert [of.tolist() for of in sums.read()] == [of.tolist() for of in expected]
 
     into = [placed(pool, buffer_on(device, noise(nbytes, 3), shifts[0])) for _ in range(2)]
     event = kernels.scatter(into[0], moves, staged[1])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
-from disagg_kv.kernels import Kernels, Move, kernels_for
+from disagg_kv.kernels import Kernels, Move, Sums, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
@@ -49,6 +49,10 @@ class CountingKernels:
         """Count and pass on."""
         self.scatters.append(len(moves))
         return self._done(self._inner.scatter(pool, moves, staging))
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """Pass on."""
+        return self._inner.checksum(pool, moves, after)
 
     def _done(self, event: Event | None) -> Event | None:
         if self.fail is not None:

@@ -1,6 +1,16 @@
-"""Gather and scatter: for each a plain reference and fast versions."""
+"""Gather, scatter and checksum: for each a plain reference and fast versions."""
 
-from .base import Kernels, Move
+from .base import Kernels, Move, Sums
 from .select import KERNELS, CpuKernels, ReferenceKernels, TritonKernels, available, kernels_for
 
-__all__ = ["KERNELS", "CpuKernels", "Kernels", "Move", "ReferenceKernels", "TritonKernels", "available", "kernels_for"]
+__all__ = [
+    "KERNELS",
+    "CpuKernels",
+    "Kernels",
+    "Move",
+    "ReferenceKernels",
+    "Sums",
+    "TritonKernels",
+    "available",
+    "kernels_for",
+]

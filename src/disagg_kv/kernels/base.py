@@ -1,10 +1,12 @@
-"""Moving head slices between pages and a contiguous staging buffer."""
+"""Moving head slices between pages and a contiguous staging buffer, and summing them where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from attrs import frozen
 
 from ..geometry import PageTable
@@ -28,8 +30,21 @@ class Move:
     base: int
 
 
+@frozen
+class Sums:
+    """Checksums under way.
+
+    Args:
+        event: when they are there, and pages are read no more; None: already.
+        read: gives them after that, once: for each move the sum of every entry, uint64 ``[entries]``.
+    """
+
+    event: Event | None
+    read: Callable[[], Sequence[npt.NDArray[np.uint64]]]
+
+
 class Kernels(Protocol):
-    """Gather and scatter for one kind of memory. Bit exact: bytes outside the target are never touched.
+    """Gather, scatter and checksum for one kind of memory. Bit exact: bytes outside the target are never touched.
 
     Callers have checked page tables and bounds; kernels look at neither.
     """
@@ -42,4 +57,11 @@ class Kernels(Protocol):
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Copy staging into pages: all moves in one launch. None: it is done already."""
+        ...
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """Sum the cells of pages that the moves name, after ``after``; staging and :attr:`Move.base` play no part.
+
+        The sums of equal cells are equal whatever the pool: :mod:`disagg_kv.kernels.checksum.mixing` has the formula.
+        """
         ...

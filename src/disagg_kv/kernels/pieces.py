@@ -88,8 +88,27 @@ class _Known:
 _known: WeakKeyDictionary[MemoryPool, _Known] = WeakKeyDictionary()
 
 
-def pieces(pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Pieces, I64, slice]]:
-    """For every move, runs of entries at once: memory as pieces, the index of those wanted, and their bytes in staging.
+@frozen
+class Run:
+    """Consecutive entries of a move whose pieces have one index and follow one another in staging.
+
+    Args:
+        flat: memory as pieces.
+        index: of an entry's pieces, in staging order, counted from its first unit's first piece of page 0.
+        places: where that piece is, for each entry.
+        first: the first entry's number.
+        offset: byte of the part at which it begins.
+    """
+
+    flat: Pieces
+    index: I64
+    places: I64
+    first: int
+    offset: int
+
+
+def runs(pool: MemoryPool, move: Move) -> Iterator[Run]:
+    """A move's entries, as many at once as there can be.
 
     The layers of a model nearly always share one shape and one table, and follow each other in staging: then a run is
     as long as the move, and what each NumPy call costs is paid once.
@@ -97,36 +116,32 @@ def pieces(pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Pieces, I6
     known = _known.get(pool)
     if known is None:
         known = _known[pool] = _Known(pool)
+    indices: dict[tuple[int, int, int], I64] = {}
+    places: list[int] = []
+    last: tuple[Pieces, I64, int, int] | None = None
+    end = 0
+    layout = move.layout
+    columns = layout.plane, layout.first_unit, layout.units, layout.row_start, layout.row_stop, layout.offset
+    for i, (number, first, units, start, stop, offset) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        flat, shape, place = known.entry(number, first, units)
+        key = (id(shape), start, stop)
+        index = indices.get(key)
+        if index is None:
+            index = indices[key] = shape.index(move.tables[shape.group], start, stop)
+        if last is None or last[0] is not flat or last[1] is not index or offset != end:
+            if last is not None:
+                yield Run(last[0], last[1], np.array(places, np.int64), last[2], last[3])
+            last, places, end = (flat, index, i, offset), [], offset
+        places.append(place)
+        end += len(index) * shape.nbytes
+    if last is not None:
+        yield Run(last[0], last[1], np.array(places, np.int64), last[2], last[3])
+
+
+def pieces(pool: MemoryPool, moves: Sequence[Move]) -> Iterator[tuple[Pieces, I64, slice]]:
+    """For every run of every move: memory as pieces, the index of those wanted, and their bytes in staging."""
     for move in moves:
-        indices: dict[tuple[int, int, int], I64] = {}
-        run: list[int] = []
-        last: tuple[Pieces, I64, int] | None = None
-        end = 0
-        layout = move.layout
-        for number, first, units, start, stop, offset in zip(
-            layout.plane.tolist(),
-            layout.first_unit.tolist(),
-            layout.units.tolist(),
-            layout.row_start.tolist(),
-            layout.row_stop.tolist(),
-            layout.offset.tolist(),
-            strict=True,
-        ):
-            flat, shape, place = known.entry(number, first, units)
-            key = (id(shape), start, stop)
-            index = indices.get(key)
-            if index is None:
-                index = indices[key] = shape.index(move.tables[shape.group], start, stop)
-            if last is None or last[0] is not flat or last[1] is not index or offset != end:
-                if last is not None:
-                    yield _run(*last, run, move.base)
-                last, run, end = (flat, index, offset), [], offset
-            run.append(place)
-            end += len(index) * shape.nbytes
-        if last is not None:
-            yield _run(*last, run, move.base)
-
-
-def _run(flat: Pieces, index: I64, offset: int, places: Sequence[int], base: int) -> tuple[Pieces, I64, slice]:
-    wanted: I64 = (np.array(places, np.int64)[:, None] + index).reshape(-1)
-    return flat, wanted, slice(base + offset, base + offset + len(wanted) * flat.itemsize)
+        for run in runs(pool, move):
+            wanted: I64 = (run.places[:, None] + run.index).reshape(-1)
+            at = move.base + run.offset
+            yield run.flat, wanted, slice(at, at + len(wanted) * run.flat.itemsize)

@@ -8,18 +8,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from attrs import evolve
 
 from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CacheSpec, PageTable, shard
 from ..ids import GroupId
 from ..memory import U8, Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
 from ..planning import StagedLayout
-from .base import Kernels, Move
+from .base import Kernels, Move, Sums
+from .checksum import cpu as checksum_cpu
 from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu
 
 if TYPE_CHECKING:
     from .triton_host import Launcher
+    from .triton_sums import Summer
 
 
 class ReferenceKernels:
@@ -42,6 +45,15 @@ class ReferenceKernels:
 
         reference.scatter(pool, moves, staging)
         _finish(staging.device)
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """Sum cells; blocks until ``after`` has happened and the sums are there."""
+        from .checksum import reference
+
+        if after is not None:
+            after.synchronize()
+        sums = reference.checksum(pool, moves)
+        return Sums(None, lambda: sums)
 
 
 def _finish(device: str) -> None:
@@ -66,6 +78,13 @@ class CpuKernels:
         """Copy staging into pages; blocks until it is done."""
         scatter_cpu.scatter(pool, moves, staging)
 
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """Sum cells; blocks until ``after`` has happened and the sums are there."""
+        if after is not None:
+            after.synchronize()
+        sums = checksum_cpu.checksum(pool, moves)
+        return Sums(None, lambda: sums)
+
 
 class TritonKernels:
     """Triton on GPUs: one launch per call, on streams of its own; imports Triton at the first call."""
@@ -80,6 +99,11 @@ class TritonKernels:
         """Enqueue the copy of staging into pages; the event of its end."""
         return _launcher("scatter")(pool, moves, staging)
 
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """Enqueue the sums behind ``after``, and their way to the host."""
+        _launcher("gather")  # what is missing is said there
+        return _summer()(pool, moves, after)
+
 
 @cache
 def _launcher(name: str) -> Launcher:
@@ -89,6 +113,13 @@ def _launcher(name: str) -> Launcher:
     except ImportError as exc:
         raise MissingDependencyError("kernels 'triton'", str(exc), "pip install 'disagg_kv[triton]'") from exc
     return Launcher(name)
+
+
+@cache
+def _summer() -> Summer:
+    from .triton_sums import Summer
+
+    return Summer()
 
 
 KERNELS: Mapping[str, Kernels] = MappingProxyType(
@@ -137,7 +168,7 @@ def _device(kernels: Kernels) -> str:
 
 
 def _try(kernels: Kernels) -> None:
-    """Move a page out of one pool and into another; raises where the bytes differ."""
+    """Move a page out of one pool and into another; raises where bytes or sums differ."""
     device = _device(kernels)
     spec = CacheSpec.kv(1, 2, 4, "float16")
     source, target = (PagedPool.allocate(spec, shard(spec), pages=2, page_size=4, device=device) for _ in range(2))
@@ -162,6 +193,19 @@ def _try(kernels: Kernels) -> None:
     expected[64:128].reshape(4, 2, 8)[:, 1] = content[64:128].reshape(4, 2, 8)[:, 1]
     if not np.array_equal(_read(target.buffers[0]), expected):
         raise IntegrityError(f"kernels {kernels.name!r} move wrong bytes")
+    other = evolve(move, layout=evolve(layout, plane=layout.plane + 1))
+    sums = [_sum(kernels, source, move), _sum(kernels, target, move), _sum(kernels, source, other)]
+    if sums[0] != sums[1] or sums[0] == sums[2]:
+        raise IntegrityError(
+            f"kernels {kernels.name!r} sum equal cells to {sums[0]} and {sums[1]}, others to {sums[2]}"
+        )
+
+
+def _sum(kernels: Kernels, pool: MemoryPool, move: Move) -> int:
+    sums = kernels.checksum(pool, [move], None)
+    if sums.event is not None:
+        sums.event.synchronize()
+    return int(sums.read()[0][0])
 
 
 def _write(buffer: Buffer, content: U8) -> None:

@@ -17,6 +17,7 @@ from ..errors import RegistrationError
 from ..geometry import I64
 from ..memory import Buffer, Event, MemoryPool
 from .base import Move
+from .checksum.triton import checksum
 from .gather.triton import gather
 from .scatter.triton import scatter
 from .triton_tables import Call, Planes, Shape
@@ -43,8 +44,8 @@ class Tuning:
     neighbours_together: bool = False
 
 
-TUNED = {"gather": Tuning(), "scatter": Tuning(neighbours_together=True)}
-"""Writing short runs far apart costs more than reading them so."""
+TUNED = {"gather": Tuning(), "scatter": Tuning(neighbours_together=True), "checksum": Tuning(tile_bytes=8192)}
+"""Writing short runs far apart costs more than reading them so; more rows share what a checksum's keys cost."""
 
 
 class Launchable(Protocol):
@@ -71,7 +72,7 @@ class Compiled(Protocol):
         ...
 
 
-OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter}
+OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": checksum}
 
 
 @define(eq=False)
@@ -131,11 +132,11 @@ class _Lane:
             self._slots.append(slot)
 
 
-class Launcher:
-    """Gather or scatter on GPUs, each with streams of its own; any thread may call it.
+class Host:
+    """One kernel on GPUs, with streams of its own on each; any thread may call it.
 
     Args:
-        name: ``"gather"`` or ``"scatter"``.
+        name: of :data:`OPS`.
         tuning: how the work is cut; None: as :data:`TUNED` says.
     """
 
@@ -145,48 +146,21 @@ class Launcher:
         self._lanes: dict[str, _Lane] = {}
         self._lock = threading.Lock()
 
-    def __call__(
-        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None = None
-    ) -> torch.cuda.Event | None:
-        """Enqueue one launch for all ``moves`` behind ``after`` and return the event of its end; None: done already.
-
-        Does not wait, unless ``after`` is no CUDA event and has not happened. Memory is read and written until the
-        event has happened.
-
-        Raises:
-            RegistrationError: pool and staging lie on different devices, or not where Triton runs.
-            UnsupportedError: more pieces than one launch can count.
-        """
-        device = pool.buffers[0].device
-        if staging.device != device:
-            raise RegistrationError(f"the pool lies on {device!r}, the staging buffer on {staging.device!r}")
+    def _check_device(self, device: str) -> None:
+        """Raise a :class:`RegistrationError` unless Triton runs where the memory lies."""
         if (device == "cpu") != INTERPRETED:
             raise RegistrationError(
                 f"Triton is {'' if INTERPRETED else 'not '}interpreted here: no memory on {device!r}"
             )
-        if device == "cpu":
-            self._interpret(pool, moves, staging, after)
-            return None
-        lane = self._lane(device)
-        with torch.cuda.stream(lane.uploads):
-            planes, table = lane.planes(pool)
-            call = Call(planes, moves)
-            if not call.entries:
-                return None
-            slot = lane.take(call.words)
-            shape = call.write(slot.words, slot.device.data_ptr(), staging.addr, self._tuning.tile_bytes)
-            slot.device[: call.words].copy_(slot.pinned[: call.words], non_blocking=True)
-            slot.uploaded.record(lane.uploads)
-            lane.stream.wait_event(slot.uploaded)
-            if isinstance(after, torch.cuda.Event):
-                lane.stream.wait_event(after)
-            elif after is not None and not after.query():
-                after.synchronize()
-            self._enqueue(lane, call.entries * shape.tiles, shape, (table, slot.device))
-            event = torch.cuda.Event()
-            event.record(lane.stream)
-        lane.give(slot, event)
-        return event
+
+    def _behind(self, lane: _Lane, slot: _Slot, after: Event | None) -> None:
+        """Have the lane wait until the call's arguments are there and ``after`` has happened."""
+        slot.uploaded.record(lane.uploads)
+        lane.stream.wait_event(slot.uploaded)
+        if isinstance(after, torch.cuda.Event):
+            lane.stream.wait_event(after)
+        elif after is not None and not after.query():
+            after.synchronize()
 
     def _enqueue(self, lane: _Lane, programs: int, shape: Shape, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
         if not programs:
@@ -206,6 +180,58 @@ class Launcher:
                 self._lanes[device] = _Lane(device, self._tuning.neighbours_together)
             return self._lanes[device]
 
+    def _run(self, planes: Planes, words: I64, programs: int, shape: Shape) -> None:
+        """Interpret the kernel."""
+        if programs:
+            self._kernel[(programs,)](
+                torch.from_numpy(planes.words),
+                torch.from_numpy(words),
+                shape.tiles,
+                ELEMENTS[shape.element_bytes],
+                shape.aligned,
+                shape.pieces,
+                shape.columns,
+            )
+
+
+class Launcher(Host):
+    """Gather or scatter on GPUs; see :class:`Host`."""
+
+    def __call__(
+        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None = None
+    ) -> torch.cuda.Event | None:
+        """Enqueue one launch for all ``moves`` behind ``after`` and return the event of its end; None: done already.
+
+        Does not wait, unless ``after`` is no CUDA event and has not happened. Memory is read and written until the
+        event has happened.
+
+        Raises:
+            RegistrationError: pool and staging lie on different devices, or not where Triton runs.
+            UnsupportedError: more pieces than one launch can count.
+        """
+        device = pool.buffers[0].device
+        if staging.device != device:
+            raise RegistrationError(f"the pool lies on {device!r}, the staging buffer on {staging.device!r}")
+        self._check_device(device)
+        if device == "cpu":
+            self._interpret(pool, moves, staging, after)
+            return None
+        lane = self._lane(device)
+        with torch.cuda.stream(lane.uploads):
+            planes, table = lane.planes(pool)
+            call = Call(planes, moves)
+            if not call.entries:
+                return None
+            slot = lane.take(call.words)
+            shape = call.write(slot.words, slot.device.data_ptr(), staging.addr, self._tuning.tile_bytes)
+            slot.device[: call.words].copy_(slot.pinned[: call.words], non_blocking=True)
+            self._behind(lane, slot, after)
+            self._enqueue(lane, call.entries * shape.tiles, shape, (table, slot.device))
+            event = torch.cuda.Event()
+            event.record(lane.stream)
+        lane.give(slot, event)
+        return event
+
     def _interpret(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """The same on the CPU's memory, done when it returns."""
         planes = Planes(pool, self._tuning.neighbours_together)
@@ -215,13 +241,4 @@ class Launcher:
         if call.entries:
             words = np.zeros(call.words, np.int64)
             shape = call.write(words, words.ctypes.data, staging.addr, self._tuning.tile_bytes)
-            if shape.tiles:
-                self._kernel[(call.entries * shape.tiles,)](
-                    torch.from_numpy(planes.words),
-                    torch.from_numpy(words),
-                    shape.tiles,
-                    ELEMENTS[shape.element_bytes],
-                    shape.aligned,
-                    shape.pieces,
-                    shape.columns,
-                )
+            self._run(planes, words, call.entries * shape.tiles, shape)

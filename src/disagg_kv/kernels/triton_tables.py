@@ -19,7 +19,8 @@ PLANE = 8
 """Words of a plane: base, page stride, row stride, unit stride, rows per page, unit bytes, two unused."""
 
 ENTRY = 8
-"""Words of an entry: plane, first unit, units, first row, rows, address of the page ids, address in staging, unused.
+"""Words of an entry: plane, first unit, units, first row, rows, address of the page ids, then what the kernel needs:
+address in staging, unused; or address of the sum, place of the first cell.
 
 The first row is counted from the first of those page ids.
 """
@@ -74,6 +75,7 @@ class Entries:
         side_by_side = unit_stride == unit_bytes
         bits = base | page_stride | first_unit * unit_stride
         bits |= np.where(rows_per_page > 1, row_stride, 0) | np.where(side_by_side, 0, unit_stride)
+        self.unit_bytes = unit_bytes
         self.run_bytes = np.where(side_by_side, units, 1) * unit_bytes
         self.runs = np.where(side_by_side, 1, units)
         self.longest = int(self.run_bytes.max())
@@ -116,16 +118,27 @@ class Pattern:
             self._shapes[key] = self._cut(*key)
         return self._shapes[key]
 
+    def shape_of_sums(self, tile_bytes: int) -> Shape:
+        """The widest access that pages allow; a piece is one cell, however wide, and a program takes whole cells."""
+        unit_bytes, cells = self.entries.unit_bytes, self.words[:, 4] * self.words[:, 2]
+        bits = self.entries.bits | int(np.bitwise_or.reduce(unit_bytes)) | 16
+        aligned, elements = bits & -bits, tile_bytes // 8
+        columns = _columns(int(unit_bytes.max()) // min(aligned, 8), elements)
+        height = elements // columns
+        return self._counted(Shape(aligned, height, columns, int((-(-cells // height)).max())), int(cells.max()))
+
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
         size, elements = min(aligned, 8), tile_bytes // 8
         columns = _columns(self.entries.longest // size, elements)
         height = elements // columns
         chunks = -(-self.entries.run_bytes // (size * columns))
         tiles = int((-(-self._pieces // height) * chunks).max())
-        most = int(self._pieces.max())
-        if max(most, len(self.words) * tiles) > MOST:
+        return self._counted(Shape(aligned, height, columns, tiles), int(self._pieces.max()))
+
+    def _counted(self, shape: Shape, most: int) -> Shape:
+        if max(most, len(self.words) * shape.tiles) > MOST:
             raise UnsupportedError(f"one call of {len(self.words)} entries, the largest of {most} pieces: too many")
-        return Shape(aligned, height, columns, tiles)
+        return shape
 
 
 class Planes:
@@ -232,15 +245,37 @@ class Call:
         Raises:
             UnsupportedError: more than the kernels can count.
         """
-        end = self.entries * ENTRY
         bits = 0
         for move in self._moves:
             bits |= staging + move.base
-        shape = self._pattern.shape(bits, tile_bytes)
+        self._fill(into, at, [staging + move.base for move in self._moves])
+        return self._pattern.shape(bits, tile_bytes)
+
+    def write_sums(self, into: I64, at: int, places: I64, tile_bytes: int) -> Shape:
+        """Write the table of a checksum, and a sum of 0 for every entry behind it.
+
+        Args:
+            into: at least ``words + entries`` words.
+            at: the address at which the kernels will find what ``into`` holds now.
+            places: of the first cell of every entry of every move, ``[entries]``.
+            tile_bytes: what one program shall read at once, a power of two.
+
+        Raises:
+            UnsupportedError: more than the kernels can count.
+        """
+        self._fill(into, at, [0 for _ in self._moves])
+        into[self.words : self.words + self.entries] = 0
+        table = into[: self.entries * ENTRY].reshape(self.entries, ENTRY)
+        table[:, 6] = at + (self.words + np.arange(self.entries)) * 8
+        table[:, 7] = places
+        return self._pattern.shape_of_sums(tile_bytes)
+
+    def _fill(self, into: I64, at: int, staged: Sequence[int]) -> None:
+        """Write the entries and the page ids, for parts that begin at these addresses."""
+        end = self.entries * ENTRY
         groups = len(self._places) // len(self._moves)
         begins = [
-            (row, 0, at + end * 8 + place * 4, staging + self._moves[i // groups].base)
-            for i, (row, place) in enumerate(self._places)
+            (row, 0, at + end * 8 + place * 4, staged[i // groups]) for i, (row, place) in enumerate(self._places)
         ]
         table = into[:end].reshape(self.entries, ENTRY)
         table[:] = self._pattern.words
@@ -250,7 +285,6 @@ class Call:
         for pages in self._tables:
             ids[begin : begin + len(pages)] = pages
             begin += len(pages)
-        return shape
 
 
 def _columns(length: int, elements: int) -> int:

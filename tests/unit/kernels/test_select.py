@@ -11,7 +11,7 @@ import pytest
 
 from disagg_kv.errors import UnknownNameError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, ReferenceKernels, available, kernels_for
+from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, ReferenceKernels, Sums, available, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool
 from tests.support.pools import KV, buffer_over, noise, staged_layout
 
@@ -36,7 +36,7 @@ class _Happens:
 class _Copied:
     """The real kernels, wrong in one way, with a real event for what they do."""
 
-    def __init__(self, wrong: bool) -> None:
+    def __init__(self, wrong: str = "") -> None:
         self.name = "copied"
         self.wrong = wrong
         self.waited = 0
@@ -46,9 +46,13 @@ class _Copied:
         return self
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
-        if not self.wrong:
+        if self.wrong != "scatter":
             CpuKernels().scatter(pool, moves, staging)
         return self
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        sums = CpuKernels().checksum(pool, moves, after)
+        return Sums(self, lambda: [np.full_like(of, 7) if self.wrong == "checksum" else of for of in sums.read()])
 
     def query(self) -> bool:
         return True
@@ -64,6 +68,9 @@ class _Broken:
         raise OSError("no such instruction")
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        raise OSError("no such instruction")
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
         raise OSError("no such instruction")
 
 
@@ -86,14 +93,15 @@ def test_every_implementation_works_on_this_host() -> None:
 
 
 def test_what_does_not_work_is_named_with_its_reason() -> None:
-    copied = _Copied(wrong=False)
-    tried: dict[str, Kernels] = {"a": copied, "b": _Copied(wrong=True), "c": _Broken()}
+    copied = _Copied()
+    tried: dict[str, Kernels] = {"a": copied, "b": _Copied("scatter"), "c": _Broken(), "d": _Copied("checksum")}
     assert available(tried) == {
         "a": None,
         "b": "IntegrityError: kernels 'copied' move wrong bytes",
         "c": "OSError: no such instruction",
+        "d": "IntegrityError: kernels 'copied' sum equal cells to 7 and 7, others to 7",
     }
-    assert copied.waited == 2
+    assert copied.waited == 5
 
 
 @pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
@@ -115,6 +123,7 @@ def test_no_moves_and_moves_without_entries_touch_nothing(kernels: Kernels) -> N
     for moves in ([], [empty], [empty, empty]):
         kernels.gather(pool, moves, buffer_over(staging), None)
         kernels.scatter(pool, moves, buffer_over(staging))
+        assert [len(of) for of in kernels.checksum(pool, moves, None).read()] == [0] * len(moves)
     assert np.array_equal(staging, noise(64, 1))
     assert not any(pool.view(i).any() for i in range(4))
 

@@ -15,6 +15,7 @@ from disagg_kv.errors import RegistrationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.kernels import KERNELS, Move, kernels_for
 from disagg_kv.memory import Buffer, Layout, PagedPool
+from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
 from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, strided
 from tests.support.pools import KV, Bytes, buffer_over, copies, noise, staged_layout
@@ -29,7 +30,7 @@ TRITON = KERNELS["triton"]
 @pytest.mark.parametrize(
     ("layout", "fused"), [("NHD", False), ("HND", False), ("NHD", True)], ids=["NHD", "HND", "fused"]
 )
-def test_gather_and_scatter_equal_the_reference_on_every_byte_of_both_buffers(
+def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_every_sum(
     layout: Layout, fused: bool, page_size: int, alignment: int
 ) -> None:
     """A1, A2, A9: slices, partial pages, every layout, item size and alignment, K != V; all of it in one launch."""
@@ -60,6 +61,7 @@ def test_any_strides_tables_and_moves(case: tuple[PagedPool, Bytes, list[Move], 
     staging[:] = noise(len(staging), 98)
     for cell, at, nbytes in copies(pool, moves):
         before[cell : cell + nbytes] = staging[at : at + nbytes]
+    assert [of.tolist() for of in TRITON.checksum(pool, moves, None).read()] == expected_sums(pool, memory, moves)
     assert TRITON.scatter(pool, moves, buffer_over(staging)) is None
     assert np.array_equal(memory, before)
     assert np.array_equal(staging, noise(len(staging), 98))
@@ -108,6 +110,9 @@ def test_gather_reads_the_pages_only_after_the_event() -> None:
     move = Move(staged_layout([(0, 1, 1, 2, 3, 0)], 8), {KV: PageTable(KV, [3])}, 0)
     TRITON.gather(pool, [move], buffer_over(staging), Happens())
     assert staging.tolist() == [7] * 8
+    pool.view(0)[...] = 0
+    sums = TRITON.checksum(pool, [move], Happens()).read()
+    assert [of.tolist() for of in sums] == [[cell_sum(b"\7" * 8, 0, "k", 2, 1)]]
 
 
 def test_patterns_are_remembered_within_bounds() -> None:
@@ -133,6 +138,8 @@ def test_memory_on_two_devices_is_refused() -> None:
     far = PagedPool.adopt(spec, shard(spec), pool.site.groups, pool.site.planes, [_elsewhere(pool)])
     with pytest.raises(RegistrationError, match="interpreted here: no memory on 'cuda:0'"):
         TRITON.scatter(far, [], Buffer(4096, 4096, "cuda:0"))
+    with pytest.raises(RegistrationError, match="interpreted here: no memory on 'cuda:0'"):
+        TRITON.checksum(far, [], None)
 
 
 def _elsewhere(pool: PagedPool) -> Buffer:
@@ -145,6 +152,8 @@ def test_more_than_the_kernels_can_count_is_refused_before_anything_is_written()
     move = Move(staged_layout([(0, 0, 2, 0, 2**31, 0)], 0), {KV: PageTable(KV, [1])}, 0)
     with pytest.raises(UnsupportedError, match="1 entries, the largest of 2147483648 pieces"):
         TRITON.gather(pool, [move], buffer_on("cpu", noise(16, 0)), None)
+    with pytest.raises(UnsupportedError, match="1 entries, the largest of 4294967296 pieces"):
+        TRITON.checksum(pool, [move], None)
 
 
 def test_a_gpu_is_served_by_triton() -> None:

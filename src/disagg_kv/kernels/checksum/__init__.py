@@ -1,0 +1,1 @@
+"""Sums that agree however a cache is cut."""

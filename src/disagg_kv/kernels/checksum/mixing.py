@@ -1,0 +1,88 @@
+"""What a cell adds to a checksum, and where in the whole cache a cell lies.
+
+A *cell* is one unit of one row of one component of one layer: what no split ever cuts. Its bytes are words of four,
+little-endian, the last one filled up with zeros; with all arithmetic modulo 2^64 it adds ::
+
+    mix(place + sum of word[j] * key[j])
+
+where ``key[j]`` is odd and the same for every cell, and ``place`` differs for every (layer, component, row, unit) of
+the whole cache. A checksum is the sum over cells: whatever tensor parallelism, pipeline stages, replicas, pages, memory
+layouts and segments make of the cells, the sums of the pieces add up to the sum of the whole.
+
+``mix`` is one to one and a key is odd, so a change of one word always shows. Cells that are exchanged, shifted or left
+over from before change what goes into ``mix`` in two places or more; they hide behind each other once in 2^64 times. So
+does other damage within one cell, or once in 2^(64-v) times if the differences of all its words are multiples of 2^v.
+This finds faults; it does not stop a peer who wants to deceive.
+
+``mix`` and the keys are SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), the
+factors of rows and units those of a low-discrepancy sequence in three dimensions, whose multiples lie far apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import GeometryError
+from ...geometry import Site
+from ...ids import LayerId
+from ...planning import StagedLayout
+
+U64 = npt.NDArray[np.uint64]
+
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+ROW, UNIT = 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+WORD_BYTES = 4
+
+_MASK = (1 << 64) - 1
+
+
+def mix(values: U64) -> U64:
+    """SplitMix64's finalizer, element by element: one to one, every input bit reaches every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(FIRST)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(SECOND)
+    return values ^ (values >> np.uint64(31))
+
+
+def keys(words: int) -> U64:
+    """The keys of a cell's words: SplitMix64's first outputs from the seed 0, made odd."""
+    return mix(np.arange(1, words + 1, dtype=np.uint64) * np.uint64(GOLDEN)) | np.uint64(1)
+
+
+@cache
+def plane_key(layer: LayerId, component: str) -> int:
+    """The place of a component's first unit in row 0: a hash, so that no order and no number of layers matter."""
+    return int.from_bytes(hashlib.blake2b(f"{layer} {component}".encode(), digest_size=8).digest(), "little")
+
+
+def places(site: Site, layout: StagedLayout) -> U64:
+    """The place of every entry's first cell, ``[entries]``.
+
+    The cell that is so many rows and units after it has the place ``rows * ROW + units * UNIT`` further on.
+
+    Raises:
+        GeometryError: an entry's units do not lie in one of the runs that the shard holds.
+    """
+    found = np.empty(len(layout.plane), np.uint64)
+    columns = layout.plane, layout.first_unit, layout.units, layout.row_start
+    for i, (number, first, units, row) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        plane = site.planes[number]
+        unit = _whole(site.shard.units(plane.layer, plane.component), first, units)
+        found[i] = (plane_key(plane.layer, plane.component) + row * ROW + unit * UNIT) & _MASK
+    return found
+
+
+def _whole(runs: tuple[range, ...], first: int, units: int) -> int:
+    """The number in the whole cache of a unit that is the ``first``-th of its plane."""
+    at = first
+    for run in runs:
+        if at < len(run):
+            if at + units <= len(run):
+                return run.start + at
+            break
+        at -= len(run)
+    raise GeometryError(f"units {first} to {first + units - 1} of a plane are not in one of its runs {runs}")

@@ -1,0 +1,85 @@
+"""Launching the checksum: what :mod:`.triton_host` does, and the sums' way back to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from ..geometry import I64
+from ..memory import Event, MemoryPool
+from .base import Move, Sums
+from .checksum.mixing import U64, places
+from .triton_host import Host, Tuning
+from .triton_tables import Call, Planes
+
+
+class Summer(Host):
+    """Checksums on GPUs; see :class:`.triton_host.Host`."""
+
+    def __init__(self, tuning: Tuning | None = None) -> None:
+        super().__init__("checksum", tuning)
+
+    def __call__(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None = None) -> Sums:
+        """Enqueue one launch for all ``moves`` behind ``after``, and the copy of the sums to the host behind that.
+
+        Does not wait, unless ``after`` is no CUDA event and has not happened.
+
+        Raises:
+            RegistrationError: the pool does not lie where Triton runs.
+            UnsupportedError: more cells than one launch can count.
+            GeometryError: a move names units that the pool does not hold.
+        """
+        device = pool.buffers[0].device
+        self._check_device(device)
+        lengths = [len(move.layout.plane) for move in moves]
+        begin = [places(pool.site, move.layout) for move in moves]
+        first = np.concatenate([*begin, np.zeros(0, np.uint64)]).view(np.int64)
+        if device == "cpu":
+            found = self._interpreted(pool, moves, first, after)
+            return Sums(None, lambda: _split(found, lengths))
+        lane = self._lane(device)
+        with torch.cuda.stream(lane.uploads):
+            planes, table = lane.planes(pool)
+            call = Call(planes, moves)
+            if not call.entries:
+                return Sums(None, lambda: begin)
+            sums = slice(call.words, call.words + call.entries)
+            slot = lane.take(sums.stop)
+            # Nobody may ask for the sums: then the slot is dropped while the GPU works with it.
+            slot.device.record_stream(lane.stream)
+            shape = call.write_sums(slot.words, slot.device.data_ptr(), first, self._tuning.tile_bytes)
+            slot.device[: sums.stop].copy_(slot.pinned[: sums.stop], non_blocking=True)
+            self._behind(lane, slot, after)
+            self._enqueue(lane, call.entries * shape.tiles, shape, (table, slot.device))
+        event = torch.cuda.Event()
+        with torch.cuda.stream(lane.stream):
+            slot.pinned[sums].copy_(slot.device[sums], non_blocking=True)
+            event.record(lane.stream)
+
+        def read() -> Sequence[U64]:
+            found = slot.words[sums].view(np.uint64).copy()
+            lane.give(slot, event)
+            return _split(found, lengths)
+
+        return Sums(event, read)
+
+    def _interpreted(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
+        """The same on the CPU's memory, done when it returns."""
+        planes = Planes(pool)
+        call = Call(planes, moves)
+        if after is not None:
+            after.synchronize()
+        if not call.entries:
+            return np.zeros(0, np.uint64)
+        words = np.zeros(call.words + call.entries, np.int64)
+        shape = call.write_sums(words, words.ctypes.data, first, self._tuning.tile_bytes)
+        self._run(planes, words, call.entries * shape.tiles, shape)
+        return words[call.words :].view(np.uint64)
+
+
+def _split(found: U64, lengths: Sequence[int]) -> list[U64]:
+    ends = list(accumulate(lengths))
+    return [found[end - length : end] for end, length in zip(ends, lengths, strict=True)]
