@@ -1,7 +1,8 @@
 """Who is where."""
 
 from .base import Rendezvous, Source
+from .minimum import SharedStore, StoreMinimum
 from .static import StaticRendezvous
 from .store import StoreRendezvous
 
-__all__ = ["Rendezvous", "Source", "StaticRendezvous", "StoreRendezvous"]
+__all__ = ["Rendezvous", "SharedStore", "Source", "StaticRendezvous", "StoreMinimum", "StoreRendezvous"]

@@ -1,0 +1,114 @@
+"""The ranks of an instance agree on the smallest of their numbers, through a torch.distributed store."""
+
+from __future__ import annotations
+
+import json
+from typing import Protocol
+
+from ..errors import ConfigurationError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from ..ids import Rank
+from .records import check_rank
+from .store import Store
+
+_MOST = 1 << 62
+
+
+class SharedStore(Store, Protocol):
+    """What is used of a ``torch.distributed.Store``, besides what finding each other takes."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter that begins at 0; what it is then."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
+        ...
+
+
+class StoreMinimum:
+    """Settles, per question, on the smallest number that any rank says. Not thread-safe; nothing waits for a rank.
+
+    Every rank says its number, then asks until there is an answer. The last one that got it removes the question
+    from the store.
+
+    Args:
+        store: a store that every rank reaches.
+        instance: name of the set of ranks.
+        rank: ours.
+        world: how many there are.
+        prefix: keys begin with it.
+
+    Raises:
+        ConfigurationError: a rank outside ``[0, world)``, or no name.
+    """
+
+    def __init__(
+        self, store: SharedStore, instance: str, rank: Rank, world: int, prefix: str = "disagg_kv/minimum"
+    ) -> None:
+        check_rank(instance, rank, world)
+        self._store = store
+        self._instance = instance
+        self._rank = rank
+        self._world = world
+        self._prefix = prefix
+        self._open: dict[str, int] = {}
+
+    def say(self, question: str, number: int) -> None:
+        """Our number.
+
+        Args:
+            question: names it: equal on all ranks, and never used again (a request's id, which also counts retries).
+            number: 0 or more.
+
+        Raises:
+            ConfigurationError: a negative number.
+            LocalProtocolError: said already, and not answered yet.
+            PeerLostError: the store cannot be reached.
+        """
+        if not 0 <= number <= _MOST:
+            raise ConfigurationError(f"{question!r}: cannot agree on {number}")
+        if question in self._open:
+            raise LocalProtocolError(f"{question!r}: {self._open[question]} was said already")
+        try:
+            self._store.set(self._key(question, self._rank), json.dumps(number))
+        except RuntimeError as exc:
+            raise self._unreachable(question, exc) from exc
+        self._open[question] = number
+
+    def agreed(self, question: str) -> int | None:
+        """The smallest number, the same on all ranks, once; None: not all have said theirs yet.
+
+        Raises:
+            LocalProtocolError: we have not said ours, or have had the answer.
+            PeerLostError: the store cannot be reached.
+            RemoteProtocolError: something else stands under the question's keys.
+        """
+        if question not in self._open:
+            raise LocalProtocolError(f"{question!r}: nothing was said, or it is answered already")
+        keys = [self._key(question, rank) for rank in range(self._world)]
+        try:
+            if not self._store.check(keys):
+                return None
+            values = [self._store.get(key) for key in keys]
+            if self._store.add(self._key(question, "read"), 1) == self._world:
+                for key in (*keys, self._key(question, "read")):
+                    self._store.delete_key(key)
+        except RuntimeError as exc:
+            raise self._unreachable(question, exc) from exc
+        del self._open[question]
+        return min(self._number(question, value) for value in values)
+
+    def _key(self, question: str, what: int | str) -> str:
+        return f"{self._prefix}/{json.dumps([self._instance, question, what])}"
+
+    def _number(self, question: str, value: bytes) -> int:
+        try:
+            number: object = json.loads(value)
+        except ValueError:
+            number = None
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _MOST:
+            raise RemoteProtocolError(f"{question!r}: the store holds {value[:64]!r}, which is no number of rows")
+        return number
+
+    def _unreachable(self, question: str, exc: Exception) -> PeerLostError:
+        return PeerLostError(f"{question!r}: the store of instance {self._instance!r} cannot be reached: {exc}")

@@ -1,0 +1,117 @@
+"""Ranks agree on the smallest number, whoever comes when, and leave nothing behind."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+# The classes of torch.distributed, which does not export them to type checkers.
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from disagg_kv.errors import ConfigurationError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from disagg_kv.ids import Rank
+from disagg_kv.rendezvous import StoreMinimum
+
+CHILD = """
+import sys, time
+from torch.distributed import TCPStore
+from disagg_kv.rendezvous import StoreMinimum
+port, rank, world = map(int, sys.argv[1:])
+ranks = StoreMinimum(TCPStore("127.0.0.1", port, is_master=False), "decode", rank, world)
+answers = []
+for turn in range(20):
+    ranks.say(f"turn {turn}", 16 * ((rank + turn) % world) + turn)
+    while (answer := ranks.agreed(f"turn {turn}")) is None:
+        time.sleep(0.001)
+    answers.append(answer)
+print(answers)
+"""
+
+
+@given(
+    numbers=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5),
+    order=st.randoms(use_true_random=False),
+)
+def test_all_ranks_get_the_smallest_number_in_whatever_order_they_come(
+    numbers: list[int], order: random.Random
+) -> None:
+    """C3; and the store is as empty as before, however many questions there were (E14)."""
+    store = HashStore()
+    world = len(numbers)
+    ranks = [StoreMinimum(store, "decode", Rank(rank), world) for rank in range(world)]
+    turns = list(range(world))
+    order.shuffle(turns)
+    for said, rank in enumerate(turns):
+        ranks[rank].say("room", numbers[rank])
+        if said < world - 1:
+            assert ranks[rank].agreed("room") is None
+    assert [rank.agreed("room") for rank in ranks] == [min(numbers)] * world
+    assert store.num_keys() == 0
+
+
+def test_ranks_of_other_processes_agree_again_and_again() -> None:
+    """C3: three processes, twenty questions, through a TCPStore that keeps nothing of them."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = store.num_keys()
+    arguments = [sys.executable, "-c", CHILD, str(store.port)]
+    children = [subprocess.Popen([*arguments, str(rank), "3"], stdout=subprocess.PIPE, text=True) for rank in range(3)]
+    outputs = [child.communicate()[0].strip() for child in children]
+    assert outputs == [str(list(range(20)))] * 3
+    assert store.num_keys() == before
+
+
+def test_instances_and_questions_are_told_apart() -> None:
+    """A7: two instances over one store, two questions at once."""
+    store = HashStore()
+    a, b = (StoreMinimum(store, name, Rank(0), 1) for name in ("a", "b"))
+    a.say("one", 1)
+    a.say("two", 2)
+    b.say("one", 3)
+    assert (b.agreed("one"), a.agreed("two"), a.agreed("one")) == (3, 2, 1)
+
+
+def test_questions_out_of_order_are_refused() -> None:
+    """Bad input: said twice, asked before it was said, asked after the answer, negative, a rank that is none."""
+    ranks = StoreMinimum(HashStore(), "decode", Rank(0), 1)
+    with pytest.raises(LocalProtocolError, match="nothing was said"):
+        ranks.agreed("room")
+    with pytest.raises(ConfigurationError, match="-1"):
+        ranks.say("room", -1)
+    ranks.say("room", 5)
+    with pytest.raises(LocalProtocolError, match="5 was said already"):
+        ranks.say("room", 6)
+    assert ranks.agreed("room") == 5
+    with pytest.raises(LocalProtocolError, match="answered already"):
+        ranks.agreed("room")
+    with pytest.raises(ConfigurationError, match="rank 2 is not one of 2"):
+        StoreMinimum(HashStore(), "decode", Rank(2), 2)
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "true", "1.5", "9" * 30, "[]"])
+def test_a_strange_number_is_refused(value: str) -> None:
+    """E13: a store is open to everyone who reaches it."""
+    store = HashStore()
+    ranks = StoreMinimum(store, "decode", Rank(0), 2)
+    ranks.say("room", 5)
+    store.set('disagg_kv/minimum/["decode", "room", 1]', value)
+    with pytest.raises(RemoteProtocolError, match="'room'"):
+        ranks.agreed("room")
+
+
+def test_a_store_that_went_away_is_a_lost_peer() -> None:
+    """Every call says so; none waits."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+    ranks = StoreMinimum(client, "decode", Rank(0), 2)
+    ranks.say("room", 5)
+    del store
+    with pytest.raises(PeerLostError, match="'room'"):
+        ranks.agreed("room")
+    with pytest.raises(PeerLostError, match="'other'"):
+        ranks.say("other", 5)
