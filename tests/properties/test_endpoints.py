@@ -14,7 +14,7 @@ from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig
 from tests.support.rig_parts import Unreliable
-from tests.support.worlds import World, worlds
+from tests.support.worlds import World, hybrid_specs, worlds
 
 LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
 memories = st.builds(
@@ -36,12 +36,15 @@ def build(world: World, source: Memory, target: Memory, path: str, options: Opti
     return rig
 
 
-@settings(max_examples=25)
-@given(world=worlds(), source=memories, target=memories, path=paths, edges=edges, open_end=st.booleans())
+either = worlds() | worlds(of=hybrid_specs())
+
+
+@settings(max_examples=40)
+@given(world=either, source=memories, target=memories, path=paths, edges=edges, open_end=st.booleans())
 def test_whatever_the_sides_look_like(
     world: World, source: Memory, target: Memory, path: str, edges: list[int], open_end: bool
 ) -> None:
-    """A6, A9, A11, A12: two rooms in random chunks over any two splits and memories arrive byte for byte."""
+    """A6, A9, A11, A12, B7: two rooms in random chunks over any two splits and memories arrive byte for byte."""
     rig = build(world, source, target, path)
     requests = [rig.request(name, rig.prefills, rig.decodes, 60) for name in ("a", "b")]
     for request in requests:
@@ -79,7 +82,7 @@ def network(seed: int, drop: float, double: float) -> Memory:
 
 @settings(max_examples=20)
 @given(
-    world=worlds(),
+    world=either,
     path=paths,
     seed=st.integers(0, 10**6),
     drop=st.sampled_from([0.0, 0.05, 0.2]),

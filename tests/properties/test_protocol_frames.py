@@ -19,7 +19,7 @@ numbers = st.integers(0, 2**62)
 epochs = st.binary(min_size=16, max_size=16)
 names = st.text(max_size=20)
 texts = st.text(max_size=60)
-boxes = st.tuples(numbers, numbers, numbers, numbers)
+boxes = st.tuples(numbers, numbers, numbers, numbers, st.booleans())
 tables = st.builds(f.WireTable, group=names, first=numbers, pages=st.binary(max_size=40))
 holdings = st.builds(
     f.WireHolding,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from disagg_kv.geometry import PageTable, Part, Shard, Site
+from disagg_kv.geometry import CacheSpec, Component, PageTable, Part, Shard, Site
 from disagg_kv.ids import GroupId
 from disagg_kv.planning import Segment, StagedLayout, Writes
 
@@ -37,6 +37,23 @@ def box(shard: Shard, segment: Segment) -> list[RowCell]:
         if segment.first <= layer < segment.last
         for row in range(segment.start, segment.stop)
     )
+
+
+def component(spec: CacheSpec, layer: int, name: str) -> Component:
+    """The component of that name."""
+    return next(c for at, cs in spec.layers.items() if at == layer for c in cs if c.name == name)
+
+
+def needed(spec: CacheSpec, shard: Shard, held: int, stop: int, *, known: bool) -> list[RowCell]:
+    """Everything a shard needs of a room of ``stop`` tokens of which it holds ``held``; ``known``: it said the end."""
+    found: list[RowCell] = []
+    for name, layer, unit in cells(shard):
+        of = component(spec, layer, name)
+        for row in range(of.rows or stop):
+            slid_out = of.window is not None and known and row + of.window < stop
+            if of.rows or (row >= held if of.window is None else not slid_out):
+                found.append((name, layer, row, unit))
+    return sorted(found)
 
 
 def sent(parts: Iterable[Part], segment: Segment) -> list[RowCell]:

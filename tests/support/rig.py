@@ -6,6 +6,7 @@ engines meant to send by plain indexing, poison everywhere else.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypedDict, TypeVar, Unpack
@@ -30,6 +31,7 @@ from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, SupportsAllocate, Transport
 
 KV = GroupId("kv")
+STATE = GroupId("state")
 POISON = 0xA5
 STEP_S = 0.005
 AUX_BYTES = 8
@@ -83,15 +85,29 @@ def _no_sleep(seconds: float) -> None:
     """Time is fake."""
 
 
-def put(pool: PagedPool, table: PageTable, start: int, stop: int, truth: Truth | None) -> None:
-    """Write a room's rows into a pool by plain indexing; None: poison."""
-    rows = np.arange(start, stop)
+def put(
+    pool: PagedPool, table: PageTable, start: int, stop: int, truth: Truth | None, *, windows: bool = False
+) -> None:
+    """Write a room's rows into a pool by plain indexing; None: poison. ``windows``: of each only the last rows."""
     for number, plane in enumerate(pool.site.planes):
+        component = pool.site.spec.component(plane.layer, plane.component)
+        if component.rows:
+            continue
+        slid = stop - component.window if windows and component.window else 0
+        rows = np.arange(max(0, slid) if slid else start, stop)
         view = pool.view(number)
         page = table.pages[(rows - table.first) // view.shape[1]]
         slot = (rows - table.first) % view.shape[1]
         units = [u for run in pool.site.shard.units(plane.layer, plane.component) for u in run]
         view[page, slot] = POISON if truth is None else truth[plane.layer, plane.component][rows][:, units]
+
+
+def put_states(pool: PagedPool, slot: PageTable, truth: Truth) -> None:
+    """Write a room's states into a pool by plain indexing."""
+    for number, plane in enumerate(pool.site.planes):
+        if pool.site.spec.component(plane.layer, plane.component).rows:
+            units = [u for run in pool.site.shard.units(plane.layer, plane.component) for u in run]
+            pool.view(number)[slot.pages[0]] = truth[plane.layer, plane.component][:, units]
 
 
 @define(eq=False)
@@ -105,15 +121,29 @@ class Member(Generic[E]):
     channel: Channel
     observer: Recorder
     free: list[int]
+    slots: list[int]
     frozen: bool = False
     closed: bool = False
 
     def take(self, rows: int, first: int = 0) -> PageTable:
         """Pages for so many rows."""
-        n = -(-rows // self.pool.site.groups[0].rows_per_page)
+        n = -(-rows // self.page_size)
         taken, self.free = self.free[:n], self.free[n:]
         assert len(taken) == n, "the test's pool is too small"
         return PageTable(KV, np.array(taken, np.int32), first)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; 1 where there are only states."""
+        return next((g.rows_per_page for g in self.pool.site.token_groups), 1)
+
+    def pages(self, table: PageTable) -> list[PageTable]:
+        """What an engine says of a room's pages: nothing where there are only states."""
+        return [table] if self.pool.site.token_groups else []
+
+    def state(self) -> list[PageTable]:
+        """A slot for a room's states, if there are any."""
+        return [PageTable(STATE, [self.slots.pop()])] if self.pool.site.state_groups else []
 
     def give(self, table: PageTable) -> None:
         """Pages are free again."""
@@ -239,6 +269,7 @@ class Rig:
             held,
             pages=of.pages,
             page_size=of.page_size,
+            state_slots=8,
             layout=of.layout,
             fused=of.fused,
             aux_slots=4,
@@ -256,8 +287,10 @@ class Rig:
         buffers = [Buffer(m.ctypes.data, m.nbytes, owner=m) for m in memories]
         site = pool.site
         want = PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, buffers)
-        free = [int(p) for p in self.rng.permutation(site.groups[0].pages)]
-        return Member(endpoint, pool, want, transport, channel, observer, free)
+        pages = site.token_groups[0].pages if site.token_groups else 512
+        free = [int(p) for p in self.rng.permutation(pages)]
+        slots = [int(p) for p in self.rng.permutation(8)]
+        return Member(endpoint, pool, want, transport, channel, observer, free, slots)
 
     # Running.
 
@@ -317,7 +350,7 @@ class Rig:
         made: dict[tuple[int, str], Bytes] = {}
         for layer, components in self.spec.layers.items():
             for c in components:
-                drawn = self.rng.integers(0, 255, (rows, c.units, c.unit_bytes), dtype=np.uint8)
+                drawn = self.rng.integers(0, 255, (c.rows or rows, c.units, c.unit_bytes), dtype=np.uint8)
                 made[layer, c.name] = np.where(drawn == POISON, np.uint8(255), drawn)
         return made
 
@@ -341,6 +374,8 @@ class Request:
     receives: list[ReceptionHandle] = field(factory=list)
     given: dict[int, list[PageTable]] = field(factory=dict)
     taken: list[PageTable] = field(factory=list)
+    slots: list[list[PageTable]] = field(factory=list)
+    known: bool = True
 
     @property
     def handles(self) -> list[DeliveryHandle | ReceptionHandle]:
@@ -369,22 +404,24 @@ class Request:
             held: rows that are in the pages already.
             whole: the tables have the pages of held rows too.
         """
+        self.known = stop is not None
         self.taken = [m.take(self.rows) for m in self.decodes]
-        for handle, member, table in zip(self.receives, self.decodes, self.taken, strict=True):
-            for pool in (member.pool, member.want):
+        self.slots = [m.state() for m in self.decodes]
+        for m, handle, table, state in zip(self.decodes, self.receives, self.taken, self.slots, strict=True):
+            for pool in (m.pool, m.want):
                 put(pool, table, 0, held, self.truth)
-            size = member.pool.site.groups[0].rows_per_page
-            skip = 0 if whole else held // size
-            given = PageTable(KV, table.pages[skip:], skip * size)
-            assert handle.expect(stop, [given], aux=aux, tag=tag, held={KV: held}) == {KV: held // size * size}
+            skip = 0 if whole else held // m.page_size
+            given = m.pages(PageTable(KV, table.pages[skip:], skip * m.page_size))
+            rows = {t.group: held for t in given}
+            took = handle.expect(stop, given, state=state, aux=aux, tag=tag, held=rows)
+            assert took == {t.group: held // m.page_size * m.page_size for t in given}
         return self
 
     def pages(self, start: int, stop: int) -> list[PageTable]:
         """New pages on every prefill rank that hold these rows."""
         made = []
         for number, m in enumerate(self.prefills):
-            size = m.pool.site.groups[0].rows_per_page
-            first = start // size * size
+            first = start // m.page_size * m.page_size
             table = m.take(stop - first, first)
             for pool in (m.pool, m.want):
                 put(pool, table, first, stop, self.truth)
@@ -394,14 +431,17 @@ class Request:
 
     def send(self, stop: int, start: int = 0, ready: Event | None = None) -> Request:
         """Prefill's engines hand over the rows ``[start, stop)`` in new pages."""
-        for handle, table in zip(self.sends, self.pages(start, stop), strict=True):
-            handle.send_chunk(stop, [table], ready)
+        for m, handle, table in zip(self.prefills, self.sends, self.pages(start, stop), strict=True):
+            handle.send_chunk(stop, m.pages(table), ready)
         return self
 
     def finish(self, aux: int | None = None, tag: bytes = b"") -> Request:
         """Prefill's engines are done."""
-        for handle in self.sends:
-            handle.finish(self.rows, aux=aux, tag=tag)
+        for m, handle in zip(self.prefills, self.sends, strict=True):
+            state = m.state()
+            for pool, slot in itertools.product((m.pool, m.want), state):
+                put_states(pool, slot, self.truth)
+            handle.finish(self.rows, state=state, aux=aux, tag=tag)
         return self
 
     def start(self, stop: int | None = None) -> Request:
@@ -433,8 +473,11 @@ class Request:
 
     def wanted(self, start: int, stop: int) -> None:
         """Decode's pools should hold these rows."""
-        for member, table in zip(self.decodes, self.taken, strict=True):
-            put(member.want, table, start, stop, self.truth)
+        slots = self.slots or [[] for _ in self.decodes]
+        for member, table, state in zip(self.decodes, self.taken, slots, strict=True):
+            put(member.want, table, start, stop, self.truth, windows=self.known)
+            for slot in state:
+                put_states(member.want, slot, self.truth)
 
     def failed(self) -> Request:
         """Wait until all ranks have failed and released their pages."""
@@ -458,9 +501,11 @@ class Request:
 
     def forgive(self) -> None:
         """The room has failed: its own pages may hold anything, all others must hold what they did."""
-        for member, table in zip(self.decodes, self.taken, strict=False):
-            for number in range(len(member.pool.site.planes)):
-                member.want.view(number)[table.pages] = member.pool.view(number)[table.pages]
+        slots = self.slots or [[] for _ in self.decodes]
+        for member, table, state in zip(self.decodes, self.taken, slots, strict=False):
+            of = {t.group: t.pages for t in (table, *state)}
+            for number, plane in enumerate(member.pool.site.planes):
+                member.want.view(number)[of[plane.group]] = member.pool.view(number)[of[plane.group]]
 
     def errors(self) -> str:
         """What all ranks say."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
@@ -22,6 +22,26 @@ class World:
     spec: CacheSpec
     writers: tuple[Shard, ...]
     targets: tuple[Shard, ...]
+
+
+@st.composite
+def hybrid_specs(draw: st.DrawFn) -> CacheSpec:
+    """Up to five layers: attention over everything or a window, states of one or several rows, or both in one layer."""
+    heads = draw(st.integers(1, 6))
+    window = draw(st.integers(1, 12))
+    full = (Component("k", "int8", heads, 2), Component("v", "float16", heads, 2))
+    sliding = tuple(evolve(c, window=window) for c in full)
+    conv = tuple(
+        Component(f"conv.{block}", "int8", units, 2, tokens_per_row=0, rows=3)
+        for block, units in (("q", heads), ("v", draw(st.sampled_from([heads, 2 * heads]))))
+    )
+    states = (*conv, Component("ssm", "float16", heads, 6, tokens_per_row=0, rows=1))
+    kinds = draw(
+        st.lists(
+            st.sampled_from([full, sliding, states, (*full, *states), (*states, *sliding)]), min_size=1, max_size=5
+        )
+    )
+    return CacheSpec({LayerId(i): kind for i, kind in enumerate(kinds)})
 
 
 @st.composite
@@ -70,15 +90,20 @@ def _reordered(one: Shard) -> Shard:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn, of: st.SearchStrategy[CacheSpec] | None = None) -> World:
     """Any cache and any two splits of it."""
-    spec = draw(specs())
+    spec = draw(specs() if of is None else of)
     return World(spec, draw(sides(spec)), draw(sides(spec)))
 
 
 def build_site(spec: CacheSpec, held: Shard, page_rows: int, pages: int, order: Order, gap: int = 0) -> Site:
-    """A pool with dense pages and ``gap`` bytes between them; ``fused``: K and V of a layer share each row."""
+    """A pool with dense pages and ``gap`` bytes between them; ``fused``: K and V of a layer share each row.
+
+    States lie in slots of their own group, row after row.
+    """
     group = Group(GroupId("kv"), page_rows, pages)
+    slots = Group(GroupId("state"), 5, 4)
+    components = {(layer, c.name): c for layer, cs in spec.layers.items() for c in cs}
     sizes: dict[LayerId, dict[str, tuple[int, int]]] = {}
     for h in held:
         for layer in h.layers:
@@ -88,9 +113,10 @@ def build_site(spec: CacheSpec, held: Shard, page_rows: int, pages: int, order: 
     planes: list[Plane] = []
     buffers: list[int] = []
     for layer, of in sorted(sizes.items()):
-        row_bytes = sum(units * nbytes for units, nbytes in of.values())
+        tokens = {name: of[name] for name in of if not components[layer, name].rows}
+        row_bytes = sum(units * nbytes for units, nbytes in tokens.values())
         offset = 3
-        for name, (units, nbytes) in of.items():
+        for name, (units, nbytes) in tokens.items():
             page = page_rows * units * nbytes + gap
             match order:
                 case "NHD":
@@ -103,9 +129,15 @@ def build_site(spec: CacheSpec, held: Shard, page_rows: int, pages: int, order: 
                     offset += units * nbytes
             if order != "fused":
                 buffers.append(3 + pages * page)
-        if order == "fused":
+        if order == "fused" and tokens:
             buffers.append(3 + pages * (page_rows * row_bytes + gap))
-    site = Site(spec, held, (group,), planes, buffers)
+        for name in sorted(set(of) - set(tokens)):
+            units, nbytes = of[name]
+            page = components[layer, name].rows * units * nbytes + gap
+            planes.append(Plane(layer, name, slots.id, len(buffers), 1, page, units * nbytes, nbytes))
+            buffers.append(1 + slots.pages * page)
+    used = {plane.group for plane in planes}
+    site = Site(spec, held, [g for g in (group, slots) if g.id in used], planes, buffers)
     site.check()
     return site
 

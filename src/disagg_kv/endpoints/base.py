@@ -125,14 +125,17 @@ class Delivery(Handle, Protocol):
 
         Args:
             stop: where the last chunk ended; 0 for a room without rows.
-            state: pages of recurrent state.
+            state: the room's slot in every group of states; its states are final at ``ready`` too.
             aux: the aux row to send along; the lowest rank that gives one counts.
             tag: at most 256 bytes that must equal decode's, if both have one (a digest of the prompt, say).
             ready: when the aux row is final.
 
+        A room with states that is withdrawn has to be finished again, once all its chunks were given again.
+
         Raises:
+            GeometryError: not one slot of every group of states.
             LocalProtocolError: called twice, or ``stop`` is not where the chunks ended.
-            UnsupportedError: state, or aux rows above 64 KiB.
+            UnsupportedError: aux rows above 64 KiB.
         """
         ...
 
@@ -158,13 +161,14 @@ class Reception(Handle, Protocol):
 
         Args:
             stop: one past the last row; None: prefill's, if the pages suffice.
-            pages: one table per group that begins at the held prefix's end, rounded down, or before it; earlier pages
-                are left alone. None for a group of which nothing is awaited.
+            pages: one table per group of tokens that begins at the held prefix's end, rounded down, or before it;
+                earlier pages are left alone. None for a group of which nothing is awaited. Where a window slides, it
+                begins at or before the window of ``stop``, whatever is held.
             held: leading rows that are in our pages already, per group (a group that is left out: none). The ranks of
                 an instance must agree beforehand: they say the same, or the room fails. Returned as taken: the fewest
                 of any group, rounded down to a page's end in all of them. It only counts as held while this
                 endpoint's engine keeps it: see :class:`~disagg_kv.prefix.PrefixCache`.
-            state: pages of recurrent state.
+            state: the room's slot in every group of states.
             aux: the aux row to fill.
             tag: see :meth:`Delivery.finish`.
 
@@ -173,7 +177,6 @@ class Reception(Handle, Protocol):
                 prefix that is negative or longer than ``stop``.
             ConfigurationError: a held prefix, but the endpoint's selection is not ``incremental``.
             LocalProtocolError: called twice.
-            UnsupportedError: state, which this version does not move.
         """
         ...
 

@@ -37,21 +37,18 @@ class Pair:
         return self.intake.parts[self.rank]
 
     def cut(self, start: int, stop: int) -> list[Segment]:
-        """The segments in which this rank sends these rows.
+        """The segments in which this rank sends these rows and the states.
 
         Raises:
             OversizeError: not one row fits a slot and a lease.
         """
+        slot, lease = self.slot_bytes, self.lease_bytes
         return [
             segment
             for layers in self.intake.ranges(self.rank)
-            for segment in self.intake.cut(
-                start,
-                stop,
-                layers,
-                slot_bytes=self.slot_bytes,
-                lease_bytes=self.lease_bytes,
-                page_rows=self.page_rows,
+            for segment in (
+                *self.intake.cut(start, stop, layers, slot_bytes=slot, lease_bytes=lease, page_rows=self.page_rows),
+                *self.intake.cut_states(layers, slot_bytes=slot, lease_bytes=lease),
             )
         ]
 
@@ -104,7 +101,7 @@ def choose_path(
     segments = pair.fitted().cut(0, rows)
     estimates = []
     for path in able:
-        jobs = [Job(pair.source, pair.target, pair.parts, pair.view, s, {}, {}) for s in segments]
+        jobs = [Job(pair.source, pair.target, pair.parts, pair.view, s, {}, {}, pair.intake.room) for s in segments]
         nbytes = sum(pair.intake.part_bytes(s, pair.rank) for s in segments)
         staged = 0 if path.exposes_pages else len(segments)
         estimates.append(costs.estimate(path.name, sum(map(path.count, jobs)), nbytes, staged))

@@ -19,7 +19,7 @@ from ..errors import (
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..kernels import Kernels, Move
 from ..memory import Buffer, Event, MemoryPool
-from ..planning import Segment
+from ..planning import RowRange, Segment
 from ..protocol import (
     Awaited,
     Cancel,
@@ -408,8 +408,9 @@ class DecodeRole:
         assert room.wanted is not None
         site = self._pool.site
         parts = room.routes.intake(room.key.room).parts[rank]
-        view = room.routes.view(room.key.room, rank, site)
-        job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables)
+        rows = RowRange(room.wanted.start, room.wanted.stop)
+        view = room.routes.view(room.key.room, rank, site).for_rows(rows)
+        job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
         return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
 
     def _scattered(self, room: _Room, segment: Segment, started: float, error: Exception | None = None) -> None:

@@ -12,7 +12,7 @@ from ..geometry import PageTable
 from ..ids import GroupId, LayerId
 from ..memory import Event, MemoryPool
 from ..protocol import MAX_AUX, Effect, RoomKey, SendRoom
-from .handles import Happened, RoomHandle, check_tables, joined
+from .handles import Happened, RoomHandle, check_states, check_tables, joined
 
 Act = Callable[[SendRoom, float], list[Effect]]
 
@@ -62,6 +62,7 @@ class DeliveryHandle(RoomHandle):
         self._finished = False
         self._again: Mapping[GroupId, PageTable] | None = None
         self._turns = 0
+        self._withdrawals = 0
 
     @property
     def held(self) -> Mapping[GroupId, int] | None:
@@ -85,7 +86,8 @@ class DeliveryHandle(RoomHandle):
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish at {self._stop}")
         if stop <= self._given:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
-        tables = check_tables(self.room, self._pool.site, pages, self._given, stop)
+        starts = dict.fromkeys((g.id for g in self._pool.site.token_groups), self._given)
+        tables = check_tables(self.room, self._pool.site, pages, starts, stop)
         return tables if self._again is None else joined(self._pool.site, self._again, tables)
 
     def taken(self, stop: int, tables: Mapping[GroupId, PageTable]) -> Handed:
@@ -107,8 +109,7 @@ class DeliveryHandle(RoomHandle):
         ready: Event | None = None,
     ) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Delivery.finish`."""
-        if state:
-            raise UnsupportedError(f"room {self.room.hex()}: recurrent state is not moved yet")
+        states = check_states(self.room, self._pool.site, state)
         if self._finished or stop != self._stop:
             raise LocalProtocolError(
                 f"room {self.room.hex()}: finish at row {stop}, "
@@ -122,8 +123,12 @@ class DeliveryHandle(RoomHandle):
             self._pool.read_aux(aux)
         self._finished = True
 
+        life = self._withdrawals
+
         def act(machine: SendRoom, now: float) -> list[Effect]:
-            return machine.finish(stop, None if aux is None else self._pool.read_aux(aux), tag, now)
+            if states and life != self._withdrawals:
+                return []  # the slots were taken away while the event was awaited; another call gives others
+            return machine.finish(stop, None if aux is None else self._pool.read_aux(aux), tag, now, states)
 
         self._office.change(self._key, act, ready)
 
@@ -133,8 +138,11 @@ class DeliveryHandle(RoomHandle):
         if self.released:
             fired.set()
             return fired
+        self._withdrawals += 1
         self._given = 0
         self._again = {}
+        if self._pool.site.state_groups:
+            self._finished = False
         self._office.withdraw(self._key, fired)
         return fired
 

@@ -131,9 +131,9 @@ def check_room(room: RoomId, last: RoomHandle | None, endpoint: Closable) -> Non
 
 
 def check_tables(
-    room: RoomId, site: Site, pages: Sequence[PageTable], start: int, stop: int
+    room: RoomId, site: Site, pages: Sequence[PageTable], starts: Mapping[GroupId, int], stop: int
 ) -> Mapping[GroupId, PageTable]:
-    """Tables by group, checked to cover ``[start, stop)`` in every group of the pool; the engine may reuse its arrays.
+    """Tables by group, checked to cover the rows from ``starts`` up to ``stop``; the engine may reuse its arrays.
 
     Raises:
         GeometryError: a group twice, unknown or missing, or a table that does not cover the rows; names the room.
@@ -143,12 +143,35 @@ def check_tables(
         if len(tables) != len(pages):
             raise GeometryError(f"two page tables for one group: {[t.group for t in pages]}")
         for table in tables.values():
-            table.check(site.group(table.group), start, stop)
-        missing = [g.id for g in site.groups if g.id not in tables]
-        if missing and stop > start:
+            if table.group in site.state_groups:
+                raise GeometryError(f"group {table.group!r} has slots of states, not pages of tokens")
+            table.check(site.group(table.group), starts.get(table.group, 0), stop)
+        missing = [g for g, start in starts.items() if g not in tables and stop > start]
+        if missing:
             raise GeometryError(f"no page table for {missing}")
     except GeometryError as exc:
         raise GeometryError(f"room {room.hex()}: {exc}") from exc
+    return tables
+
+
+def check_states(room: RoomId, site: Site, slots: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
+    """Slots by group, checked to be one of every group of states.
+
+    Raises:
+        GeometryError: a group twice, missing or not of states, or not one slot of it; names the room.
+    """
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in slots}
+    where = f"room {room.hex()}"
+    if len(tables) != len(slots) or set(tables) != site.state_groups:
+        groups = [t.group for t in slots]
+        raise GeometryError(f"{where}: slots of groups {groups}; of states there are {sorted(site.state_groups)}")
+    for table in tables.values():
+        if len(table.pages) != 1 or table.first:
+            raise GeometryError(f"{where}, group {table.group!r}: one slot from row 0 on, not {len(table.pages)} pages")
+        try:
+            table.check(site.group(table.group), 0, 1)
+        except GeometryError as exc:
+            raise GeometryError(f"{where}: {exc}") from exc
     return tables
 
 

@@ -16,7 +16,7 @@ INCREMENTAL = "incremental"
 
 def page_multiple(site: Site) -> int:
     """A held prefix ends at a multiple of so many rows: at a page's end in every group."""
-    return math.lcm(*(group.rows_per_page for group in site.groups))
+    return math.lcm(*(group.rows_per_page for group in site.token_groups))
 
 
 def taken(where: str, site: Site, held: Mapping[GroupId, int] | None, selection: str) -> int:
@@ -35,16 +35,17 @@ def taken(where: str, site: Site, held: Mapping[GroupId, int] | None, selection:
         raise ConfigurationError(
             f"{where}: a held prefix {dict(given)} needs the selection 'incremental', the endpoint has {selection!r}"
         )
-    fewest = min((given.get(group.id, 0) for group in site.groups), default=0)
+    fewest = min((given.get(group.id, 0) for group in site.token_groups), default=0)
     return fewest // page_multiple(site) * page_multiple(site)
 
 
-def after(site: Site, tables: Mapping[GroupId, PageTable], start: int) -> dict[GroupId, PageTable]:
-    """Tables without the pages before ``start``: others may be reading those, so no peer learns of them."""
+def after(site: Site, tables: Mapping[GroupId, PageTable], starts: Mapping[GroupId, int]) -> dict[GroupId, PageTable]:
+    """Tables without the pages before ``starts``: others may be reading those, so no peer learns of them."""
     cut: dict[GroupId, PageTable] = {}
     for group, table in tables.items():
-        skip = (start - table.first) // site.group(group).rows_per_page
-        cut[group] = PageTable(group, table.pages[skip:], start) if skip > 0 else table
+        rows = site.group(group).rows_per_page
+        skip = max(0, (starts[group] - table.first) // rows)
+        cut[group] = PageTable(group, table.pages[skip:], table.first + skip * rows)
     return cut
 
 
@@ -57,7 +58,8 @@ def check_start(room: str, frame: Expect, target: Site, selection: str, rank: Ra
         target: its pool.
         selection: ours.
         rank: which of its instance it is.
-        others: where ranks of its instance wanted us to begin that came before.
+        others: where ranks of its instance wanted us to begin that came before; ranks with nothing but states hold no
+            tokens and do not count.
 
     Raises:
         RemoteProtocolError: not at a page's end, beyond the last row, or not where its other ranks do.
@@ -74,7 +76,7 @@ def check_start(room: str, frame: Expect, target: Site, selection: str, rank: Ra
     if frame.stop is not None and start > frame.stop:
         raise RemoteProtocolError(f"{room}: decode rank {rank} holds {start} rows of {frame.stop}")
     for other, held in others.items():
-        if held != start:
+        if held != start and target.token_groups:
             raise RemoteProtocolError(
                 f"{room}: decode ranks disagree on the held prefix: rank {other} has {held} rows, rank {rank} {start}"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from typing import Protocol
 
 from attrs import define, field, frozen
@@ -40,8 +40,8 @@ class Load:
 class Rooms(Protocol):
     """What the mover asks of the endpoint."""
 
-    def sharing(self, room: RoomKey, transfer: Transfer) -> int:
-        """Transfers of one segment with equal numbers carry the same bytes."""
+    def sharing(self, room: RoomKey, transfer: Transfer) -> Hashable:
+        """Transfers of one segment for which this is equal carry the same bytes."""
         ...
 
     def begin(self, room: RoomKey, transfer: Transfer) -> Load | None:
@@ -181,7 +181,7 @@ class Mover:
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
         self._rooms.reading(room, 1)
         loads: list[tuple[Transfer, Load, int]] = []
-        places: dict[int, int] = {}
+        places: dict[Hashable, int] = {}
         used = 0
         for transfer in self._same(room, first):
             share = self._rooms.sharing(room, transfer)

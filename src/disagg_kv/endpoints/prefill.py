@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from ..errors import (
 from ..geometry import I32, Part
 from ..ids import Epoch, Generation, LayerId, Rank, RegionId, RoomId, Ticket
 from ..memory import Event, MemoryPool
-from ..planning import CostModel, StagedLayout, Writes
+from ..planning import CostModel, RowRange, StagedLayout, Writes
 from ..protocol import (
     Decided,
     Effect,
@@ -75,7 +75,7 @@ class _Way:
     path: Path
     pair: Pair
     tables: Tables
-    share: int
+    share: tuple[int, RowRange]
     ring: RegionId
     start: int
 
@@ -303,26 +303,27 @@ class PrefillRole:
             self._apply(room, room.machine.refuse(epoch, generation, error, node.now))
             return
         room.ways[epoch] = way
-        room.handle.hold({g.id: frame.start for g in self._pool.site.groups})
+        room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
 
     def _way(self, room: _Room, remote: Remote, frame: Expect) -> tuple[_Way, FlowPlan]:
         assert self.mover is not None
         node, hello = self._node, remote.hello
-        starts = {Rank(way.remote.hello.rank): way.start for way in room.ways.values()}
+        starts = {Rank(way.remote.hello.rank): way.start for way in room.ways.values() if way.remote.site.token_groups}
         name = f"room {room.key.room.hex()}"
         check_start(name, frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
         if remote.epoch not in self._routes:
             self._routes[remote.epoch] = Routes(node.me.shards, remote.site)
         routes = self._routes[remote.epoch]
-        intake = routes.intake(room.key.room)
+        rows = RowRange(frame.start, frame.stop)
+        intake = routes.intake(room.key.room).for_rows(rows)
         site = self._pool.site
         pair = Pair(
             node.me.rank,
             site,
             remote.site,
             intake,
-            routes.view(room.key.room, node.me.rank, site),
+            routes.view(room.key.room, node.me.rank, site).for_rows(rows),
             node.me.slot_bytes,
             hello.lease_bytes,
             remote.page_rows(),
@@ -333,11 +334,11 @@ class PrefillRole:
         theirs = set(hello.paths)
         known = [p for p in self._paths if (p.name, p.version) in theirs]
         most = max((g.rows_per_page * g.pages for g in site.groups), default=1)
-        rows = 0 if frame.stop is None else min(_rounded(frame.stop - frame.start), most)
+        length = 0 if frame.stop is None else min(_rounded(frame.stop - frame.start), most)
         exposed = frame.tables is not None
-        key = (remote.epoch, routes.turn(room.key.room), frame.paths, exposed, rows)
+        key = (remote.epoch, routes.turn(room.key.room), frame.paths, exposed, length)
         if key not in self._choices:
-            chosen = choose_path(self._strategy.path, known, frame.paths, exposed, pair, rows, self._costs)
+            chosen = choose_path(self._strategy.path, known, frame.paths, exposed, pair, length, self._costs)
             self._choices[key] = chosen
             _bound(self._choices, CHOICES)
         path, reason = self._choices[key]
@@ -348,11 +349,11 @@ class PrefillRole:
         room.handle.report.path = path.name
         room.handle.report.reason = reason
         share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
-        way = _Way(remote, path, pair, tables, share, RegionId(hello.ring_region), frame.start)
+        way = _Way(remote, path, pair, tables, (share, intake.room), RegionId(hello.ring_region), frame.start)
         plan = FlowPlan(
             node.me.rank,
             intake,
-            frame.start,
+            intake.floor(frame.start),
             frame.stop,
             path.exposes_pages,
             pair.slot_bytes,
@@ -402,10 +403,10 @@ class PrefillRole:
         assert self.mover is not None
         self.mover.on_ticket(event)
 
-    def sharing(self, key: RoomKey, transfer: Transfer) -> int:
+    def sharing(self, key: RoomKey, transfer: Transfer) -> Hashable:
         """Equal parts of one segment are gathered once."""
         room = self._rooms.get(key)
-        return -1 if room is None else room.ways[transfer.to].share
+        return None if room is None else room.ways[transfer.to].share
 
     def begin(self, key: RoomKey, transfer: Transfer) -> Load | None:
         """Plan a transfer, if it still makes sense."""
@@ -428,7 +429,9 @@ class PrefillRole:
     def _planned(self, way: _Way, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
         """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
         hello, name, segment = way.remote.hello, way.path.name, transfer.segment
-        job = Job(way.pair.source, way.pair.target, way.pair.parts, way.pair.view, segment, tables, way.tables)
+        pair = way.pair
+        rows = pair.intake.room
+        job = Job(pair.source, pair.target, pair.parts, pair.view, segment, tables, way.tables, rows)
         plan = way.path.send(job)
         if transfer.offset is None and isinstance(plan, Writes):
             return plan.renamed(self._regions, np.array(hello.regions, np.int32))

@@ -7,12 +7,12 @@ from typing import Protocol
 
 from attrs import frozen
 
-from ..errors import AbortedError, GeometryError, LocalProtocolError, UnsupportedError
-from ..geometry import PageTable
+from ..errors import AbortedError, GeometryError, LocalProtocolError
+from ..geometry import ENDLESS, PageTable
 from ..ids import GroupId
 from ..memory import MemoryPool
 from ..protocol import RoomKey
-from .handles import RoomHandle, check_tables
+from .handles import RoomHandle, check_states, check_tables
 from .held import after, taken
 
 
@@ -65,23 +65,23 @@ class ReceptionHandle(RoomHandle):
         where = f"room {self.room.hex()}"
         if self._expected:
             raise LocalProtocolError(f"{where}: expect was called already")
-        if state:
-            raise UnsupportedError(f"{where}: recurrent state is not moved yet")
         if len(tag) > 256 or (stop is not None and stop < 0):
             raise GeometryError(f"{where}: a tag of {len(tag)} bytes and rows up to {stop}; at most 256, at least 0")
         site = self._pool.site
         start = taken(where, site, held, self._selection)
         ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in pages]
-        most = min(ends, default=start) if stop is None else stop
+        most = min(ends, default=start if site.token_groups else ENDLESS) if stop is None else stop
         beyond = {group: rows for group, rows in (held or {}).items() if stop is not None and rows > stop}
         if beyond or start > most:
             raise GeometryError(f"{where}: a held prefix {beyond or start} of {most} rows")
-        tables = after(site, check_tables(self.room, site, pages, start, most), start)
+        starts = site.first_rows(start, stop)
+        tables = after(site, check_tables(self.room, site, pages, starts, most), starts)
+        slots = check_states(self.room, site, state)
         if aux is not None:
             self._pool.read_aux(aux)
         self._expected = True
-        self._office.expect(self._key, Wanted(start, stop, most, tables, aux, tag))
-        return {g.id: start for g in site.groups}
+        self._office.expect(self._key, Wanted(start, stop, most, {**tables, **slots}, aux, tag))
+        return {g.id: start for g in site.token_groups}
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Handle.abort`."""

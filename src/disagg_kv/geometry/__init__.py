@@ -4,15 +4,17 @@ from .coverage import Coverage
 from .election import Part, elect, rotations
 from .layout import I32, I64, Group, PageTable, Plane, Site
 from .shard import Holding, Shard, attention_tp, even_units, shard, stages
-from .spec import ITEM_BYTES, CacheSpec, Component, item_bytes
+from .spec import ENDLESS, ITEM_BYTES, CacheSpec, Component, Extent, item_bytes
 
 __all__ = [
+    "ENDLESS",
     "I32",
     "I64",
     "ITEM_BYTES",
     "CacheSpec",
     "Component",
     "Coverage",
+    "Extent",
     "Group",
     "Holding",
     "PageTable",

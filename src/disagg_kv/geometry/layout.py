@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -22,9 +23,11 @@ I64 = npt.NDArray[np.int64]
 class Group:
     """One page-id space.
 
+    A group is either of tokens or of states; a page of a group of states is a room's slot.
+
     Args:
         id: its name.
-        rows_per_page: rows (tokens) of one page.
+        rows_per_page: rows (tokens) of one page; of states: the most rows that one of them has.
         pages: how many pages there are.
         null_page: a page that holds nothing and is never sent, if there is one.
     """
@@ -138,6 +141,29 @@ class Site:
                 return one
         raise GeometryError(f"no group {group!r}; there are {[g.id for g in self.groups]}")
 
+    @cached_property
+    def state_groups(self) -> frozenset[GroupId]:
+        """The groups whose pages are slots of states."""
+        return frozenset(p.group for p in self.planes if self.spec.component(p.layer, p.component).rows)
+
+    @cached_property
+    def token_groups(self) -> tuple[Group, ...]:
+        """The groups whose pages are rows of tokens, in order."""
+        return tuple(g for g in self.groups if g.id not in self.state_groups)
+
+    def first_rows(self, start: int, stop: int | None) -> Mapping[GroupId, int]:
+        """Per group of tokens the first row that is needed of a room; see :meth:`Extent.bounds`."""
+        first: dict[GroupId, int] = {}
+        for plane in self.planes:
+            if plane.group not in self.state_groups:
+                low = self.spec.component(plane.layer, plane.component).extent.bounds(start, stop)[0]
+                first[plane.group] = min(low, first.get(plane.group, low))
+        return first
+
+    def page_rows(self, plane: Plane) -> int:
+        """Rows of one page of a plane: a state has its own number of them."""
+        return self.spec.component(plane.layer, plane.component).rows or self.group(plane.group).rows_per_page
+
     def check(self) -> None:
         """Raise a :class:`GeometryError` unless planes match the shard and every byte of them lies in its buffer."""
         self.shard.check(self.spec)
@@ -147,26 +173,31 @@ class Site:
             raise GeometryError(f"planes {sorted(set(named) ^ held) or 'given twice'} do not match the shard")
         for plane in self.planes:
             self._check_plane(plane)
+            if plane.group in self.state_groups and not self.spec.component(plane.layer, plane.component).rows:
+                raise GeometryError(f"group {plane.group!r} has pages of tokens ({plane.component!r}) and of states")
 
     def _check_plane(self, plane: Plane) -> None:
         component = self.spec.component(plane.layer, plane.component)
         group = self.group(plane.group)
+        rows = self.page_rows(plane)
         units = sum(len(r) for r in self.shard.units(plane.layer, plane.component))
         where = f"layer {plane.layer}, {plane.component!r}"
         strides = (plane.page_stride, plane.row_stride, plane.unit_stride)
         if min(strides) < 1 or plane.offset < 0:
             raise GeometryError(f"{where}: strides must be positive and the offset not negative: {plane}")
+        if rows > group.rows_per_page:
+            raise GeometryError(f"{where}: a state of {rows} rows in slots of {group.rows_per_page}")
         _disjoint(
             where,
             [
                 (plane.unit_stride, units, component.unit_bytes),
-                (plane.row_stride, group.rows_per_page, component.unit_bytes),
+                (plane.row_stride, rows, component.unit_bytes),
                 (plane.page_stride, group.pages, component.unit_bytes),
             ],
         )
         if not 0 <= plane.buffer < len(self.buffers):
             raise GeometryError(f"{where}: buffer {plane.buffer} of {len(self.buffers)}")
-        last = (group.pages - 1) * plane.page_stride + (group.rows_per_page - 1) * plane.row_stride
+        last = (group.pages - 1) * plane.page_stride + (rows - 1) * plane.row_stride
         end = plane.offset + last + (units - 1) * plane.unit_stride + component.unit_bytes
         if end > self.buffers[plane.buffer]:
             raise GeometryError(f"{where}: ends at byte {end} of a buffer of {self.buffers[plane.buffer]}")

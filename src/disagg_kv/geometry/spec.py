@@ -25,6 +25,37 @@ def item_bytes(dtype: str) -> int:
 
 
 @frozen
+class Extent:
+    """Which rows of a component a room has, and which of them decode needs.
+
+    Args:
+        window: only the last so many tokens are needed; None: all.
+        rows: rows of a state, which has no token axis; 0: a row per token.
+    """
+
+    window: int | None = None
+    rows: int = 0
+
+    def bounds(self, start: int, stop: int | None) -> tuple[int, int]:
+        """The rows ``[first, end)`` that are needed of a room; ``end`` is :data:`ENDLESS` where the room decides.
+
+        Args:
+            start: tokens before it are held already. Those inside a window count as not held: an engine that keeps
+                only a window overwrites them.
+            stop: where the room ends; None: not known, and then a window may begin anywhere.
+        """
+        if self.rows:
+            return 0, self.rows
+        if self.window is None:
+            return start, ENDLESS
+        return (0 if stop is None else max(0, stop - self.window)), ENDLESS
+
+
+ENDLESS = 1 << 62
+"""More rows than any room has."""
+
+
+@frozen
 class Component:
     """One kind of data that a layer keeps: K, V, an MLA latent, a scale, an index, a recurrent state.
 
@@ -34,7 +65,7 @@ class Component:
         units: how many pieces tensor parallelism may cut this into (heads, channel groups), over the whole model.
         unit_bytes: bytes of one unit of one row; a unit is never cut.
         tokens_per_row: 1; more for a compressed cache; 0 for a state, which has ``rows`` rows and no token axis.
-        rows: rows of a state, else 0.
+        rows: rows of a state, else 0. A slot of a state's group has that many rows of it.
         window: decode needs only the last ``window`` tokens; None: all.
         tile_rows: rows that the memory format never separates.
         format: how bytes inside a unit are arranged; two sides with different formats are refused.
@@ -60,15 +91,18 @@ class Component:
             raise GeometryError(f"component {self.name!r}: a state has rows and tokens_per_row 0, others neither")
         if self.window is not None and self.window < 1:
             raise GeometryError(f"component {self.name!r}: window {self.window} must be at least 1 token")
+        if self.window is not None and self.rows:
+            raise GeometryError(f"component {self.name!r}: a state has no tokens, so it cannot have a window of them")
+
+    @property
+    def extent(self) -> Extent:
+        """Which rows there are, and which decode needs."""
+        return Extent(self.window, self.rows)
 
     def unsupported(self) -> str | None:
         """Why this version cannot move the component yet, or None if it can."""
-        if self.tokens_per_row == 0:
-            return f"component {self.name!r}: recurrent state is not moved yet"
         if self.tokens_per_row > 1:
             return f"component {self.name!r}: rows of {self.tokens_per_row} tokens are not moved yet"
-        if self.window is not None:
-            return f"component {self.name!r}: a sliding window is not moved yet"
         if self.tile_rows > 1:
             return f"component {self.name!r}: tiles of {self.tile_rows} rows are not moved yet"
         return None
@@ -142,6 +176,14 @@ class CacheSpec:
     def names(self) -> tuple[str, ...]:
         """Every component name, in order of first appearance: the order of planes in a staged segment."""
         return tuple(dict.fromkeys(c.name for cs in self.layers.values() for c in cs))
+
+    def state_rows(self) -> int:
+        """The most rows that a state has; 0: there are no states."""
+        return max(c.rows for cs in self.layers.values() for c in cs)
+
+    def slides(self) -> bool:
+        """True where some component has a window: what is needed of it depends on where a room ends."""
+        return any(c.window is not None for cs in self.layers.values() for c in cs)
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly for equal specs."""

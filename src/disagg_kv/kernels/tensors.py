@@ -28,13 +28,13 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
 
 
 def plane_of(pool: MemoryPool, number: int) -> torch.Tensor:
-    """All cells of a plane as uint8 ``[pages, rows_per_page, units, unit_bytes]``, strided over the memory itself."""
+    """All cells of a plane as uint8 ``[pages, rows of a page, units, unit_bytes]``, strided over the memory itself."""
     plane = pool.site.planes[number]
     group = pool.site.group(plane.group)
     units = sum(len(held) for held in pool.site.shard.units(plane.layer, plane.component))
     unit_bytes = pool.site.spec.component(plane.layer, plane.component).unit_bytes
     return tensor_of(pool.buffers[plane.buffer]).as_strided(
-        (group.pages, group.rows_per_page, units, unit_bytes),
+        (group.pages, pool.site.page_rows(plane), units, unit_bytes),
         (plane.page_stride, plane.row_stride, plane.unit_stride, 1),
         plane.offset,
     )

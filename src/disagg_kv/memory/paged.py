@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -53,9 +54,11 @@ class PagedPool:
         *,
         pages: int,
         page_size: int,
+        state_slots: int = 0,
         layout: Layout = "NHD",
         fused: bool = False,
         group: GroupId = GroupId("kv"),  # noqa: B008
+        state_group: GroupId = GroupId("state"),  # noqa: B008
         aux_slots: int = 0,
         aux_bytes: int = 0,
         allocator: Callable[[int], Buffer] | None = None,
@@ -68,10 +71,12 @@ class PagedPool:
             shard: what this rank holds.
             pages: how many pages.
             page_size: rows of each.
+            state_slots: for how many rooms there are states; needed where the shard has states.
             layout: the order of the axes inside a page.
             fused: True: a layer's components share its pages, one after the other inside each page. False: each
                 component of a layer has all its pages in one run.
             group: the name of the page-id space.
+            state_group: the name of the space of slots, where there are states.
             aux_slots: how many aux rows.
             aux_bytes: bytes of one.
             allocator: gives a buffer of at least that many bytes (a transport's, for memory it can write to); None:
@@ -79,20 +84,21 @@ class PagedPool:
             device: where, if there is no ``allocator``.
         """
         _check_layout(layout)
-        space = Group(group, page_size, pages)
+        spaces = [Group(group, page_size, pages)]
+        if any(c.rows for layer in shard.layers() for c, _ in _held(spec, shard, layer)):
+            spaces.append(Group(state_group, spec.state_rows(), state_slots))
         planes: list[Plane] = []
         end = 0
-        for layer in shard.layers():
+        for layer, (states, space) in itertools.product(shard.layers(), enumerate(spaces)):
+            held = [(c, units) for c, units in _held(spec, shard, layer) if bool(c.rows) == bool(states)]
             start = _aligned(end, ALIGNMENT)
-            if fused:
-                placed, end = _fused(spec, shard, layer, space, layout, start)
-            else:
-                placed, end = _separate(spec, shard, layer, space, layout, start)
+            placed, end = (_fused if fused else _separate)(layer, held, space, layout, start)
             planes += placed
+        used = {plane.group for plane in planes}
         buffer = allocator(end) if allocator else new_buffer(end, device)
         if buffer.nbytes < end:
             raise GeometryError(f"the allocator gave {buffer.nbytes} bytes of {end}")
-        site = Site(spec, shard, (space,), planes, (buffer.nbytes,))
+        site = Site(spec, shard, [space for space in spaces if space.id in used], planes, (buffer.nbytes,))
         return cls(site, (buffer,), aux_slots=aux_slots, aux_bytes=aux_bytes)
 
     @classmethod
@@ -123,6 +129,7 @@ class PagedPool:
         *,
         layout: Layout = "NHD",
         group: GroupId = GroupId("kv"),  # noqa: B008
+        state_group: GroupId = GroupId("state"),  # noqa: B008
         aux_slots: int = 0,
         aux_bytes: int = 0,
     ) -> PagedPool:
@@ -132,9 +139,11 @@ class PagedPool:
             spec: the whole cache.
             shard: what this rank holds.
             tensors: per layer and component a tensor ``[pages, page_size, units, dim]`` (NHD) or
-                ``[pages, units, page_size, dim]`` (HND), strided as the engine likes, ``dim`` contiguous.
+                ``[pages, units, page_size, dim]`` (HND), strided as the engine likes, ``dim`` contiguous; of a state
+                the same with slots for pages and its rows for ``page_size``.
             layout: which of the two.
             group: the name of the page-id space.
+            state_group: the name of the space of slots, where there are states.
             aux_slots: how many aux rows.
             aux_bytes: bytes of one.
         """
@@ -142,7 +151,7 @@ class PagedPool:
         buffers: list[Buffer] = []
         numbers: dict[int, int] = {}
         planes: list[Plane] = []
-        sizes: set[tuple[int, int]] = set()
+        sizes: dict[GroupId, set[tuple[int, int]]] = {}
         for layer, name, tensor in ((la, n, t) for la, named in tensors.items() for n, t in named.items()):
             storage = tensor.untyped_storage()
             units = 2 if layout == "NHD" else 1
@@ -154,12 +163,14 @@ class PagedPool:
             size, step = tensor.element_size(), tensor.stride()
             offset = tensor.data_ptr() - storage.data_ptr()
             strides = (step[0] * size, step[rows] * size, step[units] * size)
-            planes.append(Plane(layer, name, group, numbers[storage.data_ptr()], offset, *strides))
-            sizes.add((tensor.shape[0], tensor.shape[rows]))
-        if len(sizes) != 1:
-            raise GeometryError(f"group {group!r}: tensors of (pages, page_size) {sorted(sizes)}, not of one size")
-        (pages, page_size) = sizes.pop()
-        groups = (Group(group, page_size, pages),)
+            states = spec.component(layer, name).rows
+            space = state_group if states else group
+            planes.append(Plane(layer, name, space, numbers[storage.data_ptr()], offset, *strides))
+            sizes.setdefault(space, set()).add((tensor.shape[0], spec.state_rows() if states else tensor.shape[rows]))
+        for space, of in sizes.items() or [(group, set())]:
+            if len(of) != 1:
+                raise GeometryError(f"group {space!r}: tensors of (pages, page_size) {sorted(of)}, not of one size")
+        groups = [Group(space, rows, pages) for space, of in sizes.items() for pages, rows in of]
         return cls.adopt(spec, shard, groups, planes, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
 
     @property
@@ -226,13 +237,14 @@ def _held(spec: CacheSpec, shard: Shard, layer: LayerId) -> Iterator[tuple[Compo
 
 
 def _separate(
-    spec: CacheSpec, shard: Shard, layer: LayerId, space: Group, layout: Layout, start: int
+    layer: LayerId, held: Sequence[tuple[Component, int]], space: Group, layout: Layout, start: int
 ) -> tuple[list[Plane], int]:
     """A layer's planes, each with all its pages in one run, from byte ``start`` on; and where they end."""
     planes: list[Plane] = []
-    for component, units in _held(spec, shard, layer):
-        page = space.rows_per_page * units * component.unit_bytes
-        strides = _strides(layout, space.rows_per_page, units, component.unit_bytes)
+    for component, units in held:
+        rows = component.rows or space.rows_per_page
+        page = rows * units * component.unit_bytes
+        strides = _strides(layout, rows, units, component.unit_bytes)
         start = _aligned(start, ALIGNMENT)
         planes.append(Plane(layer, component.name, space.id, 0, start, page, *strides))
         start += space.pages * page
@@ -240,16 +252,15 @@ def _separate(
 
 
 def _fused(
-    spec: CacheSpec, shard: Shard, layer: LayerId, space: Group, layout: Layout, start: int
+    layer: LayerId, held: Sequence[tuple[Component, int]], space: Group, layout: Layout, start: int
 ) -> tuple[list[Plane], int]:
     """A layer's planes, all of them inside each page, each where its elements are aligned; and where they end."""
-    held = list(_held(spec, shard, layer))
     begins: list[int] = []
     page = 0
     for component, units in held:
         page = _aligned(page, item_bytes(component.dtype))
         begins.append(page)
-        page += space.rows_per_page * units * component.unit_bytes
+        page += (component.rows or space.rows_per_page) * units * component.unit_bytes
     page = _aligned(page, max((item_bytes(component.dtype) for component, _ in held), default=1))
     planes = [
         Plane(
@@ -259,7 +270,7 @@ def _fused(
             0,
             start + begin,
             page,
-            *_strides(layout, space.rows_per_page, units, component.unit_bytes),
+            *_strides(layout, component.rows or space.rows_per_page, units, component.unit_bytes),
         )
         for (component, units), begin in zip(held, begins, strict=True)
     ]
@@ -289,6 +300,10 @@ def _check_tensor(spec: CacheSpec, shard: Shard, layer: LayerId, name: str, tens
     reason = component.unsupported()
     if reason:
         raise UnsupportedError(f"layer {layer}: {reason}")
+    if component.rows and tensor.shape[3 - axis : 4 - axis] != (component.rows,):
+        raise GeometryError(
+            f"{where}: a tensor of shape {tuple(tensor.shape)}, but the state has {component.rows} rows"
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != component.dtype:
         raise GeometryError(f"{where}: a tensor of {dtype}, but the spec says {component.dtype}")

@@ -35,13 +35,13 @@ def bytes_of(buffer: Buffer) -> U8:
 
 
 def plane_view(site: Site, buffers: Sequence[Buffer], plane: int) -> U8:
-    """All cells of one plane as ``[pages, rows_per_page, units, unit_bytes]`` uint8, strided over the memory itself."""
+    """All cells of one plane as ``[pages, rows of a page, units, unit_bytes]`` uint8, strided over the memory."""
     where = site.planes[plane]
     group = site.group(where.group)
     units = sum(len(held) for held in site.shard.units(where.layer, where.component))
     unit_bytes = site.spec.component(where.layer, where.component).unit_bytes
     return np.ndarray(
-        (group.pages, group.rows_per_page, units, unit_bytes),
+        (group.pages, site.page_rows(where), units, unit_bytes),
         np.uint8,
         bytes_of(buffers[where.buffer]),
         where.offset,

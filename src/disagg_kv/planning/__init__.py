@@ -1,6 +1,6 @@
 """From boxes to segments, descriptors and staged layouts. Pure."""
 
-from .base import Segment, StagedLayout, Writes
+from .base import EVERY, RowRange, Segment, StagedLayout, Writes
 from .cost import Choice, CostModel, Estimate, choose
 from .descriptors import (
     Run,
@@ -18,6 +18,7 @@ from .intake import Intake
 from .staged import PartView
 
 __all__ = [
+    "EVERY",
     "Choice",
     "CostModel",
     "Estimate",
@@ -25,6 +26,7 @@ __all__ = [
     "Intake",
     "PairPlan",
     "PartView",
+    "RowRange",
     "Run",
     "Segment",
     "StagedLayout",

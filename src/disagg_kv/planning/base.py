@@ -15,13 +15,15 @@ _same = attrs.cmp_using(eq=np.array_equal)
 class Segment:
     """A rectangle of the cache: rows ``[start, stop)`` of the layers ``[first, last)``.
 
-    It is the unit and the key of request, lease, gather, write, notice and scatter.
+    It is the unit and the key of request, lease, gather, write, notice and scatter. The rows are tokens, or with
+    ``state`` those of recurrent states; of a component that has not all of them it means those that there are.
     """
 
     start: int
     stop: int
     first: int
     last: int
+    state: bool = False
 
     @property
     def rows(self) -> int:
@@ -32,6 +34,23 @@ class Segment:
     def layers(self) -> range:
         """The layers, as a range of layer ids."""
         return range(self.first, self.last)
+
+
+@frozen
+class RowRange:
+    """Which tokens of a room decode awaits; what is needed of a window follows from it.
+
+    Args:
+        start: those before it are held already.
+        stop: where the room ends; None: not known yet.
+    """
+
+    start: int = 0
+    stop: int | None = None
+
+
+EVERY = RowRange()
+"""All tokens of a room of any length."""
 
 
 @frozen

@@ -10,7 +10,7 @@ from attrs import frozen
 from ..errors import GeometryError
 from ..geometry import I64, Group, PageTable, Part, Plane, Site
 from ..ids import GroupId
-from .base import Segment, Writes
+from .base import EVERY, RowRange, Segment, Writes
 from .staged import PartView
 
 Tables = Mapping[GroupId, PageTable]
@@ -43,14 +43,13 @@ class Run:
         return self.units == 1 or self.source.unit_stride == self.target.unit_stride == self.unit_bytes
 
 
-def runs(source: Site, target: Site, parts: Sequence[Part], segment: Segment) -> Iterator[Run]:
+def runs(source: Site, target: Site, parts: Sequence[Part], segment: Segment, rows: RowRange = EVERY) -> Iterator[Run]:
     """The planes that a segment of ``parts`` touches, in the order of the bytes of a staged segment.
 
     Raises:
         GeometryError: a pool does not have what the parts name.
     """
-    ours = PartView(source, parts, source.spec).layout(segment)
-    theirs = PartView(target, parts, source.spec).layout(segment)
+    ours, theirs = (PartView(site, parts, source.spec).for_rows(rows).layout(segment) for site in (source, target))
     source_groups, target_groups = ({g.id: g for g in site.groups} for site in (source, target))
     columns = (ours.plane, theirs.plane, ours.first_unit, theirs.first_unit, ours.units, ours.row_start, ours.row_stop)
     for a, b, source_unit, target_unit, units, start, stop in zip(*(c.tolist() for c in columns), strict=True):
@@ -70,7 +69,13 @@ def runs(source: Site, target: Site, parts: Sequence[Part], segment: Segment) ->
 
 
 def slice_writes(
-    source: Site, target: Site, parts: Sequence[Part], segment: Segment, source_tables: Tables, target_tables: Tables
+    source: Site,
+    target: Site,
+    parts: Sequence[Part],
+    segment: Segment,
+    source_tables: Tables,
+    target_tables: Tables,
+    rows: RowRange = EVERY,
 ) -> Writes:
     """One write per row and head slice; where a side keeps the units of a row apart (HND), one per row and unit.
 
@@ -81,11 +86,12 @@ def slice_writes(
         segment: rows and layers.
         source_tables: the room's pages on the writer's side.
         target_tables: the room's pages on the target's side.
+        rows: which rows of the room are awaited.
 
     Raises:
         GeometryError: a page table is missing or does not have the rows, or a pool lacks what the parts name.
     """
-    given = list(runs(source, target, parts, segment))
+    given = list(runs(source, target, parts, segment, rows))
     _check_tables(given, source_tables, target_tables)
     batch = _Batch(sum(slice_count(run) for run in given))
     cells: dict[tuple[Group, int, int, bool], tuple[I64, I64]] = {}
@@ -119,13 +125,15 @@ def refuse_direct(source: Site, target: Site, parts: Sequence[Part]) -> str | No
     if not layers:
         return None
     every_row = max(part.row_ways for part in parts)
-    for run in runs(source, target, parts, Segment(0, every_row, min(layers), max(layers) + 1)):
+    tokens = Segment(0, every_row, min(layers), max(layers) + 1)
+    states = Segment(0, source.spec.state_rows(), tokens.first, tokens.last, state=True)
+    for run in (*runs(source, target, parts, tokens), *runs(source, target, parts, states)):
         where = f"layer {run.source.layer}, {run.source.component!r}"
         held, wanted = (
             sum(len(r) for r in site.shard.units(run.source.layer, run.source.component)) for site in (source, target)
         )
         rows, theirs = run.source_group.rows_per_page, run.target_group.rows_per_page
-        if rows != theirs:
+        if rows != theirs and run.source.group not in source.state_groups:
             return f"{where}: pages of {rows} rows here and of {theirs} rows there"
         if not run.units == held == wanted:
             return f"{where}: {run.units} units to send, but rows have {held} units here and {wanted} there"
@@ -137,7 +145,13 @@ def refuse_direct(source: Site, target: Site, parts: Sequence[Part]) -> str | No
 
 
 def direct_writes(
-    source: Site, target: Site, parts: Sequence[Part], segment: Segment, source_tables: Tables, target_tables: Tables
+    source: Site,
+    target: Site,
+    parts: Sequence[Part],
+    segment: Segment,
+    source_tables: Tables,
+    target_tables: Tables,
+    rows: RowRange = EVERY,
 ) -> Writes:
     """The bytes of :func:`slice_writes` in as few writes as their addresses allow: whole pages and runs of pages.
 
@@ -145,16 +159,16 @@ def direct_writes(
     """
     if reason := refuse_direct(source, target, parts):
         raise GeometryError(f"direct: {reason}")
-    given = list(runs(source, target, parts, segment))
+    given = list(runs(source, target, parts, segment, rows))
     _check_tables(given, source_tables, target_tables)
     batch = _Batch(sum(direct_count(run) for run in given))
     for run in given:
-        rows = run.source_group.rows_per_page
+        size = run.source_group.rows_per_page
         ours, theirs = source_tables[run.source_group.id], target_tables[run.target_group.id]
-        for low, high, first, last in _pieces(run.start, run.stop, rows):
+        for low, high, first, last in _pieces(run.start, run.stop, size):
             inside, nbytes = _inside(run, low, high)
-            here = ours.pages[first - ours.first // rows : last - ours.first // rows].astype(np.int64)
-            there = theirs.pages[first - theirs.first // rows : last - theirs.first // rows].astype(np.int64)
+            here = ours.pages[first - ours.first // size : last - ours.first // size].astype(np.int64)
+            there = theirs.pages[first - theirs.first // size : last - theirs.first // size].astype(np.int64)
             batch.put(
                 run,
                 (run.source.offset + here[:, None] * run.source.page_stride + inside).ravel(),

@@ -9,7 +9,7 @@ from attrs import frozen
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Group, Part, Plane, Shard, Site
 from ..ids import GroupId, LayerId, Rank
-from .base import Segment
+from .base import RowRange, Segment
 from .cost import Choice, CostModel, Estimate, choose
 from .descriptors import direct_count, refuse_direct, runs, slice_count
 from .intake import Intake
@@ -73,7 +73,8 @@ def plain_site(spec: CacheSpec, shard: Shard, rows: int, page_size: int, order: 
     """
     if order not in ("NHD", "HND") or rows < 1 or page_size < 1:
         raise ConfigurationError(f"a pool of {rows} tokens in pages of {page_size}, order {order!r} (NHD or HND)")
-    group = Group(GroupId("kv"), page_size, -(-rows // page_size))
+    tokens = Group(GroupId("kv"), page_size, -(-rows // page_size))
+    states = Group(GroupId("state"), max(1, spec.state_rows()), 1)
     planes: list[Plane] = []
     sizes: list[int] = []
     held: dict[tuple[LayerId, str], int] = {}
@@ -81,11 +82,14 @@ def plain_site(spec: CacheSpec, shard: Shard, rows: int, page_size: int, order: 
         for layer in holding.layers:
             held[layer, holding.component] = held.get((layer, holding.component), 0) + len(holding.units)
     for (layer, name), units in sorted(held.items()):
-        nbytes = spec.component(layer, name).unit_bytes
-        row, unit = (units * nbytes, nbytes) if order == "NHD" else (nbytes, page_size * nbytes)
-        planes.append(Plane(layer, name, group.id, len(sizes), 0, page_size * units * nbytes, row, unit))
-        sizes.append(group.pages * page_size * units * nbytes)
-    return Site(spec, shard, (group,), planes, sizes)
+        component = spec.component(layer, name)
+        nbytes, size = component.unit_bytes, component.rows or page_size
+        group = states if component.rows else tokens
+        row, unit = (units * nbytes, nbytes) if order == "NHD" else (nbytes, size * nbytes)
+        planes.append(Plane(layer, name, group.id, len(sizes), 0, size * units * nbytes, row, unit))
+        sizes.append(group.pages * size * units * nbytes)
+    used = {plane.group for plane in planes}
+    return Site(spec, shard, [g for g in (tokens, states) if g.id in used], planes, sizes)
 
 
 def explain(
@@ -127,12 +131,14 @@ def explain(
     pairs: list[PairPlan] = []
     for number, shard in enumerate(decode):
         site = plain_site(spec, shard, tokens, page_size[1], order[1])
-        intake = Intake.build(spec, prefill, shard, rotation)
+        rows = RowRange(0, tokens)
+        intake = Intake.build(spec, prefill, shard, rotation).for_rows(rows)
         cuts = [
             segment
             for stage in intake.stages
-            for segment in intake.cut(
-                0, tokens, stage, slot_bytes=slot_bytes, lease_bytes=lease_bytes, page_rows=page_size[0]
+            for segment in (
+                *intake.cut(0, tokens, stage, slot_bytes=slot_bytes, lease_bytes=lease_bytes, page_rows=page_size[0]),
+                *intake.cut_states(stage, slot_bytes=slot_bytes, lease_bytes=lease_bytes),
             )
         ]
         sizes = [intake.lease(segment)[0] for segment in cuts]
@@ -140,15 +146,18 @@ def explain(
             writer = Rank(rank)
             nbytes = [of[writer][1] for of in sizes if writer in of]
             if nbytes:
-                pairs.append(_pair(writer, Rank(number), sources[rank], site, parts, tokens, nbytes))
+                pairs.append(_pair(writer, Rank(number), sources[rank], site, parts, rows, nbytes))
     return _sum_up(pairs, cost or CostModel())
 
 
 def _pair(
-    writer: Rank, target: Rank, source: Site, site: Site, parts: Sequence[Part], tokens: int, nbytes: Sequence[int]
+    writer: Rank, target: Rank, source: Site, site: Site, parts: Sequence[Part], rows: RowRange, nbytes: Sequence[int]
 ) -> PairPlan:
     layers = [layer for part in parts for layer in part.layers]
-    given = list(runs(source, site, parts, Segment(0, tokens, min(layers), max(layers) + 1)))
+    assert rows.stop is not None
+    kinds = ((rows.stop, False), (source.spec.state_rows(), True))
+    boxes = [Segment(0, stop, min(layers), max(layers) + 1, state) for stop, state in kinds]
+    given = [run for box in boxes for run in runs(source, site, parts, box, rows)]
     descriptors = {"staged": len(nbytes), "slice": sum(slice_count(run) for run in given)}
     refused: dict[str, str] = {}
     if reason := refuse_direct(source, site, parts):

@@ -6,16 +6,16 @@ Both sides compute this from the same shards, so that only ranges ever cross the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import attrs
 import numpy as np
 from attrs import field, frozen
 
 from ..errors import GeometryError, OversizeError
-from ..geometry import I64, CacheSpec, Part, Shard, elect
+from ..geometry import I64, CacheSpec, Extent, Part, Shard, elect
 from ..ids import LayerId, Rank
-from .base import Segment
+from .base import EVERY, RowRange, Segment
 
 ALIGN = 256
 """Bytes to which writers' parts are aligned in a lease."""
@@ -29,11 +29,12 @@ def _ceil(number: int, by: int) -> int:
 
 @frozen
 class _Share:
-    """What one writer sends of a run of rows: the ``index``-th of ``ways`` pieces of it."""
+    """What one writer sends of components of one extent: of a run of rows the ``index``-th of ``ways`` pieces."""
 
     writer: Rank
     index: int
     ways: int
+    extent: Extent
 
     def rows(self, n: int) -> int:
         """How many of ``n`` rows; it depends on their number alone, not on where they begin."""
@@ -57,6 +58,9 @@ class Intake:
     _shares: tuple[_Share, ...]
     _row_bytes: I64 = field(eq=_same)  # [layers of the span + 1, shares]: bytes of a row, summed over the layers before
     _first: int
+    _kinds: tuple[tuple[range, tuple[Extent, ...]], ...]  # runs of layers whose components have the same extents
+    _slides: bool
+    _room: RowRange = EVERY
 
     @classmethod
     def build(cls, spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> Intake:
@@ -81,12 +85,52 @@ class Intake:
         unit_bytes = _unit_bytes(spec, first, layers[-1] + 1)
         for rank, mine in enumerate(parts):
             for part in mine:
-                share = _Share(Rank(rank), part.row_index, part.row_ways)
-                of = shares.setdefault(share, np.zeros(layers[-1] - first + 2, np.int64))
-                index = np.array(part.layers) - first
-                of[index + 1] += unit_bytes[part.component][index] * len(part.units)
+                for extent, of_part in _by_extent(spec, part).items():
+                    share = _Share(Rank(rank), part.row_index, part.row_ways, extent)
+                    of = shares.setdefault(share, np.zeros(layers[-1] - first + 2, np.int64))
+                    index = np.array(of_part) - first
+                    of[index + 1] += unit_bytes[part.component][index] * len(part.units)
         row_bytes = np.cumsum(np.stack(list(shares.values()), axis=1), axis=0)
-        return cls(parts, stages, stages_of, tuple(shares), row_bytes, first)
+        kinds = _kinds_of(spec, target, stages)
+        return cls(parts, stages, stages_of, tuple(shares), row_bytes, first, kinds, spec.slides())
+
+    def for_rows(self, rows: RowRange) -> Intake:
+        """The same intake for a room of which decode awaits ``rows``; itself where that changes nothing.
+
+        With a sliding window the sizes of a segment depend on where the room ends.
+        """
+        if not self._slides:
+            return self
+        return attrs.evolve(self, room=rows)
+
+    @property
+    def room(self) -> RowRange:
+        """Which rows the sizes are for, as far as they depend on that."""
+        return self._room
+
+    def floor(self, start: int) -> int:
+        """The first token of which anything is sent: ``start``, or where a window begins before it."""
+        stop = self._room.stop
+        return min(
+            (e.bounds(start, stop)[0] for _, extents in self._kinds for e in extents if not e.rows), default=start
+        )
+
+    def needed(self, rows: RowRange) -> tuple[Segment, ...]:
+        """What has to land: for each run of layers whose needs are alike its tokens, and its states.
+
+        Args:
+            rows: as for :meth:`for_rows`, with the room's end.
+        """
+        assert rows.stop is not None
+        boxes: list[Segment] = []
+        for layers, extents in self._kinds:
+            tokens = [e.bounds(rows.start, self._room.stop)[0] for e in extents if not e.rows]
+            if tokens and min(tokens) < rows.stop:
+                boxes.append(Segment(min(tokens), rows.stop, layers.start, layers.stop))
+            states = max(e.rows for e in extents)
+            if states:
+                boxes.append(Segment(0, states, layers.start, layers.stop, state=True))
+        return tuple(boxes)
 
     def ranges(self, writer: Rank) -> tuple[range, ...]:
         """The runs of layers that segments of this writer may span, ascending.
@@ -101,14 +145,17 @@ class Intake:
         if not 0 <= segment.start < segment.stop:
             raise GeometryError(f"a segment of rows [{segment.start}, {segment.stop})")
         self._check_layers(segment.layers)
+        if segment.state and segment.stop > self._state_rows(segment.layers):
+            rows = self._state_rows(segment.layers)
+            raise GeometryError(f"state rows up to {segment.stop}, but layers {segment.layers} have {rows}")
 
     def writers(self, segment: Segment) -> tuple[Rank, ...]:
         """The ranks that have bytes in this segment, ascending."""
-        return tuple(w for w, nbytes in self._sizes(segment.rows, segment.layers).items() if nbytes)
+        return tuple(w for w, nbytes in self._sizes(segment).items() if nbytes)
 
     def part_bytes(self, segment: Segment, writer: Rank) -> int:
         """Bytes that one writer sends of this segment."""
-        return self._sizes(segment.rows, segment.layers).get(writer, 0)
+        return self._sizes(segment).get(writer, 0)
 
     def lease(self, segment: Segment, alignment: int = ALIGN) -> tuple[dict[Rank, tuple[int, int]], int]:
         """Where each writer's part lies in the segment's lease: ``{writer: (offset, nbytes)}``, and the lease's bytes.
@@ -117,7 +164,7 @@ class Intake:
         """
         places: dict[Rank, tuple[int, int]] = {}
         offset = 0
-        for writer, nbytes in self._sizes(segment.rows, segment.layers).items():
+        for writer, nbytes in self._sizes(segment).items():
             if nbytes:
                 places[writer] = (offset, nbytes)
                 offset += _ceil(nbytes, alignment) * alignment
@@ -134,11 +181,12 @@ class Intake:
         page_rows: int = 1,
         alignment: int = ALIGN,
     ) -> list[Segment]:
-        """Cut the rows ``[start, stop)`` of ``layers`` into segments: the same on both sides, for the same arguments.
+        """Cut the tokens ``[start, stop)`` of ``layers`` into segments, the same for every writer of these layers.
 
         All layers stay together, and rows are cut into as few near-equal pieces as the limits allow, at multiples of
         ``page_rows`` where a page fits. Only where not even one row fits, the layers are cut too, into as few runs as
-        possible.
+        possible. Where not all rows fit at once and a window begins among them, they are cut there first. Rows of
+        which nothing is needed are in no segment.
 
         Args:
             start: first row.
@@ -156,61 +204,103 @@ class Intake:
         if not 0 <= start <= stop or page_rows < 1:
             raise GeometryError(f"cannot cut rows [{start}, {stop}) at pages of {page_rows} rows")
         self._check_layers(layers)
-        if start == stop:
-            return []
         limits = _Limits(slot_bytes, lease_bytes, alignment)
+        return self._cut(Segment(start, stop, layers.start, layers.stop), limits, page_rows)
+
+    def cut_states(self, layers: range, *, slot_bytes: int, lease_bytes: int, alignment: int = ALIGN) -> list[Segment]:
+        """Cut the states of ``layers`` into segments; none where they have no state. Else as :meth:`cut`."""
+        self._check_layers(layers)
+        limits = _Limits(slot_bytes, lease_bytes, alignment)
+        return self._cut(Segment(0, self._state_rows(layers), layers.start, layers.stop, state=True), limits, 1)
+
+    def _cut(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
+        bounds = self._bounds(box)
+        if not bounds:
+            return []
+        low, high = max(box.start, min(a for a, _ in bounds)), min(box.stop, max(b for _, b in bounds))
+        if low >= high:
+            return []
+        whole = attrs.evolve(box, start=low, stop=high)
+        if limits.exceeded(self._sizes(whole)) is None:
+            return [whole]
         segments: list[Segment] = []
-        for run in self._layer_runs(layers, limits):
-            most = self._most_rows(stop - start, run, limits)
-            step = page_rows if most >= page_rows else 1
-            low, high = start // step, _ceil(stop, step)
-            count = 1 if most == stop - start else _ceil(high - low, most // step)
-            edges = [start, *((low + _ceil((high - low) * i, count)) * step for i in range(1, count)), stop]
-            segments += [Segment(a, b, run.start, run.stop) for a, b in pairwise(edges)]
+        for start, stop in pairwise(sorted({low, high, *(e for ab in bounds for e in ab if low < e < high)})):
+            for run in self._layer_runs(attrs.evolve(box, start=start, stop=start + 1), limits):
+                segments += self._row_runs(attrs.evolve(run, stop=stop), limits, page_rows)
         return segments
+
+    def _row_runs(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
+        """As few near-equal runs of rows as fit; all rows of ``box`` have the same bytes, and one row fits."""
+        if not any(self._sizes(box).values()):
+            return []
+        most = self._most_rows(box, limits)
+        step = page_rows if most >= page_rows else 1
+        low, high = box.start // step, _ceil(box.stop, step)
+        count = 1 if most == box.rows else _ceil(high - low, most // step)
+        edges = [box.start, *((low + _ceil((high - low) * i, count)) * step for i in range(1, count)), box.stop]
+        return [attrs.evolve(box, start=a, stop=b) for a, b in pairwise(edges)]
 
     def _check_layers(self, layers: range) -> None:
         if not any(stage.start <= layers.start < layers.stop <= stage.stop for stage in self.stages):
             runs = ", ".join(f"[{r.start}, {r.stop})" for r in self.stages)
             raise GeometryError(f"layers [{layers.start}, {layers.stop}) are not a run within one of {runs}")
 
-    def _shares_of(self, layers: range) -> list[tuple[_Share, int]]:
-        """Each share with its bytes of one row of these layers."""
-        row_bytes: list[int] = (
-            self._row_bytes[layers.stop - self._first] - self._row_bytes[layers.start - self._first]
-        ).tolist()
-        return list(zip(self._shares, row_bytes, strict=True))
+    def _state_rows(self, layers: range) -> int:
+        """The most rows that a state of these layers has; 0: they have none."""
+        kinds = (e for of, extents in self._kinds if of.start < layers.stop and layers.start < of.stop for e in extents)
+        return max((e.rows for e in kinds), default=0)
 
-    def _sizes(self, rows: int, layers: range) -> dict[Rank, int]:
+    def _shares_of(self, box: Segment) -> list[tuple[_Share, int]]:
+        """Each share of the box's kind of rows with its bytes of one row of the layers, if any."""
+        row_bytes: list[int] = (
+            self._row_bytes[box.last - self._first] - self._row_bytes[box.first - self._first]
+        ).tolist()
+        both = zip(self._shares, row_bytes, strict=True)
+        return [(share, n) for share, n in both if n and (share.extent.rows > 0) == box.state]
+
+    def _bounds(self, box: Segment) -> set[tuple[int, int]]:
+        """The rows that are needed of the components of the box's layers."""
+        room = self._room
+        return {share.extent.bounds(room.start, room.stop) for share, _ in self._shares_of(box)}
+
+    def _sizes(self, box: Segment) -> dict[Rank, int]:
         """Bytes per writer, ascending; shares of one writer follow one another."""
         sizes: dict[Rank, int] = {}
-        for share, row_bytes in self._shares_of(layers):
+        room = self._room
+        for share, row_bytes in self._shares_of(box):
+            low, high = share.extent.bounds(room.start, room.stop)
+            rows = max(0, min(high, box.stop) - max(low, box.start))
             sizes[share.writer] = sizes.get(share.writer, 0) + share.rows(rows) * row_bytes
         return sizes
 
-    def _layer_runs(self, layers: range, limits: _Limits) -> list[range]:
-        """As few runs of layers as possible of which one row fits."""
-        if not limits.exceeded(self._sizes(1, layers)):
-            return [layers]
-        runs: list[range] = []
-        first = layers.start
-        for layer in layers:
-            if problem := limits.exceeded(self._sizes(1, range(layer, layer + 1))):
+    def _layer_runs(self, row: Segment, limits: _Limits) -> list[Segment]:
+        """As few runs of the layers of one row as possible that fit."""
+        if not limits.exceeded(self._sizes(row)):
+            return [row]
+        runs: list[Segment] = []
+        first = row.first
+        for layer in row.layers:
+            if problem := limits.exceeded(self._sizes(attrs.evolve(row, first=layer, last=layer + 1))):
                 what, asked, capacity = problem
                 raise OversizeError(f"{what}, for one row of layer {layer}", asked, capacity)
-            if limits.exceeded(self._sizes(1, range(first, layer + 1))):
-                runs.append(range(first, layer))
+            if limits.exceeded(self._sizes(attrs.evolve(row, first=first, last=layer + 1))):
+                runs.append(attrs.evolve(row, first=first, last=layer))
                 first = layer
-        return [*runs, range(first, layers.stop)]
+        return [*runs, attrs.evolve(row, first=first)]
 
-    def _most_rows(self, rows: int, layers: range, limits: _Limits) -> int:
-        """The most rows, up to ``rows``, of which every number up to that fits.
+    def _most_rows(self, box: Segment, limits: _Limits) -> int:
+        """The most rows, up to those of the box, of which every number up to that fits.
 
         Of ``n`` rows a share takes ``n // ways`` of them, rounded up or down as it happens. Only the rounded-up number
         grows steadily with ``n``, so the search uses that; one row is known to fit.
         """
-        shares = self._shares_of(layers)
-        low, high = 1, rows
+        room = self._room
+        shares = []
+        for share, row_bytes in self._shares_of(box):
+            first, end = share.extent.bounds(room.start, room.stop)
+            if first <= box.start < end:
+                shares.append((share, row_bytes))
+        low, high = 1, box.rows
         while low < high:
             middle = (low + high + 1) // 2
             sizes: dict[Rank, int] = {}
@@ -231,7 +321,7 @@ class _Limits:
 
     def exceeded(self, sizes: dict[Rank, int]) -> tuple[str, int, int] | None:
         """What does not fit, its bytes and the limit; None: everything fits."""
-        largest = max(sizes.values())
+        largest = max(sizes.values(), default=0)
         if largest > self.slot_bytes:
             return "staging slot", largest, self.slot_bytes
         lease = sum(_ceil(nbytes, self.alignment) * self.alignment for nbytes in sizes.values())
@@ -258,3 +348,25 @@ def _unit_bytes(spec: CacheSpec, first: int, last: int) -> dict[str, I64]:
             for component in components:
                 table[component.name][layer - first] = component.unit_bytes
     return table
+
+
+def _by_extent(spec: CacheSpec, part: Part) -> dict[Extent, list[LayerId]]:
+    """The layers of a part by the extent that its component has there."""
+    layers: dict[Extent, list[LayerId]] = {}
+    for layer in part.layers:
+        layers.setdefault(spec.component(layer, part.component).extent, []).append(layer)
+    return layers
+
+
+def _kinds_of(spec: CacheSpec, target: Shard, stages: Sequence[range]) -> tuple[tuple[range, tuple[Extent, ...]], ...]:
+    """Runs of layers, none across a stage, whose components that the target holds have the same extents."""
+    extents: dict[LayerId, set[Extent]] = {}
+    for holding in target:
+        for layer in holding.layers:
+            extents.setdefault(layer, set()).add(spec.component(layer, holding.component).extent)
+    runs: list[tuple[range, tuple[Extent, ...]]] = []
+    for stage in stages:
+        alike = groupby(stage, key=lambda layer: extents[LayerId(layer)])
+        for found, of in ((frozenset(found), list(of)) for found, of in alike):
+            runs.append((range(of[0], of[-1] + 1), tuple(sorted(found, key=lambda e: (e.rows, e.window or 0)))))
+    return tuple(runs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
 from ..errors import GeometryError
-from ..geometry import CacheSpec, Part, Site
-from .base import Segment, StagedLayout
+from ..geometry import CacheSpec, Extent, Part, Site
+from .base import EVERY, RowRange, Segment, StagedLayout
 
 
 class PartView:
@@ -30,24 +31,45 @@ class PartView:
         order = {name: i for i, name in enumerate(spec.names())}
         plane_of = {(plane.layer, plane.component): i for i, plane in enumerate(site.planes)}
         rows: list[tuple[int, ...]] = []
+        extents: dict[Extent, int] = {}
         for part in parts:
             for layer in part.layers:
                 if (layer, part.component) not in plane_of:
                     raise GeometryError(f"the pool has no plane for layer {layer}, {part.component!r}")
                 local = _local(site.shard.units(layer, part.component), part, layer)
-                row_bytes = spec.component(layer, part.component).unit_bytes * len(part.units)
+                component = spec.component(layer, part.component)
+                row_bytes = component.unit_bytes * len(part.units)
+                extent = extents.setdefault(component.extent, len(extents))
                 place = (order[part.component], layer, part.units.start)
                 what = (plane_of[layer, part.component], local, len(part.units), row_bytes)
-                rows.append((*place, *what, part.row_index, part.row_ways))
-        table = np.array(sorted(rows), np.int64).reshape(len(rows), 9).T
+                rows.append((*place, *what, part.row_index, part.row_ways, extent))
+        table = np.array(sorted(rows), np.int64).reshape(len(rows), 10).T
         self._layer, self._row_bytes, self._index, self._ways = table[1], table[6], table[7], table[8]
         self._plane, self._first_unit, self._units = (table[i].astype(np.int32) for i in (3, 4, 5))
+        self._extents, self._extent = tuple(extents), table[9]
+        self._state = np.array([e.rows > 0 for e in self._extents], bool)[self._extent]
+        self._slides = spec.slides()
+        self._bind(EVERY)
+
+    def for_rows(self, rows: RowRange) -> PartView:
+        """The same parts in a room of which decode awaits ``rows``; the view itself where that changes nothing."""
+        if not self._slides:
+            return self
+        view = copy(self)
+        view._bind(rows)
+        return view
+
+    def _bind(self, rows: RowRange) -> None:
+        bounds = [e.bounds(rows.start, rows.stop) for e in self._extents]
+        self._low, self._high = np.array(bounds, np.int64).reshape(len(bounds), 2).T[:, self._extent]
 
     def layout(self, segment: Segment) -> StagedLayout:
         """Where the bytes of this segment lie; planes of other layers and planes without rows are left out."""
-        start = segment.start + segment.rows * self._index // self._ways
-        stop = segment.start + segment.rows * (self._index + 1) // self._ways
+        low = np.maximum(self._low, segment.start)
+        rows = np.maximum(np.minimum(self._high, segment.stop) - low, 0)
+        start, stop = low + rows * self._index // self._ways, low + rows * (self._index + 1) // self._ways
         keep = (self._layer >= segment.first) & (self._layer < segment.last) & (start < stop)
+        keep &= self._state == segment.state
         start, stop = start[keep], stop[keep]
         ends = np.cumsum((stop - start) * self._row_bytes[keep])
         total = int(ends[-1]) if len(ends) else 0

@@ -8,7 +8,7 @@ from enum import IntEnum
 from attrs import frozen
 
 from ..ids import Epoch, Generation, Rank, RoomId
-from ..planning import Intake, Segment
+from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
 from .frames import Frame, WireTable
 
@@ -72,6 +72,11 @@ class Awaited:
     paths: tuple[str, ...]
     tables: tuple[WireTable, ...] | None
     tag: bytes
+
+    @property
+    def rows(self) -> RowRange:
+        """As planning takes them."""
+        return RowRange(self.start, self.stop)
 
 
 @frozen

@@ -92,17 +92,36 @@ class SendRoom:
         self.rows.withdraw()
         return self._all(Offered(), now)
 
-    def finish(self, stop: int, aux: bytes | None, tag: bytes, now: float) -> list[Effect]:
-        """Nothing is added: the room's rows end at ``stop``."""
+    def finish(
+        self,
+        stop: int,
+        aux: bytes | None,
+        tag: bytes,
+        now: float,
+        states: Mapping[GroupId, PageTable] | None = None,
+    ) -> list[Effect]:
+        """Nothing is added: the room's rows end at ``stop``, and its states, if it has any, are final.
+
+        After a withdrawal states are given again by another call; what it says besides must be what the first said.
+        """
         if self.error is not None or self.done:
             return []
         if self._finished is not None:
+            if states and self.rows.states is not None and self.rows.states.tables is None:
+                self.rows.give_states(states)
+                return self._all(Offered(), now)
             raise LocalProtocolError(f"room {self.room.hex()}: finished at row {self._finished.stop} already")
         end = self.rows.stop
         if stop != end and end:
             raise LocalProtocolError(f"room {self.room.hex()}: finish at row {stop}, but chunks end at {end}")
         self._finished = Finished(stop, aux, tag)
-        return self._all(self._finished, now)
+        out: list[Effect] = []
+        if states:
+            self.rows.give_states(states)
+            for flow in self._planned():
+                out += _offer_states(flow, now)
+            out = self._reviewed(out, now) + self._all(Offered(), now)
+        return out + self._all(self._finished, now)
 
     # What decode ranks say.
 
@@ -116,6 +135,8 @@ class SendRoom:
             return self._reviewed(flow.handle(Cancel(error), now), now)
         self.world = world
         out = _offer(flow, self.rows.chunks, now)
+        if self.rows.states is not None and flow.state is Sending.MOVING:
+            out += _offer_states(flow, now)
         out += flow.handle(Offered(), now)
         if self._finished is not None:
             out += flow.handle(self._finished, now)
@@ -225,6 +246,15 @@ def _offer(flow: Flow, chunks: Sequence[Chunk], now: float) -> list[Effect]:
     try:
         for chunk in chunks:
             flow.offer(chunk.start, chunk.stop)
+    except OversizeError as exc:
+        return flow.handle(Cancel(exc), now)
+    return []
+
+
+def _offer_states(flow: Flow, now: float) -> list[Effect]:
+    """Add the states to a flow; what no slot or lease can hold ends it."""
+    try:
+        flow.offer_states()
     except OversizeError as exc:
         return flow.handle(Cancel(exc), now)
     return []

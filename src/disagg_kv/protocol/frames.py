@@ -26,8 +26,8 @@ MaybeEpoch = Annotated[bytes, Meta(max_length=16)]
 RoomBytes = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
-Box = tuple[U, U, U, U]
-"""A segment: start, stop, first, last."""
+Box = tuple[U, U, U, U, bool]
+"""A segment: start, stop, first, last, state."""
 
 
 def words(reason: object) -> str:

@@ -60,7 +60,8 @@ class Machine(Generic[S]):
 
 def overlap(a: Segment, b: Segment) -> bool:
     """True if the two rectangles share a cell."""
-    return a.start < b.stop and b.start < a.stop and a.first < b.last and b.first < a.last
+    rows, layers = a.start < b.stop and b.start < a.stop, a.first < b.last and b.first < a.last
+    return a.state == b.state and rows and layers
 
 
 def ours(error: Exception, where: str) -> DisaggKVError:

@@ -13,7 +13,7 @@ from ..errors import (
 )
 from ..geometry import Coverage
 from ..ids import Epoch, Generation, Rank, RoomId
-from ..planning import Intake, Segment
+from ..planning import Intake, RowRange, Segment
 from .base import (
     Awaited,
     Cancel,
@@ -38,6 +38,7 @@ from .base import (
 from .frames import (
     Abort,
     AbortAck,
+    Box,
     ChunkReady,
     Complete,
     Done,
@@ -62,6 +63,10 @@ from .tables import RECEIVING, Receiving
 from .wire import segment_from_wire, segment_to_wire
 
 
+def _corners(segment: Segment) -> tuple[int, int, int, int]:
+    return segment.start, segment.stop, segment.first, segment.last
+
+
 class ReceiveRoom(Machine[Receiving]):
     """The decode side's state machine. Outcome is ``phase`` and ``error``; whose the pages are is ``released``."""
 
@@ -84,8 +89,8 @@ class ReceiveRoom(Machine[Receiving]):
         self._intake: Intake | None = None
         self._writers: dict[Epoch, Writer] = {}
         self._parts: dict[Segment, Part] = {}
-        self._claimed = Coverage()
-        self._coverage = Coverage()
+        self._claimed = {state: Coverage() for state in (False, True)}
+        self._coverage = {state: Coverage() for state in (False, True)}
         self._stop: int | None = None
         self._exposed = False
 
@@ -144,6 +149,7 @@ class ReceiveRoom(Machine[Receiving]):
             return
         self.state = Receiving.MOVING
         a = self._awaited
+        self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
         for w in self._writers.values():
             expect = Expect(**self._to(w), start=a.start, stop=a.stop, paths=a.paths, tables=a.tables, tag=a.tag)
@@ -192,7 +198,7 @@ class ReceiveRoom(Machine[Receiving]):
         assert self._awaited is not None
         return self._awaited.paths
 
-    def _part(self, w: Writer, box: tuple[int, int, int, int]) -> Part | None:
+    def _part(self, w: Writer, box: Box) -> Part | None:
         """The live segment, new or old; None: it was answered, or the room has failed over it."""
         assert self._awaited is not None
         assert self._intake is not None
@@ -201,7 +207,7 @@ class ReceiveRoom(Machine[Receiving]):
             if segment in self._parts:
                 part = self._parts[segment]
             else:
-                if self._coverage.contains(*box):
+                if self._coverage[segment.state].contains(*_corners(segment)):
                     self._landed(w, segment)
                     return None
                 part = self._new_part(w, segment)
@@ -211,7 +217,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._fail(RemoteProtocolError(f"{self._name()}: {exc}"))
             return None
         if segment not in self._parts:
-            self._claimed.add(segment.start, segment.stop, segment.first, segment.last)
+            self._claimed[segment.state].add(*_corners(segment))
             self._parts[segment] = part
         return part
 
@@ -219,10 +225,11 @@ class ReceiveRoom(Machine[Receiving]):
         assert self._awaited is not None
         assert self._intake is not None
         most = self._awaited.most if self._stop is None else self._stop
-        if segment.start < self._awaited.start or segment.stop > most:
-            raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {self._awaited.start}-{most}")
+        first = self._intake.floor(self._awaited.start)
+        if not segment.state and (segment.start < first or segment.stop > most):
+            raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {first}-{most}")
         self._intake.validate(segment)
-        if self._claimed.overlaps(segment.start, segment.stop, segment.first, segment.last):
+        if self._claimed[segment.state].overlaps(*_corners(segment)):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = self._intake.lease(segment)
         return Part(self._intake.writers(segment), offsets, nbytes, w.epoch)
@@ -300,7 +307,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._finish_part(event.segment)
 
     def _finish_part(self, segment: Segment) -> None:
-        self._coverage.add(segment.start, segment.stop, segment.first, segment.last)
+        self._coverage[segment.state].add(*_corners(segment))
         self.segments_landed += 1
         self.bytes_landed += sum(nbytes for _, nbytes in self._parts[segment].offsets.values())
         del self._parts[segment]
@@ -339,13 +346,11 @@ class ReceiveRoom(Machine[Receiving]):
         if self._parts or any(w.done is None for w in self._writers.values()):
             return
         assert self._stop is not None
-        if self._stop > self._awaited.start:
-            for layers in self._intake.stages:
-                if not self._coverage.covers(self._awaited.start, self._stop, layers.start, layers.stop):
-                    self._fail(
-                        RemoteProtocolError(f"{self._name()}: prefill is done, but layers {layers} are not complete")
-                    )
-                    return
+        for box in self._intake.needed(RowRange(self._awaited.start, self._stop)):
+            if not self._coverage[box.state].covers(*_corners(box)):
+                what = f"{'states of ' if box.state else ''}layers {box.layers}"
+                self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))
+                return
         aux = next((w.done.aux for w in self._writers.values() if w.done and w.done.aux is not None), None)
         if aux is not None:
             self._out.append(Store(aux))

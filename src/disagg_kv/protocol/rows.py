@@ -60,6 +60,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
+        self.states: Chunk | None = None
         self._turns: dict[int, _Turn] = {}
 
     @property
@@ -103,19 +104,30 @@ class Rows:
         else:
             known.layers.update(layers)
 
+    def give_states(self, slots: Mapping[GroupId, PageTable]) -> None:
+        """The room's states are final, and lie in these slots: they are a chunk of their own, of no tokens."""
+        self.states = Chunk(0, 0, slots)
+
     def withdraw(self) -> None:
         """Forget all pages, and what was final."""
         self._turns.clear()
-        for chunk in self.chunks:
+        for chunk in self._all():
             chunk.tables, chunk.turns = None, ()
+
+    def _all(self) -> list[Chunk]:
+        return self.chunks if self.states is None else [*self.chunks, self.states]
 
     def clear(self) -> None:
         """The room has ended."""
         self._turns.clear()
         self.chunks.clear()
+        self.states = None
 
     def chunk(self, segment: Segment) -> Chunk:
         """The chunk that a segment lies in."""
+        if segment.state:
+            assert self.states is not None
+            return self.states
         return self.chunks[bisect_right(self.chunks, segment.start, key=lambda c: c.start) - 1]
 
     def readiness(self, segment: Segment) -> Readiness:
@@ -127,9 +139,13 @@ class Rows:
 
     def missing(self, layers: Collection[LayerId]) -> str:
         """The first rows that are not final, and in which of these layers; empty if there are none."""
-        for chunk in self.chunks:
+        for chunk in self._all():
             if chunk.tables is None:
-                return f"rows {chunk.start}-{chunk.stop} were withdrawn"
+                return (
+                    "states were withdrawn"
+                    if chunk is self.states
+                    else f"rows {chunk.start}-{chunk.stop} were withdrawn"
+                )
             for turn in chunk.turns:
                 late = [] if turn.whole else sorted(set(layers) - turn.layers)
                 if late:

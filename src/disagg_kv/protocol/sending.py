@@ -61,7 +61,7 @@ class FlowPlan:
     Args:
         rank: our rank in the prefill instance.
         intake: what the decode rank gets from each rank of our instance.
-        start: first row that it awaits.
+        start: the first row that it awaits, windows included.
         stop: one past the last, None: where our engine ends.
         exposed: True: its pages are exposed and need no lease.
         slot_bytes, lease_bytes, page_rows: see :meth:`~disagg_kv.planning.Intake.cut`.
@@ -144,9 +144,21 @@ class Flow(Machine[Sending]):
             for segment in p.intake.cut(
                 start, stop, layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes, page_rows=p.page_rows
             ):
-                nbytes = p.intake.part_bytes(segment, p.rank)
-                if nbytes:
-                    self._parts[segment] = _Part(nbytes)
+                self._plan(segment)
+
+    def offer_states(self) -> None:
+        """Add the rows of the room's states."""
+        assert self.plan is not None
+        p = self.plan
+        for layers in p.intake.ranges(p.rank):
+            for segment in p.intake.cut_states(layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes):
+                self._plan(segment)
+
+    def _plan(self, segment: Segment) -> None:
+        assert self.plan is not None
+        nbytes = self.plan.intake.part_bytes(segment, self.plan.rank)
+        if nbytes:
+            self._parts[segment] = _Part(nbytes)
 
     def begin(self, transfer: Transfer) -> bool:
         """The mover starts on a Transfer; False: it has become void (an abort, a withdrawal)."""

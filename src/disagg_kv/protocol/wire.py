@@ -14,8 +14,8 @@ from .frames import Box, WireComponent, WireHolding, WireSite, WireSpec, WireTab
 
 
 def segment_to_wire(segment: Segment) -> Box:
-    """Four numbers."""
-    return (segment.start, segment.stop, segment.first, segment.last)
+    """Four numbers, and whether the rows are those of states."""
+    return (segment.start, segment.stop, segment.first, segment.last, segment.state)
 
 
 def segment_from_wire(box: Box) -> Segment:

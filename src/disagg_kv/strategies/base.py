@@ -9,7 +9,7 @@ from attrs import frozen
 
 from ..geometry import PageTable, Part, Site
 from ..ids import GroupId
-from ..planning import PartView, Segment, StagedLayout, Writes
+from ..planning import EVERY, PartView, RowRange, Segment, StagedLayout, Writes
 
 Tables = Mapping[GroupId, PageTable]
 
@@ -22,10 +22,12 @@ class Job:
         source: the writer's pool.
         target: the receiver's pool.
         parts: what the writer was elected to send to this receiver.
-        view: ``parts`` in the pool of whoever asks: the writer for ``send``, the receiver for ``receive``.
+        view: ``parts`` in the pool of whoever asks: the writer for ``send``, the receiver for ``receive``; for
+            ``rows`` already.
         segment: which rows and layers.
         source_tables: the room's pages at the writer; empty for ``receive``.
         target_tables: the room's pages at the receiver, where they are exposed; else empty for ``send``.
+        rows: which rows of the room are awaited.
     """
 
     source: Site
@@ -35,6 +37,7 @@ class Job:
     segment: Segment
     source_tables: Tables
     target_tables: Tables
+    rows: RowRange = EVERY
 
 
 class Path(Protocol):

@@ -24,7 +24,9 @@ class DirectPath:
 
     def send(self, job: Job) -> Writes:
         """One write per run of pages."""
-        return direct_writes(job.source, job.target, job.parts, job.segment, job.source_tables, job.target_tables)
+        return direct_writes(
+            job.source, job.target, job.parts, job.segment, job.source_tables, job.target_tables, job.rows
+        )
 
     def receive(self, job: Job) -> StagedLayout:
         """Nothing is received into staging."""
@@ -32,7 +34,7 @@ class DirectPath:
 
     def count(self, job: Job) -> int:
         """At most one write per page and plane."""
-        return sum(direct_count(run) for run in runs(job.source, job.target, job.parts, job.segment))
+        return sum(direct_count(run) for run in runs(job.source, job.target, job.parts, job.segment, job.rows))
 
 
 class SlicePath:
@@ -48,7 +50,9 @@ class SlicePath:
 
     def send(self, job: Job) -> Writes:
         """One write per row and run of units."""
-        return slice_writes(job.source, job.target, job.parts, job.segment, job.source_tables, job.target_tables)
+        return slice_writes(
+            job.source, job.target, job.parts, job.segment, job.source_tables, job.target_tables, job.rows
+        )
 
     def receive(self, job: Job) -> StagedLayout:
         """Nothing is received into staging."""
@@ -56,7 +60,7 @@ class SlicePath:
 
     def count(self, job: Job) -> int:
         """One write per row and run of units."""
-        return sum(slice_count(run) for run in runs(job.source, job.target, job.parts, job.segment))
+        return sum(slice_count(run) for run in runs(job.source, job.target, job.parts, job.segment, job.rows))
 
 
 class StagedPath:

@@ -183,5 +183,5 @@ def landed(rig: Rig, requests: Sequence[Request]) -> None:
 def strange_frames() -> Sequence[Frame]:
     return (
         f.Heartbeat(src=bytes(16), dst=bytes(16)),
-        f.ChunkReady(src=b"\1" * 16, dst=bytes(16), room=b"0", generation=1, segment=(0, 8, 0, 1), lease=0),
+        f.ChunkReady(src=b"\1" * 16, dst=bytes(16), room=b"0", generation=1, segment=(0, 8, 0, 1, False), lease=0),
     )

@@ -134,7 +134,7 @@ def test_a_grant_outside_the_ring_is_not_written_to() -> None:
     rig.wait(0.1)
     grant = Grant(
         **forged(prefills, decodes, request.room),
-        segment=(0, 8, 0, 2),
+        segment=(0, 8, 0, 2, False),
         ask=0,
         lease=0,
         offset=(1 << 16) - 256,

@@ -272,7 +272,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
     request = rig.request("room", prefills, decodes, 8).open_decode().open_prefill()
     (send,), (receive,) = request.sends, request.receives
     table = PageTable(KV, np.array([1, 2], np.int32))
-    with pytest.raises(UnsupportedError, match="recurrent state"):
+    with pytest.raises(GeometryError, match=r"slots of groups \['kv'\]; of states there are \[\]"):
         receive.expect(8, [table], state=[table])
     with pytest.raises(ConfigurationError, match="incremental"):
         receive.expect(8, [table], held={KV: 4})
@@ -293,7 +293,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
         receive.expect(8, [table])
     with pytest.raises(GeometryError):
         send.send_chunk(9, [table])
-    with pytest.raises(UnsupportedError, match="recurrent state"):
+    with pytest.raises(GeometryError, match="of states there are"):
         send.finish(0, state=[table])
     with pytest.raises(LocalProtocolError, match="tag of 300"):
         send.finish(0, tag=bytes(300))

@@ -86,9 +86,7 @@ def test_context_parallelism_is_refused_by_name(change: dict[str, Any]) -> None:
 
 def test_components_that_are_not_moved_yet_are_refused_where_they_are_needed() -> None:
     """A target without them is served."""
-    spec = CacheSpec(
-        {LayerId(0): [Component("k", "int8", 1, 1)], LayerId(1): [Component("ssm", "int8", 1, 1, 0, rows=1)]}
-    )
-    with pytest.raises(UnsupportedError, match="component 'ssm': recurrent state is not moved yet"):
+    spec = CacheSpec({LayerId(0): [Component("k", "int8", 1, 1)], LayerId(1): [Component("c4", "int8", 1, 1, 4)]})
+    with pytest.raises(UnsupportedError, match="component 'c4': rows of 4 tokens are not moved yet"):
         elect(spec, [shard(spec)], shard(spec))
     assert elect(spec, [shard(spec)], shard(spec, layers=[LayerId(0)])) == ((Part("k", (LayerId(0),), range(1)),),)

@@ -61,6 +61,7 @@ from disagg_kv.protocol.frames import (
     StagingRequest,
     WireTable,
 )
+from disagg_kv.protocol.wire import segment_to_wire
 from disagg_kv.staging import Lease
 
 ME = Epoch(bytes([9] * 16))
@@ -79,17 +80,16 @@ def head(rank: int) -> Head:
 
 
 def request(rank: int, s: Segment = A, *, ready: bool = True, path: str = "staged", ask: int = 0) -> StagingRequest:
-    box = (s.start, s.stop, s.first, s.last)
-    return StagingRequest(**head(rank), segment=box, ask=ask, ready=ready, path=path)
+    return StagingRequest(**head(rank), segment=segment_to_wire(s), ask=ask, ready=ready, path=path)
 
 
 def back(rank: int, ask: int = 0, s: Segment = A) -> Return:
-    return Return(**head(rank), segment=(s.start, s.stop, s.first, s.last), ask=ask)
+    return Return(**head(rank), segment=segment_to_wire(s), ask=ask)
 
 
 def chunk(rank: int, s: Segment = A, lease: Lease | None = LEASE) -> ChunkReady:
     start = None if lease is None else lease.start
-    return ChunkReady(**head(rank), segment=(s.start, s.stop, s.first, s.last), lease=start)
+    return ChunkReady(**head(rank), segment=segment_to_wire(s), lease=start)
 
 
 def done(rank: int, stop: int = 8, *, aux: bytes | None = None, tag: bytes = b"tag") -> Done:

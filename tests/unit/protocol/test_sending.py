@@ -78,8 +78,8 @@ def head(rank: int = 0) -> Head:
     return Head(src=D[rank], dst=ME, room=b"r", generation=5)
 
 
-def box(s: Segment) -> tuple[int, int, int, int]:
-    return (s.start, s.stop, s.first, s.last)
+def box(s: Segment) -> tuple[int, int, int, int, bool]:
+    return (s.start, s.stop, s.first, s.last, s.state)
 
 
 def grant(s: Segment = A, nbytes: int = 1024, rank: int = 0, ask: int = 0) -> Grant:
@@ -179,12 +179,12 @@ def test_a_room_from_its_opening_to_its_end() -> None:
     assert room.expect() == []
     assert phase(room) is Phase.READY
     (request,) = frames(room.add(4), StagingRequest)
-    assert (request.segment, request.ready) == ((0, 4, 0, 2), True)
+    assert (request.segment, request.ready) == ((0, 4, 0, 2, False), True)
     assert phase(room) is Phase.MOVING
     assert only(room.say(grant()), Transfer) == [Transfer(D[0], A, 0, 1024, 0)]
     assert room.begin()
     (notice,) = frames(room.say(Wrote(A)), ChunkReady)
-    assert (notice.segment, notice.lease) == ((0, 4, 0, 2), 0)
+    assert (notice.segment, notice.lease) == ((0, 4, 0, 2, False), 0)
     assert room.say(landed()) == []
     (done,) = frames(room.machine.finish(4, b"aux", b"tag", 0.0), Done)
     assert (done.stop, done.aux, done.tag) == (4, b"aux", b"tag")
@@ -198,7 +198,7 @@ def test_a_room_from_its_opening_to_its_end() -> None:
 def test_rows_that_decode_holds_or_does_not_await_are_not_sent() -> None:
     room = Room()
     (request,) = frames(room.expect(given=plan(start=4, stop=6)), StagingRequest)
-    assert request.segment == (4, 6, 0, 2)
+    assert request.segment == (4, 6, 0, 2, False)
     room = Room(chunks=1)
     room.machine.finish(4, None, b"", 0.0)
     assert sent(room.expect(given=plan(start=4, stop=4))) == [Done]

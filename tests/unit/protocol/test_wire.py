@@ -24,14 +24,15 @@ MIXED = CacheSpec(
 
 
 def site(spec: CacheSpec, mine: Shard) -> Site:
-    groups = (Group(GroupId("all"), 4, 10, null_page=0),)
+    groups = (Group(GroupId("all"), 4, 10, null_page=0), Group(GroupId("states"), 4, 10))
     planes = []
     at = 0
     for layer in mine.layers():
         for c in spec.layers[layer]:
             units = sum(len(r) for r in mine.units(layer, c.name))
             row = units * c.unit_bytes
-            planes.append(Plane(layer, c.name, GroupId("all"), 0, at, 4 * row, row, c.unit_bytes))
+            group = groups[c.rows > 0].id
+            planes.append(Plane(layer, c.name, group, 0, at, 4 * row, row, c.unit_bytes))
             at += 40 * row
     return Site(spec, mine, groups, tuple(planes), (at,))
 
@@ -53,9 +54,10 @@ def test_equal_layers_cross_once() -> None:
 
 @pytest.mark.parametrize("box", [(0, 0, 0, 1), (2, 1, 0, 1), (0, 1, 3, 3), (0, 1, 3, 2)])
 def test_an_empty_segment_is_the_peers_error(box: tuple[int, int, int, int]) -> None:
-    with pytest.raises(RemoteProtocolError, match="empty segment"):
-        w.segment_from_wire(box)
-    assert w.segment_from_wire(w.segment_to_wire(Segment(1, 2, 3, 4))) == Segment(1, 2, 3, 4)
+    for state in (False, True):
+        with pytest.raises(RemoteProtocolError, match="empty segment"):
+            w.segment_from_wire((*box, state))
+        assert w.segment_from_wire(w.segment_to_wire(Segment(1, 2, 3, 4, state))) == Segment(1, 2, 3, 4, state)
 
 
 @pytest.mark.parametrize(
