@@ -16,6 +16,8 @@ from disagg_kv.protocol import frames as f
 from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
 
 numbers = st.integers(0, 2**62)
+regions = st.integers(0, 2**31 - 1)
+layers = st.integers(0, f.MAX_ENTRIES - 1)
 epochs = st.binary(min_size=16, max_size=16)
 names = st.text(max_size=20)
 texts = st.text(max_size=60)
@@ -24,7 +26,7 @@ tables = st.builds(f.WireTable, group=names, first=numbers, pages=st.binary(max_
 holdings = st.builds(
     f.WireHolding,
     component=names,
-    layers=st.lists(numbers, max_size=3).map(tuple),
+    layers=st.lists(layers, max_size=3).map(tuple),
     start=numbers,
     stop=numbers,
     ways=numbers,
@@ -74,19 +76,19 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
         address=names,
         role=names,
         instance=names,
-        rank=numbers,
+        rank=st.integers(0, f.MAX_RANKS - 1),
         host=names,
         pid=numbers,
         started=numbers,
         spec=specs,
         shards=st.lists(st.lists(holdings, max_size=2).map(tuple), max_size=2).map(tuple),
         site=sites,
-        regions=st.lists(numbers, max_size=3).map(tuple),
+        regions=st.lists(regions, max_size=3).map(tuple),
         transport=names,
         descriptor=st.binary(max_size=20),
         paths=st.lists(st.tuples(names, numbers), max_size=2).map(tuple),
         slot_bytes=numbers,
-        ring_region=numbers,
+        ring_region=regions,
         ring_bytes=numbers,
         lease_bytes=numbers,
     ),
@@ -179,6 +181,62 @@ def test_fields_out_of_bounds_are_refused(change: dict[str, object]) -> None:
     assert codec.decode(codec.encode(done)) == done
     with pytest.raises(RemoteProtocolError):
         codec.decode(codec.encode(msgspec.structs.replace(done, **change)))
+
+
+def introduction(**change: object) -> f.Hello:
+    """A Hello, one field of which is changed."""
+    plain = f.Hello(
+        src=bytes(16), dst=b"", version=1, address="a", role="decode", instance="i", rank=0, host="h", pid=1, started=1,
+        spec=f.WireSpec(b"", (), ()), shards=(), site=f.WireSite((), (), ()), regions=(), transport="t",
+        descriptor=b"", paths=(), slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
+    )  # fmt: skip
+    return msgspec.structs.replace(plain, **change)
+
+
+HOLDING = f.WireHolding("k", (0,), 0, 1, 1, 0, 1)
+MANY = f.MAX_ENTRIES + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": f.MAX_RANKS},
+        {"shards": ((),) * (f.MAX_RANKS + 1)},
+        {"shards": ((f.WireHolding("k", (0,) * MANY, 0, 1, 1, 0, 1),),)},
+        {"shards": ((f.WireHolding("k", (f.MAX_ENTRIES,), 0, 1, 1, 0, 1),),)},
+        {"regions": (0,) * MANY},
+        {"regions": (1 << 31,)},
+        {"descriptor": bytes(f.MAX_DESCRIPTOR + 1)},
+        {"paths": (("p", 1),) * 257},
+        {"address": "a" * 257},
+        {"spec": f.WireSpec(b"", ((),) * 257, ())},
+        {"spec": f.WireSpec(b"", (), ((0, 0),) * MANY)},
+        {"spec": f.WireSpec(b"", (), ((f.MAX_ENTRIES, 0),))},
+        {"site": f.WireSite((("g", 1, 1, None),) * 257, (), ())},
+        {"site": f.WireSite((), ((0, "k", "g", 0, 0, 1, 1, 1),) * MANY, ())},
+        {"site": f.WireSite((), (), (1,) * MANY)},
+    ],
+    ids=lambda change: repr(change)[:60],
+)
+def test_no_list_of_an_introduction_is_longer_than_its_limit(change: dict[str, object]) -> None:
+    """E13, E14."""
+    with pytest.raises(RemoteProtocolError):
+        codec.decode(codec.encode(introduction(**change)))
+
+
+def test_the_page_ids_of_a_frame_are_bounded_together() -> None:
+    """E14."""
+    half = f.MAX_ENTRIES // 2
+    tables = [f.WireTable(name, 0, bytes(4 * (half + extra))) for name, extra in (("a", 0), ("b", 0))]
+    assert len(tables_from_wire(tables)) == 2
+    with pytest.raises(RemoteProtocolError, match=f"{f.MAX_ENTRIES + 1} page ids in one frame"):
+        tables_from_wire([*tables, f.WireTable("c", 0, bytes(4))])
+
+
+def test_a_shard_that_names_a_layer_twice_is_refused() -> None:
+    spec = f.WireSpec(b"", ((f.WireComponent("k", "int8", 1, 1, 1, 0, None, 1, "plain"),),), ((0, 0),))
+    with pytest.raises(RemoteProtocolError, match="names a layer twice"):
+        shard_from_wire([msgspec.structs.replace(HOLDING, layers=(0, 0))], spec_from_wire(spec))
 
 
 @given(st.text(st.characters(), max_size=2000))

@@ -21,6 +21,7 @@ from ..kernels import Kernels, Move
 from ..memory import Buffer, Event, MemoryPool
 from ..planning import RowRange, Segment
 from ..protocol import (
+    MAX_ENTRIES,
     Awaited,
     Cancel,
     Decided,
@@ -62,7 +63,7 @@ from .routes import Routes
 TICK_S = 0.02
 """How often open rooms look at the clock."""
 
-MAX_TABLES = 1 << 19
+MAX_TABLES = 4 * MAX_ENTRIES
 """Bytes of page ids that an ``Expect`` carries at most; a request with more pages does not expose them."""
 
 PEER_QUARANTINE = 0.25

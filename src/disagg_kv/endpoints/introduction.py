@@ -126,10 +126,11 @@ class Self:
         ours = {(p.name, p.version) for p in self.paths}
         if not ours & set(hello.paths):
             raise IncompatiblePeerError("paths", sorted(ours), sorted(hello.paths))
-        sides = (shards, self.shards) if self.role == "decode" else (self.shards, shards)
+        # Only of the two of us: every pair of ranks asks for itself.
+        decode = self.role == "decode"
+        writers, target = (shards, self.site.shard) if decode else (self.shards, shards[hello.rank])
         try:
-            for target in dict.fromkeys(sides[1]):
-                Intake.build(spec, sides[0], target, 0)
+            Intake.build(spec, writers, target, 0)
         except ConfigurationError as exc:
             raise IncompatiblePeerError("shards", "a split that decode's boxes can be made of", str(exc)) from exc
 

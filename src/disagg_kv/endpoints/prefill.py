@@ -55,6 +55,7 @@ from .held import check_start
 from .introduction import Remote
 from .mover import Load, Mover
 from .node import Node
+from .parked import Parked
 from .routes import Routes
 
 K = TypeVar("K")
@@ -122,7 +123,7 @@ class PrefillRole:
         self._newest: dict[RoomId, _Room] = {}
         self._rooms: dict[RoomKey, _Room] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
-        self._parked: OrderedDict[tuple[RoomId, Epoch], tuple[Expect, float]] = OrderedDict()
+        self._parked = Parked(node.options)
         self._unmet: OrderedDict[RoomId, _Unmet] = OrderedDict()
         self._declined: OrderedDict[RoomId, tuple[str, float]] = OrderedDict()
         self._routes: dict[Epoch, Routes] = {}
@@ -151,8 +152,7 @@ class PrefillRole:
             error = AbortedError(f"room {key.room.hex()}: decode gave up: {declined[0]}")
             self._apply(room, machine.cancel(error, now))
             return
-        for parked in [k for k in self._parked if k[0] == key.room]:
-            expect, _ = self._parked.pop(parked)
+        for expect in self._parked.take(key.room):
             self._begin(room, expect)
 
     def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
@@ -249,8 +249,7 @@ class PrefillRole:
         room = self._newest.get(name)
         if room is not None and not room.machine.released and epoch not in room.machine.flows:
             self._begin(room, frame)
-        elif (name, epoch) in self._parked or len(self._parked) < node.options.parked:
-            self._parked[(name, epoch)] = (frame, node.now + node.options.silence_s)
+        elif self._parked.add(frame, node.now + node.options.silence_s):
             node.send(Send(epoch, Expected(**head, parked=True)))
         else:
             node.observer.count("frames.not_parked")
@@ -258,7 +257,7 @@ class PrefillRole:
     def _on_abort(self, frame: Abort) -> None:
         node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
         generation = Generation(frame.generation)
-        self._parked.pop((name, epoch), None)
+        self._parked.pop(name, epoch)
         room = self._newest.get(name)
         if node.tombstones.outcome(epoch, name, generation) is None:
             unmet = self._unmet.get(name)
@@ -525,8 +524,7 @@ class PrefillRole:
                 if self._node.peers.silent_for(epoch, now) >= room.silence_s:
                     error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
                     self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
-        for parked in [k for k, (_, until) in self._parked.items() if until <= now]:
-            del self._parked[parked]
+        self._parked.expire(now)
         for name in [n for n, u in self._unmet.items() if u.until <= now]:
             del self._unmet[name]
         for name in [n for n, (_, until) in self._declined.items() if until <= now]:

@@ -30,7 +30,7 @@ from .base import (
     Wrote,
 )
 from .delivery import SendRoom
-from .frames import MAX_AUX, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
+from .frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
 from .peers import Forget, PeerEffect, PeerTable, SendTo, Unreachable, Up
 from .receiving import ReceiveRoom
 from .rows import Chunk, Readiness
@@ -40,6 +40,8 @@ from .tombstones import Ended, Tombstones
 
 __all__ = [
     "MAX_AUX",
+    "MAX_ENTRIES",
+    "MAX_RANKS",
     "RECEIVING",
     "SENDING",
     "VERSION",

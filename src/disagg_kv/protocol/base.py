@@ -38,6 +38,9 @@ class Options:
         window: segments of one room that may be between request and acknowledgement towards one destination.
         tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.
         parked: ``Expect`` frames that may wait for the engine to open their room.
+        parked_pages: page ids that they may name together.
+        peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
+            only introduced itself; if there is none, it is refused.
     """
 
     silence_s: float = 30.0
@@ -51,6 +54,8 @@ class Options:
     window: int = 16
     tombstones: int = 4096
     parked: int = 4096
+    parked_pages: int = 1 << 24
+    peers: int = 1024
 
 
 @frozen

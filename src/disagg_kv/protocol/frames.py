@@ -19,7 +19,20 @@ VERSION = 1
 MAX_AUX = 64 * 1024
 """Bytes of aux data that ride in ``Done``."""
 
+MAX_DESCRIPTOR = 512 * 1024
+"""Bytes of what a transport says of itself in ``Hello``."""
+
+MAX_ENTRIES = 65_536
+"""Entries of any list in a frame, and page ids of all tables in one frame."""
+
+MAX_RANKS = 4096
+"""Ranks of an instance."""
+
 U = Annotated[int, Meta(ge=0, le=2**62)]
+Layer = Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]
+RankIndex = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Entries = Meta(max_length=MAX_ENTRIES)
+Few = Meta(max_length=256)
 Region = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 EpochBytes = Annotated[bytes, Meta(min_length=16, max_length=16)]
 MaybeEpoch = Annotated[bytes, Meta(max_length=16)]
@@ -39,7 +52,7 @@ class WireHolding(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tr
     """A :class:`~disagg_kv.geometry.Holding`."""
 
     component: Name
-    layers: tuple[U, ...]
+    layers: Annotated[tuple[Layer, ...], Entries]
     start: U
     stop: U
     ways: U
@@ -65,16 +78,16 @@ class WireSpec(Struct, array_like=True, frozen=True, forbid_unknown_fields=True)
     """A :class:`~disagg_kv.geometry.CacheSpec`; layers with equal components share an entry of ``kinds``."""
 
     model: Annotated[bytes, Meta(max_length=4096)]
-    kinds: tuple[tuple[WireComponent, ...], ...]
-    layers: tuple[tuple[U, U], ...]
+    kinds: Annotated[tuple[Annotated[tuple[WireComponent, ...], Few], ...], Few]
+    layers: Annotated[tuple[tuple[Layer, Layer], ...], Entries]
 
 
 class WireSite(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A :class:`~disagg_kv.geometry.Site` without its spec."""
 
-    groups: tuple[tuple[Name, U, U, U | None], ...]
-    planes: tuple[tuple[U, Name, Name, U, U, U, U, U], ...]
-    buffers: tuple[U, ...]
+    groups: Annotated[tuple[tuple[Name, U, U, U | None], ...], Few]
+    planes: Annotated[tuple[tuple[Layer, Name, Name, U, U, U, U, U], ...], Entries]
+    buffers: Annotated[tuple[U, ...], Entries]
 
 
 class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +95,7 @@ class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True
 
     group: Name
     first: U
-    pages: bytes
+    pages: Annotated[bytes, Meta(max_length=4 * MAX_ENTRIES)]
 
 
 class Frame(Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,17 +119,17 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     address: Name
     role: Name
     instance: Name
-    rank: U
+    rank: RankIndex
     host: Name
     pid: U
     started: U
     spec: WireSpec
-    shards: tuple[tuple[WireHolding, ...], ...]
+    shards: Annotated[tuple[Annotated[tuple[WireHolding, ...], Entries], ...], Meta(max_length=MAX_RANKS)]
     site: WireSite
-    regions: tuple[Region, ...]
+    regions: Annotated[tuple[Region, ...], Entries]
     transport: Name
-    descriptor: bytes
-    paths: tuple[tuple[Name, U], ...]
+    descriptor: Annotated[bytes, Meta(max_length=MAX_DESCRIPTOR)]
+    paths: Annotated[tuple[tuple[Name, U], ...], Few]
     slot_bytes: U
     ring_region: Region
     ring_bytes: U
@@ -144,8 +157,8 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
     start: U
     stop: U | None
-    paths: tuple[Name, ...]
-    tables: tuple[WireTable, ...] | None
+    paths: Annotated[tuple[Name, ...], Few]
+    tables: Annotated[tuple[WireTable, ...], Few] | None
     tag: Annotated[bytes, Meta(max_length=256)]
 
 

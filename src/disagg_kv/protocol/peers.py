@@ -3,7 +3,10 @@
 An endpoint's life is its epoch. ``Hello`` is repeated towards an address until the endpoint there answers with one that
 names our epoch. Whatever arrives for another life of ours, or from a life we do not know, is counted, dropped and
 answered with ``Hello``, at most once a second and address. A life that is lost stays lost when another life takes its
-address, but one that was only silent may be heard again.
+address, but one that was only silent may be heard again. A life says the same of itself for ever.
+
+Anybody may send a ``Hello``, so the number of peers is bounded. Who has never named our epoch has perhaps not even the
+address that it gave: it is the first to make room.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from attrs import define, frozen
+from msgspec import structs
 
 from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError
 from ..ids import Epoch
@@ -61,6 +65,7 @@ PeerEffect = SendTo | Up | Lost | Unreachable | Forget
 class _Peer:
     hello: Hello
     heard: float
+    proved: bool
     closed: float | None = None
     lost: bool = False
 
@@ -168,11 +173,14 @@ class PeerTable:
             return []
         if known is None:
             out += self._replace(hello.address, epoch)
-            self._peers[epoch] = _Peer(hello, now)
+            if not self._make_room(out):
+                return out + self._refuse(hello, IncompatiblePeerError("peers", f"at most {len(self._peers)}", 1), now)
+            self._peers[epoch] = _Peer(hello, now, hello.dst == self._epoch)
             self._at[hello.address] = epoch
             out.append(Up(hello))
         else:
             known.hello, known.heard = hello, now
+            known.proved |= hello.dst == self._epoch
             if known.lost:
                 known.lost, known.closed = False, None
                 out.append(Up(hello))
@@ -183,10 +191,10 @@ class PeerTable:
         return out
 
     def _stale(self, hello: Hello) -> bool:
-        """A life keeps its address, and an older life does not take the address back from one that is there."""
+        """A life never changes, and an older life does not take the address back from one that is there."""
         known = self._peers.get(Epoch(hello.src))
         if known is not None:
-            return known.hello.address != hello.address
+            return structs.replace(known.hello, dst=hello.dst) != hello
         there = self.at(hello.address)
         if there is None:
             return False
@@ -209,6 +217,22 @@ class PeerTable:
         self._retired[epoch] = None
         while len(self._retired) > self.MAX_RETIRED:
             self._retired.popitem(last=False)
+
+    def _make_room(self, out: list[PeerEffect]) -> bool:
+        """See to it that one more peer may be known: forget who was lost first, or proved nothing for longest."""
+        if len(self._peers) < self._options.peers:
+            return True
+        spare = [(not p.lost, p.heard, e) for e, p in self._peers.items() if p.lost or not p.proved]
+        if not spare:
+            return False
+        there, _, epoch = min(spare)
+        address = self._peers.pop(epoch).hello.address
+        if self._at.get(address) == epoch:
+            del self._at[address]
+        if there:
+            out.append(Lost(epoch, PeerLostError(f"peer {epoch.hex()[:8]} at {address}: it made room for another")))
+        out.append(Forget(address))
+        return True
 
     def _refuse(self, hello: Hello, exc: IncompatiblePeerError, now: float) -> list[PeerEffect]:
         self.dropped += 1
@@ -244,7 +268,7 @@ class PeerTable:
             if peer is not None and self._may_answer(peer.hello.address, now):
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
             return False, []
-        peer.heard = now
+        peer.heard, peer.proved = now, True
         if not peer.lost:
             return True, []
         peer.lost, peer.closed = False, None

@@ -10,7 +10,7 @@ from ..errors import ConfigurationError, RemoteProtocolError
 from ..geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site
 from ..ids import GroupId, LayerId
 from ..planning import Segment
-from .frames import Box, WireComponent, WireHolding, WireSite, WireSpec, WireTable
+from .frames import MAX_ENTRIES, Box, WireComponent, WireHolding, WireSite, WireSpec, WireTable
 
 
 def segment_to_wire(segment: Segment) -> Box:
@@ -66,6 +66,9 @@ def shard_to_wire(shard: Shard) -> tuple[WireHolding, ...]:
 
 def shard_from_wire(wire: Iterable[WireHolding], spec: CacheSpec) -> Shard:
     """The shard, checked against the spec."""
+    wire = tuple(wire)
+    if any(len(set(h.layers)) < len(h.layers) for h in wire):
+        raise RemoteProtocolError("a shard that cannot be: it names a layer twice")
     try:
         shard = Shard(
             tuple(
@@ -125,7 +128,11 @@ def tables_to_wire(tables: Iterable[PageTable]) -> tuple[WireTable, ...]:
 def tables_from_wire(wire: Sequence[WireTable]) -> Mapping[GroupId, PageTable]:
     """Tables by group; they are checked against the groups when rows are known."""
     tables: dict[GroupId, PageTable] = {}
+    named = 0
     for one in wire:
+        named += len(one.pages) // 4
+        if named > MAX_ENTRIES:
+            raise RemoteProtocolError(f"{named} page ids in one frame; at most {MAX_ENTRIES} are allowed")
         if len(one.pages) % 4 or one.group in tables:
             raise RemoteProtocolError(f"page table of group {one.group!r}: {len(one.pages)} bytes, or given twice")
         try:

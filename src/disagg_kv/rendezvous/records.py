@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from ..errors import ConfigurationError
 from ..ids import Rank
+from ..protocol import MAX_RANKS
 
 
 def check_rank(instance: str, rank: Rank, world: int) -> None:
     """Raise a :class:`ConfigurationError` for a nameless instance or a rank outside ``[0, world)``."""
     if not instance:
         raise ConfigurationError(f"rank {rank} of {world}: the instance has no name")
+    if world > MAX_RANKS:
+        raise ConfigurationError(f"instance {instance!r}: {world} ranks; at most {MAX_RANKS} are allowed")
     if not 0 <= rank < world:
         raise ConfigurationError(f"instance {instance!r}: rank {rank} is not one of {world}")
 

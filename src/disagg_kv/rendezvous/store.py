@@ -10,11 +10,12 @@ from typing import Protocol
 
 from ..errors import PeerLostError, RemoteProtocolError
 from ..ids import Rank
+from ..protocol import MAX_RANKS
 from .base import Source
 from .records import check_rank, check_world
 
-_MAX_WORLD = 1 << 16
-"""More ranks than this is no world size but a broken or hostile store."""
+_MAX_VALUE = 4096
+"""Bytes of any value of ours; what is longer is not even parsed."""
 
 
 class Store(Protocol):
@@ -105,16 +106,18 @@ def _key(prefix: str, instance: str, rank: int | None = None) -> str:
 
 
 def _parse(instance: str, value: bytes) -> object:
+    if len(value) > _MAX_VALUE:
+        raise RemoteProtocolError(f"instance {instance!r}: the store holds {len(value)} bytes, which nobody put there")
     try:
         parsed: object = json.loads(value)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r}, which is no JSON") from exc
     return parsed
 
 
 def _world(instance: str, value: bytes) -> int:
     world = _parse(instance, value)
-    if not isinstance(world, int) or isinstance(world, bool) or not 0 < world <= _MAX_WORLD:
+    if not isinstance(world, int) or isinstance(world, bool) or not 0 < world <= MAX_RANKS:
         raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r} as its number of ranks")
     return world
 

@@ -109,9 +109,10 @@ def test_an_expectation_waits_for_the_room() -> None:
     assert request.sends[0].held == {"kv": 0}
 
 
-def test_parked_expectations_are_bounded() -> None:
-    """E14: more than ``parked`` expectations are not kept; they are repeated until there is room."""
-    rig = Rig(SPEC, options=Options(parked=2))
+@pytest.mark.parametrize("options", [Options(parked=2), Options(parked_pages=5)], ids=["number", "pages"])
+def test_parked_expectations_are_bounded(options: Options) -> None:
+    """E14: neither too many expectations nor too large ones are kept; they are repeated until there is room."""
+    rig = Rig(SPEC, options=options)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     requests = [rig.request(f"{i}", prefills, decodes, 8).open_decode().expect() for i in range(5)]
     rig.wait(3.0)

@@ -279,3 +279,60 @@ def test_lives_and_addresses_that_came_and_went_are_bounded() -> None:
         a.on_hello(hello(epoch(200), b"", f"x{n}", version=9), float(n))
     assert len(a._retired) == len(a._answered) == 8
     assert a.epochs() == (epoch(59),)
+
+
+def crowd(peers: int = 4) -> PeerTable:
+    """A table that may know so many, and knows as many who have only introduced themselves, the first one longest."""
+    options = Options(peers=peers)
+    a = PeerTable(epoch(1), "a", lambda dst: hello(epoch(1), dst, "a"), admit, options)
+    for n in range(peers):
+        a.on_hello(hello(epoch(100 + n), b"", f"p{n}"), 0.1 * n)
+    return a
+
+
+def test_a_flood_of_introductions_is_bounded_and_newcomers_still_get_in() -> None:
+    """E14: who never named our epoch makes room, the oldest first."""
+    a = crowd()
+    effects = a.on_hello(hello(epoch(50), b"", "new"), 1.0)
+    assert losses(effects) == [(epoch(100), "peer 64646464 at p0: it made room for another")]
+    assert Forget("p0") in effects
+    assert any(isinstance(e, Up) for e in effects)
+    assert len(a.epochs()) == 4
+    for n in range(60_000):
+        src = Epoch(n.to_bytes(16, "big"))
+        a.on_hello(hello(src, b"", f"flood{n}"), 2.0)
+    assert len(a.epochs()) == 4
+
+
+def test_whoever_has_named_our_epoch_keeps_its_place() -> None:
+    """E14: by a Hello or by any other frame. A newcomer is refused by name when all have."""
+    a = crowd()
+    a.on_hello(hello(epoch(100), epoch(1), "p0"), 1.0)
+    for n in range(1, 4):
+        a.on_frame(Heartbeat(src=epoch(100 + n), dst=epoch(1)), 1.0)
+    effects = a.on_hello(hello(epoch(50), b"", "new"), 2.0)
+    assert [e.frame for e in effects if isinstance(e, SendTo)] == [
+        Refused(src=epoch(1), dst=epoch(50), address="a", field="peers", ours="1", theirs="at most 4")
+    ]
+    assert set(a.epochs()) == {epoch(100 + n) for n in range(4)}
+
+
+def test_the_lost_make_room_before_anybody_else() -> None:
+    a = crowd()
+    a.on_frame(Heartbeat(src=epoch(102), dst=epoch(1)), 1.0)
+    a.lose(epoch(102), TransportError("gone"))
+    effects = a.on_hello(hello(epoch(50), b"", "new"), 2.0)
+    assert losses(effects) == []
+    assert Forget("p2") in effects
+    assert epoch(102) not in a.epochs()
+    assert a.address(epoch(102)) is None
+
+
+def test_a_life_says_the_same_of_itself_for_ever() -> None:
+    """E10: another address, rank or memory under a known epoch is somebody else's word."""
+    a = met()
+    first = a.hello(epoch(2))
+    for change in ({"address": "c"}, {"rank": 1}, {"descriptor": b"other"}, {"pid": 2}, {"regions": (1,)}):
+        assert a.on_hello(msgspec.structs.replace(first, **change), 1.0) == []
+    assert a.dropped == 5
+    assert a.hello(epoch(2)) == first

@@ -45,6 +45,11 @@ class TestEveryRendezvous:
         rendezvous.publish("prefill", Rank(0), 2, "zero")
         assert rendezvous.lookup(Source("prefill")) == ("zero", "one")
 
+    def test_more_ranks_than_an_instance_may_have_are_refused(self, rendezvous: Rendezvous) -> None:
+        """E14."""
+        with pytest.raises(ConfigurationError, match="4097 ranks; at most 4096"):
+            rendezvous.publish("prefill", Rank(0), 4097, "address")
+
     def test_a_restarted_rank_replaces_its_address(self, rendezvous: Rendezvous) -> None:
         rendezvous.publish("prefill", Rank(0), 1, "old")
         rendezvous.publish("prefill", Rank(0), 1, "new")
@@ -123,7 +128,11 @@ class TestStore:
         with pytest.raises(PeerLostError, match="'prefill'"):
             found.publish("prefill", Rank(0), 1, "address")
 
-    @pytest.mark.parametrize("value", [b"\x80\x04N.", b"", b"0", b'"2"', b"100000000", b"[", b"1.5", b"true", b"null"])
+    @pytest.mark.parametrize(
+        "value",
+        [b"\x80\x04N.", b"", b"0", b'"2"', b"4097", b"[", b"1.5", b"true", b"null", b"[" * 4000, b" " * 4097],
+        ids=lambda value: value[:8].decode("latin1"),
+    )
     def test_a_strange_number_of_ranks_is_refused(self, value: bytes) -> None:
         """E13: nothing is unpickled, and nothing is believed."""
         store = HashStore()
