@@ -66,7 +66,7 @@ class _Slot:
     """A staging buffer's part: free when nobody gathers into it and all its posts are quiet."""
 
     offset: int
-    pins: dict[int, Epoch] = field(factory=dict)
+    pins: dict[int, _Post] = field(factory=dict)
 
 
 @define(eq=False)
@@ -133,9 +133,11 @@ class Mover:
         return sum(bool(s.pins) for s in self._slots)
 
     def slots_of(self, rooms: Container[RoomKey], to: Epoch | None = None) -> int:
-        """Slots that writes of these rooms, to one destination or all, may still read."""
-        posts = (p for p in self._posts.values() if p.room in rooms and to in (None, p.transfer.to))
-        return len({p.slot.offset for p in posts if p.slot is not None})
+        """Slots that writes of these rooms, to one destination or all, may still read; slots are few, writes many."""
+        return sum(
+            any(post.room in rooms and to in (None, post.transfer.to) for post in slot.pins.values())
+            for slot in self._slots
+        )
 
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """Queue a transfer; one that is queued already is replaced."""
@@ -204,7 +206,8 @@ class Mover:
 
     def _full(self, to: Epoch) -> bool:
         """One destination pins at most a quarter of the slots."""
-        return sum(to in s.pins.values() for s in self._slots) >= self.quota
+        pinned = (any(post.transfer.to == to for post in s.pins.values()) for s in self._slots)
+        return sum(pinned) >= self.quota
 
     def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
         moves: dict[int, Move] = {}
@@ -255,9 +258,10 @@ class Mover:
 
     def _new_post(self, room: RoomKey, transfer: Transfer, slot: _Slot | None, report: Report) -> _Post:
         self._number += 1
+        post = _Post(self._number, room, transfer, slot, report, self._clock())
         if slot is not None:
-            slot.pins[self._number] = transfer.to
-        return _Post(self._number, room, transfer, slot, report, self._clock())
+            slot.pins[self._number] = post
+        return post
 
     def _post(self, post: _Post, writes: Writes) -> None:
         post.started = self._clock()

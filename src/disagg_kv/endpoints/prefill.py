@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
-from typing import TypeVar
 
-import numpy as np
-from attrs import define, field, frozen
+from attrs import define, field
 
 from ..errors import (
     AbortedError,
     DisaggKVError,
     LocalProtocolError,
     PeerLostError,
-    QuarantineFullError,
     RemoteProtocolError,
     TransportError,
 )
-from ..geometry import I32, Part
-from ..ids import Epoch, Generation, LayerId, Rank, RegionId, RoomId, Ticket
+from ..ids import Epoch, Generation, LayerId, RoomId, Ticket
 from ..memory import Event, MemoryPool
-from ..planning import CostModel, RowRange, StagedLayout, Writes
+from ..planning import Writes
 from ..protocol import (
     Decided,
     Effect,
     Ended,
-    FlowPlan,
     Gone,
     Lost,
     Quiet,
@@ -43,42 +37,21 @@ from ..protocol import (
 from ..protocol.frames import Abort, Drained, Expect, Expected
 from ..protocol.machine import ours
 from ..protocol.sending import room_head
-from ..protocol.wire import tables_from_wire
-from ..strategies import Job, Path, Strategy, Tables
+from ..strategies import Path, Strategy
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
-from .choosing import Pair, choose_path
 from .delivery import DeliveryHandle, Handed
 from .handles import Changes, Happened
-from .held import check_start
 from .introduction import Remote
+from .missed import Missed
 from .mover import Load, Mover
 from .node import Node
 from .parked import Parked
-from .routes import Routes
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-CHOICES = 4096
-"""Choices of a path that are remembered: comparing them takes longer than sending a short request."""
+from .ways import Way, Ways, taken
 
 TICK_S = 0.02
 """How often open rooms look at the clock."""
-
-
-@frozen
-class _Way:
-    """How one room's bytes get to one decode rank."""
-
-    remote: Remote
-    path: Path
-    pair: Pair
-    tables: Tables
-    share: tuple[int, RowRange]
-    ring: RegionId
-    start: int
 
 
 @define(eq=False)
@@ -88,17 +61,8 @@ class _Room:
     handle: DeliveryHandle
     silence_s: float
     opened: float
-    ways: dict[Epoch, _Way] = field(factory=dict)
+    ways: dict[Epoch, Way] = field(factory=dict)
     withdrawn: list[Happened] = field(factory=list)
-
-
-@define
-class _Unmet:
-    """A room that ended before some decode ranks had asked for it."""
-
-    until: float
-    reason: str
-    answered: set[Epoch] = field(factory=set)
 
 
 class PrefillRole:
@@ -114,21 +78,14 @@ class PrefillRole:
     ) -> None:
         self._node = node
         self._pool = pool
-        self._strategy = strategy
-        self._paths = tuple(paths)
         self._changes = changes
-        self._regions: I32 = np.array(node.me.regions, np.int32)
-        caps = node.me.transport.caps
-        self._costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
+        self._ways = Ways(node.me, pool, strategy, paths, self._stuck)
+        self._parked = Parked(node.options)
+        self._missed = Missed(node.options)
         self._newest: dict[RoomId, _Room] = {}
         self._rooms: dict[RoomKey, _Room] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
-        self._parked = Parked(node.options)
-        self._unmet: OrderedDict[RoomId, _Unmet] = OrderedDict()
-        self._declined: OrderedDict[RoomId, tuple[str, float]] = OrderedDict()
-        self._routes: dict[Epoch, Routes] = {}
-        self._shares: dict[tuple[Part, ...], int] = {}
-        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[Path, str]] = OrderedDict()
+        self._failed: set[RoomKey] = set()
         self._tick_at = 0.0
         self.quarantined_slots = 0
         self.mover: Mover | None = None
@@ -147,9 +104,9 @@ class PrefillRole:
         room = _Room(key, machine, handle, silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
         self._node.vote(key, None, "")
-        declined = self._declined.pop(key.room, None)
+        declined = self._missed.declined(key.room)
         if declined is not None:
-            error = AbortedError(f"room {key.room.hex()}: decode gave up: {declined[0]}")
+            error = AbortedError(f"room {key.room.hex()}: decode gave up: {declined}")
             self._apply(room, machine.cancel(error, now))
             return
         for expect in self._parked.take(key.room):
@@ -238,7 +195,7 @@ class PrefillRole:
             node.observer.count("frames.evicted_room")
             node.send(Send(epoch, Abort(**head, reason="so many rooms have ended since that it is forgotten")))
             return
-        unmet = self._unmet.get(name)
+        unmet = self._missed.unmet(name)
         if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
             if unmet is not None:
                 unmet.answered.add(epoch)
@@ -260,7 +217,7 @@ class PrefillRole:
         self._parked.pop(name, epoch)
         room = self._newest.get(name)
         if node.tombstones.outcome(epoch, name, generation) is None:
-            unmet = self._unmet.get(name)
+            unmet = self._missed.unmet(name)
             earlier = unmet is not None and epoch not in unmet.answered
             if room is not None and not earlier and not room.machine.released and epoch not in room.machine.flows:
                 self._flows[(name, epoch, generation)] = room
@@ -270,8 +227,7 @@ class PrefillRole:
             if unmet is not None:
                 unmet.answered.add(epoch)
             elif room is None:
-                self._declined[name] = (frame.reason, node.now + node.options.total_s)
-                _bound(self._declined, node.options.parked)
+                self._missed.decline(name, frame.reason, node.now)
         head = room_head(node.me.epoch, epoch, name, generation)
         node.send(Send(epoch, Drained(**head, reason=frame.reason)))
 
@@ -284,83 +240,29 @@ class PrefillRole:
             return
         generation = Generation(frame.generation)
         head = room_head(node.me.epoch, epoch, name, generation)
-        taken = _taken(room, remote)
-        if taken is not None:
+        other = taken(tuple(room.ways.values()), remote)
+        if other is not None:
             # Remembered, or its answer would be taken for a word about the room that the others have.
             node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
-            node.send(Send(epoch, Abort(**head, reason=taken)))
+            node.send(Send(epoch, Abort(**head, reason=other)))
             return
         self._flows[(name, epoch, frame.generation)] = room
-        if name in self._unmet:
-            self._unmet[name].answered.add(epoch)
+        unmet = self._missed.unmet(name)
+        if unmet is not None:
+            unmet.answered.add(epoch)
         node.send(Send(epoch, Expected(**head, parked=False)))
         try:
-            way, plan = self._way(room, remote, frame)
+            assert self.mover is not None
+            way, plan = self._ways.find(name, remote, frame, tuple(room.ways.values()), self.mover.quota)
         except Exception as exc:
             # A path may be somebody else's code: its errors fail this room alone.
             error = ours(exc, f"room {name.hex()}: no way to send it to {epoch.hex()[:8]}")
             self._apply(room, room.machine.refuse(epoch, generation, error, node.now))
             return
         room.ways[epoch] = way
+        room.handle.report.path, room.handle.report.reason = way.path.name, way.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
-
-    def _way(self, room: _Room, remote: Remote, frame: Expect) -> tuple[_Way, FlowPlan]:
-        assert self.mover is not None
-        node, hello = self._node, remote.hello
-        starts = {Rank(way.remote.hello.rank): way.start for way in room.ways.values() if way.remote.site.token_groups}
-        name = f"room {room.key.room.hex()}"
-        check_start(name, frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
-        if remote.epoch not in self._routes:
-            self._routes[remote.epoch] = Routes(node.me.shards, remote.site)
-        routes = self._routes[remote.epoch]
-        rows = RowRange(frame.start, frame.stop)
-        intake = routes.intake(room.key.room).for_rows(rows)
-        site = self._pool.site
-        pair = Pair(
-            node.me.rank,
-            site,
-            remote.site,
-            intake,
-            routes.view(room.key.room, node.me.rank, site).for_rows(rows),
-            node.me.slot_bytes,
-            hello.lease_bytes,
-            remote.page_rows(),
-        )
-        tables = {} if frame.tables is None else tables_from_wire(frame.tables)
-        if frame.tables is not None and not hello.regions:
-            raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
-        theirs = set(hello.paths)
-        known = [p for p in self._paths if (p.name, p.version) in theirs]
-        most = max((g.rows_per_page * g.pages for g in site.groups), default=1)
-        length = 0 if frame.stop is None else min(_rounded(frame.stop - frame.start), most)
-        exposed = frame.tables is not None
-        key = (remote.epoch, routes.turn(room.key.room), frame.paths, exposed, length)
-        if key not in self._choices:
-            chosen = choose_path(self._strategy.path, known, frame.paths, exposed, pair, length, self._costs)
-            self._choices[key] = chosen
-            _bound(self._choices, CHOICES)
-        path, reason = self._choices[key]
-        stuck = 0 if path.exposes_pages else self.mover.slots_of(self._failed(), remote.epoch)
-        if stuck >= self.mover.quota:
-            raise QuarantineFullError(f"peer {remote.epoch.hex()[:8]}: {stuck} staging slots wait for evidence")
-        pair = pair.fitted()
-        room.handle.report.path = path.name
-        room.handle.report.reason = reason
-        share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
-        way = _Way(remote, path, pair, tables, (share, intake.room), RegionId(hello.ring_region), frame.start)
-        plan = FlowPlan(
-            node.me.rank,
-            intake,
-            intake.floor(frame.start),
-            frame.stop,
-            path.exposes_pages,
-            pair.slot_bytes,
-            pair.lease_bytes,
-            pair.page_rows,
-            path.name,
-        )
-        return way, plan
 
     # Peers.
 
@@ -373,7 +275,7 @@ class PrefillRole:
     def on_lost(self, lost: Lost) -> None:
         """Its flows end."""
         self._to_flows(lost.peer, lost)
-        self._routes.pop(lost.peer, None)
+        self._ways.forget(lost.peer)
 
     def on_gone(self, epoch: Epoch) -> None:
         """Nothing moves between us any more."""
@@ -417,30 +319,13 @@ class PrefillRole:
         assert tables is not None
         started = self._node.clock()
         try:
-            plan = self._planned(way, transfer, tables)
+            plan = self._ways.plan(way, transfer, tables)
         except Exception as exc:
             error = ours(exc, f"room {key.room.hex()} towards {transfer.to.hex()[:8]}")
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
         room.handle.report.spend("plan", self._node.clock() - started)
         return Load(plan, tables, way.ring, room.handle.report)
-
-    def _planned(self, way: _Way, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
-        """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
-        hello, name, segment = way.remote.hello, way.path.name, transfer.segment
-        pair = way.pair
-        rows = pair.intake.room
-        job = Job(pair.source, pair.target, pair.parts, pair.view, segment, tables, way.tables, rows)
-        plan = way.path.send(job)
-        if transfer.offset is None and isinstance(plan, Writes):
-            return plan.renamed(self._regions, np.array(hello.regions, np.int32))
-        if transfer.offset is None or isinstance(plan, Writes) or plan.nbytes != transfer.nbytes:
-            wanted = "writes into pages" if transfer.offset is None else f"a layout of {transfer.nbytes} bytes"
-            raise LocalProtocolError(f"path {name!r} plans {type(plan).__name__}s for {segment}, which takes {wanted}")
-        if transfer.offset + transfer.nbytes > hello.ring_bytes:
-            end = transfer.offset + transfer.nbytes
-            raise RemoteProtocolError(f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}")
-        return plan
 
     def reading(self, key: RoomKey, by: int) -> None:
         """Count reads of a room's pages."""
@@ -478,6 +363,8 @@ class PrefillRole:
 
     def _publish(self, room: _Room) -> None:
         machine = room.machine
+        if machine.error is not None and room.key in self._rooms:
+            self._failed.add(room.key)
         room.handle.report.segments = sum(f.segments_landed for f in machine.flows.values())
         if room.withdrawn and machine.reads == 0:
             for fired in room.withdrawn:
@@ -495,18 +382,17 @@ class PrefillRole:
         node, name, machine = self._node, room.key.room, room.machine
         self.mover.forget(room.key)
         del self._rooms[room.key]
+        self._failed.discard(room.key)
         if self._newest.get(name) is room:
             del self._newest[name]
-            self._unmet.pop(name, None)
+            self._missed.met(name)
         ended = Ended.DONE if machine.done else Ended.FAILED
         for epoch, flow in machine.flows.items():
             self._flows.pop((name, epoch, flow.generation), None)
             node.remember([epoch], RoomKey(name, flow.generation), ended)
         incomplete = machine.world is None or len(machine.flows) < machine.world
-        if machine.error is not None and incomplete and name not in self._unmet:
-            until = node.now + node.options.total_s
-            self._unmet[name] = _Unmet(until, str(machine.error)[:1000], set(machine.flows))
-            _bound(self._unmet, node.options.parked)
+        if machine.error is not None and incomplete:
+            self._missed.miss(name, str(machine.error)[:1000], set(machine.flows), node.now)
         node.observer.span(Span("room", name, room.opened, node.now, room.handle.report.nbytes))
 
     def tick(self) -> None:
@@ -525,14 +411,13 @@ class PrefillRole:
                     error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
                     self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
         self._parked.expire(now)
-        for name in [n for n, u in self._unmet.items() if u.until <= now]:
-            del self._unmet[name]
-        for name in [n for n, (_, until) in self._declined.items() if until <= now]:
-            del self._declined[name]
-        self.quarantined_slots = self.mover.slots_of(self._failed())
+        self._missed.expire(now)
+        self.quarantined_slots = self.mover.slots_of(self._failed)
 
-    def _failed(self) -> set[RoomKey]:
-        return {key for key, room in self._rooms.items() if room.machine.error is not None}
+    def _stuck(self, to: Epoch) -> int:
+        """Slots that writes of failed rooms may still read."""
+        assert self.mover is not None
+        return self.mover.slots_of(self._failed, to)
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
@@ -552,27 +437,6 @@ class PrefillRole:
         """Raise AssertionError if the accounts contradict each other."""
         assert self.mover is not None
         self.mover.check_integrity()
+        assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():
             room.machine.check_integrity()
-
-
-def _taken(room: _Room, remote: Remote) -> str | None:
-    """Why a decode rank cannot have the room: another instance has it, or another life of this rank."""
-    for way in room.ways.values():
-        ours, theirs = way.remote, remote
-        if ours.hello.instance != theirs.hello.instance or len(ours.shards) != len(theirs.shards):
-            return f"decode instance {ours.hello.instance!r} has this room already"
-        if ours.hello.rank == theirs.hello.rank:
-            return f"another life of rank {theirs.hello.rank} has this room already"
-    return None
-
-
-def _rounded(rows: int) -> int:
-    """Up to a power of two, as far as the choice of a path is concerned."""
-    return 1 << (rows - 1).bit_length() if rows > 0 else rows
-
-
-def _bound(remembered: OrderedDict[K, V], most: int) -> None:
-    """Forget the oldest beyond ``most``."""
-    while len(remembered) > most:
-        remembered.popitem(last=False)

@@ -84,7 +84,8 @@ class DecodeEndpoint:
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
         device = pool.buffers[0].device
-        ring_bytes = ring_bytes or (64 << 20 if device == "cpu" else 4 << 30)
+        if ring_bytes is None:
+            ring_bytes = 64 << 20 if device == "cpu" else 4 << 30
         ring = RingStagingAllocator(ring_bytes)
         memory = new_staging(transport, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
@@ -107,7 +108,7 @@ class DecodeEndpoint:
         self._pool = pool
         self._ring_bytes = ring_bytes
         self._ring = ring
-        self._options = options = options or Options()
+        self._options = options = Options() if options is None else options
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
@@ -124,6 +125,7 @@ class DecodeEndpoint:
     ) -> ReceptionHandle:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.open`."""
         check_room(room, self._open.get(room), self.driver)
+        own = self._options.of_room(silence_s, total_s)
         if self._role.quarantined > ALL_QUARANTINE * self._ring_bytes:
             raise QuarantineFullError(
                 f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
@@ -131,8 +133,7 @@ class DecodeEndpoint:
         key = RoomKey(room, Generation(next(self._lives)))
         handle = ReceptionHandle(key, self._pool, self, self._selection)
         self._open[room] = handle
-        o = self._options
-        self._node.post(partial(self._role.open, key, handle, source, silence_s or o.silence_s, total_s or o.total_s))
+        self._node.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
         return handle
 
     def poll(self) -> Sequence[ReceptionHandle]:

@@ -79,7 +79,8 @@ class PrefillEndpoint:
         check_instance(every, rank, pool.site)
         chosen = named(strategy)
         device = pool.buffers[0].device
-        slot_bytes = slot_bytes or (4 << 20 if device == "cpu" else 64 << 20)
+        if slot_bytes is None:
+            slot_bytes = 4 << 20 if device == "cpu" else 64 << 20
         staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
         regions = transport.register([*pool.buffers, staging])
         known = paths()
@@ -99,7 +100,7 @@ class PrefillEndpoint:
         )
         self._pool = pool
         self._slots = slots
-        self._options = options = options or Options()
+        self._options = options = Options() if options is None else options
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
@@ -116,6 +117,7 @@ class PrefillEndpoint:
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.base.Sender.open`."""
         check_room(room, self._open.get(room), self.driver)
+        own = self._options.of_room(silence_s, total_s)
         if 2 * self._role.quarantined_slots > self._slots:
             raise QuarantineFullError(
                 f"room {room.hex()}: {self._role.quarantined_slots} of {self._slots} staging slots wait for evidence"
@@ -123,8 +125,7 @@ class PrefillEndpoint:
         key = RoomKey(room, Generation(next(self._lives)))
         handle = DeliveryHandle(key, self._pool, self)
         self._open[room] = handle
-        o = self._options
-        self._node.post(partial(self._role.open, key, handle, silence_s or o.silence_s, total_s or o.total_s))
+        self._node.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
         return handle
 
     def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]]) -> ForwardPass:

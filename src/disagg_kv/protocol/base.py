@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 
+import attrs
 from attrs import frozen
 
+from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
@@ -38,9 +40,15 @@ class Options:
         window: segments of one room that may be between request and acknowledgement towards one destination.
         tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.
         parked: ``Expect`` frames that may wait for the engine to open their room.
+    <<<<<<< HEAD
         parked_pages: page ids that they may name together.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself; if there is none, it is refused.
+    =======
+
+    Raises:
+        ConfigurationError: a number that is not positive, or times that contradict each other.
+    >>>>>>> 56b5b2a (Options are validated, and counts that were linear per tick are kept)
     """
 
     silence_s: float = 30.0
@@ -56,6 +64,32 @@ class Options:
     parked: int = 4096
     parked_pages: int = 1 << 24
     peers: int = 1024
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in attrs.asdict(self).items():
+            if not 0 < value < float("inf"):
+                raise ConfigurationError(f"option {name}: {value} is not a positive number")
+        if not self.heartbeat_s < self.silence_s:
+            raise ConfigurationError(
+                f"options: a peer that beats every {self.heartbeat_s:g} s (heartbeat_s) would be lost after "
+                f"{self.silence_s:g} s of silence (silence_s)"
+            )
+        if self.retry_most_s < self.retry_s:
+            raise ConfigurationError(
+                f"options: retry_most_s, {self.retry_most_s:g}, is below retry_s, {self.retry_s:g}"
+            )
+
+    def of_room(self, silence_s: float | None, total_s: float | None) -> Options:
+        """The same with a room's own times; None: these.
+
+        Raises:
+            ConfigurationError: a time that is not positive, or a silence shorter than the pause between heartbeats.
+        """
+        return attrs.evolve(
+            self,
+            silence_s=self.silence_s if silence_s is None else silence_s,
+            total_s=self.total_s if total_s is None else total_s,
+        )
 
 
 @frozen

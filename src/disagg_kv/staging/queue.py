@@ -40,6 +40,7 @@ class _Peer(Generic[P, K]):
     connected: bool = False
     suspended: bool = False
     held: int = 0
+    quarantined: int = 0
     ready: dict[K, _Waiting[P, K]] = field(factory=dict)
     ahead: dict[K, _Waiting[P, K]] = field(factory=dict)
 
@@ -100,6 +101,7 @@ class GrantQueue(Generic[P, K]):
         self._peer_limit = int(ring.capacity * peer_fraction)
         self._lease_limit = int(ring.capacity * lease_fraction)
         self._lookahead_held = 0
+        self._quarantined = 0
         # In the order of turns: a grant moves its peer to the end.
         self._peers: dict[P, _Peer[P, K]] = {}
         self._waiting: dict[K, _Waiting[P, K]] = {}
@@ -117,11 +119,10 @@ class GrantQueue(Generic[P, K]):
 
     def quarantined_bytes(self, peer: P | None = None) -> int:
         """Bytes that wait for evidence: one peer's, or everybody's."""
-        return sum(
-            granted.lease.nbytes
-            for granted in self._granted.values()
-            if granted.quarantined and (peer is None or granted.peer == peer)
-        )
+        if peer is None:
+            return self._quarantined
+        known = self._peers.get(peer)
+        return 0 if known is None else known.quarantined
 
     def connect(self, peer: P) -> None:
         """Count the peer among those that share the ring, also while it asks for nothing."""
@@ -196,7 +197,11 @@ class GrantQueue(Generic[P, K]):
         """
         if key not in self._granted:
             raise LocalProtocolError(f"staging request {key!r} has no lease to put in quarantine")
-        self._granted[key].quarantined = True
+        granted = self._granted[key]
+        if not granted.quarantined:
+            granted.quarantined = True
+            self._quarantined += granted.lease.nbytes
+            self._peer(granted.peer).quarantined += granted.lease.nbytes
 
     def release(self, key: K) -> None:
         """Give the lease back; a second release is harmless.
@@ -213,6 +218,9 @@ class GrantQueue(Generic[P, K]):
         self._peer(granted.peer).held -= granted.lease.nbytes
         if granted.lookahead:
             self._lookahead_held -= granted.lease.nbytes
+        if granted.quarantined:
+            self._quarantined -= granted.lease.nbytes
+            self._peer(granted.peer).quarantined -= granted.lease.nbytes
         self._settle(granted.peer)
 
     def grants(self) -> list[tuple[K, Lease]]:
@@ -227,6 +235,8 @@ class GrantQueue(Generic[P, K]):
         for name, peer in self._peers.items():
             leases = [granted.lease.nbytes for granted in self._granted.values() if granted.peer == name]
             assert peer.held == sum(leases), f"{name!r} holds {sum(leases)} bytes, {peer.held} are counted"
+            stuck = sum(g.lease.nbytes for g in self._granted.values() if g.peer == name and g.quarantined)
+            assert peer.quarantined == stuck, f"{stuck} bytes of {name!r} wait for evidence, {peer.quarantined} counted"
             assert not peer.idle(), f"{name!r} is kept for nothing"
             for line in (peer.ready, peer.ahead):
                 for key, waiting in line.items():
@@ -237,6 +247,7 @@ class GrantQueue(Generic[P, K]):
         assert lines == len(self._waiting), f"{lines} requests are in line, {len(self._waiting)} wait"
         assert not self._waiting.keys() & self._granted.keys(), "a key both waits and has a lease"
         assert {granted.peer for granted in self._granted.values()} <= self._peers.keys(), "a lease of nobody"
+        assert self._quarantined == sum(peer.quarantined for peer in self._peers.values())
         ahead = sum(granted.lease.nbytes for granted in self._granted.values() if granted.lookahead)
         assert ahead == self._lookahead_held <= self._lookahead_limit, f"look-ahead holds {ahead} bytes"
 

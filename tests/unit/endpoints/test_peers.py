@@ -265,6 +265,20 @@ def test_who_is_there() -> None:
     assert {(p.instance, p.rank) for p in prefills[1].endpoint.peers()} == {("P", 0), ("D", 0)}
 
 
+def test_zero_is_not_the_default() -> None:
+    """A size or a time of 0 is refused by name, not silently replaced."""
+    rig = Rig(SPEC)
+    with pytest.raises(ConfigurationError, match="staging slots of 0 bytes"):
+        rig.prefill(tp_shards(SPEC, 1), slot_bytes=0)
+    with pytest.raises(ConfigurationError, match="a ring of 0 bytes"):
+        rig.decode(tp_shards(SPEC, 1), name="E", ring_bytes=0)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1), name="Q"), rig.decode(tp_shards(SPEC, 1))
+    with pytest.raises(ConfigurationError, match="total_s: 0"):
+        prefills[0].endpoint.open(RoomId(b"r"), total_s=0)
+    with pytest.raises(ConfigurationError, match="silence_s: 0"):
+        decodes[0].endpoint.open(RoomId(b"r"), Source("Q"), silence_s=0)
+
+
 def test_arguments_are_checked_before_anything_happens() -> None:
     """Calls that cannot work raise, with names and numbers, and change nothing."""
     rig = Rig(SPEC)

@@ -1,0 +1,168 @@
+"""How one room's bytes get to one decode rank: decided when the rank asks, planned per segment."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from attrs import frozen
+
+from ..errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
+from ..geometry import I32, Part
+from ..ids import Epoch, Rank, RegionId, RoomId
+from ..memory import MemoryPool
+from ..planning import CostModel, RowRange, StagedLayout, Writes
+from ..protocol import FlowPlan, Transfer
+from ..protocol.frames import Expect
+from ..protocol.wire import tables_from_wire
+from ..strategies import Job, Path, Strategy, Tables
+from .choosing import Pair, choose_path
+from .held import check_start
+from .introduction import Remote, Self
+from .missed import bound
+from .routes import Routes
+
+CHOICES = 4096
+"""Choices of a path that are remembered: comparing them takes longer than sending a short request."""
+
+
+@frozen
+class Way:
+    """How one room's bytes get to one decode rank.
+
+    Args:
+        remote: the rank.
+        path: how they cross; reason: why so.
+        pair: the two ranks.
+        tables: its pages, where they are exposed.
+        share: ranks with equal numbers get the same bytes.
+        ring: its ring.
+        start: the first row that it awaits.
+    """
+
+    remote: Remote
+    path: Path
+    reason: str
+    pair: Pair
+    tables: Tables
+    share: tuple[int, RowRange]
+    ring: RegionId
+    start: int
+
+
+class Ways:
+    """Decides, and remembers what was decided for whom.
+
+    Args:
+        me: this endpoint.
+        pool: its cache.
+        strategy: which path to take.
+        paths: those that are known here.
+        stuck: staging slots that wait for evidence of a destination.
+    """
+
+    def __init__(
+        self, me: Self, pool: MemoryPool, strategy: Strategy, paths: Iterable[Path], stuck: Callable[[Epoch], int]
+    ) -> None:
+        self._me = me
+        self._pool = pool
+        self._strategy = strategy
+        self._paths = tuple(paths)
+        self._stuck = stuck
+        self._regions: I32 = np.array(me.regions, np.int32)
+        caps = me.transport.caps
+        self._costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
+        self._routes: dict[Epoch, Routes] = {}
+        self._shares: dict[tuple[Part, ...], int] = {}
+        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[Path, str]] = OrderedDict()
+
+    def forget(self, epoch: Epoch) -> None:
+        """A decode rank is lost."""
+        self._routes.pop(epoch, None)
+
+    def find(
+        self, room: RoomId, remote: Remote, frame: Expect, others: Sequence[Way], quota: int
+    ) -> tuple[Way, FlowPlan]:
+        """Decide how the bytes cross.
+
+        Args:
+            room: which room.
+            remote: who awaits it.
+            frame: what it awaits.
+            others: of the ranks of its instance that asked before.
+            quota: staging slots that one destination may pin.
+
+        Raises:
+            ConfigurationError: no path can.
+            QuarantineFullError: too many staging slots wait for evidence of this destination.
+            RemoteProtocolError: it awaits what cannot be.
+        """
+        me, hello = self._me, remote.hello
+        starts = {Rank(way.remote.hello.rank): way.start for way in others if way.remote.site.token_groups}
+        check_start(f"room {room.hex()}", frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
+        if remote.epoch not in self._routes:
+            self._routes[remote.epoch] = Routes(me.shards, remote.site)
+        routes, site = self._routes[remote.epoch], self._pool.site
+        rows = RowRange(frame.start, frame.stop)
+        intake, view = routes.intake(room).for_rows(rows), routes.view(room, me.rank, site).for_rows(rows)
+        limits = me.slot_bytes, hello.lease_bytes, remote.page_rows()
+        pair = Pair(me.rank, site, remote.site, intake, view, *limits)
+        if frame.tables is not None and not hello.regions:
+            raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
+        path, reason = self._choose(remote, routes.turn(room), frame, pair)
+        if not path.exposes_pages and (stuck := self._stuck(remote.epoch)) >= quota:
+            raise QuarantineFullError(f"peer {remote.epoch.hex()[:8]}: {stuck} staging slots wait for evidence")
+        pair = pair.fitted()
+        share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
+        tables = {} if frame.tables is None else tables_from_wire(frame.tables)
+        way = Way(remote, path, reason, pair, tables, (share, intake.room), RegionId(hello.ring_region), frame.start)
+        limits = pair.slot_bytes, pair.lease_bytes, pair.page_rows
+        return way, FlowPlan(
+            me.rank, intake, intake.floor(frame.start), frame.stop, path.exposes_pages, *limits, path.name
+        )
+
+    def _choose(self, remote: Remote, turn: int, frame: Expect, pair: Pair) -> tuple[Path, str]:
+        theirs = set(remote.hello.paths)
+        known = [p for p in self._paths if (p.name, p.version) in theirs]
+        most = max((g.rows_per_page * g.pages for g in self._pool.site.groups), default=1)
+        length = 0 if frame.stop is None else min(_rounded(frame.stop - frame.start), most)
+        exposed = frame.tables is not None
+        key = (remote.epoch, turn, frame.paths, exposed, length)
+        if key not in self._choices:
+            chosen = choose_path(self._strategy.path, known, frame.paths, exposed, pair, length, self._costs)
+            self._choices[key] = chosen
+            bound(self._choices, CHOICES)
+        return self._choices[key]
+
+    def plan(self, way: Way, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
+        """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
+        hello, name, segment = way.remote.hello, way.path.name, transfer.segment
+        pair = way.pair
+        job = Job(pair.source, pair.target, pair.parts, pair.view, segment, tables, way.tables, pair.intake.room)
+        plan = way.path.send(job)
+        if transfer.offset is None and isinstance(plan, Writes):
+            return plan.renamed(self._regions, np.array(hello.regions, np.int32))
+        if transfer.offset is None or isinstance(plan, Writes) or plan.nbytes != transfer.nbytes:
+            wanted = "writes into pages" if transfer.offset is None else f"a layout of {transfer.nbytes} bytes"
+            raise LocalProtocolError(f"path {name!r} plans {type(plan).__name__}s for {segment}, which takes {wanted}")
+        if transfer.offset + transfer.nbytes > hello.ring_bytes:
+            end = transfer.offset + transfer.nbytes
+            raise RemoteProtocolError(f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}")
+        return plan
+
+
+def taken(ways: Sequence[Way], theirs: Remote) -> str | None:
+    """Why a decode rank cannot have a room: another instance has it, or another life of this rank."""
+    for way in ways:
+        ours = way.remote
+        if ours.hello.instance != theirs.hello.instance or len(ours.shards) != len(theirs.shards):
+            return f"decode instance {ours.hello.instance!r} has this room already"
+        if ours.hello.rank == theirs.hello.rank:
+            return f"another life of rank {theirs.hello.rank} has this room already"
+    return None
+
+
+def _rounded(rows: int) -> int:
+    """Up to a power of two, as far as the choice of a path is concerned."""
+    return 1 << (rows - 1).bit_length() if rows > 0 else rows

@@ -1,0 +1,30 @@
+"""Times and bounds that cannot work are refused when they are given."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from disagg_kv.errors import ConfigurationError
+from disagg_kv.protocol import Options
+
+
+@pytest.mark.parametrize("field", [f.name for f in attrs.fields(Options)])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_every_option_is_a_positive_number(field: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"option {field}: {value} is not a positive number"):
+        attrs.evolve(Options(), **{field: value})  # type: ignore[arg-type]
+
+
+def test_times_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"beats every 1 s \(heartbeat_s\) would be lost after 0.5 s"):
+        Options(silence_s=0.5)
+    with pytest.raises(ConfigurationError, match=r"retry_most_s, 0\.1, is below retry_s, 0\.2"):
+        Options(retry_most_s=0.1)
+
+
+def test_a_room_s_own_times_are_checked_and_zero_is_not_the_default() -> None:
+    own = Options().of_room(2.0, None)
+    assert (own.silence_s, own.total_s) == (2.0, 300.0)
+    with pytest.raises(ConfigurationError, match="option total_s: 0"):
+        Options().of_room(None, 0)
