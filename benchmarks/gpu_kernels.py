@@ -201,11 +201,9 @@ def _queued(run: Callable[[Event | None], Event | None]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(4_000_000)
     begin.record()
-    last: Event | None = begin
-    for _ in range(QUEUED):
-        last = run(begin)
-    if isinstance(last, torch.cuda.Event):
-        torch.cuda.current_stream().wait_event(last)
+    for event in [run(begin) for _ in range(QUEUED)]:
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(event)
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / QUEUED

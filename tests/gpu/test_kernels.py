@@ -16,12 +16,14 @@ from hypothesis import given
 
 from disagg_kv.errors import RegistrationError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, Kernels, Move, Sums, available, kernels_for
-from disagg_kv.memory import Buffer, Layout, PagedPool, new_buffer
+from disagg_kv.ids import LayerId
+from disagg_kv.kernels import KERNELS, Kernels, Move, Sums, SupportsStreams, SupportsWarmUp, available, kernels_for
+from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
 from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, content_of, placed, strided
 from tests.support.pools import KV, Bytes, copies, noise, staged_layout
+from tests.support.rig_parts import Flag
 
 SLICES = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 TRITON = KERNELS["triton"]
@@ -204,7 +206,8 @@ def test_arguments_in_flight_are_not_written_over() -> None:
     computed.record()
     events = [TRITON.gather(pool, [_page(page, page * 4096)], staging, computed) for page in range(64)]
     assert not computed.query()
-    _wait(events[-1])
+    for event in events:
+        _wait(event)
     assert np.array_equal(content_of(staging).reshape(64, 4096), np.arange(64, dtype=np.uint8)[:, None].repeat(4096, 1))
 
 
@@ -269,6 +272,57 @@ def test_nothing_is_compiled_for_another_request() -> None:
         for moves in ([move(2, tokens, 1, 0)], [move(i, tokens, i, i << 20) for i in range(5)]):
             _wait(TRITON.gather(pool, moves, staging, None))
     assert compiled() == before
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("heads", "dim", "dtype"), [(8, 128, "bfloat16"), (3, 80, "float8_e4m3fn")])
+def test_after_the_warm_up_nothing_is_compiled_for_a_first_request(
+    layout: Layout, heads: int, dim: int, dtype: str
+) -> None:
+    """Whatever heads and rows it takes."""
+    from disagg_kv.kernels.gather.triton import gather
+    from disagg_kv.kernels.scatter.triton import scatter
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in (gather, scatter) for cache in kernel.device_caches.values())
+
+    spec = CacheSpec.kv(2, heads, dim, dtype)
+    pool = PagedPool.allocate(spec, shard(spec), pages=8, page_size=16, layout=layout, device="cuda")
+    staging = _staging(1 << 20)
+    assert isinstance(TRITON, SupportsWarmUp)
+    TRITON.warm(pool)
+    before, size = compiled(), spec.layers[LayerId(0)][0].unit_bytes
+    for units in range(1, heads + 1):
+        for rows in (1, 5, 16, 100):
+            layout_of = staged_layout([(1, heads - units, units, 3, 3 + rows, 0)], rows * units * size)
+            move = Move(layout_of, {KV: PageTable(KV, list(range(8)))}, 0)
+            _wait(TRITON.gather(pool, [move], staging, None))
+            _wait(TRITON.scatter(pool, [move], staging))
+    assert compiled() == before
+
+
+def test_a_launch_behind_an_event_delays_no_other() -> None:
+    """A14: consecutive launches are on streams of their own, so one whose chunk is late does not hold up the next."""
+    pool, _ = _small()
+    staging = _staging(2 * 4096)
+    _wait(TRITON.gather(pool, [_page(0, 0)], staging, None))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    late = torch.cuda.Event()
+    late.record()
+    first = TRITON.gather(pool, [_page(1, 0)], staging, late)
+    _wait(TRITON.gather(pool, [_page(2, 4096)], staging, None))
+    assert not late.query()
+    _wait(first)
+
+
+def test_only_events_of_cuda_are_left_to_the_stream() -> None:
+    """One of the host among them has to be asked."""
+    assert isinstance(TRITON, SupportsStreams)
+    event = torch.cuda.Event()
+    assert TRITON.orders(event)
+    assert TRITON.orders(All((event, All((event,)))))
+    assert not TRITON.orders(All((event, Flag())))
 
 
 def test_a_pool_is_not_kept_alive() -> None:

@@ -81,7 +81,7 @@ def examine() -> dict[str, Sequence[Finding]]:
 
     return {
         "transports": [_carrier(finding) for finding in _findings(transports())],
-        "kernels": _findings(kernels()),
+        "kernels": [mover(finding) for finding in _findings(kernels())],
         "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _ipc()}),
         "libraries": system_libraries(),
         "packages": [_torch(), *(package(extra, *what) for extra, what in OPTIONAL.items())],
@@ -108,6 +108,13 @@ def _stdout_is_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def mover(finding: Finding) -> Finding:
+    """The same with what serves GPUs where Triton cannot."""
+    if finding.works or finding.name != "triton":
+        return finding
+    return evolve(finding, detail=f"{finding.detail}; memory of GPUs is moved by 'reference', many times slower")
 
 
 def _carrier(finding: Finding) -> Finding:

@@ -1,8 +1,9 @@
-"""Memory for staging."""
+"""Memory for staging, and what moves it to and from pages."""
 
 from __future__ import annotations
 
-from ..memory import Buffer, new_buffer
+from ..kernels import Kernels, SupportsWarmUp, kernels_for
+from ..memory import Buffer, MemoryPool, new_buffer
 from ..transports import SupportsAllocate, Transport
 
 
@@ -18,3 +19,11 @@ def exposable(transport: Transport, buffers: list[Buffer]) -> bool:
     if not transport.caps.own_memory_only:
         return True
     return isinstance(transport, SupportsAllocate) and all(transport.allocated(b) for b in buffers)
+
+
+def ready_kernels(pool: MemoryPool, kernels: Kernels | None) -> Kernels:
+    """The given kernels or the fastest for the pool's device, compiled: no request of this endpoint waits for that."""
+    chosen = kernels or kernels_for(pool.buffers[0].device)
+    if isinstance(chosen, SupportsWarmUp):
+        chosen.warm(pool)
+    return chosen

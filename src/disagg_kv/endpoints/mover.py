@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 from ..errors import ConfigurationError, PeerLostError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RegionId, Ticket
-from ..kernels import Kernels, Move
+from ..kernels import Kernels, Move, SupportsStreams
 from ..memory import Buffer, Event, MemoryPool
 from ..planning import Segment, StagedLayout, Writes
 from ..protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
@@ -27,18 +27,24 @@ class Load:
     Args:
         plan: writes into exposed pages (regions named), or what to gather.
         tables: the room's pages.
+        after: when they are final.
         ring: the destination's ring.
         report: where to book the cost.
     """
 
     plan: Writes | StagedLayout
     tables: Mapping[GroupId, PageTable]
+    after: Event | None
     ring: RegionId
     report: Report
 
 
 class Rooms(Protocol):
     """What the mover asks of the endpoint."""
+
+    def after(self, room: RoomKey, transfer: Transfer) -> Event | None:
+        """When the transfer's rows are final, where that is left to whoever copies them; None: now."""
+        ...
 
     def sharing(self, room: RoomKey, transfer: Transfer) -> Hashable:
         """Transfers of one segment for which this is equal carry the same bytes."""
@@ -56,8 +62,8 @@ class Rooms(Protocol):
         """How a transfer went."""
         ...
 
-    def submit(self, to: Epoch, writes: Writes) -> Ticket:
-        """Post to a destination."""
+    def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:
+        """Post to a destination, behind an event only where its transport waits for events."""
         ...
 
 
@@ -67,6 +73,11 @@ class _Slot:
 
     offset: int
     pins: dict[int, _Post] = field(factory=dict)
+    filling: bool = False
+
+    @property
+    def free(self) -> bool:
+        return not self.pins and not self.filling
 
 
 @define(eq=False)
@@ -86,15 +97,21 @@ class _Post:
 
 @define(eq=False)
 class _Gathering:
+    """A gather that may be under way; where its writes wait for it by themselves, they are posted already."""
+
     event: Event
+    room: RoomKey
+    slot: _Slot
     posts: list[tuple[_Post, Writes]]
+    posted: bool
 
 
 class Mover:
     """Transfers in, writes out. Runs on the endpoint's thread only.
 
     A slot is reusable when all its posts are quiet; one destination pins at most a quarter of the slots, so a slow one
-    never delays the others (A14). Destinations granted by then are served by one gather (A8).
+    never delays the others (A14). Destinations granted by then are served by one gather (A8). Events of a GPU are left
+    to its streams where kernels or transport wait for them; this thread only asks whether others have happened.
     """
 
     def __init__(
@@ -111,6 +128,7 @@ class Mover:
         self._pool = pool
         self._kernels = kernels
         self._max_batch = transport.caps.max_batch
+        self._posts_wait = transport.caps.waits_events
         self._staging = staging
         self._region = region
         self._slot_bytes = slot_bytes
@@ -130,7 +148,7 @@ class Mover:
     @property
     def pinned_slots(self) -> int:
         """Slots that cannot be reused yet."""
-        return sum(bool(s.pins) for s in self._slots)
+        return sum(not s.free for s in self._slots)
 
     def slots_of(self, rooms: Container[RoomKey], to: Epoch | None = None) -> int:
         """Slots that writes of these rooms, to one destination or all, may still read; slots are few, writes many."""
@@ -152,16 +170,30 @@ class Mover:
         """Start what can start, finish gathers; True while something is in flight."""
         for one in list(self._gathering):
             self._look(one)
+        waiting = False
         for key in list(self._queue):
             transfer = self._queue.get(key)
             if transfer is None:
                 continue
-            if transfer.offset is None:
+            if self._waits(key[0], transfer):
+                waiting = True
+            elif transfer.offset is None:
                 del self._queue[key]
                 self._direct(key[0], transfer)
             else:
                 self._staged(key[0], transfer)
-        return bool(self._gathering or self._posts)
+        return waiting or bool(self._gathering or self._posts)
+
+    def orders(self, event: Event) -> bool:
+        """Whether gathers put themselves behind an event, so that no thread needs to look at it."""
+        return isinstance(self._kernels, SupportsStreams) and self._kernels.orders(event)
+
+    def _waits(self, room: RoomKey, transfer: Transfer) -> bool:
+        """Whether a transfer has to wait here for an event: one that is not gathered, of a transport that waits not."""
+        if transfer.offset is not None or self._posts_wait:
+            return False
+        event = self._rooms.after(room, transfer)
+        return event is not None and not event.query()
 
     # Straight from pages to pages.
 
@@ -171,13 +203,14 @@ class Mover:
             return
         assert isinstance(load.plan, Writes)
         self._rooms.reading(room, 1)
-        self._post(self._new_post(room, transfer, None, load.report), load.plan)
+        after = load.after if self._posts_wait else None
+        self._post(self._new_post(room, transfer, None, load.report), load.plan, after)
 
     # Through a slot.
 
     def _staged(self, room: RoomKey, first: Transfer) -> None:
         """One gather for all destinations of the same segment that are granted by now and fit a slot."""
-        slot = next((s for s in self._slots if not s.pins), None)
+        slot = next((s for s in self._slots if s.free), None)
         if slot is None or self._full(first.to):
             return
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
@@ -212,6 +245,7 @@ class Mover:
     def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
         moves: dict[int, Move] = {}
         posts: list[tuple[_Post, Writes]] = []
+        after = loads[0][1].after
         started = self._clock()
         for transfer, load, place in loads:
             assert isinstance(load.plan, StagedLayout)
@@ -221,27 +255,37 @@ class Mover:
             moves.setdefault(place, Move(load.plan, load.tables, where))
             posts.append((post, Writes.one(self._region, where, load.ring, transfer.offset, load.plan.nbytes)))
         try:
-            event = self._kernels.gather(self._pool, list(moves.values()), self._staging, None)
+            event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
         except Exception as exc:
             self._not_gathered(posts, exc)
             return
         loads[0][1].report.spend("gather", self._clock() - started)
         if event is None:
-            self._gathered(posts)
-        else:
-            self._gathering.append(_Gathering(event, posts))
+            self._gathered(room, posts)
+            return
+        slot.filling = True
+        self._gathering.append(_Gathering(event, room, slot, posts, self._posts_wait))
+        if self._posts_wait:
+            for post, writes in posts:
+                self._post(post, writes, event)
 
     def _look(self, one: _Gathering) -> None:
         """Go on with a gather that has ended, well or not."""
+        error: Exception | None = None
         try:
             if not one.event.query():
                 return
         except Exception as exc:
-            self._gathering.remove(one)
-            self._not_gathered(one.posts, exc)
-            return
+            error = exc
         self._gathering.remove(one)
-        self._gathered(one.posts)
+        one.slot.filling = False
+        if one.posted:
+            # Writes that waited for an event which failed say so by their tickets.
+            self._rooms.reading(one.room, -1)
+        elif error is not None:
+            self._not_gathered(one.posts, error)
+        else:
+            self._gathered(one.room, one.posts)
 
     def _not_gathered(self, posts: list[tuple[_Post, Writes]], error: Exception) -> None:
         self._rooms.reading(posts[0][0].room, -1)
@@ -249,10 +293,10 @@ class Mover:
             post.error = error
             self._end(post)
 
-    def _gathered(self, posts: list[tuple[_Post, Writes]]) -> None:
-        self._rooms.reading(posts[0][0].room, -1)
+    def _gathered(self, room: RoomKey, posts: list[tuple[_Post, Writes]]) -> None:
+        self._rooms.reading(room, -1)
         for post, writes in posts:
-            self._post(post, writes)
+            self._post(post, writes, None)
 
     # Posting and ending.
 
@@ -263,11 +307,11 @@ class Mover:
             slot.pins[self._number] = post
         return post
 
-    def _post(self, post: _Post, writes: Writes) -> None:
+    def _post(self, post: _Post, writes: Writes, after: Event | None) -> None:
         post.started = self._clock()
         try:
             for batch in _batches(writes, self._max_batch):
-                ticket = self._rooms.submit(post.transfer.to, batch)
+                ticket = self._rooms.submit(post.transfer.to, batch, after)
                 post.tickets.add(ticket)
                 self._posts[ticket] = post
         except Exception as exc:
@@ -333,8 +377,10 @@ class Mover:
         """Raise AssertionError if the accounts contradict each other."""
         pinned = {n for slot in self._slots for n in slot.pins}
         live = {p.number for p in self._posts.values() if p.slot is not None}
-        live |= {post.number for g in self._gathering for post, _ in g.posts}
+        live |= {post.number for g in self._gathering if not g.posted for post, _ in g.posts}
         assert pinned == live, (pinned, live)
+        filling = {g.slot.offset for g in self._gathering}
+        assert filling == {s.offset for s in self._slots if s.filling}, filling
 
 
 def _batches(writes: Writes, most: int | None) -> Iterator[Writes]:

@@ -42,6 +42,7 @@ from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
 from .delivery import DeliveryHandle, Handed
+from .gates import Gates
 from .handles import Changes, Happened
 from .introduction import Remote
 from .missed import Missed
@@ -63,6 +64,7 @@ class _Room:
     opened: float
     ways: dict[Epoch, Way] = field(factory=dict)
     withdrawn: list[Happened] = field(factory=list)
+    gates: Gates = field(factory=Gates)
 
 
 class PrefillRole:
@@ -125,6 +127,9 @@ class PrefillRole:
 
     def send(self, handed: Handed, ready: Event | None) -> None:
         """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
+        if ready is not None and self._gated([handed], None, ready):
+            self._add(handed, ready=True)
+            return
         try:
             final = ready is None or ready.query()
         except Exception as exc:
@@ -142,8 +147,25 @@ class PrefillRole:
 
     def final_at(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         """These layers (None: all) of what was handed over are final once ``ready`` has happened."""
+        if ready is not None and self._gated(handed, layers, ready):
+            self._final(handed, layers)
+            return
         keys = [one.key for one in handed]
         self._node.when(ready, partial(self._final, handed, layers), partial(self.broken, keys))
+
+    def _gated(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event) -> bool:
+        """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
+        assert self.mover is not None
+        if not self.mover.orders(ready):
+            return False
+        for one in handed:
+            room = self._rooms.get(one.key)
+            if room is not None:
+                try:
+                    room.gates.add(one.start, one.stop, layers, ready)
+                except Exception as exc:
+                    self.broken([one.key], exc)
+        return True
 
     def _final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None) -> None:
         for one in handed:
@@ -304,6 +326,11 @@ class PrefillRole:
         assert self.mover is not None
         self.mover.on_ticket(event)
 
+    def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        room = self._rooms.get(key)
+        return None if room is None else room.gates.before(transfer.segment)
+
     def sharing(self, key: RoomKey, transfer: Transfer) -> Hashable:
         """Equal parts of one segment are gathered once."""
         room = self._rooms.get(key)
@@ -325,7 +352,7 @@ class PrefillRole:
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
         room.handle.report.spend("plan", self._node.clock() - started)
-        return Load(plan, tables, way.ring, room.handle.report)
+        return Load(plan, tables, self.after(key, transfer), way.ring, room.handle.report)
 
     def reading(self, key: RoomKey, by: int) -> None:
         """Count reads of a room's pages."""
@@ -338,12 +365,12 @@ class PrefillRole:
         """Tell the flow how its transfer went."""
         self.change(key, lambda machine, now: machine.handle(to, event, now))
 
-    def submit(self, to: Epoch, writes: Writes) -> Ticket:
+    def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:
         """Post to a destination."""
         link = self._node.links.get(to)
         if link is None:
             raise TransportError(f"peer {to.hex()[:8]} is not connected")
-        return self._node.me.transport.submit(link, writes)
+        return self._node.me.transport.submit(link, writes, after=after)
 
     # Effects and time.
 

@@ -12,7 +12,7 @@ from ..channels import Channel
 from ..errors import AbortedError, ConfigurationError, QuarantineFullError
 from ..geometry import Shard
 from ..ids import Epoch, Generation, Rank, RegionId, RoomId
-from ..kernels import Kernels, kernels_for
+from ..kernels import Kernels
 from ..memory import MemoryPool
 from ..planning import Segment
 from ..protocol import Options, RoomKey
@@ -23,7 +23,7 @@ from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
 from .base import PeerInfo
-from .buffers import exposable, new_staging
+from .buffers import exposable, new_staging, ready_kernels
 from .decode import ALL_QUARANTINE, DecodeRole
 from .driver import Driver
 from .handles import Changes, check_room
@@ -49,7 +49,7 @@ class DecodeEndpoint:
             ``"+incremental"``, :meth:`~disagg_kv.endpoints.base.Reception.expect` takes held prefixes.
         ring_bytes: bytes of the staging ring; None: 64 MiB on a CPU, 4 GiB on a GPU.
         options: times and bounds.
-        kernels: gather and scatter; None: the fastest for the pool's device.
+        kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
         clock, sleep: time.
         thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
@@ -84,6 +84,7 @@ class DecodeEndpoint:
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
         device = pool.buffers[0].device
+        movers = ready_kernels(pool, kernels)
         if ring_bytes is None:
             ring_bytes = 64 << 20 if device == "cpu" else 4 << 30
         ring = RingStagingAllocator(ring_bytes)
@@ -113,9 +114,7 @@ class DecodeEndpoint:
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
-        self._role = role = DecodeRole(
-            self._node, pool, memory, queue, kernels or kernels_for(device), exposed, self._changes
-        )
+        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"
         self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)

@@ -12,7 +12,7 @@ from ..channels import Channel
 from ..errors import LocalProtocolError, QuarantineFullError
 from ..geometry import PageTable, Shard
 from ..ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
-from ..kernels import Kernels, kernels_for
+from ..kernels import Kernels
 from ..memory import Event, MemoryPool
 from ..protocol import Options, RoomKey
 from ..rendezvous import Rendezvous
@@ -21,7 +21,7 @@ from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
 from .base import PeerInfo
-from .buffers import new_staging
+from .buffers import new_staging, ready_kernels
 from .delivery import Act, DeliveryHandle, ForwardPass, Handed
 from .driver import Driver
 from .handles import Changes, Happened, check_room
@@ -47,7 +47,7 @@ class PrefillEndpoint:
         slot_bytes: bytes of a staging slot; None: 4 MiB on a CPU, 64 MiB on a GPU. Equal on all ranks.
         slots: how many there are.
         options: times and bounds.
-        kernels: gather and scatter; None: the fastest for the pool's device.
+        kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
         clock, sleep: time.
         thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
@@ -79,6 +79,7 @@ class PrefillEndpoint:
         check_instance(every, rank, pool.site)
         chosen = named(strategy)
         device = pool.buffers[0].device
+        movers = ready_kernels(pool, kernels)
         if slot_bytes is None:
             slot_bytes = 4 << 20 if device == "cpu" else 64 << 20
         staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
@@ -107,7 +108,7 @@ class PrefillEndpoint:
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
         self._role = PrefillRole(self._node, pool, chosen, usable, self._changes)
         self._mover = self._role.mover = Mover(
-            pool, kernels or kernels_for(device), transport, staging, regions[-1], slot_bytes, self._role, clock
+            pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
         )
         self._node.role = self._role
         role = self._role

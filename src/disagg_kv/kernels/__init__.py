@@ -1,6 +1,6 @@
 """Gather, scatter and checksum: for each a plain reference and fast versions."""
 
-from .base import Kernels, Move, Sums
+from .base import Kernels, Move, Sums, SupportsStreams, SupportsWarmUp
 from .select import KERNELS, CpuKernels, ReferenceKernels, TritonKernels, available, kernels_for
 
 __all__ = [
@@ -10,6 +10,8 @@ __all__ = [
     "Move",
     "ReferenceKernels",
     "Sums",
+    "SupportsStreams",
+    "SupportsWarmUp",
     "TritonKernels",
     "available",
     "kernels_for",

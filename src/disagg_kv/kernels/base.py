@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -64,4 +64,22 @@ class Kernels(Protocol):
 
         The sums of equal cells are equal whatever the pool: :mod:`disagg_kv.kernels.checksum.mixing` has the formula.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsStreams(Protocol):
+    """Kernels that need no thread to wait for an event before they begin."""
+
+    def orders(self, event: Event) -> bool:
+        """Whether ``gather(..., after=event)`` returns at once, whenever the event happens."""
+        ...
+
+
+@runtime_checkable
+class SupportsWarmUp(Protocol):
+    """Kernels that have to be compiled."""
+
+    def warm(self, pool: MemoryPool) -> None:
+        """Compile now what requests for this pool's heads will take, so that none of them waits for it. Blocks."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -23,6 +24,8 @@ from .scatter import cpu as scatter_cpu
 if TYPE_CHECKING:
     from .triton_host import Launcher
     from .triton_sums import Summer
+
+log = logging.getLogger("disagg_kv")
 
 
 class ReferenceKernels:
@@ -104,6 +107,17 @@ class TritonKernels:
         _launcher("gather")  # what is missing is said there
         return _summer()(pool, moves, after)
 
+    def orders(self, event: Event) -> bool:
+        """Torch's events are waited for by the stream; others, and all of them where Triton interprets, are not."""
+        from .triton_host import waits_for
+
+        return waits_for(event)
+
+    def warm(self, pool: MemoryPool) -> None:
+        """Compile gather and scatter for the pool."""
+        for name in ("gather", "scatter"):
+            _launcher(name).warm(pool)
+
 
 @cache
 def _launcher(name: str) -> Launcher:
@@ -129,15 +143,18 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
 
 
 def kernels_for(device: str) -> Kernels:
-    """The fastest kernels for memory on ``device`` (``"cpu"``, ``"cuda:0"`` ...).
+    """The fastest kernels for memory on ``device`` (``"cpu"``, ``"cuda:0"`` ...); without Triton the reference's.
 
     Raises:
         UnknownNameError: no kernels serve such a device; names those that are served.
-        MissingDependencyError: a GPU, but no Triton.
     """
     kind = device.partition(":")[0]
     if kind == "cuda":
-        _launcher("gather")
+        try:
+            _launcher("gather")
+        except MissingDependencyError as error:
+            log.warning("memory on %s is moved by the reference kernels, many times slower: %s", device, error)
+            return KERNELS["reference"]
         return KERNELS["triton"]
     if kind != "cpu":
         raise UnknownNameError("device for gather and scatter", device, ["cpu", "cuda"])

@@ -15,12 +15,12 @@ from attrs import define, frozen
 
 from ..errors import RegistrationError
 from ..geometry import I64
-from ..memory import Buffer, Event, MemoryPool
+from ..memory import Buffer, Event, MemoryPool, parts
 from .base import Move
 from .checksum.triton import checksum
 from .gather.triton import gather
 from .scatter.triton import scatter
-from .triton_tables import Call, Planes, Shape
+from .triton_tables import Call, Planes, Shape, shapes
 
 ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """What is moved, by its bytes; what the bytes mean is nobody's business here."""
@@ -55,6 +55,10 @@ class Launchable(Protocol):
         """The kernel with its number of programs."""
         ...
 
+    def warmup(self, *args: object, grid: tuple[int], num_warps: int) -> Compiled:
+        """Compile for such arguments, and launch nothing."""
+        ...
+
 
 class Launched(Protocol):
     """A Triton kernel with its grid."""
@@ -75,6 +79,10 @@ class Compiled(Protocol):
 OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": checksum}
 
 
+STREAMS = 4
+"""Launches take turns on so many streams: one that waits for its event delays only those that wait behind it."""
+
+
 @define(eq=False)
 class _Slot:
     """One call's arguments, on both sides; free again when ``event`` has fired."""
@@ -82,7 +90,7 @@ class _Slot:
     pinned: torch.Tensor
     words: I64
     device: torch.Tensor
-    uploaded: torch.cuda.Event
+    addr: int
     event: torch.cuda.Event
 
 
@@ -90,29 +98,41 @@ class _Lane:
     """One kernel on one GPU: its streams, its argument slots, its pools' tables. Any thread."""
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
-        self.stream = torch.cuda.Stream(device)
-        # Arguments travel while the launch before still runs.
-        self.uploads = torch.cuda.Stream(device)
         self.compiled: dict[tuple[int, int, int], Compiled] = {}
+        self._streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+        self._turn = 0
         self._device = device
         self._neighbours_together = neighbours_together
         self._lock = threading.Lock()
         self._slots: list[_Slot] = []
-        self._planes: WeakKeyDictionary[MemoryPool, tuple[Planes, torch.Tensor]] = WeakKeyDictionary()
+        self._planes: WeakKeyDictionary[MemoryPool, tuple[Planes, torch.Tensor, torch.cuda.Event]] = WeakKeyDictionary()
 
-    def planes(self, pool: MemoryPool) -> tuple[Planes, torch.Tensor]:
-        """The pool's table; uploaded at the pool's first call. The stream for uploads is the current one."""
+    def stream(self) -> torch.cuda.Stream:
+        """The one whose turn it is."""
+        with self._lock:
+            self._turn = (self._turn + 1) % STREAMS
+            return self._streams[self._turn]
+
+    def planes(self, pool: MemoryPool, stream: torch.cuda.Stream) -> tuple[Planes, torch.Tensor]:
+        """The pool's table, which is there for what is enqueued on ``stream`` next; uploaded at the first call."""
         with self._lock:
             found = self._planes.get(pool)
             if found is None:
                 planes = Planes(pool, self._neighbours_together)
-                table = torch.from_numpy(planes.words).pin_memory().to(self._device, non_blocking=True)
-                table.record_stream(self.stream)
-                found = self._planes[pool] = planes, table
-            return found
+                with torch.cuda.stream(stream):
+                    table = torch.from_numpy(planes.words).pin_memory().to(self._device, non_blocking=True)
+                    uploaded = torch.cuda.Event()
+                    uploaded.record(stream)
+                for other in self._streams:
+                    table.record_stream(other)
+                found = self._planes[pool] = planes, table, uploaded
+        planes, table, uploaded = found
+        if not uploaded.query():
+            stream.wait_event(uploaded)
+        return planes, table
 
     def take(self, words: int) -> _Slot:
-        """A slot that no launch reads, for at least that many words. The stream for uploads is the current one."""
+        """A slot that no launch reads, for at least that many words."""
         with self._lock:
             for i, slot in enumerate(self._slots):
                 if slot.event.query():
@@ -122,8 +142,10 @@ class _Lane:
                     break  # it is too small for what calls need by now: a larger one takes its place
         size = max(4096, 1 << (words - 1).bit_length())
         pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        device = torch.empty(size, dtype=torch.int64, device=self._device)
-        return _Slot(pinned, pinned.numpy(), device, torch.cuda.Event(), torch.cuda.Event())
+        # Of a stream on which nothing of the engine's is queued that may still use the memory.
+        with torch.cuda.stream(self._streams[0]):
+            device = torch.empty(size, dtype=torch.int64, device=self._device)
+        return _Slot(pinned, pinned.numpy(), device, device.data_ptr(), torch.cuda.Event())
 
     def give(self, slot: _Slot, event: torch.cuda.Event) -> None:
         """Return a slot that is read until ``event``."""
@@ -153,32 +175,54 @@ class Host:
                 f"Triton is {'' if INTERPRETED else 'not '}interpreted here: no memory on {device!r}"
             )
 
-    def _behind(self, lane: _Lane, slot: _Slot, after: Event | None) -> None:
-        """Have the lane wait until the call's arguments are there and ``after`` has happened."""
-        slot.uploaded.record(lane.uploads)
-        lane.stream.wait_event(slot.uploaded)
-        if isinstance(after, torch.cuda.Event):
-            lane.stream.wait_event(after)
-        elif after is not None and not after.query():
-            after.synchronize()
+    def _upload(self, slot: _Slot, words: int) -> None:
+        """Have the current stream bring a call's first words to the GPU; cutting tensors costs more than some KiB."""
+        if 2 * words <= len(slot.words):
+            slot.device[:words].copy_(slot.pinned[:words], non_blocking=True)
+        else:
+            slot.device.copy_(slot.pinned, non_blocking=True)
 
-    def _enqueue(self, lane: _Lane, programs: int, shape: Shape, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _enqueue(
+        self,
+        lane: _Lane,
+        stream: torch.cuda.Stream,
+        programs: int,
+        shape: Shape,
+        tables: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Launch on ``stream``, which is the current one."""
         if not programs:
             return
         constants = shape.aligned, shape.pieces, shape.columns
         args = (*tables, shape.tiles, ELEMENTS[shape.element_bytes], *constants)
         compiled = lane.compiled.get(constants)
         if compiled is None:
-            with torch.cuda.stream(lane.stream):
-                lane.compiled[constants] = self._kernel[(programs,)](*args, num_warps=self._tuning.warps)
+            lane.compiled[constants] = self._kernel[(programs,)](*args, num_warps=self._tuning.warps)
         else:
-            compiled[programs, 1, 1](*args, stream=lane.stream.cuda_stream)
+            compiled[programs, 1, 1](*args, stream=stream.cuda_stream)
 
     def _lane(self, device: str) -> _Lane:
         with self._lock:
             if device not in self._lanes:
                 self._lanes[device] = _Lane(device, self._tuning.neighbours_together)
             return self._lanes[device]
+
+    def warm(self, pool: MemoryPool) -> None:
+        """Compile for every number of units that a peer may take of this pool, on memory that is not touched.
+
+        What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
+        """
+        device = pool.buffers[0].device
+        if device == "cpu":
+            return
+        lane = self._lane(device)
+        with torch.cuda.device(device):
+            for shape in shapes(Planes(pool, self._tuning.neighbours_together), pool, self._tuning.tile_bytes):
+                constants = shape.aligned, shape.pieces, shape.columns
+                if constants not in lane.compiled:
+                    nothing = torch.empty(1, dtype=torch.int64, device=device)
+                    args = (nothing, nothing, 1, ELEMENTS[shape.element_bytes], *constants)
+                    lane.compiled[constants] = self._kernel.warmup(*args, grid=(1,), num_warps=self._tuning.warps)
 
     def _run(self, planes: Planes, words: I64, programs: int, shape: Shape) -> None:
         """Interpret the kernel."""
@@ -217,18 +261,19 @@ class Launcher(Host):
             self._interpret(pool, moves, staging, after)
             return None
         lane = self._lane(device)
-        with torch.cuda.stream(lane.uploads):
-            planes, table = lane.planes(pool)
-            call = Call(planes, moves)
-            if not call.entries:
-                return None
-            slot = lane.take(call.words)
-            shape = call.write(slot.words, slot.device.data_ptr(), staging.addr, self._tuning.tile_bytes)
-            slot.device[: call.words].copy_(slot.pinned[: call.words], non_blocking=True)
-            self._behind(lane, slot, after)
-            self._enqueue(lane, call.entries * shape.tiles, shape, (table, slot.device))
-            event = torch.cuda.Event()
-            event.record(lane.stream)
+        stream = lane.stream()
+        planes, table = lane.planes(pool, stream)
+        call = Call(planes, moves)
+        if not call.entries:
+            return None
+        slot = lane.take(call.words)
+        shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes)
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            self._upload(slot, call.words)
+            behind(stream, after)
+            self._enqueue(lane, stream, call.entries * shape.tiles, shape, (table, slot.device))
+            event.record(stream)
         lane.give(slot, event)
         return event
 
@@ -242,3 +287,17 @@ class Launcher(Host):
             words = np.zeros(call.words, np.int64)
             shape = call.write(words, words.ctypes.data, staging.addr, self._tuning.tile_bytes)
             self._run(planes, words, call.entries * shape.tiles, shape)
+
+
+def behind(stream: torch.cuda.Stream, after: Event | None) -> None:
+    """What is enqueued next comes after ``after``; waits only for events that a stream cannot wait for."""
+    for one in parts(after):
+        if isinstance(one, torch.cuda.Event):
+            stream.wait_event(one)
+        elif not one.query():
+            one.synchronize()
+
+
+def waits_for(event: Event) -> bool:
+    """Whether a launch puts itself behind an event without anybody waiting."""
+    return not INTERPRETED and all(isinstance(one, torch.cuda.Event) for one in parts(event))

@@ -12,7 +12,7 @@ from ..geometry import I64
 from ..memory import Event, MemoryPool
 from .base import Move, Sums
 from .checksum.mixing import U64, places
-from .triton_host import Host, Tuning
+from .triton_host import Host, Tuning, behind
 from .triton_tables import Call, Planes
 
 
@@ -41,23 +41,23 @@ class Summer(Host):
             found = self._interpreted(pool, moves, first, after)
             return Sums(None, lambda: _split(found, lengths))
         lane = self._lane(device)
-        with torch.cuda.stream(lane.uploads):
-            planes, table = lane.planes(pool)
-            call = Call(planes, moves)
-            if not call.entries:
-                return Sums(None, lambda: begin)
-            sums = slice(call.words, call.words + call.entries)
-            slot = lane.take(sums.stop)
-            # Nobody may ask for the sums: then the slot is dropped while the GPU works with it.
-            slot.device.record_stream(lane.stream)
-            shape = call.write_sums(slot.words, slot.device.data_ptr(), first, self._tuning.tile_bytes)
-            slot.device[: sums.stop].copy_(slot.pinned[: sums.stop], non_blocking=True)
-            self._behind(lane, slot, after)
-            self._enqueue(lane, call.entries * shape.tiles, shape, (table, slot.device))
+        stream = lane.stream()
+        planes, table = lane.planes(pool, stream)
+        call = Call(planes, moves)
+        if not call.entries:
+            return Sums(None, lambda: begin)
+        sums = slice(call.words, call.words + call.entries)
+        slot = lane.take(sums.stop)
+        # Nobody may ask for the sums: then the slot is dropped while the GPU works with it.
+        slot.device.record_stream(stream)
+        shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
         event = torch.cuda.Event()
-        with torch.cuda.stream(lane.stream):
+        with torch.cuda.stream(stream):
+            self._upload(slot, sums.stop)
+            behind(stream, after)
+            self._enqueue(lane, stream, call.entries * shape.tiles, shape, (table, slot.device))
             slot.pinned[sums].copy_(slot.device[sums], non_blocking=True)
-            event.record(lane.stream)
+            event.record(stream)
 
         def read() -> Sequence[U64]:
             found = slot.words[sums].view(np.uint64).copy()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 from attrs import frozen
 
 from ..errors import UnsupportedError
-from ..geometry import I32, I64
+from ..geometry import I32, I64, PageTable
 from ..memory import MemoryPool
 from ..planning import StagedLayout
 from .base import Move
@@ -293,3 +293,35 @@ def _columns(length: int, elements: int) -> int:
     while columns > 4 and length * 4 < -(-length // columns) * columns * 3:
         columns //= 2
     return columns
+
+
+def shapes(planes: Planes, pool: MemoryPool, tile_bytes: int) -> Iterator[Shape]:
+    """How requests for one to all units of a pool's planes are cut, at the alignments that their rows allow.
+
+    Args:
+        planes: of the pool.
+        pool: it.
+        tile_bytes: what one program moves, a power of two.
+    """
+    site = pool.site
+    counts = [sum(map(len, site.shard.units(p.layer, p.component))) for p in site.planes]
+    for units in range(1, max(counts, default=0) + 1):
+        chosen = np.array([i for i, count in enumerate(counts) if count >= units], np.int32)
+        for rows in (1, 16):
+            size = [
+                units * site.spec.component(site.planes[i].layer, site.planes[i].component).unit_bytes for i in chosen
+            ]
+            ends = np.cumsum([0, *size]) * rows
+            each = np.zeros(len(chosen), np.int64)
+            layout = StagedLayout(
+                chosen,
+                each.astype(np.int32),
+                each.astype(np.int32) + units,
+                each,
+                each + rows,
+                ends[:-1],
+                int(ends[-1]),
+            )
+            tables = {group: PageTable(group, [0] * rows) for group in planes.groups}
+            call = Call(planes, [Move(layout, tables, 0)])
+            yield call.write(np.zeros(call.words, np.int64), 0, 0, tile_bytes)

@@ -1,7 +1,7 @@
 """Pools, buffers and planes."""
 
 from .base import Buffer, Event, MemoryPool
-from .events import All, CudaEvent, of_cuda, parts
+from .events import All, CudaEvent, parts
 from .paged import Layout, PagedPool, new_buffer
 from .raw import U8, bytes_of, plane_view
 
@@ -16,7 +16,6 @@ __all__ = [
     "PagedPool",
     "bytes_of",
     "new_buffer",
-    "of_cuda",
     "parts",
     "plane_view",
 ]

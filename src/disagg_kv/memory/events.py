@@ -41,8 +41,3 @@ def parts(event: Event | None) -> Iterator[Event]:
             yield from parts(one)
     elif event is not None:
         yield event
-
-
-def of_cuda(event: Event) -> bool:
-    """Whether a stream can wait for all of it, so that no thread has to."""
-    return all(isinstance(one, CudaEvent) for one in parts(event))

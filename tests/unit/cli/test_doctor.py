@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from disagg_kv.cli.doctor import Finding, channel, package, problems, system_libraries
+from disagg_kv.cli.doctor import Finding, channel, mover, package, problems, system_libraries
 from disagg_kv.cli.lanes import found as found_lanes
 from disagg_kv.cli.main import run
 from disagg_kv.errors import MissingDependencyError
@@ -136,3 +136,10 @@ def test_a_missing_package_names_the_extra_that_brings_it() -> None:
     assert package("hf", "no-such-package", "tests") == Finding(
         "no-such-package", False, "not installed; only needed for tests", "pip install 'disagg_kv[hf]'"
     )
+
+
+def test_what_serves_gpus_without_triton_is_said() -> None:
+    """It works, and it is slow."""
+    lacking, there = Finding("triton", False, "no module"), Finding("triton", True)
+    assert mover(lacking).detail == "no module; memory of GPUs is moved by 'reference', many times slower"
+    assert mover(there) is there

@@ -1,0 +1,42 @@
+"""Events that are left to a GPU: rows count as final at once, and whoever copies them comes after the event."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from attrs import frozen
+
+from ..ids import LayerId
+from ..memory import All, Event
+from ..planning import Segment
+
+
+@frozen
+class _Gate:
+    start: int
+    stop: int
+    layers: frozenset[LayerId] | None
+    event: Event
+
+    def bars(self, segment: Segment) -> bool:
+        """Whether any cell of the segment is final only at the event."""
+        if segment.stop <= self.start or self.stop <= segment.start:
+            return False
+        return self.layers is None or not self.layers.isdisjoint(segment.layers)
+
+
+class Gates:
+    """Of one room."""
+
+    def __init__(self) -> None:
+        self._gates: list[_Gate] = []
+
+    def add(self, start: int, stop: int, layers: Collection[LayerId] | None, event: Event) -> None:
+        """These layers (None: all) of the rows ``[start, stop)`` are final at ``event``. Past ones are forgotten."""
+        self._gates = [gate for gate in self._gates if not gate.event.query()]
+        self._gates.append(_Gate(start, stop, None if layers is None else frozenset(layers), event))
+
+    def before(self, segment: Segment) -> Event | None:
+        """What a copy of the segment has to come after; None: nothing."""
+        events = list({id(gate.event): gate.event for gate in self._gates if gate.bars(segment)}.values())
+        return events[0] if len(events) == 1 else All(events) if events else None
