@@ -11,18 +11,22 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from disagg_kv.engines.hf import PageAllocator, PagedHFCache, spec_from_config
 from disagg_kv.errors import GeometryError, UnsupportedError
-from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
+from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.memory import Buffer, Layout, PagedPool
 
@@ -40,6 +44,30 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
+}
+SLIDING: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "mlp_only_layers": [0, 1],
+}
+MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
 }
 PROMPT = [7, 1, 33, 62, 5, 5, 18, 40, 2, 63, 11]
 
@@ -59,13 +87,18 @@ def models() -> list[tuple[str, type[PreTrainedModel], PreTrainedConfig]]:
         ("llama", LlamaForCausalLM, LlamaConfig(**SIZES, **HEADS)),
         ("qwen3", Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS)),
         ("deepseek_v3", DeepseekV3ForCausalLM, latent),
+        ("sliding", Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS, **SLIDING)),
+        ("gated_delta_net", Qwen3NextForCausalLM, Qwen3NextConfig(**SIZES, **HEADS, **DELTA)),
+        ("mamba_beside_attention", FalconH1ForCausalLM, FalconH1Config(**SIZES, **HEADS, **MAMBA)),
     ]
 
 
 def pool_for(model: PreTrainedModel, page_size: int = 4, layout: Layout = "NHD", fused: bool = False) -> PagedPool:
     """Eight pages of what the model caches."""
     spec = spec_from_config(model.config, str(model.dtype).removeprefix("torch."))
-    return PagedPool.allocate(spec, shard(spec), pages=16, page_size=page_size, layout=layout, fused=fused)
+    return PagedPool.allocate(
+        spec, shard(spec), pages=16, page_size=page_size, layout=layout, fused=fused, state_slots=3
+    )
 
 
 def run(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
@@ -76,14 +109,17 @@ def run(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> torch.Te
     return logits[0, -1]
 
 
-def kept(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values per layer."""
+def kept(cache: Cache) -> list[list[torch.Tensor]]:
+    """Keys, values and states per layer."""
     layers = []
     for layer in cache.layers:
-        assert isinstance(layer, DynamicLayer)
-        assert layer.keys is not None
-        assert layer.values is not None
-        layers.append((layer.keys, layer.values))
+        found: list[torch.Tensor | None] = []
+        if isinstance(layer, DynamicLayer):
+            found += [layer.keys, layer.values]
+        if isinstance(layer, LinearAttentionLayer):
+            found += [layer.conv_states[0], layer.recurrent_states[0]]
+        layers.append([one.clone() for one in found if one is not None])
+        assert len(layers[-1]) == len(found) > 0
     return layers
 
 
@@ -97,20 +133,28 @@ def table_for(paged: PagedHFCache, rows: int) -> PageTable:
 def test_a_recorded_cache_is_loaded_bit_for_bit_and_generation_goes_on_from_it(
     make: type[PreTrainedModel], config: PreTrainedConfig
 ) -> None:
-    """A5, A9, A11: in chunks that are not whole pages, for keys and values of other dims, for latents."""
+    """A5, A9, A11, B7: in chunks that are not whole pages, for keys and values of other dims, latents, windows, states.
+
+    Generation goes on with the bits that the model's own cache gives, for several tokens, from another slot too.
+    """
     torch.manual_seed(0)
-    model = make(config)
+    model: Any = make(config)
     paged = PagedHFCache(pool_for(model))
     table = table_for(paged, len(PROMPT))
+    slot = None if paged.state_group is None else PageTable(paged.state_group.id, [2])
     own = paged.recording(table)
     run(model, PROMPT[:6], own)
     last = run(model, PROMPT[6:], own)
-    loaded = paged.load(table, len(PROMPT))
+    if slot is not None:
+        paged.write_states(own, slot)
+    loaded = paged.load(table, len(PROMPT), slot)
     for ours, theirs in zip(kept(own), kept(loaded), strict=True):
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
-    token = [int(last.argmax())]
-    assert torch.equal(run(model, token, loaded), run(model, token, own))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    plain = model.generate(torch.tensor([PROMPT]), max_new_tokens=7, do_sample=False, eos_token_id=None)
+    tokens = [int(last.argmax())]
+    for _ in range(6):
+        tokens.append(int(run(model, tokens[-1:], loaded).argmax()))
+    assert tokens == plain[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -183,16 +227,52 @@ def test_a_table_may_begin_behind_a_held_prefix() -> None:
     assert torch.equal(found[1], values)
 
 
-def test_a_pool_that_is_not_a_whole_models_is_refused() -> None:
-    """Missing layers, missing components, a third component."""
+def test_a_pool_of_one_stage_counts_its_own_layers() -> None:
+    """A12: a model that consists of a stage's layers numbers them from 0."""
     spec = CacheSpec.kv(2, 2, 8, "float32")
-    some = PagedPool.allocate(spec, shard(spec, layers=[LayerId(1)]), pages=1, page_size=1)
-    with pytest.raises(UnsupportedError, match=r"layers \(1,\) of 2"):
-        PagedHFCache(some)
+    paged = PagedHFCache(PagedPool.allocate(spec, shard(spec, layers=[LayerId(1)]), pages=4, page_size=4))
+    keys, values = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    paged.write(0, table_for(paged, 4), 0, keys, values)
+    assert torch.equal(paged.read(0, table_for(paged, 4), 0, 4)[0], keys)
+    with pytest.raises(GeometryError, match="layer 1, 'k'"):
+        paged.write(0, table_for(paged, 4), 0, keys.double(), values)
+
+
+def test_states_that_are_not_there_or_of_another_size_are_refused() -> None:
+    """B7: with the layer's name; nothing is written, and generation never goes on without them."""
+    _, make, config = models()[-2]
+    model = make(config)
+    pool = pool_for(model)
+    paged = PagedHFCache(pool)
+    assert paged.state_group is not None
+    table, slot = table_for(paged, len(PROMPT)), PageTable(paged.state_group.id, [1])
+    own = paged.recording(table)
+    with pytest.raises(GeometryError, match="layer 0: the model has no states of it yet"):
+        paged.write_states(own, slot)
+    run(model, PROMPT, own)
+    layer = own.layers[0]
+    assert isinstance(layer, LinearAttentionLayer)
+    conv = layer.conv_states[0]
+    assert conv is not None
+    layer.conv_states[0] = conv[:, 1:]
+    with pytest.raises(GeometryError, match=r"layer 0, 'conv.q': the model caches .*47, 4.*shard has .*48, 4"):
+        paged.write_states(own, slot)
+    states = [i for i, p in enumerate(pool.site.planes) if p.group == slot.group]
+    assert not any(pool.view(i).any() for i in states)
+    with pytest.raises(GeometryError, match="layer 0 keeps states, but no slot was given"):
+        paged.load(table, len(PROMPT))
+
+
+def test_a_pool_that_is_not_as_a_model_keeps_it_is_refused() -> None:
+    """Missing components, a state alone, two groups of tokens."""
     mla = CacheSpec.mla(1, 16, "float32")
     one = PagedPool.allocate(mla, shard(mla), pages=1, page_size=1)
     with pytest.raises(UnsupportedError, match=r"layer 0 holds \('latent',\)"):
         PagedHFCache(one)
+    states = CacheSpec.uniform(1, [Component("ssm", "float32", 2, 8, tokens_per_row=0, rows=1)])
+    alone = PagedPool.allocate(states, shard(states), pages=1, page_size=1, state_slots=1)
+    with pytest.raises(UnsupportedError, match=r"a pool of groups \['state'\]"):
+        PagedHFCache(alone)
 
 
 def test_memory_whose_strides_do_not_suit_the_dtype_is_refused() -> None:

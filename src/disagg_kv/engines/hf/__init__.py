@@ -2,6 +2,6 @@
 
 from .cache import PagedHFCache
 from .pages import PageAllocator
-from .spec import spec_from_config
+from .spec import shard_from_config, spec_from_config
 
-__all__ = ["PageAllocator", "PagedHFCache", "spec_from_config"]
+__all__ = ["PageAllocator", "PagedHFCache", "shard_from_config", "spec_from_config"]

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from ...errors import GeometryError, UnsupportedError
-from ...geometry import I32, Group, PageTable, item_bytes
-from ...ids import LayerId
+from ...geometry import I32, Group, PageTable
 from ...memory import PagedPool
+from .layers import layers_of
 from .optional import require_transformers
 
 if TYPE_CHECKING:
     import torch
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 
 class PagedHFCache:
     """Writes what a model's layers cache into a pool, and makes a model's cache from a pool. CPU memory only.
 
-    Which heads a rank holds is the pool's shard; the first row of every layer is checked against it.
+    Which heads a rank holds is the pool's shard; the first row of every layer is checked against it. Layers are counted
+    within the pool: those of a pipeline stage begin at 0, as in a model that consists of them.
 
     Args:
-        pool: all layers of the model, two components each, in one group: see
-            :func:`~disagg_kv.engines.hf.spec_from_config`.
+        pool: layers of a model as :func:`~disagg_kv.engines.hf.spec_from_config` describes them, in one group of tokens
+            and, if it has states, one of states.
 
     Raises:
         UnsupportedError: a pool of another shape.
@@ -34,40 +35,44 @@ class PagedHFCache:
     def __init__(self, pool: PagedPool) -> None:
         require_transformers()
         site = pool.site
-        if len(site.groups) != 1 or site.shard.layers() != tuple(range(len(site.spec.layers))):
+        if len(site.token_groups) != 1 or len(site.state_groups) > 1:
+            groups = [g.id for g in site.groups]
             raise UnsupportedError(
-                f"a pool of {len(site.groups)} groups and layers {site.shard.layers()} of {len(site.spec.layers)}; "
-                "transformers needs one group and all layers"
+                f"a pool of groups {groups}; transformers needs one of tokens, at most one of states"
             )
-        self._group = site.groups[0]
-        self._names: list[tuple[str, str]] = []
-        self._planes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        numbers = {(p.layer, p.component): i for i, p in enumerate(site.planes)}
-        for layer in site.shard.layers():
-            names = tuple(c.name for c in site.spec.layers[layer] if (layer, c.name) in numbers)
-            if len(names) != 2:
-                raise UnsupportedError(f"layer {layer} holds {names}; transformers keeps keys and values")
-            self._names.append((names[0], names[1]))
-            keys, values = (_plane(pool, numbers[layer, name], layer, name) for name in names)
-            self._planes.append((keys, values))
+        (self._group,) = site.token_groups
+        self._states = next((site.group(g) for g in site.state_groups), None)
+        self._layers = layers_of(pool)
 
     @property
     def group(self) -> Group:
         """The page-id space."""
         return self._group
 
+    @property
+    def state_group(self) -> Group | None:
+        """The space of slots; None where the model keeps no states."""
+        return self._states
+
     def pages_for(self, rows: int) -> int:
         """How many pages ``rows`` rows need."""
         return -(-rows // self._group.rows_per_page)
 
-    def recording(self, table: PageTable) -> DynamicCache:
+    def fresh(self) -> Cache:
+        """A model's own cache, empty."""
+        from transformers.cache_utils import Cache
+
+        return Cache(layers=[layer.fresh() for layer in self._layers])
+
+    def recording(self, table: PageTable) -> Cache:
         """An empty cache for one room: every row that a model appends is written to the room's pages too.
 
-        Give it to the model as ``past_key_values``. Appending raises what :meth:`write` raises.
+        Give it to the model as ``past_key_values``. Appending raises what :meth:`write` raises. States change with
+        every token, so they are written once, by :meth:`write_states`.
         """
         from .recording import RecordingCache
 
-        return RecordingCache(self, table)
+        return RecordingCache(self, table, [layer.fresh() for layer in self._layers])
 
     def write(self, layer: int, table: PageTable, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer's keys and values ``[1, heads, rows, dim]`` into the rows from ``start`` on.
@@ -78,27 +83,58 @@ class PagedHFCache:
         """
         stop = start + int(keys.shape[2])
         where = self._where(table, start, stop)
-        for name, plane, given in zip(self._names[layer], self._planes[layer], (keys, values), strict=True):
-            _, _, heads, dim = plane.shape
-            if tuple(given.shape) != (1, heads, stop - start, dim) or given.dtype != plane.dtype:
-                raise GeometryError(
-                    f"layer {layer}, {name!r}: the model caches {given.dtype} {tuple(given.shape)}, "
-                    f"this rank's shard has {plane.dtype} {(1, heads, stop - start, dim)}"
-                )
-        for plane, given in zip(self._planes[layer], (keys, values), strict=True):
-            plane[where] = given[0].transpose(0, 1)
+        planes = self._layers[layer].tokens
+        for plane, given in zip(planes, (keys, values), strict=True):
+            _, _, heads, dim = plane.cells.shape
+            plane.check(given, (1, heads, stop - start, dim))
+        for plane, given in zip(planes, (keys, values), strict=True):
+            plane.cells[where] = given[0].transpose(0, 1)
 
     def read(self, layer: int, table: PageTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of one layer's keys and values ``[1, heads, rows, dim]`` of the rows ``[start, stop)``."""
         where = self._where(table, start, stop)
-        keys, values = (plane[where].transpose(0, 1).unsqueeze(0) for plane in self._planes[layer])
+        keys, values = (plane.cells[where].transpose(0, 1).unsqueeze(0) for plane in self._layers[layer].tokens)
         return keys, values
 
-    def load(self, table: PageTable, stop: int) -> DynamicCache:
-        """A model's own cache with the rows ``[0, stop)`` of a room's pages; what is appended stays out of the pool."""
-        from transformers.cache_utils import DynamicCache
+    def write_states(self, cache: Cache, slot: PageTable) -> None:
+        """Write the states that a model's cache has now into a room's slot.
 
-        return DynamicCache([self.read(layer, table, 0, stop) for layer in range(len(self._planes))])
+        Raises:
+            GeometryError: a layer that has no states yet, or other sizes than the shard's; names the layer.
+        """
+        for number, layer in enumerate(self._layers):
+            if layer.recurrent is None:
+                continue
+            own = cast("LinearAttentionLayer", cache.layers[number])
+            conv, recurrent = own.conv_states[0], own.recurrent_states[0]
+            if conv is None or recurrent is None:
+                raise GeometryError(f"layer {layer.recurrent.layer}: the model has no states of it yet")
+            layer.write_states(int(slot.pages[0]), conv, recurrent)
+
+    def load(self, table: PageTable, stop: int, slot: PageTable | None = None) -> Cache:
+        """A model's own cache of a room of ``stop`` tokens; what is appended stays out of the pool.
+
+        Args:
+            table: its pages; of sliding windows the last rows are read only.
+            stop: its tokens.
+            slot: its states; needed where the model keeps some.
+        """
+        cache = self.fresh()
+        for number, layer in enumerate(self._layers):
+            if layer.tokens:
+                start = 0 if layer.window is None else max(0, stop - layer.window)
+                own = cast("DynamicLayer", cache.layers[number])
+                own.update(*self.read(number, table, start, stop))
+                if layer.window is not None:
+                    own.cumulative_length = stop
+            if layer.recurrent is not None:
+                if slot is None:
+                    raise GeometryError(f"layer {layer.recurrent.layer} keeps states, but no slot was given")
+                conv, recurrent = layer.read_states(int(slot.pages[0]))
+                of = cast("LinearAttentionLayer", cache.layers[number])
+                of.update_conv_state(conv)
+                of.update_recurrent_state(recurrent)
+        return cache
 
     def _where(self, table: PageTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and slot of every row, int64 ``[rows]``."""
@@ -108,17 +144,3 @@ class PagedHFCache:
         rows = np.arange(start, stop)
         pages: I32 = table.pages[(rows - table.first) // self._group.rows_per_page]
         return torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(rows % self._group.rows_per_page)
-
-
-def _plane(pool: PagedPool, number: int, layer: LayerId, name: str) -> torch.Tensor:
-    """A plane's memory as ``[pages, rows, units, elements]``."""
-    import torch
-
-    component = pool.site.spec.component(layer, name)
-    dtype: torch.dtype = getattr(torch, component.dtype)
-    cells = torch.from_numpy(pool.view(number))
-    strides = cells.stride()
-    size = item_bytes(component.dtype)
-    if any(stride % size for stride in strides[:3]):
-        raise GeometryError(f"layer {layer}, {name!r}: strides {strides[:3]} do not align {component.dtype}")
-    return cells.view(dtype)

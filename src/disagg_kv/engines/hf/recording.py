@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from ...geometry import PageTable
 
@@ -13,11 +14,13 @@ if TYPE_CHECKING:
     from .cache import PagedHFCache
 
 
-class RecordingCache(DynamicCache):
+class RecordingCache(Cache):
     """A model's own cache, of which every appended row also goes to the pages of one room."""
 
-    def __init__(self, paged: PagedHFCache, table: PageTable) -> None:
-        super().__init__()
+    def __init__(
+        self, paged: PagedHFCache, table: PageTable, layers: Sequence[CacheLayerMixin | LinearAttentionLayer]
+    ) -> None:
+        super().__init__(layers=list(layers))
         self._paged = paged
         self._table = table
 

@@ -1,25 +1,35 @@
-"""Which cache a transformers model keeps, read from its configuration."""
+"""Which cache a transformers model keeps, and which part of it a rank holds, read from its configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ...errors import UnsupportedError
-from ...geometry import CacheSpec, Component, item_bytes
+from ...geometry import CacheSpec, Component, Shard, item_bytes, shard
 from ...ids import LayerId
 from .optional import require_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+STATE = "float32"
+"""Recurrent states are kept so, whatever the model's own type: products over thousands of tokens need it."""
+
 
 def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b"") -> CacheSpec:
-    """The whole model's cache: ``k`` and ``v`` per KV head, or for latent attention ``latent`` and ``rope``.
+    """The whole model's cache.
 
-    A layer's first component is what the model passes to its cache as keys, the second as values. Which kind of cache
-    a layer keeps is transformers' own decision (``DynamicCache(config=config)``); latent attention keeps
-    ``[1, 1, tokens, kv_lora_rank]`` and ``[1, 1, tokens, qk_rope_head_dim]`` (transformers 5.23,
-    ``modeling_deepseek_v3.py``).
+    Which kind of cache a layer keeps is transformers' own decision (``DynamicCache(config=config)``, version 5.23):
+
+    * attention: ``k`` and ``v`` per KV head, or for latent attention ``latent`` and ``rope``; the first is what the
+      model passes to its cache as keys, the second as values. A sliding window of ``n`` tokens includes the one that
+      is computed, so ``n - 1`` are kept;
+    * a gated delta net: the blocks ``conv.q``, ``conv.k``, ``conv.v`` of its conv state ``[1, channels, kernel]``, and
+      ``delta``: ``[1, heads, key dim, value dim]``;
+    * Mamba 2: the blocks ``conv.x``, ``conv.b``, ``conv.c``, and ``ssm``: ``[1, heads, head dim, state]``.
+
+    A conv state has a row for each of the kernel's columns, a recurrent state one for each of a head's rows.
 
     Args:
         config: the model's configuration.
@@ -27,33 +37,98 @@ def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b""
         model: what :attr:`CacheSpec.model` should be.
 
     Raises:
-        UnsupportedError: a layer that keeps something else than all tokens of full attention; names layer and kind.
+        UnsupportedError: a layer that keeps something else; names layer and kind.
         MissingDependencyError: transformers is not installed.
     """
     require_transformers()
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+    from transformers.cache_utils import DynamicCache
 
     if config.is_encoder_decoder:
         raise UnsupportedError(f"model type {config.model_type!r}: the cache of an encoder-decoder is not moved")
-    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
-    layers: dict[LayerId, tuple[Component, Component]] = {}
+    kinds = DynamicCache(config=config).layers
+    layers: dict[LayerId, tuple[Component, ...]] = {}
     for number, (kind, of) in enumerate(zip(kinds, config.get_text_config(decoder=True).per_layer_config, strict=True)):
-        if kind is not DynamicLayer:
-            raise UnsupportedError(
-                f"model type {config.model_type!r}, layer {number}: keeps a {kind.__name__}; "
-                "only full attention (DynamicLayer) is moved yet"
-            )
-        layers[LayerId(number)] = _components(of, dtype)
+        try:
+            layers[LayerId(number)] = tuple(_components(kind, of, dtype))
+        except UnsupportedError as exc:
+            raise UnsupportedError(f"model type {config.model_type!r}, layer {number}: {exc}") from exc
     return CacheSpec(layers, model)
 
 
-def _components(config: PreTrainedConfig, dtype: str) -> tuple[Component, Component]:
-    """Keys and values of one layer; ``config`` is that layer's."""
+def shard_from_config(
+    config: PreTrainedConfig, spec: CacheSpec, *, tp: int = 1, rank: int = 0, layers: Iterable[LayerId] | None = None
+) -> Shard:
+    """What a rank holds of ``spec`` when transformers itself makes the model tensor-parallel (``tp_plan="auto"``).
+
+    Transformers cuts the KV heads of architectures that have a plan for it; all else every rank holds whole.
+
+    Args:
+        config: the model's configuration.
+        spec: its cache.
+        tp: tensor-parallel size.
+        rank: which rank.
+        layers: the layers of its pipeline stage; None: all.
+    """
+    text = config.get_text_config(decoder=True)
+    cut = any(name.endswith("self_attn.k_proj") for name in text.base_model_tp_plan or ())
+    whole = {
+        c.name: range(c.units)
+        for components in spec.layers.values()
+        for c in components
+        if c.rows or (c.name in "kv" and not cut)
+    }
+    return shard(spec, tp=tp, rank=rank, layers=layers, units=whole)
+
+
+def _components(kind: object, config: PreTrainedConfig, dtype: str) -> Iterator[Component]:
+    """What one layer keeps; ``config`` is that layer's."""
+    from transformers.cache_utils import (
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
+
+    if type(kind) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
+        yield from _states(config, dtype)
+    elif type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise UnsupportedError(f"keeps a {type(kind).__name__}, which is not moved yet")
+    if isinstance(kind, DynamicLayer):
+        kept = kind.sliding_window - 1 if isinstance(kind, DynamicSlidingWindowLayer) else None
+        if kept == 0:
+            raise UnsupportedError("a sliding window of 1 token keeps nothing")
+        yield from _attention(config, dtype, kept)
+
+
+def _attention(config: PreTrainedConfig, dtype: str, window: int | None) -> Iterator[Component]:
     size = item_bytes(dtype)
     latent: int | None = getattr(config, "kv_lora_rank", None)
     if latent is not None:
         rope: int = config.qk_rope_head_dim
-        return Component("latent", dtype, 1, latent * size), Component("rope", dtype, 1, rope * size)
+        yield Component("latent", dtype, 1, latent * size, window=window)
+        yield Component("rope", dtype, 1, rope * size, window=window)
+        return
     heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Component("k", dtype, heads, dim * size), Component("v", dtype, heads, dim * size)
+    for name in ("k", "v"):
+        yield Component(name, dtype, heads, dim * size, window=window)
+
+
+def _states(config: PreTrainedConfig, dtype: str) -> Iterator[Component]:
+    """The blocks of a conv state, in the order of its channels, then the recurrent state."""
+    if hasattr(config, "linear_num_key_heads"):
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        key, value, kernel = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+        blocks = (("q", keys, key), ("k", keys, key), ("v", values, value))
+        recurrent = ("delta", values, key, value)
+    elif hasattr(config, "mamba_n_groups"):
+        heads, groups, state = config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_state
+        kernel = config.mamba_d_conv
+        blocks = (("x", heads, config.mamba_d_head), ("b", groups, state), ("c", groups, state))
+        recurrent = ("ssm", heads, config.mamba_d_head, state)
+    else:
+        raise UnsupportedError("keeps states of another kind than a gated delta net's or Mamba 2's")
+    for block, units, channels in blocks:
+        yield Component(f"conv.{block}", dtype, units, channels * item_bytes(dtype), tokens_per_row=0, rows=kernel)
+    name, units, rows, columns = recurrent
+    yield Component(name, STATE, units, columns * item_bytes(STATE), tokens_per_row=0, rows=rows)
