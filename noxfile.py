@@ -118,10 +118,23 @@ def properties(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Each fuzz target for 60 s, or as long as ``DISAGG_KV_FUZZ_S`` says; what it finds stays in ``.fuzz``."""
+    enter_cpu(session)
+    cpu(session, "python", "-m", "pip", "install", "--quiet", "--no-compile", *CONSTRAINED, "atheris")
+    seconds = os.environ.get("DISAGG_KV_FUZZ_S", "60")
+    for target in session.posargs or ("frame", "metadata", "plan", "events"):
+        grown = ROOT / ".fuzz" / target
+        grown.mkdir(parents=True, exist_ok=True)
+        limits = (f"-max_total_time={seconds}", "-max_len=4096", "-timeout=60", f"-artifact_prefix={grown.parent}/")
+        cpu(session, "python", "-m", "fuzz.run", target, *limits, str(grown), str(ROOT / "fuzz" / "corpus" / target))
+
+
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Mypy, strict, over everything that is Python."""
     enter_cpu(session)
-    cpu(session, "mypy", *(session.posargs or ("src", "tests", "benchmarks", "noxfile.py")))
+    cpu(session, "mypy", *(session.posargs or ("src", "tests", "fuzz", "benchmarks", "noxfile.py")))
 
 
 @nox.session

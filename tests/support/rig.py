@@ -25,7 +25,7 @@ from disagg_kv.kernels import Kernels
 from disagg_kv.memory import Buffer, Event, PagedPool, bytes_of
 from disagg_kv.memory.paged import Layout
 from disagg_kv.protocol import Options, Phase
-from disagg_kv.rendezvous import Source, StaticRendezvous
+from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, SupportsAllocate, Transport
@@ -186,7 +186,7 @@ class Rig:
         self.options = options or Options()
         self.clock = FakeClock(1.0)
         self.hub = Hub()
-        self.rendezvous = StaticRendezvous()
+        self.rendezvous: Rendezvous = StaticRendezvous()
         self.prefills: Prefills = []
         self.decodes: Decodes = []
         self.rng = np.random.default_rng(7)

@@ -1,0 +1,165 @@
+"""Whatever bytes a peer sends: a valid object or RemoteProtocolError, nothing else, whole and in pieces.
+
+Each target takes bytes and raises on anything that breaks that sentence. ``fuzz/run.py`` feeds them with atheris; the
+test suite replays ``fuzz/corpus``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+
+import msgspec
+import numpy as np
+
+from disagg_kv.errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
+from disagg_kv.ids import Rank, RoomId
+from disagg_kv.planning import Writes
+from disagg_kv.protocol import Codec, Hello
+from disagg_kv.protocol import frames as f
+from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
+from disagg_kv.rendezvous import Source, StoreRendezvous
+from disagg_kv.strategies import Job, Path, paths
+from disagg_kv.transports import InprocTransport, ShmTransport
+from disagg_kv.transports.descriptor import decode, unpack
+from disagg_kv.transports.mooncake_flight import Address
+from disagg_kv.transports.process import Process
+from fuzz.world import World, endpoint
+
+CODEC = Codec()
+TRANSPORTS = ("inproc", "shm", "nixl", "mooncake", "cuda_ipc")
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """The whole, and two parts of it; which two, the data say."""
+    yield data
+    if data:
+        cut = data[-1] % len(data)
+        yield data[:cut]
+        yield data[cut:]
+
+
+def frame(data: bytes) -> None:
+    """A control frame, and the geometry in it."""
+    for piece in pieces(data):
+        with suppress(RemoteProtocolError):
+            found = CODEC.decode(piece)
+            assert CODEC.decode(CODEC.encode(found)) == found
+            if isinstance(found, Hello):
+                spec = spec_from_wire(found.spec)
+                shards = [shard_from_wire(shard, spec) for shard in found.shards]
+                for shard in shards[: found.rank + 1][-1:]:
+                    site_from_wire(found.site, spec, shard)
+            elif isinstance(found, f.Expect):
+                tables_from_wire(found.tables or ())
+
+
+class _Store:
+    """A store that answers every question with the same bytes."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def check(self, keys: list[str]) -> bool:
+        """Everything is there."""
+        return True
+
+    def get(self, key: str) -> bytes:
+        """The bytes; where the number of ranks is asked for, one, if they begin with a zero byte."""
+        first = self._value[:1] == b"\0"
+        return b"1" if first and '", ' not in key else self._value[first:]
+
+    def set(self, key: str, value: str) -> None:
+        """Nothing is kept."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """It is there already."""
+        return self.get(key)
+
+
+def metadata(data: bytes) -> None:
+    """What a transport says of itself, and what a rendezvous holds."""
+    for piece in pieces(data):
+        for name in TRANSPORTS:
+            with suppress(RemoteProtocolError):
+                found = decode(piece, name)
+                for blob in (found.blob, *(region.blob for region in found.regions)):
+                    for kind in (Process, Address):
+                        with suppress(RemoteProtocolError):
+                            unpack(blob, kind)
+        for make in (InprocTransport, ShmTransport):
+            transport = make()
+            # A peer that is not there, or of another host: said by name too.
+            with suppress(RemoteProtocolError, TransportError, PeerLostError):
+                transport.connect(piece, 0.0)
+            transport.close(0.0)
+        with suppress(RemoteProtocolError):
+            StoreRendezvous(_Store(piece)).lookup(Source("prefill"))
+
+
+class Plan(msgspec.Struct, array_like=True):
+    """A peer's introduction, and what it then awaits."""
+
+    hello: Hello
+    tables: tuple[f.WireTable, ...]
+    stop: f.U
+
+
+PLANS = msgspec.msgpack.Decoder(Plan)
+
+
+def plan(data: bytes) -> None:
+    """From an introduction to the writes into that peer's memory: none is outside of what it said it has."""
+    try:
+        given = PLANS.decode(data)
+        # A peer's frame has passed the codec.
+        hello = CODEC.decode(CODEC.encode(given.hello))
+        tables = tables_from_wire(given.tables)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RemoteProtocolError):
+        return
+    assert isinstance(hello, Hello)
+    me = endpoint("decode" if hello.role == "prefill" else "prefill")
+    try:
+        me.admit(hello)
+    except (RemoteProtocolError, IncompatiblePeerError):
+        return
+    if hello.role == me.role or me.role == "decode":
+        return
+    remote, routes = me.meet(hello)
+    intake, room = routes.intake(RoomId(b"room")), RoomId(b"room")
+    view = routes.view(room, Rank(0), me.site)
+    stop = min(given.stop, me.rows)
+    # What fits nowhere, and pages that do not fit, are errors of ours that end the room.
+    with suppress(DisaggKVError):
+        for layers in intake.ranges(Rank(0)):
+            for segment in intake.cut(
+                0, stop, layers, slot_bytes=4096, lease_bytes=hello.lease_bytes, page_rows=remote.page_rows()
+            ):
+                for path in paths().values():
+                    _post(path, Job(me.site, remote.site, intake.parts[0], view, segment, me.tables, tables), hello)
+
+
+def _post(path: Path, job: Job, hello: Hello) -> None:
+    """Plan a part's writes and hold them against the peer's own words."""
+    with suppress(DisaggKVError):
+        writes = path.send(job)
+        if isinstance(writes, Writes):
+            sizes = np.array(hello.site.buffers, np.int64)
+            assert (writes.nbytes > 0).all()
+            assert (writes.remote_off >= 0).all()
+            assert (writes.remote_off + writes.nbytes <= sizes[writes.remote]).all(), "outside of the peer's memory"
+
+
+def events(data: bytes) -> None:
+    """Engines and a hostile peer at live endpoints: no error that was not foreseen, and no byte of another room."""
+    with closing(World(data)) as world:
+        world.run()
+        world.check()
+
+
+TARGETS: Mapping[str, Callable[[bytes], None]] = {
+    "frame": frame,
+    "metadata": metadata,
+    "plan": plan,
+    "events": events,
+}

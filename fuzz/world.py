@@ -1,0 +1,253 @@
+"""Endpoints for the fuzz targets: real ones in one process, on a fake clock, with a stranger on their network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import numpy as np
+from msgspec import structs
+
+from disagg_kv.channels import Channel, InprocChannel, News
+from disagg_kv.endpoints.introduction import Remote, Role, Self
+from disagg_kv.endpoints.life import Life
+from disagg_kv.endpoints.routes import Routes
+from disagg_kv.errors import DisaggKVError
+from disagg_kv.geometry import CacheSpec, PageTable
+from disagg_kv.ids import GroupId, Rank
+from disagg_kv.memory import PagedPool
+from disagg_kv.protocol import Codec, Hello, Options
+from disagg_kv.protocol import frames as f
+from disagg_kv.strategies import paths
+from disagg_kv.transports import InprocTransport
+from tests.support.rig import KV, Memory, Request, Rig, tp_shards
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+ROWS = 24
+CODEC = Codec()
+
+
+class Fixed:
+    """One endpoint's own half of an introduction, and its pages of a room."""
+
+    rows = ROWS
+
+    def __init__(self, role: Role) -> None:
+        shards = tuple(tp_shards(SPEC, 2))
+        self.pool = PagedPool.allocate(SPEC, shards[0], pages=16, page_size=4)
+        self.transport = InprocTransport()
+        self.regions = tuple(self.transport.register(self.pool.buffers))
+        self.role = role
+        self.site = self.pool.site
+        self.tables: Mapping[GroupId, PageTable] = {KV: PageTable(KV, np.arange(ROWS // 4))}
+        self.me = Self(
+            Life(), "inproc://me", role, role, Rank(0), shards, self.site, self.regions, self.transport,
+            tuple(paths().values()), 4096, self.regions[0], 1 << 16, 1 << 13,
+        )  # fmt: skip
+        self.admit = self.me.admit
+
+    def meet(self, hello: Hello) -> tuple[Remote, Routes]:
+        """A peer of the other side, admitted before."""
+        remote = Remote.of(hello)
+        return remote, Routes(self.me.shards, remote.site)
+
+
+@cache
+def endpoint(role: Role) -> Fixed:
+    """The endpoint of either side; nothing changes it."""
+    return Fixed(role)
+
+
+class Draw:
+    """Reads decisions from bytes; when there are none left, all are 0."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def __bool__(self) -> bool:
+        return self._at < len(self._data)
+
+    def byte(self) -> int:
+        """0 to 255."""
+        self._at += 1
+        return self._data[self._at - 1] if self._at <= len(self._data) else 0
+
+    def number(self) -> int:
+        """Small ones mostly, also multiples of 256, and what hardly fits."""
+        drawn = self.byte()
+        if drawn < 160:
+            return drawn % 32
+        return (drawn - 159) * 256 if drawn < 224 else (1 << (2 * (drawn - 224))) - (drawn & 1)
+
+    def bytes(self, most: int) -> bytes:
+        """Up to so many."""
+        return bytes(self.byte() for _ in range(self.byte() % (most + 1)))
+
+
+class _Overheard:
+    """A channel whose last frames a stranger has seen."""
+
+    def __init__(self, inner: Channel, heard: list[bytes]) -> None:
+        self._inner = inner
+        self._heard = heard
+        self.address = inner.address
+        self.wake, self.forget, self.close = inner.wake, inner.forget, inner.close
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Remember and pass on."""
+        self._heard.append(frame)
+        del self._heard[:-64]
+        return self._inner.send(address, frame)
+
+    def poll(self, timeout_s: float) -> Sequence[News]:
+        """Pass on."""
+        return self._inner.poll(timeout_s)
+
+
+class World:
+    """Two prefill and two decode ranks, two rooms between them, and somebody who can send them anything.
+
+    Args:
+        data: decides what everybody does.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._draw = Draw(data)
+        self._heard: list[bytes] = []
+        self.rig = Rig(SPEC, options=Options(parked=4, peers=8, tombstones=4, silence_s=5.0, total_s=20.0))
+        memory = Memory(channel=lambda inner: _Overheard(inner, self._heard), pages=24)
+        path = "auto" if (choice := self._draw.byte()) < 16 else ("staged", "slice")[choice % 2]
+        self._prefills = self.rig.prefill(tp_shards(SPEC, 2), memory=memory, strategy=path, slot_bytes=512)
+        self._decodes = self.rig.decode(tp_shards(SPEC, 2), memory=memory, strategy=path, ring_bytes=8 << 10)
+        self._stranger = InprocChannel(self.rig.hub, "stranger")
+        self._requests: list[Request] = []
+
+    def run(self) -> None:
+        """As long as there are data, and a little longer."""
+        self._begin("0")
+        while self._draw:
+            match self._draw.byte() % 8:
+                case 0 | 1:
+                    for _ in range(1 + self._draw.byte() % 8):
+                        self.rig.turn()
+                case 2 | 3 | 4:
+                    self._send(self._forged())
+                case 5:
+                    self._send(self._changed())
+                case 6:
+                    self._send(self._draw.bytes(64))
+                case _:
+                    self._engine()
+        for _ in range(8):
+            self.rig.turn()
+
+    def check(self) -> None:
+        """Nothing went wrong but what was foreseen, and no page that no room had was touched."""
+        for member in self.rig.members:
+            assert member.observer.counters["errors.unforeseen"] == 0
+        for request in self._requests:
+            request.forgive()
+        self.rig.check()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.rig.close()
+        self._stranger.close()
+
+    # Engines.
+
+    def _begin(self, name: str) -> None:
+        request = self.rig.request(name, self._prefills, self._decodes, ROWS)
+        self._requests.append(request.open_decode().expect().open_prefill())
+
+    def _engine(self) -> None:
+        request = self._requests[-1]
+        act = self._draw.byte() % 5
+        try:
+            if act == 0 and not request.given:
+                request.send(ROWS).finish()
+            elif act == 1 and not request.given:
+                request.send(8)
+            elif act == 2:
+                request.handles[self._draw.byte() % 4].abort("changed my mind")
+            elif act == 3 and len(self._requests) < 2:
+                self._begin("1")
+            else:
+                self.rig.wait(self._draw.byte() / 128)
+        except DisaggKVError:
+            # The order of calls depends on the bytes, and may be wrong.
+            return
+
+    # The stranger.
+
+    def _send(self, frame: bytes) -> None:
+        member = self.rig.members[self._draw.byte() % 4]
+        self._stranger.send(member.channel.address, frame)
+
+    def _changed(self) -> bytes:
+        """Something overheard, with a few bytes changed."""
+        if not self._heard:
+            return b""
+        frame = bytearray(self._heard[-1 - self._draw.byte() % len(self._heard)])
+        for _ in range(self._draw.byte() % 4):
+            frame[self._draw.number() % len(frame)] = self._draw.byte()
+        return bytes(frame)
+
+    def _forged(self) -> bytes:
+        return CODEC.encode(forge(KINDS[self._draw.byte() % len(KINDS)], self._draw, **self._between()))
+
+    def _between(self) -> dict[str, bytes]:
+        """From one to another, mostly between those that are there."""
+        epochs = [*[m.endpoint._node.me.epoch for m in self.rig.members] * 3, bytes(16)]
+        return {name: epochs[self._draw.byte() % len(epochs)] for name in ("src", "dst")}
+
+
+def _box(draw: Draw) -> f.Box:
+    """Mostly one that could be."""
+    if draw.byte() % 8 == 0:
+        return (draw.number(), draw.number(), draw.number(), draw.number(), bool(draw.byte() % 2))
+    start, first = 4 * (draw.byte() % 8), draw.byte() % 3
+    return (start, start + 4 * (draw.byte() % 7), first, first + draw.byte() % 3, draw.byte() % 16 == 0)
+
+
+def _tables(draw: Draw) -> tuple[f.WireTable, ...] | None:
+    if draw.byte() % 2:
+        return None
+    pages = np.array([draw.number() % 64 for _ in range(draw.byte() % 9)], "<i4").tobytes()
+    return (f.WireTable("kv", 4 * (draw.byte() % 3), pages),)
+
+
+FIELDS: Mapping[str, Callable[[Draw], object]] = {
+    "room": lambda draw: (b"0", b"0", b"1", b"x")[draw.byte() % 4],
+    "generation": lambda draw: draw.byte() % 4,
+    "segment": _box,
+    "paths": lambda draw: ("staged", "slice", "direct")[: 1 + draw.byte() % 3],
+    "path": lambda draw: ("staged", "slice", "nothing")[draw.byte() % 3],
+    "tables": _tables,
+    "tag": lambda draw: b"",
+    "aux": lambda draw: draw.bytes(16),
+    "reason": lambda draw: "forged",
+    "parked": lambda draw: bool(draw.byte() % 2),
+    "ready": lambda draw: bool(draw.byte() % 2),
+    "ok": lambda draw: (None, True, False)[draw.byte() % 3],
+}
+"""How the fields of a forged frame are drawn; all others are numbers."""
+
+OPTIONAL: Mapping[type[f.Frame], str] = {f.Expect: "stop", f.ChunkReady: "lease"}
+"""Numbers that need not be there."""
+
+KINDS: tuple[type[f.Frame], ...] = (
+    f.Heartbeat, f.Expect, f.Expected, f.StagingRequest, f.Queued, f.Grant, f.Landed, f.ChunkReady, f.Return,
+    f.Returned, f.Done, f.Complete, f.Abort, f.AbortAck, f.Drained, f.DrainedAck, f.Ballot, f.Verdict,
+)  # fmt: skip
+
+
+def forge(kind: type[f.Frame], draw: Draw, **between: object) -> f.Frame:
+    """A frame of the right shape, with whatever the bytes say in it."""
+    names = [field.name for field in structs.fields(kind) if field.name not in between]
+    drawn = {name: FIELDS.get(name, Draw.number)(draw) for name in names}
+    if kind in OPTIONAL:
+        drawn[OPTIONAL[kind]] = drawn[OPTIONAL[kind]] or None
+    make: Callable[..., f.Frame] = kind
+    return make(**between, **drawn)
