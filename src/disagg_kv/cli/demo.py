@@ -43,7 +43,10 @@ def demo(
     decode_launch: Annotated[
         str, typer.Option(help="Words before decode's command, for another network here: 'ip netns exec b'.")
     ] = "",
-    requests: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="How many conversations.")] = 4,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Prompts of each; a later one is all that was said before, and 48 tokens more.")
+    ] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the shortest prompt.")] = 384,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass of prefill.")] = 150,
@@ -74,6 +77,7 @@ def demo(
         decode_host=decode_host,
         decode_launch=tuple(shlex.split(decode_launch)),
         requests=requests,
+        turns=turns,
         max_new_tokens=max_new_tokens,
         prompt_tokens=prompt_tokens,
         chunk_tokens=chunk_tokens,
@@ -89,7 +93,8 @@ def demo(
         report = run_demo(
             config, lambda told: bar.update(task, advance=1, description=f"{told.role} {told.rank}: {told.kind}")
         )
-    emit(document(report), _moved(config, report), _ranks(report), verdict(report), as_json=as_json)
+    tables = [_moved(config, report), _ranks(report), *([_turns(report)] if turns > 1 else ())]
+    emit(document(report), *tables, verdict(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -119,7 +124,7 @@ def _moved(config: DemoConfig, report: Report) -> Table:
     per_token = f"{report.descriptors:,} (one per token and head slice: {report.descriptors_slice:,})"
     rows = {
         "requests": f"{report.requests} ({report.prompt_tokens:,} tokens, {report.new_tokens} new ones each)",
-        "chunks": f"{sum(-(-n // config.chunk_tokens) for n in config.prompt_lengths)} forward passes of prefill",
+        "chunks": f"{config.passes} forward passes of prefill",
         "KV bytes": f"{report.kv_bytes:,}",
         "writes": per_token,
         "path": ", ".join(report.paths),
@@ -128,6 +133,14 @@ def _moved(config: DemoConfig, report: Report) -> Table:
     }
     for name, value in rows.items():
         table.add_row(name, value)
+    return table
+
+
+def _turns(report: Report) -> Table:
+    table = Table("turn", "prompt tokens", "held by decode", "KV bytes", "at best", title="Turns")
+    for number, turn in enumerate(report.turns):
+        held = f"{turn.held_tokens:,}"
+        table.add_row(str(number), f"{turn.prompt_tokens:,}", held, f"{turn.kv_bytes:,}", f"{turn.kv_bytes_ideal:,}")
     return table
 
 

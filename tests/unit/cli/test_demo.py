@@ -16,7 +16,7 @@ SMALL = ["--requests", "2", "--max-new-tokens", "6", "--layers", "2", "--prefill
 FIELDS = {
     "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",
     "descriptors", "descriptors_slice", "strategy", "paths", "transport", "prefill_tp", "decode_tp", "inject",
-    "phases", "gb_per_s", "ranks",
+    "phases", "gb_per_s", "ranks", "turns",
 }  # fmt: skip
 
 
@@ -41,6 +41,14 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
     assert len({rank["pid"] for rank in ranks.values()}) == 3
     assert ranks["decode", 0]["kv_heads"] == list(range(8))
     assert ranks["decode", 0]["nbytes"] == ranks["prefill", 0]["nbytes"] == found["kv_bytes"]
+
+
+def test_a_conversation_moves_only_what_is_new(capsys: pytest.CaptureFixture[str]) -> None:
+    """C1, C6: turn by turn, in words; the numbers are the same as at best."""
+    assert run(["demo", *SMALL, "--strategy", "staged+incremental", "--prefill-tp", "2", "--turns", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Turns" in text
+    assert "held by decode" in text
 
 
 @pytest.mark.parametrize(
@@ -93,6 +101,7 @@ def made(**changes: Any) -> Report:
         "tokens_equal": True, "wrong_bytes": 0, "stray_bytes": 0, "requests": 1, "prompt_tokens": 9, "new_tokens": 1,
         "kv_bytes": 9, "descriptors": 1, "descriptors_slice": 9, "strategy": "staged", "paths": ("staged",),
         "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {}, "gb_per_s": 0.0, "ranks": (),
+        "turns": (),
     }  # fmt: skip
     return Report(**{**values, **changes})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -98,3 +99,25 @@ def test_nothing_arrived_is_all_wrong(tmp_path: Path) -> None:
     found = check(tmp_path, ROWS, 1, files)
     assert found.wrong > 0.45 * NBYTES
     assert found.stray == 0
+
+
+def test_rows_that_decode_computed_are_compared_with_its_own_copy(tmp_path: Path) -> None:
+    """C4: a later turn's transfer must not write over what decode held; its own bytes need not be prefill's."""
+    files = leave(tmp_path, 1, 2, flip())
+    own = [np.load(tmp_path / "own-0-0.npy")[:, :, rank * 2 : rank * 2 + 2] for rank in range(2)]
+    for rank, of in enumerate(own):
+        np.save(tmp_path / f"kept-0-{rank}.npy", of[:, :, :, [1, 3]])
+    files = [attrs.evolve(of, kept=(((1, 2), (3, 4)), ())) for of in files]
+    assert check(tmp_path, ROWS, 1, files) == Checked(NBYTES, 0, 0)
+    np.save(tmp_path / "kept-0-1.npy", own[1][:, :, :, [1, 3]] + 1)
+    found = check(tmp_path, ROWS, 1, files)
+    assert 0 < found.wrong <= LAYERS * 2 * 2 * 2 * DIM * 4
+    assert found.stray == 0
+
+
+def test_pages_of_earlier_turns_may_hold_anything(tmp_path: Path) -> None:
+    """But rows of theirs that are awaited now must be right."""
+    page = PAGE * HEADS * DIM * 4
+    files = leave(tmp_path, 2, 1, flip(0, 3 * page, 3 * page + 1))
+    files = [attrs.evolve(of, used=(0, 3)) for of in files]
+    assert check(tmp_path, ROWS, 2, files) == Checked(NBYTES, 1, 0)

@@ -9,7 +9,7 @@ import pytest
 
 import disagg_kv
 from disagg_kv.engines.hf.demo import DemoConfig, run_demo
-from disagg_kv.engines.hf.demo.model import BOS, prompts
+from disagg_kv.engines.hf.demo.model import BOS, Talks
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 
 
@@ -20,6 +20,8 @@ from disagg_kv.errors import ConfigurationError, UnknownNameError
         ({"decode_tp": 16}, "decode_tp 16: .* 8 KV heads"),
         ({"decode_tp": 0}, "decode_tp 0"),
         ({"requests": 0}, "requests must be positive, not 0"),
+        ({"turns": 0}, "turns must be positive, not 0"),
+        ({"turns": 100}, "turns 100: the last prompt has 8415 tokens"),
         ({"timeout_s": 0.0}, "timeout_s must be positive"),
         ({"chunk_tokens": 384}, "prompt_tokens 384 must be more than chunk_tokens 384"),
         ({"prompt_tokens": 5000}, "prompt_tokens 5000 must be .* at most 4096"),
@@ -53,7 +55,7 @@ def test_names_that_cannot_work_are_refused_before_a_process_starts(
 def test_prompts_are_text_of_this_library_in_lengths_that_differ() -> None:
     """Bytes after a beginning; no two requests are alike, and all take at least two chunks."""
     config = DemoConfig(requests=5)
-    texts = prompts(config)
+    texts = Talks(config).prompts
     assert tuple(len(text) for text in texts) == config.prompt_lengths == (384, 421, 458, 495, 404)
     assert len(set(texts)) == 5
     assert min(config.prompt_lengths) > config.chunk_tokens
@@ -62,3 +64,18 @@ def test_prompts_are_text_of_this_library_in_lengths_that_differ() -> None:
     for text in texts:
         assert text[0] == BOS
         assert bytes(text[1:]) in sources
+
+
+def test_a_later_prompt_is_all_that_was_said_before_and_more() -> None:
+    """C1: and decode can lack all of it but the whole pages of prompt and answer."""
+    config = DemoConfig(requests=2, turns=3, max_new_tokens=5, turn_tokens=10)
+    talks = Talks(config)
+    first, other = talks.prompts
+    talks.answered(0, 0, [1, 2, 3, 4, 5])
+    second = talks.prompts[0]
+    assert second[:389] == (*first, 1, 2, 3, 4, 5)
+    talks.answered(0, 1, [6, 7, 8, 9, 10])
+    assert talks.prompts[1] == other
+    assert (len(second), len(talks.prompts[0])) == (config.lengths(1)[0], config.lengths(2)[0]) == (399, 414)
+    assert (config.lacking(0), config.lacking(1)) == ((384, 421), (399 - 384, 436 - 416))
+    assert config.passes == 3 + 1 + 1 + 3 + 1 + 1

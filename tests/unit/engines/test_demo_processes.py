@@ -65,7 +65,11 @@ def proved(config: DemoConfig) -> Report:
     assert report.tokens_equal
     assert report.wrong_bytes == report.stray_bytes == 0
     head = config.head_dim * 4
-    assert report.kv_bytes == sum(config.prompt_lengths) * config.layers * 2 * config.kv_heads * head
+    sent = [
+        config.lacking(turn) if "incremental" in config.strategy else config.lengths(turn)
+        for turn in range(config.turns)
+    ]
+    assert report.kv_bytes == sum(map(sum, sent)) * config.layers * 2 * config.kv_heads * head
     assert sum(rank.nbytes for rank in report.ranks if rank.role == "decode") == report.kv_bytes
     assert sum(rank.nbytes for rank in report.ranks if rank.role == "prefill") == report.kv_bytes
     assert len(lines) == steps(config)
@@ -82,6 +86,40 @@ def test_decode_generates_what_one_process_would_from_a_cache_that_crossed(tp: t
     assert held == [tuple(range(rank * each, (rank + 1) * each)) for rank in range(tp[0])]
     assert report.paths == ("staged",)
     assert 0 < report.descriptors < report.descriptors_slice / 50
+
+
+@pytest.mark.parametrize(
+    ("tp", "strategy", "page"),
+    [((4, 2), "staged", 16), ((2, 1), "staged", 64), ((1, 2), "slice", 16), ((1, 1), "direct", 16)],
+)
+def test_each_turn_of_a_conversation_moves_only_what_decode_lacks(
+    tp: tuple[int, int], strategy: str, page: int
+) -> None:
+    """C1, C3, C4, C6: decode keeps what came and what it computed itself; byte for byte, and the same tokens."""
+    config = attrs.evolve(
+        QUICK,
+        prefill_tp=tp[0],
+        decode_tp=tp[1],
+        strategy=f"{strategy}+incremental",
+        decode_page_size=page,
+        turns=3,
+    )
+    report = proved(config)
+    assert [turn.prompt_tokens for turn in report.turns] == [sum(config.lengths(turn)) for turn in range(3)]
+    assert all(turn.kv_bytes == turn.kv_bytes_ideal for turn in report.turns)
+    held = [turn.prompt_tokens - sum(config.lacking(number)) for number, turn in enumerate(report.turns)]
+    assert [turn.held_tokens for turn in report.turns] == held
+    assert held[0] == 0
+    assert min(held[1:]) > 600
+
+
+def test_without_the_selection_every_turn_moves_everything() -> None:
+    """The control: the bytes at best are told beside those that crossed."""
+    report = proved(attrs.evolve(QUICK, prefill_tp=2, turns=2))
+    first, second = report.turns
+    assert first.kv_bytes == first.kv_bytes_ideal
+    assert second.held_tokens == 0
+    assert second.kv_bytes > 5 * second.kv_bytes_ideal
 
 
 def test_six_heads_from_three_ranks_to_two_and_pages_of_other_sizes() -> None:

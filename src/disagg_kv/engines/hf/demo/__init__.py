@@ -6,7 +6,7 @@ tokens, caches and pages as files, which ``check`` compares with nothing but Num
 """
 
 from .config import DemoConfig, Told, steps
-from .report import Report
+from .report import Report, TurnReport
 from .run import run_demo
 
-__all__ = ["DemoConfig", "Report", "Told", "run_demo", "steps"]
+__all__ = ["DemoConfig", "Report", "Told", "TurnReport", "run_demo", "steps"]

@@ -26,12 +26,17 @@ class PoolFile:
         page_size: rows of a page.
         strides: per layer, for K and V: offset, bytes from page to page, from row to row, from head to head.
         tables: the pages of every request.
+        used: pages that had rows of earlier turns: what lies in them beside the rows of ``tables`` does not matter.
+        kept: for every request, runs of rows that decode computed itself in an earlier turn and holds since. Their
+            bytes are in ``kept-<request>-<rank>.npy``, run after run.
     """
 
     heads: tuple[int, int]
     page_size: int
     strides: Sequence[Sequence[tuple[int, int, int, int]]]
     tables: Sequence[Sequence[int]]
+    used: Sequence[int] = ()
+    kept: Sequence[Sequence[tuple[int, int]]] = ()
 
 
 @frozen
@@ -39,7 +44,7 @@ class Checked:
     """What the comparison found.
 
     Args:
-        nbytes: bytes that had to arrive, over all decode ranks.
+        nbytes: bytes that had to be there, over all decode ranks.
         wrong: how many of them are not what prefill had.
         stray: bytes outside of them that are no longer what they were.
     """
@@ -63,19 +68,29 @@ def check(work: Path, rows: Sequence[int], prefill_tp: int, pools: Sequence[Pool
     expected = [np.zeros(memory.shape, bool) for memory in memories]
     for request, count in enumerate(rows):
         parts = [np.load(work / f"own-{request}-{rank}.npy") for rank in range(prefill_tp)]
-        own = np.concatenate(parts, axis=2)  # [layers, 2, heads, rows, dim]
-        for pool, memory, seen in zip(pools, memories, expected, strict=True):
+        whole = np.concatenate(parts, axis=2)  # [layers, 2, heads, rows, dim]
+        for rank, (pool, memory, seen) in enumerate(zip(pools, memories, expected, strict=True)):
+            own = whole[:, :, pool.heads[0] : pool.heads[1], :count].copy()
+            if pool.kept and pool.kept[request]:
+                own[:, :, :, _rows(pool.kept[request])] = np.load(work / f"kept-{request}-{rank}.npy")
             for layer in range(own.shape[0]):
                 for kind in range(2):
-                    should = own[layer, kind, pool.heads[0] : pool.heads[1], :count].transpose(1, 0, 2)
+                    should = own[layer, kind].transpose(1, 0, 2)
                     cells = np.ascontiguousarray(should).view(np.uint8)  # [rows, heads, bytes]
                     where = _addresses(pool, pool.strides[layer][kind], pool.tables[request], cells.shape)
                     nbytes += cells.size
                     wrong += int(np.count_nonzero(memory[where] != cells))
                     seen[where] = True
-    for memory, seen in zip(memories, expected, strict=True):
+    for pool, memory, seen in zip(pools, memories, expected, strict=True):
+        for strides in (of for layer in pool.strides for of in layer) if pool.used else ():
+            cells_of = (len(pool.used) * pool.page_size, pool.heads[1] - pool.heads[0], strides[3])
+            seen[_addresses(pool, strides, pool.used, cells_of)] = True
         stray += int(np.count_nonzero(memory[~seen] != POISON))
     return Checked(nbytes, wrong, stray)
+
+
+def _rows(runs: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.arange(start, stop) for start, stop in runs])
 
 
 def _addresses(

@@ -29,7 +29,9 @@ class DemoConfig:
         decode_host: the address at which prefill reaches decode's processes.
         decode_launch: words that begin the command of decode's processes, for example ``ip netns exec b``: they may be
             in another network, but have this machine's files, clock and process ids.
-        requests: how many prompts.
+        requests: how many prompts, each the first of a conversation.
+        turns: how many prompts a conversation has: each is the one before, its answer, and ``turn_tokens`` more.
+        turn_tokens: tokens that a later prompt adds.
         max_new_tokens: greedy tokens of each, the first of which prefill computes.
         prompt_tokens: length of the first prompt; the others are up to 127 tokens longer.
         chunk_tokens: tokens of one forward pass of prefill.
@@ -53,6 +55,8 @@ class DemoConfig:
     decode_host: str = LOOPBACK
     decode_launch: tuple[str, ...] = ()
     requests: int = 4
+    turns: int = 1
+    turn_tokens: int = 48
     max_new_tokens: int = 32
     prompt_tokens: int = 384
     chunk_tokens: int = 150
@@ -72,13 +76,26 @@ class DemoConfig:
                 raise ConfigurationError(
                     f"{name} {tp}: transformers cuts {self.kv_heads} KV heads only over a divisor of {self.kv_heads}"
                 )
-        positive = ("requests", "max_new_tokens", "chunk_tokens", "prefill_page_size", "decode_page_size", "layers")
+        positive = (
+            "requests",
+            "turns",
+            "turn_tokens",
+            "max_new_tokens",
+            "chunk_tokens",
+            "prefill_page_size",
+            "decode_page_size",
+            "layers",
+        )
         for name in (*positive, "head_dim", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)}")
         if not self.chunk_tokens < self.prompt_tokens <= 4096:
             raise ConfigurationError(
                 f"prompt_tokens {self.prompt_tokens} must be more than chunk_tokens {self.chunk_tokens}, at most 4096"
+            )
+        if max(self.lengths(self.turns - 1)) > 8000:
+            raise ConfigurationError(
+                f"turns {self.turns}: the last prompt has {max(self.lengths(self.turns - 1))} tokens"
             )
         if (self.prefill_host == LOOPBACK) != (self.decode_host == LOOPBACK):
             raise ConfigurationError(
@@ -92,8 +109,30 @@ class DemoConfig:
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:
-        """Tokens of every prompt; they differ, so that last pages and chunks are partly filled."""
+        """Tokens of every first prompt; they differ, so that last pages and chunks are partly filled."""
         return tuple(self.prompt_tokens + 37 * i % 128 for i in range(self.requests))
+
+    def lengths(self, turn: int) -> tuple[int, ...]:
+        """Tokens of every prompt of a turn."""
+        return tuple(n + turn * (self.max_new_tokens + self.turn_tokens) for n in self.prompt_lengths)
+
+    def lacking(self, turn: int) -> tuple[int, ...]:
+        """Tokens of every prompt of a turn that decode cannot have: all but whole pages of the turn before.
+
+        Of an answer, decode computes all but the last token's cache.
+        """
+        if turn == 0:
+            return self.prompt_lengths
+        before = (n + self.max_new_tokens - 1 for n in self.lengths(turn - 1))
+        size = self.decode_page_size
+        return tuple(n - had // size * size for n, had in zip(self.lengths(turn), before, strict=True))
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of prefill: each turn computes what the turn before has not."""
+        before = [(0,) * self.requests, *(self.lengths(turn) for turn in range(self.turns - 1))]
+        new = (n - had for turn in range(self.turns) for n, had in zip(self.lengths(turn), before[turn], strict=True))
+        return sum(-(-n // self.chunk_tokens) for n in new)
 
     @property
     def members(self) -> tuple[tuple[Role, int, int], ...]:
@@ -158,5 +197,5 @@ class Told:
 def steps(config: DemoConfig) -> int:
     """How many lines other than ``failed`` a demo that works tells."""
     ranks = config.prefill_tp + config.decode_tp
-    requests = config.requests * (2 * ranks + 1)
+    requests = config.turns * config.requests * (2 * ranks + 1)
     return 2 * (ranks + 1) + requests

@@ -3,44 +3,154 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field
 from torch.distributed.distributed_c10d import Store
+from transformers.cache_utils import Cache, DynamicLayer
 
-from ....geometry import PageTable
+from ....endpoints import DecodeEndpoint
+from ....ids import Rank
+from ....memory import PagedPool
+from ....prefix import Claim, HashPrefixIndex, PrefixCache, namespace_of
+from ....rendezvous import StoreMinimum
+from ....strategies import strategy
 from .. import PageAllocator, PagedHFCache
 from . import wire
 from .lifetime import now
 from .member import Member
-from .model import forward, load_model
+from .model import Talks, forward, load_model
 from .pool import dump, heads, laid_out, shuffled
-from .results import DecodeResult
+from .results import DecodeResult, Moved
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+Own = npt.NDArray[np.float32]
+
+
+@define
+class _Talk:
+    """One conversation.
+
+    Args:
+        claim: its pages in this turn.
+        answers: tokens generated so far.
+        kept: rows that this rank computed and still holds, with their bytes ``[layers, 2, heads, rows, dim]``.
+    """
+
+    claim: Claim | None = None
+    answers: tuple[int, ...] = ()
+    kept: list[tuple[int, Own]] = field(factory=list)
+
+
+class _Rank:
+    """What a decode rank does in each turn."""
+
+    def __init__(self, member: Member, store: Store, endpoint: DecodeEndpoint, pool: PagedPool) -> None:
+        self.config = member.config
+        self.paged = PagedHFCache(pool)
+        free = PageAllocator(shuffled(self.paged.group.pages, self.config.seed + 1))
+        group = self.paged.group
+        index = HashPrefixIndex(group.rows_per_page, group.pages, namespace_of(pool.site.spec))
+        self.cache = PrefixCache(index, free, pool.site)
+        self.talks = Talks(self.config)
+        self.each = [_Talk() for _ in range(self.config.requests)]
+        self.rooms: list[Moved] = []
+        self.held: list[int] = []
+        self.used: set[int] = set()
+        self._member = member
+        self._store = store
+        self._endpoint = endpoint
+        self._pool = pool
+        self._keeps = strategy(self.config.strategy).selection == "incremental"
+        self._minimum = StoreMinimum(store, "decode", Rank(member.rank), member.world)
+
+    def receive(self, turn: int) -> None:
+        """Expect what is not held of every prompt, and wait for all of it."""
+        receptions = []
+        for request, (talk, prompt) in enumerate(zip(self.each, self.talks.prompts, strict=True)):
+            talk.claim = claim = self.cache.claim(prompt)
+            table = claim.begin(self._agreed(f"{request} {turn}", claim.rows if self._keeps else 0))
+            held = claim.rows
+            receptions.append(self._endpoint.open(wire.room(request, turn), wire.SOURCE))
+            receptions[-1].expect(len(prompt), [table], held={table.group: held}, aux=request)
+            self.held.append(held)
+            talk.kept = [(start, own[..., : max(held - start, 0), :]) for start, own in talk.kept if start < held]
+        self.rooms += wire.released(self._endpoint.poll, receptions, self._member, "arrived")
+        for talk, reception in zip(self.each, receptions, strict=True):
+            assert talk.claim is not None
+            assert talk.claim.settle(reception)
+
+    def _agreed(self, question: str, rows: int) -> int:
+        """The rows that all ranks of the group hold (C3)."""
+        self._minimum.say(question, rows)
+        while (agreed := self._minimum.agreed(question)) is None:
+            time.sleep(wire.PAUSE_S)
+        return agreed
+
+    def generate(self, model: LlamaForCausalLM, turn: int) -> None:
+        """Answer every prompt; unless it was the last turn, the answers' rows stay in the pages too."""
+        config = self.config
+        for request, (talk, prompt) in enumerate(zip(self.each, list(self.talks.prompts), strict=True)):
+            assert talk.claim is not None
+            generated = [int.from_bytes(self._pool.read_aux(request)[:4], "little")]
+            cache = self.paged.load(talk.claim.table, len(prompt))
+            while len(generated) < config.max_new_tokens:
+                generated.append(forward(model, generated[-1:], cache))
+            talk.answers += tuple(generated)
+            if turn < config.turns - 1:
+                self._keep(talk, talk.claim, [*prompt, *generated[:-1]], len(prompt), cache)
+                if self._member.rank == 0:
+                    wire.say_answer(self._store, request, turn, generated)
+                self.talks.answered(request, turn, generated)
+            self._member.tell("decoded")
+
+    def _keep(self, talk: _Talk, claim: Claim, tokens: list[int], start: int, cache: Cache) -> None:
+        """Write the rows from ``start`` on, which ``cache`` has, into pages that the next turn may hold."""
+        table = claim.grow(len(tokens))
+        own = []
+        for layer, of in enumerate(cache.layers):
+            assert isinstance(of, DynamicLayer)
+            assert of.keys is not None
+            assert of.values is not None
+            keys, values = of.keys[:, :, start:], of.values[:, :, start:]
+            self.paged.write(layer, table, start, keys, values)
+            own.append(torch.cat((keys, values)))
+        talk.kept.append((start, torch.stack(own).numpy()))
+        self.used.update(table.pages.tolist())
+        claim.end(tokens)
 
 
 def run(member: Member, store: Store) -> None:
-    """Expect every prompt's cache and wait for all of them, then generate."""
+    """Turn by turn: expect every prompt's cache and wait for all of them, then generate."""
     config = member.config
     model = load_model(member.model, member.world)
     with wire.decode(member, store) as (endpoint, pool):
-        paged = PagedHFCache(pool)
-        free = PageAllocator(shuffled(paged.group.pages, config.seed + 1))
-        tables = [PageTable(paged.group.id, free.take(paged.pages_for(rows))) for rows in config.prompt_lengths]
+        rank = _Rank(member, store, endpoint, pool)
         member.tell("ready")
-        ready = now()
-        receptions = []
-        for request, rows in enumerate(config.prompt_lengths):
-            receptions.append(endpoint.open(wire.room(request), wire.SOURCE))
-            receptions[-1].expect(rows, [tables[request]], aux=request)
-        rooms = wire.released(endpoint.poll, receptions, member, "arrived")
-        arrived = now()
-        tokens = []
-        for request, rows in enumerate(config.prompt_lengths):
-            generated = [int.from_bytes(pool.read_aux(request)[:4], "little")]
-            cache = paged.load(tables[request], rows)
-            while len(generated) < config.max_new_tokens:
-                generated.append(forward(model, generated[-1:], cache))
-            tokens.append(tuple(generated))
-            member.tell("decoded")
+        ready = arrived = now()
+        for turn in range(config.turns):
+            rank.receive(turn)
+            arrived = now()
+            rank.generate(model, turn)
         ended = now()
         member.save("pool", dump(pool))
-        layout = laid_out(pool, tables)
-        member.leave(DecodeResult(os.getpid(), heads(pool), ready, arrived, ended, tuple(tokens), rooms, layout))
+        for request, talk in enumerate(rank.each):
+            if talk.kept:
+                member.save(f"kept-{request}", np.concatenate([own for _, own in talk.kept], axis=3))
+        tables = [talk.claim.table for talk in rank.each if talk.claim is not None]
+        kept = [_runs(talk.kept) for talk in rank.each]
+        layout = laid_out(pool, tables, sorted(rank.used), kept)
+        tokens = tuple(talk.answers for talk in rank.each)
+        rooms, held = tuple(rank.rooms), tuple(rank.held)
+        member.leave(DecodeResult(os.getpid(), heads(pool), ready, arrived, ended, tokens, rooms, held, layout))
+
+
+def _runs(kept: Iterable[tuple[int, Own]]) -> list[tuple[int, int]]:
+    return [(start, start + own.shape[3]) for start, own in kept]

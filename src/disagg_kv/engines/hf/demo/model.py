@@ -63,14 +63,25 @@ def load_model(folder: Path, tp: int) -> LlamaForCausalLM:
     return model
 
 
-def prompts(config: DemoConfig) -> tuple[tuple[int, ...], ...]:
-    """Byte tokens of this library's sources, each prompt from another place."""
-    package = Path(__file__).parents[3]
-    sources = [path for path in sorted(package.rglob("*.py")) if path.stat().st_size]
-    text = b"".join(path.read_bytes() for path in sources)
-    text += text[: max(config.prompt_lengths)]
-    step = (len(text) - max(config.prompt_lengths)) // config.requests
-    return tuple((BOS, *text[i * step :][: n - 1]) for i, n in enumerate(config.prompt_lengths))
+class Talks:
+    """What is said in each conversation: byte tokens of this library's sources, each from another place."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        package = Path(__file__).parents[3]
+        sources = [path for path in sorted(package.rglob("*.py")) if path.stat().st_size]
+        text = b"".join(path.read_bytes() for path in sources)
+        most = max(config.prompt_lengths) + config.turns * config.turn_tokens
+        text += text[:most]
+        step = (len(text) - most) // config.requests
+        self._texts = [text[i * step :][:most] for i in range(config.requests)]
+        self._config = config
+        self.prompts = [(BOS, *self._texts[i][: n - 1]) for i, n in enumerate(config.prompt_lengths)]
+
+    def answered(self, request: int, turn: int, answer: Sequence[int]) -> None:
+        """Make the prompt of the turn after ``turn``."""
+        size = self._config.turn_tokens
+        start = self._config.prompt_lengths[request] - 1 + turn * size
+        self.prompts[request] = (*self.prompts[request], *answer, *self._texts[request][start : start + size])
 
 
 def forward(model: LlamaForCausalLM, tokens: Sequence[int], cache: Cache) -> int:

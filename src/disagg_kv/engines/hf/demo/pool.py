@@ -32,8 +32,11 @@ def shards_of(config: DemoConfig, tp: int) -> list[Shard]:
 
 
 def make_pool(config: DemoConfig, tp: int, rank: int, page_size: int, transport: Transport) -> PagedPool:
-    """Pages for all requests and a few more, every byte poisoned; peers can write to them where that is possible."""
-    pages = sum(-(-rows // page_size) for rows in config.prompt_lengths) + 4
+    """Pages for all requests and a few more, every byte poisoned; peers can write to them where that is possible.
+
+    In a conversation of several turns there are pages for two copies, one of which may be an earlier turn's.
+    """
+    pages = min(config.turns, 2) * sum(-(-rows // page_size) for rows in config.lengths(config.turns - 1)) + 4
     pool = PagedPool.allocate(
         spec_of(config),
         shards_of(config, tp)[rank],
@@ -54,14 +57,19 @@ def dump(pool: PagedPool) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.frombuffer(ctypes.string_at(buffer.addr, buffer.nbytes), np.uint8)
 
 
-def laid_out(pool: PagedPool, tables: Sequence[PageTable]) -> PoolFile:
-    """How to read the pages of ``tables`` in what :func:`dump` gives."""
+def laid_out(
+    pool: PagedPool,
+    tables: Sequence[PageTable],
+    used: Sequence[int] = (),
+    kept: Sequence[Sequence[tuple[int, int]]] = (),
+) -> PoolFile:
+    """How to read the pages of ``tables`` in what :func:`dump` gives; see :class:`PoolFile`."""
     site = pool.site
     planes = {(p.layer, p.component): (p.offset, p.page_stride, p.row_stride, p.unit_stride) for p in site.planes}
     strides = [[planes[layer, c.name] for c in components] for layer, components in site.spec.layers.items()]
     held = heads(pool)
     pages = [table.pages.tolist() for table in tables]
-    return PoolFile((held[0], held[-1] + 1), site.groups[0].rows_per_page, strides, pages)
+    return PoolFile((held[0], held[-1] + 1), site.groups[0].rows_per_page, strides, pages, used, kept)
 
 
 def heads(pool: PagedPool) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from .lifetime import now
 from .member import Member
-from .model import load_model, prompts
+from .model import Talks, load_model
 from .results import ReferenceResult
 
 
@@ -20,12 +20,16 @@ def run(member: Member, _: Store) -> None:
     model: Any = load_model(member.model, 1)
     member.tell("ready")
     began = now()
-    tokens: list[tuple[int, ...]] = []
-    for prompt in prompts(config):
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=config.max_new_tokens
-        )
-        tokens.append(tuple(out[0, len(prompt) :].tolist()))
-        member.tell("decoded")
+    talks = Talks(config)
+    tokens: list[tuple[int, ...]] = [()] * config.requests
+    for turn in range(config.turns):
+        for request, prompt in enumerate(talks.prompts):
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=config.max_new_tokens
+            )
+            answer = tuple(out[0, len(prompt) :].tolist())
+            tokens[request] += answer
+            talks.answered(request, turn, answer)
+            member.tell("decoded")
     member.leave(ReferenceResult(os.getpid(), now() - began, tuple(tokens)))

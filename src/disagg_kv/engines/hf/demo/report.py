@@ -35,6 +35,23 @@ class RankReport:
 
 
 @frozen
+class TurnReport:
+    """One prompt of every conversation.
+
+    Args:
+        prompt_tokens: tokens of all prompts of this turn.
+        held_tokens: tokens of them that every decode rank held beforehand.
+        kv_bytes: bytes of cache that prefill sent.
+        kv_bytes_ideal: bytes that decode cannot have had: of all tokens after the whole pages of the turn before.
+    """
+
+    prompt_tokens: int
+    held_tokens: int
+    kv_bytes: int
+    kv_bytes_ideal: int
+
+
+@frozen
 class Report:
     """One demo. It worked (``ok``) where tokens are equal and no byte is wrong.
 
@@ -42,10 +59,10 @@ class Report:
         tokens_equal: every decode rank generated what one process with the whole model did.
         wrong_bytes: bytes in decode's pages that are not prefill's.
         stray_bytes: bytes of decode's memory, outside those rows, that were changed.
-        requests: how many.
-        prompt_tokens: tokens of all prompts.
+        requests: how many conversations.
+        prompt_tokens: tokens of all prompts of all turns.
         new_tokens: tokens generated for each.
-        kv_bytes: bytes of cache that decode got, over all ranks.
+        kv_bytes: bytes of cache that prefill sent, over all ranks and turns.
         descriptors: writes that prefill posted.
         descriptors_slice: writes that one per token and head slice would have been.
         strategy: as asked for.
@@ -59,6 +76,7 @@ class Report:
             ``reference``: forward passes; ``check``: comparing; the phases of the endpoints: the slowest rank's sum.
         gb_per_s: ``kv_bytes`` in 1e9 bytes over the ``wire`` seconds of the slowest rank.
         ranks: every process.
+        turns: turn by turn.
     """
 
     tokens_equal: bool
@@ -79,6 +97,7 @@ class Report:
     phases: Mapping[str, float]
     gb_per_s: float
     ranks: tuple[RankReport, ...]
+    turns: tuple[TurnReport, ...]
     ok: bool = field(init=False)
 
     @ok.default
@@ -108,14 +127,16 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         **_endpoint_phases(results),
     }
     wire = phases.get("wire", 0.0)
+    turns = tuple(_turn(config, results, turn) for turn in range(config.turns))
+    kv_bytes = sum(turn.kv_bytes for turn in turns)
     return Report(
         tokens_equal=all(rank.tokens == results.reference.tokens for rank in results.decode),
         wrong_bytes=checked.wrong,
         stray_bytes=checked.stray,
         requests=config.requests,
-        prompt_tokens=sum(config.prompt_lengths),
+        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         new_tokens=config.max_new_tokens,
-        kv_bytes=checked.nbytes,
+        kv_bytes=kv_bytes,
         descriptors=sum(room.descriptors for room in sent),
         descriptors_slice=_descriptors_slice(config),
         strategy=config.strategy,
@@ -125,12 +146,24 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         decode_tp=config.decode_tp,
         inject=config.inject,
         phases={name: round(seconds, 6) for name, seconds in phases.items()},
-        gb_per_s=round(checked.nbytes / wire / 1e9, 3) if wire else 0.0,
+        gb_per_s=round(kv_bytes / wire / 1e9, 3) if wire else 0.0,
         ranks=(
             *(_rank("prefill", rank, of.pid, of.heads, of.rooms) for rank, of in enumerate(results.prefill)),
             *(_rank("decode", rank, of.pid, of.heads, of.rooms) for rank, of in enumerate(results.decode)),
             _rank("reference", 0, results.reference.pid, tuple(range(config.kv_heads)), ()),
         ),
+        turns=turns,
+    )
+
+
+def _turn(config: DemoConfig, results: Results, turn: int) -> TurnReport:
+    of = slice(turn * config.requests, (turn + 1) * config.requests)
+    row_bytes = config.layers * 2 * config.kv_heads * config.head_dim * 4
+    return TurnReport(
+        prompt_tokens=sum(config.lengths(turn)),
+        held_tokens=sum(min(held) for held in zip(*(rank.held[of] for rank in results.decode), strict=True)),
+        kv_bytes=sum(room.nbytes for rank in results.prefill for room in rank.rooms[of]),
+        kv_bytes_ideal=row_bytes * sum(config.lacking(turn)),
     )
 
 
@@ -154,9 +187,13 @@ def _endpoint_phases(results: Results) -> dict[str, float]:
 
 
 def _descriptors_slice(config: DemoConfig) -> int:
-    """Writes of the per-token path for all requests."""
+    """Writes of the per-token path for what decode lacks of all prompts."""
     spec = CacheSpec.kv(config.layers, config.kv_heads, config.head_dim, "float32")
     worlds = (config.prefill_tp, config.decode_tp)
     prefill, decode = ([shard(spec, tp=tp, rank=rank) for rank in range(tp)] for tp in worlds)
     sizes = (config.prefill_page_size, config.decode_page_size)
-    return sum(explain(spec, prefill, decode, rows, sizes).descriptors["slice"] for rows in config.prompt_lengths)
+    return sum(
+        explain(spec, prefill, decode, rows, sizes).descriptors["slice"]
+        for turn in range(config.turns)
+        for rows in config.lacking(turn)
+    )

@@ -38,7 +38,7 @@ class PrefillResult:
         heads: the KV heads it holds.
         ready: when it could begin.
         ended: when its last forward pass had ended.
-        rooms: what it sent, per request.
+        rooms: what it sent, per request, turn after turn.
     """
 
     pid: int
@@ -58,8 +58,9 @@ class DecodeResult:
         ready: when it could begin.
         arrived: when the last request's cache was there.
         ended: when the last token was.
-        tokens: per request.
-        rooms: what it received, per request.
+        tokens: per request, the answers of all turns.
+        rooms: what it received, per request, turn after turn.
+        held: tokens that it held, per request, turn after turn.
         pool: how its pages lie in ``pool-<rank>.npy``.
     """
 
@@ -70,6 +71,7 @@ class DecodeResult:
     ended: float
     tokens: tuple[tuple[int, ...], ...]
     rooms: tuple[Moved, ...]
+    held: tuple[int, ...]
     pool: PoolFile
 
 
@@ -80,7 +82,7 @@ class ReferenceResult:
     Args:
         pid: its process.
         seconds: how long it took.
-        tokens: per request.
+        tokens: per request, the answers of all turns.
     """
 
     pid: int

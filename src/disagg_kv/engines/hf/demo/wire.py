@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,9 +29,23 @@ PAUSE_S = 0.001
 """Seconds between two looks at the handles; an engine would look once per scheduler step."""
 
 
-def room(request: int) -> RoomId:
+def room(request: int, turn: int) -> RoomId:
     """The room of a request; both sides know it beforehand, as from a router."""
-    return RoomId(f"request-{request}".encode())
+    return RoomId(f"request-{request}-{turn}".encode())
+
+
+def say_answer(store: Store, request: int, turn: int, tokens: Sequence[int]) -> None:
+    """Tell the next turn's prefill what was answered, as a client would."""
+    store.set(f"answer {request} {turn}", json.dumps(list(tokens)))
+
+
+def answer(store: Store, request: int, turn: int) -> list[int]:
+    """Wait for an answer."""
+    key = f"answer {request} {turn}"
+    while not store.check([key]):  # asks again and again: a waiting call would not let signals through
+        time.sleep(PAUSE_S)
+    tokens: list[int] = json.loads(store.get(key))
+    return tokens
 
 
 @contextmanager
