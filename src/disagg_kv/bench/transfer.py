@@ -44,7 +44,8 @@ class Measured:
         phases: seconds; of the rank that spent most on the phase. ``total``: from the first rank that handed its rows
             over until the last decode rank had them all.
         gb_per_s: bytes through the median total.
-        share_of_ceiling: that speed over the ceiling's.
+        share_of_ceiling: of the wire phase alone: the ceiling's median over this one's, both of the slowest rank.
+        total_share_of_ceiling: of the whole transfer: ``gb_per_s`` over the ceiling's.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Measured:
     phases: Mapping[str, Quantiles]
     gb_per_s: float
     share_of_ceiling: float
+    total_share_of_ceiling: float
 
 
 @frozen
@@ -61,11 +63,13 @@ class Ceiling:
 
     Args:
         writes: how many, one per pair of ranks.
+        wire: of the rank that took longest, from handing its writes over until their ends are known.
         total: from the first that began until the last had ended.
         gb_per_s: bytes through the median total.
     """
 
     writes: int
+    wire: Quantiles
     total: Quantiles
     gb_per_s: float
 
@@ -110,7 +114,7 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
     """
     explanation = shape.explain()
     runs: dict[str, list[tuple[list[Moved], list[Moved]]]] = {name: [] for name in shape.strategies}
-    plain: list[float] = []
+    plain: list[tuple[float, float]] = []
     with started(shape, explanation) as (prefill, decode):
         for name in shape.strategies:
             _transfer(prefill, decode, name, 0)
@@ -126,8 +130,8 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
         for name in shape.strategies:
             _check(decode, name, explanation)
     nbytes = explanation.nbytes
-    total = Quantiles.of(plain)
-    ceiling = Ceiling(len(explanation.pairs), total, nbytes / total.p50 / 1e9)
+    wire, total = (Quantiles.of(seconds) for seconds in zip(*plain, strict=True))
+    ceiling = Ceiling(len(explanation.pairs), wire, total, nbytes / total.p50 / 1e9)
     found = {name: _measured(of, nbytes, ceiling) for name, of in runs.items()}
     ratio = None
     if {"staged", "slice"} <= found.keys():
@@ -164,9 +168,11 @@ def _introduce(prefill: Ranks, decode: Ranks, explanation: Explanation) -> None:
     prefill.give("connect", [sent.get(rank, []) for rank in range(prefill.size)])
 
 
-def _bulk(prefill: Ranks) -> float:
+def _bulk(prefill: Ranks) -> tuple[float, float]:
+    """Seconds: of the slowest rank, and of all together."""
     times = prefill.ask(tuple, "bulk")
-    return float(max(ended for _, ended in times) - min(began for began, _ in times))
+    slowest = max(ended - began for began, ended in times)
+    return slowest, max(ended for _, ended in times) - min(began for began, _ in times)
 
 
 def _measured(runs: Sequence[tuple[list[Moved], list[Moved]]], nbytes: int, ceiling: Ceiling) -> Measured:
@@ -184,5 +190,6 @@ def _measured(runs: Sequence[tuple[list[Moved], list[Moved]]], nbytes: int, ceil
         sum(m.segments for m in last),
         phases,
         speed,
+        ceiling.wire.p50 / phases["wire"].p50,
         speed / ceiling.gb_per_s,
     )

@@ -93,11 +93,13 @@ def _table(report: TransferReport) -> Table:
     for name in names[:1]:
         for phase in report.strategies[name].phases:
             cells = (report.strategies[n].phases[phase] for n in names)
-            plain = _ms(report.ceiling.total.p50, report.ceiling.total.p95) if phase == "total" else ""
+            ceiling = {"wire": report.ceiling.wire, "total": report.ceiling.total}.get(phase)
+            plain = _ms(ceiling.p50, ceiling.p95) if ceiling else ""
             table.add_row(f"{phase} ms, p50 / p95", *(_ms(c.p50, c.p95) for c in cells), plain)
     each = report.strategies.values()
     table.add_row("GB/s", *(f"{m.gb_per_s:.2f}" for m in each), f"{report.ceiling.gb_per_s:.2f}")
-    table.add_row("share of ceiling", *(f"{m.share_of_ceiling:.0%}" for m in each), "100%")
+    table.add_row("share of ceiling, wire", *(f"{m.share_of_ceiling:.0%}" for m in each), "100%")
+    table.add_row("share of ceiling, total", *(f"{m.total_share_of_ceiling:.0%}" for m in each), "100%")
     table.add_row("writes", *(f"{m.descriptors:,}" for m in each), f"{report.ceiling.writes:,}")
     for column in table.columns[1:]:
         column.justify = "right"

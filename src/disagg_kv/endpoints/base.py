@@ -29,7 +29,7 @@ class Report:
         nbytes: bytes written to peers, or landed in our pages.
         descriptors: writes posted.
         segments: segments acknowledged, or landed.
-        seconds: time per phase: ``gather``, ``post``, ``wire``, ``scatter``, ``total``.
+        seconds: time per phase: ``gather``, ``post``, ``wire`` (at least one write is in flight), ``scatter``, ``total``.
     """
 
     path: str = ""
@@ -38,10 +38,24 @@ class Report:
     descriptors: int = 0
     segments: int = 0
     seconds: dict[str, float] = field(factory=dict)
+    _flying: int = field(default=0, init=False, repr=False)
+    _since: float = field(default=0.0, init=False, repr=False)
 
     def spend(self, phase: str, seconds: float) -> None:
         """Add to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def write_begins(self, now: float) -> None:
+        """A write is in flight from now on."""
+        if not self._flying:
+            self._since = now
+        self._flying += 1
+
+    def write_ends(self, now: float) -> None:
+        """One that began has ended."""
+        self._flying -= 1
+        if not self._flying:
+            self.spend("wire", now - self._since)
 
 
 @frozen

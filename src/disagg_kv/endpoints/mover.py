@@ -89,7 +89,7 @@ class _Post:
     transfer: Transfer
     slot: _Slot | None
     report: Report
-    started: float
+    posted: bool = False
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
     error: Exception | None = None
@@ -302,13 +302,15 @@ class Mover:
 
     def _new_post(self, room: RoomKey, transfer: Transfer, slot: _Slot | None, report: Report) -> _Post:
         self._number += 1
-        post = _Post(self._number, room, transfer, slot, report, self._clock())
+        post = _Post(self._number, room, transfer, slot, report)
         if slot is not None:
             slot.pins[self._number] = post
         return post
 
     def _post(self, post: _Post, writes: Writes, after: Event | None) -> None:
-        post.started = self._clock()
+        started = self._clock()
+        post.posted = True
+        post.report.write_begins(started)
         try:
             for batch in _batches(writes, self._max_batch):
                 ticket = self._rooms.submit(post.transfer.to, batch, after)
@@ -318,7 +320,7 @@ class Mover:
             # A transport may be somebody else's code. It raises before it has a ticket: nothing of this batch moves.
             post.error = exc
         post.report.descriptors += len(writes)
-        post.report.spend("post", self._clock() - post.started)
+        post.report.spend("post", self._clock() - started)
         if not post.tickets:
             self._end(post)
 
@@ -342,7 +344,8 @@ class Mover:
     def _end(self, post: _Post) -> None:
         """All tickets have ended, well or not, quiet or not."""
         transfer = post.transfer
-        post.report.spend("wire", self._clock() - post.started)
+        if post.posted:
+            post.report.write_ends(self._clock())
         if not post.unquiet:
             self._unpin(post)
         if post.error is None:

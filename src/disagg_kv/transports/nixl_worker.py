@@ -43,7 +43,7 @@ PROBE_S = 1.0
 GRACE_S = 0.2
 """How long after the observed exit of a process the writes to it that failed are given up as quiet."""
 
-SMALL_BYTES, SMALL_WRITES = 1 << 18, 32
+SMALL_BYTES, SMALL_WRITES = 1 << 24, 32
 """Up to here a batch is posted by the thread that submits it, if nothing else is under way."""
 
 STUCK_S = 5.0
