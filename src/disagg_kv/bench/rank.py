@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from attrs import frozen
@@ -19,16 +19,21 @@ from ..endpoints.handles import RoomHandle
 from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
 from ..ids import GroupId, RegionId, RoomId
+from ..kernels import Kernels
 from ..memory import PagedPool
 from ..protocol import Options, Phase
 from ..rendezvous import Source, StaticRendezvous
 from ..transports import SupportsAllocate, Transport, emulate, transport
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, fill, page_ids, poison, wrong
-from .shape import Role, TransferShape
+from .shape import WIRE, Role, TransferShape
+from .timing import Still, Timed
 
-LOOK_S = 0.0002
+LOOK_S = 0.0005
 """How often a rank looks whether its room has ended: how exact a measured end is."""
+
+SELDOM_S = 0.002
+"""The same where nobody measures the end: looking costs the ranks that still work."""
 
 KV = GroupId("kv")
 
@@ -53,7 +58,7 @@ class Setup:
 
     def address(self, role: Role, rank: int, strategy: str) -> str:
         """Where a rank's endpoint for a strategy is reached."""
-        return f"ipc://{self.folder}/{role}-{rank}-{self.shape.strategies.index(strategy)}"
+        return f"ipc://{self.folder}/{role}-{rank}-{self.shape.runs.index(strategy)}"
 
     def everybody(self, strategy: str) -> StaticRendezvous:
         """The addresses of all endpoints for a strategy."""
@@ -75,6 +80,7 @@ class Moved:
         descriptors: writes that it posted.
         segments: segments that it sent or received.
         path: how they crossed.
+        grants: prefill: seconds from asking for each segment's grant until it was there.
     """
 
     began: float
@@ -84,6 +90,7 @@ class Moved:
     descriptors: int
     segments: int
     path: str
+    grants: tuple[float, ...] = ()
 
 
 class PrefillRank:
@@ -98,19 +105,20 @@ class PrefillRank:
             shape.spec(), shards[setup.rank], pages=len(self._ids) + SPARE, page_size=size, layout=layout
         )
         fill(self._pool, shape, self._ids)
+        self._channels = {name: Timed(ZmqChannel(setup.address("prefill", setup.rank, name))) for name in shape.runs}
         self._ends = {
             name: PrefillEndpoint(
                 self._pool,
                 transport=_wire(shape),
-                channel=ZmqChannel(setup.address("prefill", setup.rank, name)),
+                channel=self._channels[name],
                 rendezvous=setup.everybody(name),
                 instance="prefill",
                 rank=setup.rank,
                 shards=shards,
-                strategy=name,
                 options=Options(total_s=shape.timeout_s),
+                **_how(name),
             )
-            for name in shape.strategies
+            for name in shape.runs
         }
         self._bulk = BulkSource(transport(shape.transport), self._pool.buffers, shape.timeout_s)
 
@@ -124,7 +132,7 @@ class PrefillRank:
 
     def prepare(self, strategy: str, room: bytes) -> None:
         """Open a room, and wait until decode has said that it awaits it."""
-        self._end = self._ends[strategy]
+        self._end, self._channel = self._ends[strategy], self._channels[strategy]
         self._delivery = self._end.open(RoomId(room))
         delivery = self._delivery
         _until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED, delivery, self._shape.timeout_s)
@@ -138,8 +146,8 @@ class PrefillRank:
         else:
             delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
         delivery.finish(tokens)
-        _until(lambda: delivery.released, delivery, self._shape.timeout_s)
-        return _moved(delivery, began, time.monotonic())
+        _until(lambda: delivery.released, delivery, self._shape.timeout_s, SELDOM_S)
+        return _moved(delivery, began, time.monotonic(), self._channel.taken())
 
     def _compute(self, began: float) -> None:
         """A forward pass that takes its time and computes nothing: the rows are there already."""
@@ -170,7 +178,7 @@ class DecodeRank:
         self._pools: dict[str, PagedPool] = {}
         self._ends: dict[str, DecodeEndpoint] = {}
         size, layout = shape.pages("decode")
-        for name in shape.strategies:
+        for name in shape.runs:
             carrier = transport(shape.transport)
             pool = self._pools[name] = PagedPool.allocate(
                 shape.spec(),
@@ -189,8 +197,8 @@ class DecodeRank:
                 instance="decode",
                 rank=setup.rank,
                 shards=shards,
-                strategy=name,
                 options=Options(total_s=shape.timeout_s),
+                **_how(name),
             )
         self._bulk = BulkTarget(transport(shape.transport), setup.incoming)
 
@@ -229,6 +237,16 @@ class DecodeRank:
 def _wire(shape: TransferShape) -> Transport:
     carrier = transport(shape.transport)
     return carrier if shape.wire_bytes_per_s is None else emulate(carrier, shape.wire_bytes_per_s)
+
+
+class _How(TypedDict, total=False):
+    strategy: str
+    kernels: Kernels
+
+
+def _how(name: str) -> _How:
+    """An endpoint's arguments for one of the shape's runs."""
+    return {"strategy": "staged", "kernels": Still()} if name == WIRE else {"strategy": name}
 
 
 class _Rank(Protocol):
@@ -272,18 +290,18 @@ def _portable(error: Exception) -> DisaggKVError:
     return DisaggKVError(f"{type(error).__name__}: {error}")
 
 
-def _until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float) -> None:
+def _until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float, look_s: float = LOOK_S) -> None:
     until = time.monotonic() + timeout_s
     while not good():
         if handle.error is not None:
             raise handle.error
         if time.monotonic() > until:
             raise DeadlineError(f"room {handle.room.hex()}: not done after {timeout_s:g} s")
-        time.sleep(LOOK_S)
+        time.sleep(look_s)
 
 
-def _moved(handle: RoomHandle, began: float, ended: float) -> Moved:
+def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, ...] = ()) -> Moved:
     if handle.error is not None:
         raise handle.error
     r = handle.report
-    return Moved(began, ended, dict(r.seconds), r.nbytes, r.descriptors, r.segments, r.path)
+    return Moved(began, ended, dict(r.seconds), r.nbytes, r.descriptors, r.segments, r.path, grants)

@@ -14,6 +14,9 @@ from ..strategies import strategy
 
 Role = Literal["prefill", "decode"]
 
+WIRE = "staged, wire only"
+"""A run of ``staged`` in which gather and scatter copy nothing: what is left is what the wire takes."""
+
 
 @frozen
 class TransferShape:
@@ -50,6 +53,11 @@ class TransferShape:
     wire_bytes_per_s: float | None = None
     repeats: int = 20
     timeout_s: float = 120.0
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """What each repeat moves, in this order."""
+        return (*self.strategies, WIRE) if "staged" in self.strategies else self.strategies
 
     def ranks(self, role: Role) -> int:
         """How many there are."""

@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     """Add the group of commands to ``app``."""
     group = typer.Typer(callback=bench)
     group.command()(transfer)
+    group.command()(adapter)
     app.add_typer(group, name="bench")
 
 
@@ -74,6 +75,27 @@ def transfer(
         task = bar.add_task("starting", total=steps(shape))
         report = run_transfer(shape, lambda line: bar.update(task, advance=1, description=line))
     emit(document(report), _table(report), _verdict(report), as_json=as_json)
+
+
+def adapter(
+    transport: Annotated[str, typer.Option(help="A transport with a library behind it: nixl, mooncake.")] = "nixl",
+    small: Annotated[int, typer.Option(min=1, help="Measured writes of 64 KiB, of each kind.")] = 1000,
+    large: Annotated[int, typer.Option(min=1, help="Measured writes of 16 MiB, of each kind.")] = 60,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one write has failed.")] = 60.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write through a transport and through the library's own call in turns: what the transport adds."""
+    from ..bench.adapter import run_adapter
+
+    report = run_adapter(transport, {64 << 10: small, 16 << 20: large}, timeout)
+    table = Table("us, p50 / p95", "library", "transport", "added", title=f"One write over {transport}")
+    for size in report.sizes:
+        cells = (f"{of.p50 * 1e6:,.0f} / {of.p95 * 1e6:,.0f}" for of in (size.raw, size.adapter))
+        added = f"{size.overhead_s * 1e6:,.0f} ({size.overhead_share:.1%})"
+        table.add_row(f"{size.nbytes >> 10:,} KiB", *cells, added)
+    machine = report.machine
+    said = Text(f"OK: every byte was right ({machine.cpu}, {machine.cores} cores, commit {machine.commit})")
+    emit({"ok": True, **attrs.asdict(report)}, table, said, as_json=as_json)
 
 
 def document(report: TransferReport) -> dict[str, Json]:

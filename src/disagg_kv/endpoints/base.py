@@ -29,7 +29,7 @@ class Report:
         nbytes: bytes written to peers, or landed in our pages.
         descriptors: writes posted.
         segments: segments acknowledged, or landed.
-        seconds: time per phase: ``gather``, ``post``, ``wire`` (at least one write is in flight), ``scatter``, ``total``.
+        seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``total``.
     """
 
     path: str = ""

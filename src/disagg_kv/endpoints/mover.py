@@ -66,6 +66,10 @@ class Rooms(Protocol):
         """Post to a destination, behind an event only where its transport waits for events."""
         ...
 
+    def submitted(self) -> None:
+        """Take in the ends of writes: a transport that copies while it is told to has ended before the next gather."""
+        ...
+
 
 @define
 class _Slot:
@@ -323,6 +327,8 @@ class Mover:
         post.report.spend("post", self._clock() - started)
         if not post.tickets:
             self._end(post)
+        else:
+            self._rooms.submitted()
 
     def on_ticket(self, event: Ended | Settled) -> None:
         """A write ended, or is quiet at last."""

@@ -194,7 +194,7 @@ class Node:
     def _progress(self) -> bool:
         assert self.role is not None
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
-        self._poll_transport()
+        self.poll_transport()
         self._guard(self._notice_exits)
         while self._commands:
             self._guard(self._commands.popleft())
@@ -205,10 +205,11 @@ class Node:
         self._guard(self._tick)
         busy = self._guard(self.role.work)
         # A transport that writes while it is told to has ended by now.
-        self._poll_transport()
+        self.poll_transport()
         return bool(busy) or bool(self._later)
 
-    def _poll_transport(self) -> None:
+    def poll_transport(self) -> None:
+        """Take in what the transport tells."""
         for report in self.me.transport.poll():
             self._guard(partial(self._on_transport, report))
 

@@ -372,6 +372,10 @@ class PrefillRole:
             raise TransportError(f"peer {to.hex()[:8]} is not connected")
         return self._node.me.transport.submit(link, writes, after=after)
 
+    def submitted(self) -> None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        self._node.poll_transport()
+
     # Effects and time.
 
     def _apply(self, room: _Room, effects: Sequence[Effect]) -> None:

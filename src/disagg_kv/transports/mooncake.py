@@ -33,6 +33,9 @@ from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .process import Process
 from .regions import Extents, RegionTable
 
+LOOK_S = 0.02
+"""How often processes of peers are looked at."""
+
 _LEAST_TIMEOUT_S = 5
 """The library takes any shorter one for this."""
 
@@ -49,6 +52,7 @@ class MooncakeTransport:
         device_name: RDMA devices to use, separated by commas; empty: all.
         workers: how many peers are written to at the same time; each call spins on a core.
         timeout_s: after which a write without an end fails, at least 5; None: MC_TRANSFER_TIMEOUT, else 30.
+        drain_s: see ``Capabilities.drain_s``; the library drops a connection without progress after 30.
         quiet: let the library write nothing to stdout and stderr.
         clock: seconds that never go back.
 
@@ -69,10 +73,11 @@ class MooncakeTransport:
         device_name: str = "",
         workers: int = 4,
         timeout_s: int | None = None,
+        drain_s: float = 30.0,
         quiet: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check(host, protocol, workers, timeout_s)
+        _check(host, protocol, workers, timeout_s, drain_s)
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             raise MissingDependencyError(
                 "transport 'mooncake'", "needs memfd_create and pidfd_open", "run on Linux 5.3+"
@@ -86,6 +91,7 @@ class MooncakeTransport:
             self.caps = attrs.evolve(self.caps, devices=frozenset({"cuda"}), write_s=2.3e-6, bytes_per_s=3.8e11)
         elif module.SUPPORT_CUDA:
             self.caps = attrs.evolve(self.caps, devices=frozenset({"cpu", "cuda"}))
+        self.caps = attrs.evolve(self.caps, drain_s=drain_s)
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
         engine = Engine(
@@ -103,6 +109,7 @@ class MooncakeTransport:
         self._lanes = Lanes(workers, "mooncake")
         weakref.finalize(self, self._lanes.stop)
         self._clock = clock
+        self._look_at = clock()
         self._table = RegionTable(self.caps.devices)
         self._peers: dict[Peer, Remote] = {}
         self._sessions: dict[str, Peer] = {}
@@ -192,8 +199,16 @@ class MooncakeTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
-        self._collect()
+        ended = self._collect()
         now = self._clock()
+        # A write that failed may have found that its peer is gone.
+        if ended or now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._look_at_peers(now)
+        events, self._events = self._events, []
+        return events
+
+    def _look_at_peers(self, now: float) -> None:
         for remote in {id(r): r for r in (*self._peers.values(), *self._unquiet.values())}.values():
             self._look(remote, now)
         for ticket, remote in tuple(self._unquiet.items()):
@@ -202,8 +217,6 @@ class MooncakeTransport:
                 del self._unquiet[ticket]
                 self._table.quiet(ticket)
                 self._events.append(Settled(ticket))
-        events, self._events = self._events, []
-        return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; the engine ends at once, or with the last call that is still in it."""
@@ -250,13 +263,15 @@ class MooncakeTransport:
                 "let the new one, or this side, restart its transport"
             )
 
-    def _collect(self) -> None:
-        """Take over what workers have ended."""
+    def _collect(self) -> bool:
+        """Take over what workers have ended; False: nothing."""
         results = self._shared.results
+        some = bool(results)
         while results:
             flight, ended = results.popleft()
             if flight.ticket in self._flights:
                 self._end(flight, ended)
+        return some
 
     def _end(self, flight: Flight, ended: Ended) -> None:
         del self._flights[flight.ticket]
@@ -275,11 +290,13 @@ class MooncakeTransport:
             self._events.append(Heard(remote.peer, None))
 
 
-def _check(host: str, protocol: str, workers: int, timeout_s: int | None) -> None:
+def _check(host: str, protocol: str, workers: int, timeout_s: int | None, drain_s: float) -> None:
     if protocol not in SWITCHES:
         raise ConfigurationError(f"mooncake: protocol {protocol!r}; known: {', '.join(SWITCHES)}")
     if not host or host.count(":") == 1:
         raise ConfigurationError(f"mooncake: host {host!r} must be a name or an address, without a port")
+    if not drain_s >= 0:
+        raise ConfigurationError(f"mooncake: drain_s of {drain_s}")
     if workers < 1:
         raise ConfigurationError(f"mooncake: {workers} workers")
     if timeout_s is not None and timeout_s < _LEAST_TIMEOUT_S:

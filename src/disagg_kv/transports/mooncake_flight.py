@@ -124,6 +124,30 @@ class Call:
     target: U64
     nbytes: U64
 
+    def post(self, engine: Engine, session: str) -> int:
+        """Make it; see :meth:`Engine.write`."""
+        return engine.write(session, self.source, self.target, self.nbytes)
+
+    def __str__(self) -> str:
+        return f"{len(self.nbytes)} writes of {int(self.nbytes.sum())} bytes"
+
+
+@frozen
+class One:
+    """A call for one range, in plain numbers: making arrays of them takes longer than the post. See :class:`Call`."""
+
+    device: int | None
+    source: int
+    target: int
+    nbytes: int
+
+    def post(self, engine: Engine, session: str) -> int:
+        """Make it; see :meth:`Engine.write`."""
+        return engine.write_one(session, self.source, self.target, self.nbytes)
+
+    def __str__(self) -> str:
+        return f"1 writes of {self.nbytes} bytes"
+
 
 @define(eq=False)
 class Flight:
@@ -140,7 +164,7 @@ class Flight:
 
     ticket: Ticket
     remote: Remote
-    calls: deque[Call]
+    calls: deque[Call | One]
     shared: Shared
     posting: bool = False
     keep: object = None
@@ -160,7 +184,7 @@ class Flight:
         if call.device is not None:
             torch.cuda.set_device(call.device)
         began = time.monotonic()
-        code = engine.write(self.remote.address.session, call.source, call.target, call.nbytes)
+        code = call.post(engine, self.remote.address.session)
         if code:
             return self._end(self._failed(call, code, time.monotonic() - began), quiesced=False)
         self.posting = False
@@ -171,13 +195,10 @@ class Flight:
         self.shared.results.append((self, Ended(self.ticket, error, quiesced)))
         return False
 
-    def _failed(self, call: Call, code: int, elapsed_s: float) -> Exception:
+    def _failed(self, call: Call | One, code: int, elapsed_s: float) -> Exception:
         """The library gives no reason; time and the peer's listener do."""
         self.remote.suspect = True
-        what = (
-            f"{self.remote}: {len(call.nbytes)} writes of {int(call.nbytes.sum())} bytes failed "
-            f"after {elapsed_s:.3f} s (code {code})"
-        )
+        what = f"{self.remote}: {call} failed after {elapsed_s:.3f} s (code {code})"
         if elapsed_s >= self.shared.timeout_s:
             return TransportError(f"{what}: no progress within {self.shared.timeout_s:g} s", retryable=True)
         error = self.remote.error()
@@ -191,7 +212,7 @@ class Flight:
         return failed
 
 
-def cut(writes: Writes, local: Extents, remote: Extents, devices: Sequence[tuple[int, str]]) -> deque[Call]:
+def cut(writes: Writes, local: Extents, remote: Extents, devices: Sequence[tuple[int, str]]) -> deque[Call | One]:
     """The calls that a batch takes, with as few descriptors as possible.
 
     Args:
@@ -203,12 +224,17 @@ def cut(writes: Writes, local: Extents, remote: Extents, devices: Sequence[tuple
     Raises:
         RegistrationError: a range outside its region.
     """
-    source = local.addresses(writes.local, writes.local_off, writes.nbytes)
-    target = remote.addresses(writes.remote, writes.remote_off, writes.nbytes)
     gpus = {region: int(device.partition(":")[2] or 0) for region, device in devices if device != "cpu"}
-    if len(writes) == 1 and 0 < writes.nbytes[0] <= PIECE:
-        # What the staged path posts. There is nothing to do, and the rest of this function takes longer than the post.
-        return deque([Call(gpus.get(int(writes.local[0])), _u64(source), _u64(target), _u64(writes.nbytes))])
+    if len(writes) == 1 and 0 < (nbytes := int(writes.nbytes[0])) <= PIECE:
+        # What the staged path posts: there is nothing to do, and the rest of this function takes longer than the post.
+        region = int(writes.local[0])
+        here = local.address(region, int(writes.local_off[0]), nbytes)
+        there = remote.address(int(writes.remote[0]), int(writes.remote_off[0]), nbytes)
+        if here is not None and there is not None:
+            return deque([One(gpus.get(region), here, there, nbytes)])
+    # All are looked up before anything is left out.
+    local.addresses(writes.local, writes.local_off, writes.nbytes)
+    remote.addresses(writes.remote, writes.remote_off, writes.nbytes)
     some = writes.nbytes > 0
     if not some.all():
         writes = _at(writes, np.flatnonzero(some))
@@ -217,7 +243,7 @@ def cut(writes: Writes, local: Extents, remote: Extents, devices: Sequence[tuple
         writes = _pieces(writes)
     source = local.addresses(writes.local, writes.local_off, writes.nbytes)
     target = remote.addresses(writes.remote, writes.remote_off, writes.nbytes)
-    calls: deque[Call] = deque()
+    calls: deque[Call | One] = deque()
     begin, sums = 0, np.cumsum(writes.nbytes)
     while begin < len(writes):
         before = int(sums[begin - 1]) if begin else 0

@@ -77,6 +77,8 @@ class _Engine(Protocol):
 
     def unregister_memory(self, addr: int, /) -> int: ...
 
+    def transfer_sync_write(self, session: str, source: int, target: int, nbytes: int, /) -> int: ...
+
     def batch_transfer_sync_write(
         self, session: str, source: list[int], target: list[int], nbytes: list[int], /
     ) -> int: ...
@@ -169,7 +171,7 @@ class Engine:
             _level(module, _FATAL if quiet else None)
         if code:
             raise ConfigurationError(f"{what}: initialize returned {code}; {said() or 'the reason is on stderr'}")
-        self._engine = engine
+        self.raw = engine
         self._write_arrays = (
             cast("_ArrayEngine", engine).batch_transfer_sync_write_arrays
             if hasattr(engine, "batch_transfer_sync_write_arrays")
@@ -185,14 +187,18 @@ class Engine:
         Raises:
             RegistrationError: the library refuses it.
         """
-        code = self._engine.register_memory(addr, nbytes)
+        code = self.raw.register_memory(addr, nbytes)
         if code:
             reason = _REFUSALS.get(code, "memory of this kind cannot be registered with this protocol")
             raise RegistrationError(f"mooncake: {nbytes} bytes at {addr:#x}: {reason} (register_memory: {code})")
 
     def unregister(self, addr: int) -> None:
         """Let peers no longer write to memory; one that is not registered is ignored."""
-        self._engine.unregister_memory(addr)
+        self.raw.unregister_memory(addr)
+
+    def write_one(self, session: str, source: int, target: int, nbytes: int) -> int:
+        """As :meth:`write`, of one range."""
+        return self.raw.transfer_sync_write(session, source, target, nbytes)
 
     def write(self, session: str, source: U64, target: U64, nbytes: U64) -> int:
         """Blocks, without the GIL, until everything is written (0) or the library gives up, for whatever reason (-1).
@@ -201,7 +207,7 @@ class Engine:
         """
         if self._write_arrays is not None:
             return self._write_arrays(session, source, target, nbytes)
-        return self._engine.batch_transfer_sync_write(session, source.tolist(), target.tolist(), nbytes.tolist())
+        return self.raw.batch_transfer_sync_write(session, source.tolist(), target.tolist(), nbytes.tolist())
 
     def hurry(self) -> None:
         """Let the destructor, which comes next and holds the GIL, end in milliseconds instead of a second."""

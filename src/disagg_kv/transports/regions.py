@@ -31,6 +31,14 @@ class Extents:
         self._whose = whose
         self._one = {i: (base, size) for i, base, size in rows}
 
+    def address(self, region: int, offset: int, nbytes: int) -> int | None:
+        """Where one range begins; None: there is something wrong with it, and :meth:`addresses` says what.
+
+        The staged path posts one range at a time; looking it up as an array takes ten times as long.
+        """
+        base, size = self._one.get(RegionId(region), (0, -1))
+        return base + offset if 0 <= nbytes <= size and 0 <= offset <= size - nbytes else None
+
     def addresses(self, regions: I32, offsets: I64, nbytes: I64) -> I64:
         """The address at which each range begins.
 
@@ -40,11 +48,9 @@ class Extents:
         if not len(regions):
             return np.empty(0, np.int64)
         if len(regions) == 1:
-            # What the staged path posts; looking one range up as an array takes ten times as long.
-            base, size = self._one.get(RegionId(int(regions[0])), (0, -1))
-            offset, length = int(offsets[0]), int(nbytes[0])
-            if 0 <= length <= size and 0 <= offset <= size - length:
-                return np.array([base + offset], np.int64)
+            one = self.address(int(regions[0]), int(offsets[0]), int(nbytes[0]))
+            if one is not None:
+                return np.array([one], np.int64)
         if not len(self._ids):
             raise RegistrationError(f"{self._whose} region {int(regions[0])}: none is registered")
         at = np.minimum(np.searchsorted(self._ids, regions), len(self._ids) - 1)

@@ -52,13 +52,17 @@ def test_strategies_stand_side_by_side_under_one_ceiling(transport: str, capsys:
     assert found["nbytes"] == 40 * 2 * 2 * 4 * 16 * 2
     assert list(found["strategies"]) == ["slice", "staged"]
     for name, measured in found["strategies"].items():
-        assert list(measured["phases"]) == ["plan", "gather", "post", "wire", "scatter", "total"]
+        assert list(measured["phases"]) == ["plan", "gather", "post", "wire", "scatter", "grant", "total"]
         assert all(of.keys() == QUANTILES and 0 <= of["p50"] <= of["p95"] for of in measured["phases"].values())
         assert measured["path"] == name
         assert measured["gb_per_s"] == pytest.approx(found["nbytes"] / measured["phases"]["total"]["p50"] / 1e9)
-        assert measured["share_of_ceiling"] == pytest.approx(measured["gb_per_s"] / found["ceiling"]["gb_per_s"])
+        assert measured["total_share_of_ceiling"] == pytest.approx(measured["gb_per_s"] / found["ceiling"]["gb_per_s"])
+        wire, plain = measured["wire_s"]["p50"], found["ceiling"]["wire"]["p50"]
+        assert measured["share_of_ceiling"] == pytest.approx(plain / wire)
     slices, staged = found["strategies"].values()
     assert staged["phases"]["gather"]["p50"] > 0 < staged["phases"]["scatter"]["p50"]
+    assert staged["phases"]["grant"]["p50"] > 0 == slices["phases"]["grant"]["p50"]
+    assert slices["wire_s"] == slices["phases"]["wire"], "only staged has a run without copies"
     assert (slices["descriptors"], found["ceiling"]["writes"]) == (40 * 2 * 2 * 4, 2)
     assert staged["descriptors"] == staged["segments"]
     assert found["ratio_staged_over_slice"] == pytest.approx(staged["gb_per_s"] / slices["gb_per_s"])

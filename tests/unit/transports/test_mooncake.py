@@ -28,7 +28,7 @@ from disagg_kv.testing.ends import Child, End, HostMemory, plain
 from disagg_kv.testing.pair import POISON, Log, Pair, batch, noise, same, wait
 from disagg_kv.transports import Ended, Heard, Settled
 from disagg_kv.transports.descriptor import decode, encode, unpack
-from disagg_kv.transports.mooncake import MooncakeTransport
+from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport
 from disagg_kv.transports.mooncake_flight import Address
 from tests.support.needs import needs_mooncake
 from tests.support.rig import Memory, Rig, tp_shards
@@ -147,7 +147,12 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_only_some_time_after_its_end(e
         same(late[landed], pairs[0].data[landed])
         assert landed.sum() > 100, "caps.late_writes claims that bytes may land after the ticket ended"
         frozen.kill()
-        wait(lambda: bool(log.heard), lambda: log.add(end.told()), TIMEOUT_S, "the loss to be told")
+
+        def look() -> None:
+            clock.advance(LOOK_S)
+            log.add(end.told())
+
+        wait(lambda: bool(log.heard), look, TIMEOUT_S, "the loss to be told")
         clock.advance(29.9)
         log.add(end.told())
         assert not log.settled

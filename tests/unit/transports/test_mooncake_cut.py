@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from disagg_kv.errors import RegistrationError
 from disagg_kv.ids import RegionId
 from disagg_kv.planning import Writes
 from disagg_kv.testing.pair import batch
 from disagg_kv.transports import Extents
-from disagg_kv.transports.mooncake_flight import MOST, PIECE, Call, cut
+from disagg_kv.transports.mooncake_flight import MOST, PIECE, Call, One, cut
 
 BIG = 1 << 40
 LOCAL = Extents([(RegionId(i), BIG * (i + 1), BIG) for i in range(3)], "local")
@@ -16,7 +18,9 @@ REMOTE = Extents([(RegionId(i), BIG * (i + 10), BIG) for i in range(3)], "remote
 
 
 def calls(writes: Writes, devices: list[tuple[int, str]] | None = None) -> list[Call]:
-    return list(cut(writes, LOCAL, REMOTE, devices or []))
+    made = list(cut(writes, LOCAL, REMOTE, devices or []))
+    assert not any(isinstance(call, One) for call in made), "for single ranges only"
+    return [call for call in made if isinstance(call, Call)]
 
 
 def rows(call: Call) -> list[tuple[int, int, int]]:
@@ -28,6 +32,16 @@ def test_neighbours_become_one_descriptor_and_nothing_is_left_out() -> None:
     (call,) = calls(batch(RegionId(0), RegionId(1), [(8, 108, 8), (0, 100, 8), (50, 50, 0), (99, 0, 1)]))
     assert rows(call) == [(BIG, 11 * BIG + 100, 16), (BIG + 99, 11 * BIG, 1)]
     assert call.device is None
+
+
+def test_a_single_range_is_a_call_of_plain_numbers() -> None:
+    """Not what lies outside its region, and not what one call cannot take."""
+    one = cut(batch(RegionId(1), RegionId(2), [(5, 7, 100)]), LOCAL, REMOTE, [(0, "cpu"), (1, "cuda:1")])
+    assert list(one) == [One(1, 2 * BIG + 5, 12 * BIG + 7, 100)]
+    for wrong in ((BIG - 5, 0, 10), (0, BIG - 5, 10), (-1, 0, 10)):
+        with pytest.raises(RegistrationError, match="not inside"):
+            cut(batch(RegionId(0), RegionId(0), [wrong]), LOCAL, REMOTE, [])
+    assert len(calls(batch(RegionId(0), RegionId(0), [(0, 0, PIECE + 1)]))) == 2
 
 
 def test_nothing_takes_no_call() -> None:

@@ -1,0 +1,169 @@
+"""What a transport adds to its library: the same write through both, in turns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+
+import numpy as np
+from attrs import field, frozen
+
+from ..errors import ConfigurationError, DeadlineError, DisaggKVError, IntegrityError
+from ..ids import RegionId
+from ..memory import bytes_of, new_buffer
+from ..planning import Writes
+from ..transports import Ended, transport
+from .machine import Machine
+from .raw import Raw, Target, raw
+from .transfer import Quantiles
+
+PAUSE_S = 20e-6
+"""Between two polls of the transport: a thread that does not pause takes the core from the one that writes."""
+
+
+@frozen
+class Size:
+    """One size of write; seconds.
+
+    Args:
+        nbytes: of the write.
+        writes: how many were measured, of each kind.
+        raw: the library's own call.
+        adapter: from ``submit`` until ``poll`` tells the end.
+        overhead_s: the difference of the medians.
+        overhead_share: the same as a share of the raw median.
+    """
+
+    nbytes: int
+    writes: int
+    raw: Quantiles
+    adapter: Quantiles
+    overhead_s: float
+    overhead_share: float
+
+
+@frozen
+class AdapterReport:
+    """What was found; all of it in one run."""
+
+    transport: str
+    sizes: Sequence[Size]
+    machine: Machine = field(factory=Machine.here)
+
+
+@frozen
+class _There:
+    """What the target tells: where raw writes and the transport's go."""
+
+    raw: Target
+    descriptor: bytes
+    region: RegionId
+
+
+def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -> AdapterReport:
+    """Measure, after the bytes of the largest write through the transport were checked.
+
+    Args:
+        name: of a transport with a library behind it.
+        writes: how many, by their size in bytes.
+        timeout_s: what takes longer than this is a failure.
+
+    Raises:
+        ConfigurationError: no sizes, or a transport that is not there or has no library.
+        IntegrityError: wrong bytes; nothing is measured then.
+        DeadlineError: a write does not end.
+    """
+    if not writes or min(*writes, *writes.values()) < 1:
+        raise ConfigurationError(f"writes {dict(writes)}: at least one size, all of them and their numbers positive")
+    most = max(writes)
+    memory = new_buffer(most, "cpu")
+    library = raw(name, memory, "source")
+    with _target(name, most, timeout_s) as (pipe, there):
+        side = transport(name)
+        (region,) = side.register([memory])
+        peer = side.connect(there.descriptor, timeout_s)
+
+        def write(nbytes: int) -> None:
+            ticket = side.submit(peer, Writes.one(region, 0, there.region, 0, nbytes))
+            until = time.monotonic() + timeout_s
+            while True:
+                for event in side.poll():
+                    if isinstance(event, Ended) and event.ticket == ticket:
+                        if event.error is not None:
+                            raise event.error
+                        return
+                if time.monotonic() > until:
+                    raise DeadlineError(f"a write of {nbytes} bytes has not ended after {timeout_s:g} s")
+                time.sleep(PAUSE_S)
+
+        try:
+            content = np.random.default_rng(0).bytes(most)
+            bytes_of(memory)[:] = np.frombuffer(content, np.uint8)
+            write(most)
+            pipe.send(content)
+            if not pipe.poll(timeout_s) or not pipe.recv():
+                raise IntegrityError(f"transport {name!r}: {most} bytes did not arrive as they were sent")
+            sizes = [_size(n, count, library.prepare(there.raw, n), partial(write, n)) for n, count in writes.items()]
+        finally:
+            side.close(1.0)
+    return AdapterReport(name, sizes)
+
+
+def _size(nbytes: int, count: int, plain: Callable[[], None], through: Callable[[], None]) -> Size:
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number in range(-2, count):
+        for call, times in zip((plain, through), taken, strict=True):
+            began = time.perf_counter()
+            call()
+            if number >= 0:
+                times.append(time.perf_counter() - began)
+    library, adapter = (Quantiles.of(times) for times in taken)
+    over = adapter.p50 - library.p50
+    return Size(nbytes, count, library, adapter, over, over / library.p50)
+
+
+@contextmanager
+def _target(name: str, nbytes: int, timeout_s: float) -> Iterator[tuple[Connection, _There]]:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, name, nbytes), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not pipe.poll(timeout_s):
+            raise DeadlineError(f"the target of {name!r} does not start within {timeout_s:g} s")
+        there = pipe.recv()
+        if isinstance(there, DisaggKVError):
+            raise there
+        yield pipe, there
+    finally:
+        pipe.close()
+        process.join(10.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def serve(pipe: Connection, name: str, nbytes: int) -> None:
+    """Be the target until the pipe is closed."""
+    with pipe:
+        try:
+            memory = new_buffer(nbytes, "cpu")
+            library: Raw = raw(name, memory, "target")
+            side = transport(name)
+            (region,) = side.register([memory])
+        except DisaggKVError as error:
+            pipe.send(error)
+            return
+        pipe.send(_There(library.target(), side.local_descriptor(), region))
+        try:
+            while True:
+                while not pipe.poll(library.pause_s):
+                    library.work()
+                pipe.send(bytes(bytes_of(memory)) == pipe.recv())
+        except (EOFError, ConnectionError):
+            side.close(0.0)
