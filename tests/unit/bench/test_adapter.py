@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transport within this process whose library does nothing, and its target in a thread."""
     monkeypatch.setitem(raws._RAW, "inproc", Nothing)
-    monkeypatch.setattr(adapter.multiprocessing, "get_context", lambda _: Threads())
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: Threads())
 
 
 def test_bytes_that_do_not_arrive_have_no_speed(serving: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +136,5 @@ def test_a_target_that_cannot_begin_tells_why(serving: None, monkeypatch: pytest
 
 def test_a_target_that_does_not_begin_is_not_awaited_for_ever(serving: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "serve", lambda pipe, *_: pipe.poll(5.0))
-    with pytest.raises(DeadlineError, match="does not start within 0.1 s"):
+    with pytest.raises(DeadlineError, match=r"does not start within 0\.1 s"):
         run_adapter("inproc", {100: 1}, 0.1)
