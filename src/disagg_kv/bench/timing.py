@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ..channels import Arrived, Channel, Closed, Opened
+from ..channels import Arrived, Channel, News
 from ..ids import RoomId
-from ..kernels import Move
+from ..kernels import Move, Sums, kernels_for
 from ..memory import Buffer, Event, MemoryPool
 from ..protocol import Codec
 from ..protocol.frames import Box, Grant, StagingRequest
@@ -23,6 +23,10 @@ class Still:
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Nothing."""
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """As everywhere: it copies nothing."""
+        return kernels_for(pool.buffers[0].device).checksum(pool, moves, after)
 
 
 class Timed:
@@ -46,7 +50,7 @@ class Timed:
             self._asked.setdefault((RoomId(found.room), found.segment), time.monotonic())
         return self._inner.send(address, frame)
 
-    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+    def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; a grant stops its clock."""
         came = self._inner.poll(timeout_s)
         now = time.monotonic()

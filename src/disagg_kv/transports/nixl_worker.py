@@ -1,7 +1,8 @@
 """The thread that drives the NIXL agent: it posts, polls, and moves on what peers write to us.
 
 The library copies inside the call that posts, 0.1 s for 1 GiB or 30,000 writes; hence the thread. It is woken in about
-0.1 ms, which is as long as a small write takes; so small writes are posted by whoever submits them.
+0.1 ms, which is longer than a small write takes; so batches that are copied within a millisecond or two are posted by
+whoever submits them.
 """
 
 from __future__ import annotations
