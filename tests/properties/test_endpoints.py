@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disagg_kv.channels import Channel
 from disagg_kv.memory.paged import Layout
-from disagg_kv.protocol import Options, Phase
+from disagg_kv.protocol import Options, Phase, Verify
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig
@@ -25,14 +25,17 @@ memories = st.builds(
     fused=st.booleans(),
 )
 paths = st.sampled_from(["staged", "slice", "auto"])
+wishes: st.SearchStrategy[Verify] = st.sampled_from(["off", "sampled", "full"])
 edges = st.lists(st.integers(1, 59), max_size=3).map(sorted)
 
 
-def build(world: World, source: Memory, target: Memory, path: str, options: Options | None = None) -> Rig:
+def build(
+    world: World, source: Memory, target: Memory, path: str, verify: Verify, options: Options | None = None
+) -> Rig:
     """A rig of both sides of a world."""
     rig = Rig(world.spec, options=options)
     rig.prefill(world.writers, memory=source, strategy=path, slot_bytes=1024, slots=4)
-    rig.decode(world.targets, memory=target, strategy=path, ring_bytes=1 << 16)
+    rig.decode(world.targets, memory=target, strategy=path, ring_bytes=1 << 16, verify=verify)
     return rig
 
 
@@ -40,12 +43,12 @@ either = worlds() | worlds(of=hybrid_specs())
 
 
 @settings(max_examples=40)
-@given(world=either, source=memories, target=memories, path=paths, edges=edges, open_end=st.booleans())
+@given(world=either, source=memories, target=memories, path=paths, edges=edges, open_end=st.booleans(), verify=wishes)
 def test_whatever_the_sides_look_like(
-    world: World, source: Memory, target: Memory, path: str, edges: list[int], open_end: bool
+    world: World, source: Memory, target: Memory, path: str, edges: list[int], open_end: bool, verify: Verify
 ) -> None:
-    """A6, A9, A11, A12, B7: two rooms in random chunks over any two splits and memories arrive byte for byte."""
-    rig = build(world, source, target, path)
+    """A6, A9, A11, A12, B7, E15: two rooms in random chunks over any two splits and memories arrive, and sums agree."""
+    rig = build(world, source, target, path, verify)
     requests = [rig.request(name, rig.prefills, rig.decodes, 60) for name in ("a", "b")]
     for request in requests:
         request.open_decode().expect(None if open_end else 60).open_prefill()
@@ -87,11 +90,14 @@ def network(seed: int, drop: float, double: float) -> Memory:
     seed=st.integers(0, 10**6),
     drop=st.sampled_from([0.0, 0.05, 0.2]),
     aborts=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 50)), max_size=2),
+    verify=wishes,
 )
-def test_whatever_goes_wrong(world: World, path: str, seed: int, drop: float, aborts: list[tuple[int, int]]) -> None:
+def test_whatever_goes_wrong(
+    world: World, path: str, seed: int, drop: float, aborts: list[tuple[int, int]], verify: Verify
+) -> None:
     """E1 to E4, E16: with lost frames, failing writes and aborts, sides end as one and give all memory back."""
     memory = network(seed, drop, 0.1)
-    rig = build(world, memory, memory, path, Options(total_s=60.0))
+    rig = build(world, memory, memory, path, verify, Options(total_s=60.0))
     requests = [rig.request(name, rig.prefills, rig.decodes, 30).start() for name in ("a", "b", "c")]
     for turn in range(61):
         rig.turn()

@@ -24,7 +24,7 @@ from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.kernels import Kernels
 from disagg_kv.memory import Buffer, Event, PagedPool, bytes_of
 from disagg_kv.memory.paged import Layout
-from disagg_kv.protocol import Options, Phase
+from disagg_kv.protocol import Options, Phase, Verify
 from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
@@ -66,6 +66,7 @@ class PrefillOptions(TypedDict, total=False):
     """Of :class:`PrefillEndpoint`."""
 
     strategy: str
+    verify: Verify
     slot_bytes: int
     slots: int
     kernels: Kernels
@@ -76,6 +77,7 @@ class DecodeOptions(TypedDict, total=False):
     """Of :class:`DecodeEndpoint`."""
 
     strategy: str
+    verify: Verify
     ring_bytes: int
     kernels: Kernels
     options: Options

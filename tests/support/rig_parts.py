@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.kernels import Kernels, Move, Sums, kernels_for
-from disagg_kv.memory import Buffer, Event, MemoryPool
+from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
 from disagg_kv.protocol.frames import Ballot, Codec, Verdict
-from disagg_kv.transports import Ended, Heard, Settled, Transport
+from disagg_kv.transports import Ended, Heard, InprocTransport, Settled, Transport
+from tests.support.pools import Bytes
 
 
 class Flag:
@@ -36,6 +39,7 @@ class CountingKernels:
         self._inner: Kernels = kernels_for("cpu")
         self.name = self._inner.name
         self.gathers: list[int] = []
+        self.checksums: list[int] = []
         self.scatters: list[int] = []
         self.fail: Exception | None = None
         self.events: list[Flag] | None = None
@@ -51,8 +55,11 @@ class CountingKernels:
         return self._done(self._inner.scatter(pool, moves, staging))
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
-        """Pass on."""
-        return self._inner.checksum(pool, moves, after)
+        """Count and pass on."""
+        self.checksums.append(len(moves))
+        # Without a GPU nothing happens later: what an event of ours stands for is done.
+        sums = self._inner.checksum(pool, moves, after if self.events is None else None)
+        return Sums(self._done(sums.event), sums.read)
 
     def _done(self, event: Event | None) -> Event | None:
         if self.fail is not None:
@@ -61,6 +68,51 @@ class CountingKernels:
             return event
         self.events.append(Flag())
         return self.events[-1]
+
+
+Damage = Callable[[Bytes], None]
+"""What becomes of a write's bytes on their way."""
+
+
+class DamagingTransport(InprocTransport):
+    """Damages the bytes of chosen batches on the wire: the source, and what is told of the write, stay as they were."""
+
+    def __init__(self, damage: Mapping[int, Damage]) -> None:
+        super().__init__()
+        self._damage = damage
+        self._buffers: dict[int, Buffer] = {}
+        self.number = 0
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """Note and pass on."""
+        regions = super().register(buffers)
+        self._buffers.update(zip(regions, buffers, strict=True))
+        return regions
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """Change the source for as long as the copy lasts."""
+        damage = self._damage.get(self.number)
+        self.number += 1
+        if damage is None:
+            return super().submit(peer, writes, notify=notify, after=after)
+        where = [
+            bytes_of(self._buffers[region])[at : at + n]
+            for region, at, n in zip(
+                writes.local.tolist(), writes.local_off.tolist(), writes.nbytes.tolist(), strict=True
+            )
+        ]
+        kept = np.concatenate(where)
+        wrong = kept.copy()
+        damage(wrong)
+        assert not np.array_equal(kept, wrong), "the damage changes nothing"
+        ends = np.cumsum([len(part) for part in where])[:-1]
+        try:
+            for part, of in zip(where, np.split(wrong, ends), strict=True):
+                part[:] = of
+            return super().submit(peer, writes, notify=notify, after=after)
+        finally:
+            for part, of in zip(where, np.split(kept, ends), strict=True):
+                part[:] = of
 
 
 class RecordingTransport:

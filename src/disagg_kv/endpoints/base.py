@@ -29,7 +29,8 @@ class Report:
         nbytes: bytes written to peers, or landed in our pages.
         descriptors: writes posted.
         segments: segments acknowledged, or landed.
-        seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``total``.
+        seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``checksum``,
+            ``total``.
     """
 
     path: str = ""

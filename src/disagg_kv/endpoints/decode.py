@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
@@ -10,6 +10,7 @@ from ..errors import (
     AbortedError,
     DisaggKVError,
     IncompatiblePeerError,
+    IntegrityError,
     LocalProtocolError,
     OversizeError,
     PeerLostError,
@@ -19,7 +20,7 @@ from ..errors import (
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..kernels import Kernels, Move
 from ..memory import Buffer, Event, MemoryPool
-from ..planning import RowRange, Segment
+from ..planning import PartView, RowRange, Segment
 from ..protocol import (
     MAX_ENTRIES,
     Awaited,
@@ -43,6 +44,7 @@ from ..protocol import (
     Send,
     Store,
     Tick,
+    Verify,
     Vote,
 )
 from ..protocol.frames import Abort, AbortAck, ChunkReady, Complete, Done, Drained, DrainedAck, Landed, StagingRequest
@@ -59,6 +61,7 @@ from .introduction import Remote
 from .node import LOOKUP_S, Node
 from .reception import ReceptionHandle, Wanted
 from .routes import Routes
+from .verifying import compare, layer_sums
 
 TICK_S = 0.02
 """How often open rooms look at the clock."""
@@ -95,10 +98,14 @@ class _Instance:
 
 @define(eq=False)
 class _Scattering:
+    """A scatter and, where there is one, the comparison of what it brought."""
+
     key: RoomKey
     segment: Segment
-    event: Event
+    event: Event | None
     started: float
+    check: Callable[[], IntegrityError | None] | None = None
+    comparing: float = 0.0
 
 
 class DecodeRole:
@@ -113,6 +120,7 @@ class DecodeRole:
         kernels: Kernels,
         exposed: bool,
         changes: Changes[ReceptionHandle],
+        verify: Verify,
     ) -> None:
         self._node = node
         self._pool = pool
@@ -121,6 +129,7 @@ class DecodeRole:
         self._kernels = kernels
         self._exposed = exposed
         self._changes = changes
+        self._verify: Verify = verify
         self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
         self._rooms: dict[RoomKey, _Room] = {}
         self._instances: dict[Source, _Instance] = {}
@@ -162,7 +171,7 @@ class DecodeRole:
             self._handle(room, Cancel(OversizeError("the page ids that one frame can name", named, MAX_TABLES)))
             return
         tables = tables_to_wire(wanted.tables.values()) if exposed else None
-        self._handle(room, Awaited(wanted.start, wanted.stop, wanted.most, paths, tables, wanted.tag))
+        self._handle(room, Awaited(wanted.start, wanted.stop, wanted.most, paths, tables, wanted.tag, self._verify))
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""
@@ -392,17 +401,35 @@ class DecodeRole:
     def _scatter(self, room: _Room, effect: Scatter) -> None:
         assert room.routes is not None
         assert room.wanted is not None
-        started = self._node.clock()
+        one = _Scattering(room.key, effect.segment, None, self._node.clock())
         try:
-            moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
-            event = self._kernels.scatter(self._pool, moves, self._ring)
+            if effect.parts:
+                moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
+                one.event = self._kernels.scatter(self._pool, moves, self._ring)
+            if effect.sums:
+                self._compare(room, effect, one)
         except Exception as exc:
             self._handle(room, Scattered(effect.segment, exc))
             return
-        if event is None:
-            self._scattered(room, effect.segment, started)
+        if one.event is None:
+            self._scattered(room, one)
         else:
-            self._scattering.append(_Scattering(room.key, effect.segment, event, started))
+            self._scattering.append(one)
+
+    def _compare(self, room: _Room, effect: Scatter, one: _Scattering) -> None:
+        """Sum our pages behind the scatter; compared is when the sums are there."""
+        assert room.wanted is not None
+        began = self._node.clock()
+        site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
+        layouts = {rank: self._view(room, rank).layout(segment) for rank in effect.sums}
+        sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
+        one.comparing = self._node.clock() - began
+        room.handle.report.spend("checksum", one.comparing)
+        exposing = " or ".join(name for name, path in self._paths.items() if path.exposes_pages)
+        paths = {rank: room.machine.paths.get(rank, exposing) for rank in effect.sums}
+        where = f"room {room.key.room.hex()} generation {room.key.generation}"
+        one.event = sums.event
+        one.check = lambda: compare(where, site, segment, tables, layouts, effect.sums, sums.read(), paths)
 
     def _move(self, room: _Room, segment: Segment, rank: Rank, base: int) -> Move:
         assert room.routes is not None
@@ -410,19 +437,28 @@ class DecodeRole:
         site = self._pool.site
         parts = room.routes.intake(room.key.room).parts[rank]
         rows = RowRange(room.wanted.start, room.wanted.stop)
-        view = room.routes.view(room.key.room, rank, site).for_rows(rows)
+        view = self._view(room, rank)
         job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
         return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
 
-    def _scattered(self, room: _Room, segment: Segment, started: float, error: Exception | None = None) -> None:
-        room.handle.report.spend("scatter", self._node.clock() - started)
-        self._handle(room, Scattered(segment, error))
+    def _view(self, room: _Room, rank: Rank) -> PartView:
+        """What a prefill rank was elected to send of what this room awaits, in our pool."""
+        assert room.routes is not None
+        assert room.wanted is not None
+        rows = RowRange(room.wanted.start, room.wanted.stop)
+        return room.routes.view(room.key.room, rank, self._pool.site).for_rows(rows)
+
+    def _scattered(self, room: _Room, one: _Scattering, error: Exception | None = None) -> None:
+        room.handle.report.spend("scatter", self._node.clock() - one.started - one.comparing)
+        if error is None and one.check is not None:
+            error = one.check()
+        self._handle(room, Scattered(one.segment, error))
 
     def work(self) -> bool:
         """Finish scatters."""
         for one in list(self._scattering):
             try:
-                if not one.event.query():
+                if one.event is not None and not one.event.query():
                     continue
                 error = None
             except Exception as exc:
@@ -430,7 +466,7 @@ class DecodeRole:
             self._scattering.remove(one)
             room = self._rooms.get(one.key)
             if room is not None:
-                self._scattered(room, one.segment, one.started, error)
+                self._scattered(room, one, error)
         return bool(self._scattering)
 
     def _publish(self, room: _Room) -> None:

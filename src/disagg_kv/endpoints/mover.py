@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from attrs import define, field, frozen
@@ -18,6 +18,7 @@ from ..protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ..staging import ALIGNMENT
 from ..transports import Ended, Settled, Transport
 from .base import Report
+from .verifying import Summing, layer_sums
 
 
 @frozen
@@ -30,6 +31,7 @@ class Load:
         after: when they are final.
         ring: the destination's ring.
         report: where to book the cost.
+        summed: the part whose checksums go with it; None: none do.
     """
 
     plan: Writes | StagedLayout
@@ -37,6 +39,7 @@ class Load:
     after: Event | None
     ring: RegionId
     report: Report
+    summed: StagedLayout | None = None
 
 
 class Rooms(Protocol):
@@ -86,7 +89,10 @@ class _Slot:
 
 @define(eq=False)
 class _Post:
-    """What was posted for one transfer, as one: it ends when all its tickets have ended."""
+    """What was posted for one transfer, as one: it ends when all its tickets have ended.
+
+    It is told of when its checksums are there too (``summing`` False); until then it is ``held``.
+    """
 
     number: int
     room: RoomKey
@@ -97,6 +103,19 @@ class _Post:
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
     error: Exception | None = None
+    sums: bytes | None = None
+    summing: bool = False
+    held: bool = False
+
+
+@define(eq=False)
+class _Summing:
+    """Checksums under way, and which of them are whose; ``event`` None: they are there."""
+
+    event: Event | None
+    room: RoomKey
+    posts: list[tuple[_Post, int]]
+    sums: Summing[int]
 
 
 @define(eq=False)
@@ -141,6 +160,7 @@ class Mover:
         self._clock = clock
         self._queue: OrderedDict[tuple[RoomKey, Epoch, Segment], Transfer] = OrderedDict()
         self._gathering: list[_Gathering] = []
+        self._summing: list[_Summing] = []
         self._posts: dict[Ticket, _Post] = {}
         self._number = 0
 
@@ -174,6 +194,8 @@ class Mover:
         """Start what can start, finish gathers; True while something is in flight."""
         for one in list(self._gathering):
             self._look(one)
+        for summing in list(self._summing):
+            self._look_at_sums(summing)
         waiting = False
         for key in list(self._queue):
             transfer = self._queue.get(key)
@@ -186,7 +208,7 @@ class Mover:
                 self._direct(key[0], transfer)
             else:
                 self._staged(key[0], transfer)
-        return waiting or bool(self._gathering or self._posts)
+        return waiting or bool(self._gathering or self._posts or self._summing)
 
     def orders(self, event: Event) -> bool:
         """Whether gathers put themselves behind an event, so that no thread needs to look at it."""
@@ -208,7 +230,14 @@ class Mover:
         assert isinstance(load.plan, Writes)
         self._rooms.reading(room, 1)
         after = load.after if self._posts_wait else None
-        self._post(self._new_post(room, transfer, None, load.report), load.plan, after)
+        post = self._new_post(room, transfer, None, load.report)
+        try:
+            self._sum([(post, load, 0)])
+        except Exception as exc:
+            post.error = exc
+            self._end(post)
+            return
+        self._post(post, load.plan, after)
 
     # Through a slot.
 
@@ -249,8 +278,8 @@ class Mover:
     def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
         moves: dict[int, Move] = {}
         posts: list[tuple[_Post, Writes]] = []
+        summed: list[tuple[_Post, Load, int]] = []
         after = loads[0][1].after
-        started = self._clock()
         for transfer, load, place in loads:
             assert isinstance(load.plan, StagedLayout)
             assert transfer.offset is not None
@@ -258,7 +287,11 @@ class Mover:
             where = slot.offset + place
             moves.setdefault(place, Move(load.plan, load.tables, where))
             posts.append((post, Writes.one(self._region, where, load.ring, transfer.offset, load.plan.nbytes)))
+            summed.append((post, load, place))
         try:
+            # First: once a gather is under way its slot is not free before it has ended.
+            self._sum(summed)
+            started = self._clock()
             event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
         except Exception as exc:
             self._not_gathered(posts, exc)
@@ -301,6 +334,40 @@ class Mover:
         self._rooms.reading(room, -1)
         for post, writes in posts:
             self._post(post, writes, None)
+
+    # Checksums, of pages: a wrong gather must not vouch for itself.
+
+    def _sum(self, loads: Sequence[tuple[_Post, Load, int]]) -> None:
+        """Begin to sum the parts that want it, each once however many destinations it has."""
+        layouts = {place: load.summed for _, load, place in loads if load.summed is not None}
+        if not layouts:
+            return
+        post, load, _ = loads[0]
+        started = self._clock()
+        sums = layer_sums(self._kernels, self._pool, post.transfer.segment, layouts, load.tables, load.after)
+        load.report.spend("checksum", self._clock() - started)
+        self._rooms.reading(post.room, 1)
+        posts = [(post, place) for post, load, place in loads if load.summed is not None]
+        for post, _ in posts:
+            post.summing = True
+        self._summing.append(_Summing(sums.event, post.room, posts, sums))
+        self._look_at_sums(self._summing[-1])
+
+    def _look_at_sums(self, one: _Summing) -> None:
+        """Give the posts their sums, and tell of those that were held for them."""
+        error: Exception | None = None
+        try:
+            if one.event is not None and not one.event.query():
+                return
+        except Exception as exc:
+            error = exc
+        self._summing.remove(one)
+        found = one.sums.read() if error is None else {}
+        for post, place in one.posts:
+            post.summing, post.sums, post.error = False, found.get(place), post.error or error
+            if post.held:
+                self._tell(post)
+        self._rooms.reading(one.room, -1)
 
     # Posting and ending.
 
@@ -349,14 +416,20 @@ class Mover:
 
     def _end(self, post: _Post) -> None:
         """All tickets have ended, well or not, quiet or not."""
-        transfer = post.transfer
         if post.posted:
             post.report.write_ends(self._clock())
         if not post.unquiet:
             self._unpin(post)
+        if post.summing and post.error is None:
+            post.held = True
+        else:
+            self._tell(post)
+
+    def _tell(self, post: _Post) -> None:
+        transfer = post.transfer
         if post.error is None:
             post.report.nbytes += transfer.nbytes
-            self._rooms.moved(post.room, transfer.to, Wrote(transfer.segment))
+            self._rooms.moved(post.room, transfer.to, Wrote(transfer.segment, post.sums))
         else:
             failed = WriteFailed(transfer.segment, post.error, not post.unquiet)
             self._rooms.moved(post.room, transfer.to, failed)

@@ -30,9 +30,11 @@ from ..protocol import (
     Send,
     SendRoom,
     Transfer,
+    Verify,
     Vote,
     WriteFailed,
     Wrote,
+    verified,
 )
 from ..protocol.frames import Abort, Drained, Expect, Expected
 from ..protocol.machine import ours
@@ -77,6 +79,7 @@ class PrefillRole:
         strategy: Strategy,
         paths: Sequence[Path],
         changes: Changes[DeliveryHandle],
+        verify: Verify,
     ) -> None:
         self._node = node
         self._pool = pool
@@ -84,6 +87,7 @@ class PrefillRole:
         self._ways = Ways(node.me, pool, strategy, paths, self._stuck)
         self._parked = Parked(node.options)
         self._missed = Missed(node.options)
+        self._verify: Verify = verify
         self._newest: dict[RoomId, _Room] = {}
         self._rooms: dict[RoomKey, _Room] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
@@ -352,7 +356,9 @@ class PrefillRole:
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
         room.handle.report.spend("plan", self._node.clock() - started)
-        return Load(plan, tables, self.after(key, transfer), way.ring, room.handle.report)
+        compared = verified(key.room, transfer.segment, self._verify, way.verify)
+        summed = way.pair.view.layout(transfer.segment) if compared else None
+        return Load(plan, tables, self.after(key, transfer), way.ring, room.handle.report, summed)
 
     def reading(self, key: RoomKey, by: int) -> None:
         """Count reads of a room's pages."""

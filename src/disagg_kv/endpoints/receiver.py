@@ -15,7 +15,7 @@ from ..ids import Epoch, Generation, Rank, RegionId, RoomId
 from ..kernels import Kernels
 from ..memory import MemoryPool
 from ..planning import Segment
-from ..protocol import Options, RoomKey
+from ..protocol import Options, RoomKey, Verify, check_verify
 from ..rendezvous import Rendezvous, Source
 from ..staging import GrantQueue, RingStagingAllocator
 from ..strategies import AUTO, Path, paths
@@ -48,6 +48,8 @@ class DecodeEndpoint:
             pages keeps an aborted room's pages until there is evidence that nobody writes to them. With
             ``"+incremental"``, :meth:`~disagg_kv.endpoints.base.Reception.expect` takes held prefixes.
         ring_bytes: bytes of the staging ring; None: 64 MiB on a CPU, 4 GiB on a GPU.
+        verify: how many segments we compare with checksums of prefill's, ``"off"``, ``"sampled"`` or ``"full"``;
+            those that prefill's own wish makes it send are compared too.
         options: times and bounds.
         kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
@@ -71,6 +73,7 @@ class DecodeEndpoint:
         shards: Sequence[Shard] | None = None,
         strategy: str = AUTO,
         ring_bytes: int | None = None,
+        verify: Verify = "off",
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
@@ -81,6 +84,7 @@ class DecodeEndpoint:
     ) -> None:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
+        check_verify(verify)
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
         device = pool.buffers[0].device
@@ -114,7 +118,7 @@ class DecodeEndpoint:
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
-        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes)
+        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"
         self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)

@@ -14,7 +14,7 @@ from ..geometry import PageTable, Shard
 from ..ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
 from ..kernels import Kernels
 from ..memory import Event, MemoryPool
-from ..protocol import Options, RoomKey
+from ..protocol import Options, RoomKey, Verify, check_verify
 from ..rendezvous import Rendezvous
 from ..strategies import AUTO, paths
 from ..strategies import strategy as named
@@ -46,6 +46,8 @@ class PrefillEndpoint:
         strategy: which path to take, ``"auto"`` or a name.
         slot_bytes: bytes of a staging slot; None: 4 MiB on a CPU, 64 MiB on a GPU. Equal on all ranks.
         slots: how many there are.
+        verify: how many segments decode shall compare with checksums of ours, ``"off"``, ``"sampled"`` or ``"full"``;
+            decode's own wish counts too.
         options: times and bounds.
         kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
@@ -67,6 +69,7 @@ class PrefillEndpoint:
         strategy: str = "auto",
         slot_bytes: int | None = None,
         slots: int = 8,
+        verify: Verify = "off",
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
@@ -77,6 +80,7 @@ class PrefillEndpoint:
     ) -> None:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
+        check_verify(verify)
         chosen = named(strategy)
         device = pool.buffers[0].device
         movers = ready_kernels(pool, kernels)
@@ -106,7 +110,7 @@ class PrefillEndpoint:
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
-        self._role = PrefillRole(self._node, pool, chosen, usable, self._changes)
+        self._role = PrefillRole(self._node, pool, chosen, usable, self._changes, verify)
         self._mover = self._role.mover = Mover(
             pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
         )

@@ -13,7 +13,7 @@ from ..geometry import I32, Part
 from ..ids import Epoch, Rank, RegionId, RoomId
 from ..memory import MemoryPool
 from ..planning import CostModel, RowRange, StagedLayout, Writes
-from ..protocol import FlowPlan, Transfer
+from ..protocol import FlowPlan, Transfer, Verify
 from ..protocol.frames import Expect
 from ..protocol.wire import tables_from_wire
 from ..strategies import Job, Path, Strategy, Tables
@@ -39,6 +39,7 @@ class Way:
         share: ranks with equal numbers get the same bytes.
         ring: its ring.
         start: the first row that it awaits.
+        verify: how much it wants compared.
     """
 
     remote: Remote
@@ -49,6 +50,7 @@ class Way:
     share: tuple[int, RowRange]
     ring: RegionId
     start: int
+    verify: Verify
 
 
 class Ways:
@@ -116,7 +118,8 @@ class Ways:
         pair = pair.fitted()
         share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
-        way = Way(remote, path, reason, pair, tables, (share, intake.room), RegionId(hello.ring_region), frame.start)
+        ring = RegionId(hello.ring_region)
+        way = Way(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
         limits = pair.slot_bytes, pair.lease_bytes, pair.page_rows
         return way, FlowPlan(
             me.rank, intake, intake.floor(frame.start), frame.stop, path.exposes_pages, *limits, path.name

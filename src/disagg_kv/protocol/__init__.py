@@ -37,6 +37,7 @@ from .rows import Chunk, Readiness
 from .sending import Flow, FlowPlan
 from .tables import RECEIVING, SENDING, Receiving, Sending
 from .tombstones import Ended, Tombstones
+from .verify import SUM_BYTES, Verify, check_verify, verified
 
 __all__ = [
     "MAX_AUX",
@@ -44,6 +45,7 @@ __all__ = [
     "MAX_RANKS",
     "RECEIVING",
     "SENDING",
+    "SUM_BYTES",
     "VERSION",
     "Agreement",
     "AnyFrame",
@@ -91,7 +93,10 @@ __all__ = [
     "Transfer",
     "Unreachable",
     "Up",
+    "Verify",
     "Vote",
     "WriteFailed",
     "Wrote",
+    "check_verify",
+    "verified",
 ]

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
 from .frames import Frame, WireTable
+from .verify import Verify
 
 
 class Phase(IntEnum):
@@ -40,15 +41,9 @@ class Options:
         window: segments of one room that may be between request and acknowledgement towards one destination.
         tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.
         parked: ``Expect`` frames that may wait for the engine to open their room.
-    <<<<<<< HEAD
-        parked_pages: page ids that they may name together.
+            parked_pages: page ids that they may name together.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself; if there is none, it is refused.
-    =======
-
-    Raises:
-        ConfigurationError: a number that is not positive, or times that contradict each other.
-    >>>>>>> 56b5b2a (Options are validated, and counts that were linear per tick are kept)
     """
 
     silence_s: float = 30.0
@@ -103,6 +98,7 @@ class Awaited:
         paths: names of the paths that decode allows.
         tables: the pages, where a path exposes them to the peer's writes; None: they are not exposed.
         tag: must equal prefill's, if both have one.
+        verify: how much is to be compared.
     """
 
     start: int
@@ -111,6 +107,7 @@ class Awaited:
     paths: tuple[str, ...]
     tables: tuple[WireTable, ...] | None
     tag: bytes
+    verify: Verify = "off"
 
     @property
     def rows(self) -> RowRange:
@@ -136,7 +133,7 @@ class Leased:
 
 @frozen
 class Scattered:
-    """A scatter ended; ``error`` None: the bytes are in the pages."""
+    """A scatter ended; ``error`` None: the bytes are in the pages, and are what was sent where that was compared."""
 
     segment: Segment
     error: Exception | None = None
@@ -193,9 +190,10 @@ class Finished:
 
 @frozen
 class Wrote:
-    """A segment's write is complete: its bytes are visible at the target."""
+    """A segment's write is complete: its bytes are visible at the target; ``sums`` as in ``ChunkReady``."""
 
     segment: Segment
+    sums: bytes | None = None
 
 
 @frozen
@@ -248,10 +246,11 @@ class Quarantine:
 
 @frozen
 class Scatter:
-    """Move these writers' parts (rank -> byte in the ring) of a segment into pages."""
+    """Move these writers' parts (rank -> byte in the ring) of a segment into pages; then compare writers' sums."""
 
     segment: Segment
     parts: Mapping[Rank, int]
+    sums: Mapping[Rank, bytes] = field(factory=dict)
 
 
 @frozen

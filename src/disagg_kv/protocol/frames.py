@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import RemoteProtocolError
+from .verify import Verify
 
 VERSION = 1
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
@@ -39,6 +40,9 @@ MaybeEpoch = Annotated[bytes, Meta(max_length=16)]
 RoomBytes = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
+LayerSums = Annotated[bytes, Meta(max_length=1 << 19)]
+"""A checksum of eight bytes for every layer of a segment."""
+
 Box = tuple[U, U, U, U, bool]
 """A segment: start, stop, first, last, state."""
 
@@ -152,7 +156,8 @@ class Heartbeat(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=3):
     """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited.
 
-    ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows.
+    ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows; ``verify`` says how
+    much it wants compared.
     """
 
     start: U
@@ -160,6 +165,7 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     paths: Annotated[tuple[Name, ...], Few]
     tables: Annotated[tuple[WireTable, ...], Few] | None
     tag: Annotated[bytes, Meta(max_length=256)]
+    verify: Verify = "off"
 
 
 class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):
@@ -203,10 +209,14 @@ class Landed(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
 
 class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=9):
-    """Prefill -> decode, after the write's completion: my part is there; ``lease`` is None for exposed pages."""
+    """Prefill -> decode, after the write's completion: my part is there; ``lease`` is None for exposed pages.
+
+    ``sums``: what my part of each layer sums up to in my pages, where the segment is compared; 0 where I have none.
+    """
 
     segment: Box
     lease: U | None
+    sums: LayerSums | None = None
 
 
 class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=10):

@@ -40,7 +40,8 @@ class Part:
         asks: the number of each writer's last request.
         asked: writers that may write to the lease, now or once it is granted.
         arrived: writers whose bytes are there; staged: those of them whose bytes are in the lease.
-        scattering: True while the lease is read.
+        sums: what writers say that their bytes sum up to, where they are compared.
+        scattering: True while the lease, or what it brought, is read.
     """
 
     writers: tuple[Rank, ...]
@@ -52,7 +53,13 @@ class Part:
     asked: set[Rank] = field(factory=set)
     arrived: set[Rank] = field(factory=set)
     staged: set[Rank] = field(factory=set)
+    sums: dict[Rank, bytes] = field(factory=dict)
     scattering: bool = False
+
+    def places(self) -> dict[Rank, int]:
+        """Where in the ring the staged parts begin."""
+        base = 0 if self.lease is None else self.lease.offset
+        return {rank: base + self.offsets[rank][0] for rank in sorted(self.staged)}
 
     def granted(self, rank: Rank, lease: int) -> bool:
         """True if a writer may have written under this lease."""

@@ -60,6 +60,7 @@ from .machine import Machine, ours, overlap
 from .parts import Part, Writer
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
+from .verify import SUM_BYTES, verified
 from .wire import segment_from_wire, segment_to_wire
 
 
@@ -152,7 +153,15 @@ class ReceiveRoom(Machine[Receiving]):
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
         for w in self._writers.values():
-            expect = Expect(**self._to(w), start=a.start, stop=a.stop, paths=a.paths, tables=a.tables, tag=a.tag)
+            expect = Expect(
+                **self._to(w),
+                start=a.start,
+                stop=a.stop,
+                paths=a.paths,
+                tables=a.tables,
+                tag=a.tag,
+                verify=a.verify,
+            )
             self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 
     def _on_expected(self, event: Expected) -> None:
@@ -279,21 +288,33 @@ class ReceiveRoom(Machine[Receiving]):
         if event.lease is not None and not part.granted(w.rank, event.lease):
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} used lease {event.lease} of {segment}"))
             return
+        if problem := self._unlike(segment, event.sums):
+            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} sent {problem} of {segment}"))
+            return
         self._landed(w, segment)
         if w.rank in part.arrived:
             return
         self._arrive(part, w)
+        if event.sums is not None:
+            part.sums[w.rank] = event.sums
         if event.lease is not None:
             part.staged.add(w.rank)
         if len(part.arrived) < len(part.writers):
             return
-        if part.staged:
-            assert part.lease is not None
-            base = part.lease.offset
+        if part.staged or part.sums:
             part.scattering = True
-            self._out.append(Scatter(segment, {r: base + part.offsets[r][0] for r in sorted(part.staged)}))
+            self._out.append(Scatter(segment, part.places(), part.sums))
         else:
             self._finish_part(segment)
+
+    def _unlike(self, segment: Segment, sums: bytes | None) -> str | None:
+        """What is wrong with the checksums that came with a segment."""
+        assert self._awaited is not None
+        if sums is None:
+            return "no checksums" if verified(self.room, segment, self._awaited.verify) else None
+        if len(sums) != SUM_BYTES * len(segment.layers):
+            return f"checksums of {len(sums)} bytes for {len(segment.layers)} layers"
+        return None
 
     def _arrive(self, part: Part, w: Writer) -> None:
         part.arrived.add(w.rank)
@@ -435,11 +456,11 @@ class ReceiveRoom(Machine[Receiving]):
         self._out.append(Vote(False, str(error)))
         self._tell_abort()
         for segment, part in list(self._parts.items()):
-            if part.lease is None:
+            if part.lease is not None:
+                self._out.append(Quarantine(segment))
+            elif not part.scattering:
                 del self._parts[segment]
                 self._out.append(Free(segment))
-            else:
-                self._out.append(Quarantine(segment))
         self._settle()
 
     def _tell_abort(self) -> None:

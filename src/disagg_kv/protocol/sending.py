@@ -257,7 +257,7 @@ class Flow(Machine[Sending]):
         part = self._parts[event.segment]
         part.step = _Step.ANNOUNCED
         lease = None if part.grant is None else part.grant.lease
-        notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease)
+        notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
 
     def _on_write_failed(self, event: WriteFailed) -> None:
