@@ -20,7 +20,7 @@ calm = st.builds(
     prefill_pp=st.sampled_from([1, 2]),
     decode_tp=TP,
     heads=TP,
-    layers=st.sampled_from([2, 3]),
+    layers=st.sampled_from([2, 3, 5]),
     rows=st.sampled_from([5, 24, 40]),
     held=st.sampled_from([0, 4]),
     chunks=st.integers(1, 3),
@@ -33,6 +33,7 @@ calm = st.builds(
     drop=RATE,
     duplicate=RATE,
     withdrawals=st.integers(0, 1),
+    group=st.integers(0, 3),
     seed=st.integers(0, 2**32),
 )
 stormy = st.builds(

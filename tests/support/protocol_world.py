@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count, pairwise
 
 import numpy as np
@@ -15,7 +16,7 @@ from attrs import define, field, frozen
 from disagg_kv.errors import PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import Epoch, GroupId, Rank, RoomId
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import Batch, Intake, Segment
 from disagg_kv.protocol import (
     Awaited,
     Cancel,
@@ -69,6 +70,7 @@ class Setup:
     write_faults: float = 0.0
     cancels: int = 0
     withdrawals: int = 0
+    group: int = 0
     scatter_faults: float = 0.0
     crash: str = ""
     seed: int = 0
@@ -160,8 +162,20 @@ class World:
         target = self.nodes[Epoch(expect.src)]
         exposed = expect.tables is not None and not self.setup.prefer_staged
         return FlowPlan(
-            node.rank, self.intakes[target.rank], expect.start, expect.stop, exposed, 4096, 8192, page_rows=4
+            node.rank,
+            self.intakes[target.rank],
+            expect.start,
+            expect.stop,
+            exposed,
+            4096,
+            8192,
+            page_rows=4,
+            groups=self._groups if self.setup.group else None,
         )
+
+    def _groups(self, run: range, start: int, stop: int, batch: Batch) -> list[range]:
+        size = self.setup.group
+        return [range(a, min(a + size, run.stop)) for a in range(run.start, run.stop, size)]
 
     def _next_lives(self) -> None:
         """Engines use a room id again only when it has ended everywhere; frames of its earlier life may be late."""
@@ -200,8 +214,8 @@ class World:
 
         def adds(start: int, stop: int) -> Callable[[], None]:
             turn = next(turns)
-            if s.look_ahead:
-                readies.append(at(lambda room: room.ready(turn, None, self.now)))
+            for layer in self.spec.layers if s.look_ahead else ():
+                readies.append(at(partial(SendRoom.ready, turn=turn, layers={layer}, now=self.now)))
             return at(lambda room: room.add(turn, start, stop, tables, ready=not s.look_ahead, now=self.now))
 
         readies: list[Callable[[], None]] = []

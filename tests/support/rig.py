@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypedDict, TypeVar, Unpack
 
 import numpy as np
@@ -26,6 +26,7 @@ from disagg_kv.memory import Buffer, Event, PagedPool, bytes_of
 from disagg_kv.memory.paged import Layout
 from disagg_kv.protocol import Options, Phase, Verify
 from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous
+from disagg_kv.strategies import Feature, Schedule
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, SupportsAllocate, Transport
@@ -67,6 +68,8 @@ class PrefillOptions(TypedDict, total=False):
 
     strategy: str
     verify: Verify
+    schedule: Schedule
+    uses: Collection[Feature]
     slot_bytes: int
     slots: int
     kernels: Kernels

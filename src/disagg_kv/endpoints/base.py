@@ -6,7 +6,7 @@ an endpoint's own thread makes progress, so that heartbeats, grants and completi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from attrs import define, field, frozen
@@ -17,6 +17,7 @@ from ..ids import Epoch, GroupId, LayerId, Rank, RoomId
 from ..memory import Event
 from ..protocol import Phase
 from ..rendezvous import Source
+from ..strategies import Feature
 
 
 @define
@@ -26,6 +27,8 @@ class Report:
     Args:
         path: how the bytes crossed; on prefill the last choice, on decode what arrived.
         reason: why that path.
+        groups: into how many groups the layers of the last chunk were cut; 0: not decided yet.
+        schedule: why so many.
         nbytes: bytes written to peers, or landed in our pages.
         descriptors: writes posted.
         segments: segments acknowledged, or landed.
@@ -35,6 +38,8 @@ class Report:
 
     path: str = ""
     reason: str = ""
+    groups: int = 0
+    schedule: str = ""
     nbytes: int = 0
     descriptors: int = 0
     segments: int = 0
@@ -225,8 +230,12 @@ class Sender(Protocol):
         """
         ...
 
-    def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]]) -> Step:
-        """Announce a forward pass: per room where its rows will end, and their pages. Grants are asked for now (A4)."""
+    def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()) -> Step:
+        """Announce a forward pass: per room where its rows will end, and their pages. Grants are asked for now (A4).
+
+        ``uses`` names what the engine does in this pass that may forbid to send single layers (B4). All ranks of an
+        instance announce the same passes.
+        """
         ...
 
     def poll(self) -> Sequence[Delivery]:

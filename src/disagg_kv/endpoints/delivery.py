@@ -11,6 +11,7 @@ from ..errors import AbortedError, GeometryError, LocalProtocolError, Unsupporte
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
 from ..memory import Event, MemoryPool
+from ..planning import Batch
 from ..protocol import MAX_AUX, Effect, RoomKey, SendRoom
 from .handles import Happened, RoomHandle, check_states, check_tables, joined
 
@@ -26,6 +27,7 @@ class Handed:
     start: int
     stop: int
     tables: Mapping[GroupId, PageTable]
+    batch: Batch
 
 
 class Office(Protocol):
@@ -65,6 +67,11 @@ class DeliveryHandle(RoomHandle):
         self._withdrawals = 0
 
     @property
+    def given(self) -> int:
+        """Rows that were handed over since the last withdrawal."""
+        return self._given
+
+    @property
     def held(self) -> Mapping[GroupId, int] | None:
         """Rows that decode holds already; None until it has said so."""
         return self._held
@@ -90,14 +97,14 @@ class DeliveryHandle(RoomHandle):
         tables = check_tables(self.room, self._pool.site, pages, starts, stop)
         return tables if self._again is None else joined(self._pool.site, self._again, tables)
 
-    def taken(self, stop: int, tables: Mapping[GroupId, PageTable]) -> Handed:
+    def taken(self, stop: int, tables: Mapping[GroupId, PageTable], batch: Batch | None = None) -> Handed:
         """From now on the rows count as handed over."""
         start, self._given = self._given, stop
         if self._again is not None:
             self._again = tables if stop < self._stop else None
         self._stop = max(self._stop, stop)
         self._turns += 1
-        return Handed(self._key, self._turns, start, stop, tables)
+        return Handed(self._key, self._turns, start, stop, tables, batch or Batch())
 
     def finish(
         self,
@@ -158,10 +165,11 @@ class DeliveryHandle(RoomHandle):
 class ForwardPass:
     """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.base.Step`."""
 
-    def __init__(self, handed: Sequence[Handed], layers: Sequence[LayerId], office: Office) -> None:
+    def __init__(self, handed: Sequence[Handed], layers: Sequence[LayerId], office: Office, *, layered: bool) -> None:
         self._handed = handed
         self._layers = frozenset(layers)
         self._office = office
+        self._layered = layered
         self._seen: set[LayerId] = set()
         self._ready: list[tuple[set[LayerId], Event | None]] = []
         self._closed = False
@@ -173,6 +181,8 @@ class ForwardPass:
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
         self._add({layer}, ready)
+        if self._layered:
+            self._flush()
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
@@ -180,8 +190,12 @@ class ForwardPass:
             raise LocalProtocolError("the step is closed already")
         self._closed = True
         self._add(self._layers - self._seen, ready)
+        self._flush()
+
+    def _flush(self) -> None:
         for layers, event in self._ready:
             self._office.final(self._handed, layers, event)
+        self._ready.clear()
 
     def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:
         """Layers often share an event: one look at it serves all of them."""

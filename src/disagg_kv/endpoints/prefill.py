@@ -17,7 +17,7 @@ from ..errors import (
 )
 from ..ids import Epoch, Generation, LayerId, RoomId, Ticket
 from ..memory import Event, MemoryPool
-from ..planning import Writes
+from ..planning import Groups, Writes
 from ..protocol import (
     Decided,
     Effect,
@@ -39,7 +39,7 @@ from ..protocol import (
 from ..protocol.frames import Abort, Drained, Expect, Expected
 from ..protocol.machine import ours
 from ..protocol.sending import room_head
-from ..strategies import Path, Strategy
+from ..strategies import Path, Schedule, Strategy
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
@@ -50,6 +50,7 @@ from .introduction import Remote
 from .missed import Missed
 from .mover import Load, Mover
 from .node import Node
+from .pacing import Pacer
 from .parked import Parked
 from .ways import Way, Ways, taken
 
@@ -77,6 +78,7 @@ class PrefillRole:
         node: Node,
         pool: MemoryPool,
         strategy: Strategy,
+        schedule: Schedule,
         paths: Sequence[Path],
         changes: Changes[DeliveryHandle],
         verify: Verify,
@@ -84,7 +86,8 @@ class PrefillRole:
         self._node = node
         self._pool = pool
         self._changes = changes
-        self._ways = Ways(node.me, pool, strategy, paths, self._stuck)
+        self._pacer = Pacer(node.clock, len(pool.site.shard.layers()))
+        self._ways = Ways(node.me, pool, strategy, schedule, paths, self._stuck, self._pacer.pace)
         self._parked = Parked(node.options)
         self._missed = Missed(node.options)
         self._verify: Verify = verify
@@ -126,6 +129,7 @@ class PrefillRole:
 
     def announce(self, handed: Sequence[Handed]) -> None:
         """Rows that are about to be computed: their grants are asked for already (A4)."""
+        self._pacer.begin(handed)
         for one in handed:
             self._add(one, ready=False)
 
@@ -147,15 +151,20 @@ class PrefillRole:
         room = self._rooms.get(one.key)
         if room is not None:
             now = self._node.now
-            self._apply(room, room.machine.add(one.turn, one.start, one.stop, one.tables, ready=ready, now=now))
+            self._apply(
+                room, room.machine.add(one.turn, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch)
+            )
 
     def final_at(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         """These layers (None: all) of what was handed over are final once ``ready`` has happened."""
-        if ready is not None and self._gated(handed, layers, ready):
+        gated = ready is not None and self._gated(handed, layers, ready)
+        broken = partial(self.broken, [one.key for one in handed])
+        if gated:
             self._final(handed, layers)
-            return
-        keys = [one.key for one in handed]
-        self._node.when(ready, partial(self._final, handed, layers), partial(self.broken, keys))
+        else:
+            self._node.when(ready, partial(self._final, handed, layers), broken)
+        if layers is not None and handed and handed[0].batch.layered:
+            self._node.when(ready, partial(self._pacer.computed, handed, layers), broken)
 
     def _gated(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
@@ -279,7 +288,9 @@ class PrefillRole:
         node.send(Send(epoch, Expected(**head, parked=False)))
         try:
             assert self.mover is not None
-            way, plan = self._ways.find(name, remote, frame, tuple(room.ways.values()), self.mover.quota)
+            way, plan = self._ways.find(
+                name, remote, frame, tuple(room.ways.values()), self.mover.quota, partial(self._grouped, room)
+            )
         except Exception as exc:
             # A path may be somebody else's code: its errors fail this room alone.
             error = ours(exc, f"room {name.hex()}: no way to send it to {epoch.hex()[:8]}")
@@ -289,6 +300,13 @@ class PrefillRole:
         room.handle.report.path, room.handle.report.reason = way.path.name, way.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
+
+    def _grouped(self, room: _Room, run: range, groups: Groups) -> None:
+        """Tell how the layers of a chunk are cut, and why."""
+        report, now = room.handle.report, self._node.now
+        report.groups, report.schedule = groups.count, groups.reason
+        labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
+        self._node.observer.span(Span("groups", room.key.room, now, now, labels=labels))
 
     # Peers.
 
@@ -345,6 +363,7 @@ class PrefillRole:
         room = self._rooms.get(key)
         if room is None or not room.machine.flows[transfer.to].begin(transfer):
             return None
+        self._pacer.began()
         way = room.ways[transfer.to]
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
@@ -355,7 +374,9 @@ class PrefillRole:
             error = ours(exc, f"room {key.room.hex()} towards {transfer.to.hex()[:8]}")
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
-        room.handle.report.spend("plan", self._node.clock() - started)
+        took = self._node.clock() - started
+        room.handle.report.spend("plan", took)
+        self._pacer.planned(took)
         compared = verified(key.room, transfer.segment, self._verify, way.verify)
         summed = way.pair.view.layout(transfer.segment) if compared else None
         return Load(plan, tables, self.after(key, transfer), way.ring, room.handle.report, summed)
@@ -369,6 +390,10 @@ class PrefillRole:
 
     def moved(self, key: RoomKey, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
         """Tell the flow how its transfer went."""
+        room = self._rooms.get(key)
+        if room is not None and not isinstance(event, Quiet):
+            intake, rank = room.ways[to].pair.intake, self._node.me.rank
+            self._pacer.ended(intake.part_bytes(event.segment, rank) if isinstance(event, Wrote) else 0)
         self.change(key, lambda machine, now: machine.handle(to, event, now))
 
     def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:

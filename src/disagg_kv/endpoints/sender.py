@@ -14,9 +14,10 @@ from ..geometry import PageTable, Shard
 from ..ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
 from ..kernels import Kernels
 from ..memory import Event, MemoryPool
+from ..planning import Batch
 from ..protocol import Options, RoomKey, Verify, check_verify
 from ..rendezvous import Rendezvous
-from ..strategies import AUTO, paths
+from ..strategies import AUTO, PER_CHUNK, Feature, Schedule, paths, schedules
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
@@ -43,7 +44,10 @@ class PrefillEndpoint:
         instance: name of this set of ranks; one life of an instance, one name.
         rank: our index in it.
         shards: what every rank of it holds; None: we are alone.
-        strategy: which path to take, ``"auto"`` or a name.
+        strategy: which path to take, ``"auto"`` or a name; when, and what: see :func:`~disagg_kv.strategies.strategy`.
+        schedule: in place of the one that ``strategy`` names, for example ``LayerPipelined(fixed=4)``; equal on all
+            ranks.
+        uses: what the engine does in every forward pass that may forbid to send single layers.
         slot_bytes: bytes of a staging slot; None: 4 MiB on a CPU, 64 MiB on a GPU. Equal on all ranks.
         slots: how many there are.
         verify: how many segments decode shall compare with checksums of ours, ``"off"``, ``"sampled"`` or ``"full"``;
@@ -67,6 +71,8 @@ class PrefillEndpoint:
         rank: int = 0,
         shards: Sequence[Shard] | None = None,
         strategy: str = "auto",
+        schedule: Schedule | None = None,
+        uses: Collection[Feature] = (),
         slot_bytes: int | None = None,
         slots: int = 8,
         verify: Verify = "off",
@@ -89,6 +95,8 @@ class PrefillEndpoint:
         staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
         regions = transport.register([*pool.buffers, staging])
         known = paths()
+        self._schedule = schedules()[chosen.schedule] if schedule is None else schedule
+        self._uses = frozenset(uses)
         usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
         me = Self(
             life or Life(),
@@ -110,7 +118,7 @@ class PrefillEndpoint:
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
-        self._role = PrefillRole(self._node, pool, chosen, usable, self._changes, verify)
+        self._role = PrefillRole(self._node, pool, chosen, self._schedule, usable, self._changes, verify)
         self._mover = self._role.mover = Mover(
             pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
         )
@@ -133,7 +141,9 @@ class PrefillEndpoint:
         self._node.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
         return handle
 
-    def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]]) -> ForwardPass:
+    def step(
+        self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()
+    ) -> ForwardPass:
         """See :meth:`~disagg_kv.endpoints.base.Sender.step`."""
         rooms: list[tuple[DeliveryHandle, int, Mapping[GroupId, PageTable]]] = []
         for room, (stop, pages) in chunks.items():
@@ -141,9 +151,12 @@ class PrefillEndpoint:
             if handle is None:
                 raise LocalProtocolError(f"room {room.hex()} is not open")
             rooms.append((handle, stop, handle.checked(stop, pages)))
-        handed = [handle.taken(stop, tables) for handle, stop, tables in rooms]
+        layered = self._schedule.name != PER_CHUNK
+        tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
+        batch = Batch(tokens, self._uses | frozenset(uses), layered)
+        handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
         self._node.post(partial(self._role.announce, handed))
-        return ForwardPass(handed, self._pool.site.shard.layers(), self)
+        return ForwardPass(handed, self._pool.site.shard.layers(), self, layered=layered)
 
     def poll(self) -> Sequence[DeliveryHandle]:
         """See :meth:`~disagg_kv.endpoints.base.Sender.poll`."""

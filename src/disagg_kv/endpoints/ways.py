@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from attrs import frozen
@@ -12,16 +13,19 @@ from ..errors import LocalProtocolError, QuarantineFullError, RemoteProtocolErro
 from ..geometry import I32, Part
 from ..ids import Epoch, Rank, RegionId, RoomId
 from ..memory import MemoryPool
-from ..planning import CostModel, RowRange, StagedLayout, Writes
+from ..planning import Batch, CostModel, Groups, Intake, LayerRun, Pace, RowRange, Segment, StagedLayout, Writes
 from ..protocol import FlowPlan, Transfer, Verify
 from ..protocol.frames import Expect
 from ..protocol.wire import tables_from_wire
-from ..strategies import Job, Path, Strategy, Tables
+from ..strategies import PER_CHUNK, Job, Path, Schedule, Strategy, Tables
 from .choosing import Pair, choose_path
 from .held import check_start
 from .introduction import Remote, Self
 from .missed import bound
 from .routes import Routes
+
+Told = Callable[[range, Groups], None]
+"""Hears of a run of layers how it is cut."""
 
 CHOICES = 4096
 """Choices of a path that are remembered: comparing them takes longer than sending a short request."""
@@ -61,15 +65,26 @@ class Ways:
         pool: its cache.
         strategy: which path to take.
         paths: those that are known here.
+        schedule: when rows cross.
         stuck: staging slots that wait for evidence of a destination.
+        pace: how fast this rank is; None: nothing was measured yet.
     """
 
     def __init__(
-        self, me: Self, pool: MemoryPool, strategy: Strategy, paths: Iterable[Path], stuck: Callable[[Epoch], int]
+        self,
+        me: Self,
+        pool: MemoryPool,
+        strategy: Strategy,
+        schedule: Schedule,
+        paths: Iterable[Path],
+        stuck: Callable[[Epoch], int],
+        pace: Callable[[], Pace | None],
     ) -> None:
         self._me = me
         self._pool = pool
         self._strategy = strategy
+        self._schedule = schedule
+        self._pace = pace
         self._paths = tuple(paths)
         self._stuck = stuck
         self._regions: I32 = np.array(me.regions, np.int32)
@@ -84,7 +99,7 @@ class Ways:
         self._routes.pop(epoch, None)
 
     def find(
-        self, room: RoomId, remote: Remote, frame: Expect, others: Sequence[Way], quota: int
+        self, room: RoomId, remote: Remote, frame: Expect, others: Sequence[Way], quota: int, told: Told
     ) -> tuple[Way, FlowPlan]:
         """Decide how the bytes cross.
 
@@ -94,6 +109,7 @@ class Ways:
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
             quota: staging slots that one destination may pin.
+            told: hears how layers are grouped.
 
         Raises:
             ConfigurationError: no path can.
@@ -120,10 +136,30 @@ class Ways:
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
         way = Way(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
-        limits = pair.slot_bytes, pair.lease_bytes, pair.page_rows
-        return way, FlowPlan(
-            me.rank, intake, intake.floor(frame.start), frame.stop, path.exposes_pages, *limits, path.name
+        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, told)
+        plan = FlowPlan(
+            me.rank,
+            intake,
+            intake.floor(frame.start),
+            frame.stop,
+            path.exposes_pages,
+            pair.slot_bytes,
+            pair.lease_bytes,
+            pair.page_rows,
+            path.name,
+            grouping,
         )
+        return way, plan
+
+    def _groups(self, intake: Intake, told: Told, run: range, start: int, stop: int, batch: Batch) -> Sequence[range]:
+        """How a run of layers is cut: equal on all ranks that hold it, so what only we measured must not count."""
+        alone = sum(run in intake.ranges(Rank(rank)) for rank in range(len(intake.parts))) == 1
+        sizes = [nbytes for _, nbytes in intake.lease(Segment(start, stop, run.start, run.stop))[0].values()]
+        groups = self._schedule.groups(
+            LayerRun(len(run), stop - start, max(sizes, default=0), batch, self._pace() if alone else None)
+        )
+        told(run, groups)
+        return groups.cut(run)
 
     def _choose(self, remote: Remote, turn: int, frame: Expect, pair: Pair) -> tuple[Path, str]:
         theirs = set(remote.hello.paths)

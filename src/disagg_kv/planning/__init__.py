@@ -14,16 +14,22 @@ from .descriptors import (
     slice_writes,
 )
 from .explain import Explanation, PairPlan, explain, plain_site
+from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
 from .intake import Intake
 from .staged import PartView
 
 __all__ = [
     "EVERY",
+    "Adaptive",
+    "Batch",
     "Choice",
     "CostModel",
     "Estimate",
     "Explanation",
+    "Groups",
     "Intake",
+    "LayerRun",
+    "Pace",
     "PairPlan",
     "PartView",
     "RowRange",
@@ -37,9 +43,12 @@ __all__ = [
     "direct_count",
     "direct_writes",
     "explain",
+    "exposed_s",
+    "fastest",
     "plain_site",
     "refuse_direct",
     "runs",
     "slice_count",
     "slice_writes",
+    "whole",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ..geometry import PageTable
 from ..ids import Epoch, Generation, GroupId, LayerId, RoomId
+from ..planning import Batch
 from .base import Cancel, Decided, Effect, Finished, Offered, Options, Phase, Tick, Vote
 from .frames import Abort
 from .machine import ours
@@ -67,7 +68,15 @@ class SendRoom:
     # What the engine says.
 
     def add(
-        self, turn: int, start: int, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool, now: float
+        self,
+        turn: int,
+        start: int,
+        stop: int,
+        tables: Mapping[GroupId, PageTable],
+        *,
+        ready: bool,
+        now: float,
+        batch: Batch | None = None,
     ) -> list[Effect]:
         """Rows with their pages; those known already get these pages again after a withdrawal. See :meth:`Rows.add`."""
         if self.error is not None or self.done:
@@ -75,7 +84,7 @@ class SendRoom:
         end = self.rows.stop
         if self._finished is not None and stop > end:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after it was finished at {end}")
-        chunk = self.rows.add(turn, start, stop, tables, ready=ready)
+        chunk = self.rows.add(turn, start, stop, tables, ready=ready, batch=batch)
         out: list[Effect] = []
         if chunk is not None:
             for flow in self._planned():
@@ -245,8 +254,9 @@ def _offer(flow: Flow, chunks: Sequence[Chunk], now: float) -> list[Effect]:
     """Add chunks to a flow; rows that no slot or lease can hold end it."""
     try:
         for chunk in chunks:
-            flow.offer(chunk.start, chunk.stop)
-    except OversizeError as exc:
+            flow.offer(chunk.start, chunk.stop, chunk.batch)
+    except Exception as exc:
+        # A schedule may be somebody else's code: its errors fail this room alone.
         return flow.handle(Cancel(exc), now)
     return []
 

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
-from ..planning import Segment
+from ..planning import Batch, Segment
 
 
 class Readiness(Enum):
@@ -43,12 +43,15 @@ class Chunk:
     Args:
         start, stop: which rows.
         tables: their pages; None after a withdrawal, until they are given again.
+        turns: the calls that they came by.
+        batch: the forward pass that computes them.
     """
 
     start: int
     stop: int
     tables: Mapping[GroupId, PageTable] | None
     turns: tuple[_Turn, ...] = ()
+    batch: Batch = field(factory=Batch)
 
 
 class Rows:
@@ -69,7 +72,14 @@ class Rows:
         return self.chunks[-1].stop if self.chunks else 0
 
     def add(
-        self, turn: int, start: int, stop: int, tables: Mapping[GroupId, PageTable], *, ready: bool
+        self,
+        turn: int,
+        start: int,
+        stop: int,
+        tables: Mapping[GroupId, PageTable],
+        *,
+        ready: bool,
+        batch: Batch | None = None,
     ) -> Chunk | None:
         """The rows ``[start, stop)`` come by a call of number ``turn``; the new chunk, if there are new rows.
 
@@ -79,6 +89,7 @@ class Rows:
             stop: one past its last.
             tables: pages of these rows and of those handed over since the last withdrawal.
             ready: True: all layers are final.
+            batch: the forward pass that computes them.
         """
         self._turns[turn] = _Turn(start, stop, whole=ready)
         for chunk in self.chunks:
@@ -87,7 +98,7 @@ class Rows:
                 chunk.tables, chunk.turns = tables, self._turns_of(chunk.start, chunk.stop)
         if stop <= self.stop:
             return None
-        chunk = Chunk(self.stop, stop, tables, self._turns_of(self.stop, stop))
+        chunk = Chunk(self.stop, stop, tables, self._turns_of(self.stop, stop), batch or Batch())
         self.chunks.append(chunk)
         return chunk
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from itertools import islice
 
@@ -10,7 +10,7 @@ from attrs import define, frozen
 
 from ..errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch, Generation, Rank, RoomId
-from ..planning import Intake, Segment
+from ..planning import Batch, Intake, Segment
 from .base import (
     Cancel,
     Finished,
@@ -54,6 +54,10 @@ WRITE_TRIES = 3
 """How often a write is posted that fails with a retryable error and is quiet."""
 
 
+Grouping = Callable[[range, int, int, Batch], Sequence[range]]
+"""Cuts a run of layers into groups, for the rows between two numbers of a forward pass; equal on all who send them."""
+
+
 @frozen
 class FlowPlan:
     """What one prefill rank has to send to one decode rank.
@@ -66,6 +70,7 @@ class FlowPlan:
         exposed: True: its pages are exposed and need no lease.
         slot_bytes, lease_bytes, page_rows: see :meth:`~disagg_kv.planning.Intake.cut`.
         path: its name.
+        groups: how the layers of some rows are grouped; None: all together.
     """
 
     rank: Rank
@@ -77,6 +82,7 @@ class FlowPlan:
     lease_bytes: int
     page_rows: int
     path: str = "staged"
+    groups: Grouping | None = None
 
 
 class _Step(Enum):
@@ -132,19 +138,23 @@ class Flow(Machine[Sending]):
         """When a Tick is due."""
         return self._repeat.next_at()
 
-    def offer(self, start: int, stop: int) -> None:
-        """Add the rows ``[start, stop)`` of a new chunk: cut what the decode rank awaits of them into segments."""
+    def offer(self, start: int, stop: int, batch: Batch) -> None:
+        """Add the rows ``[start, stop)`` of a new chunk: cut what the decode rank awaits of them into segments.
+
+        Segments of one group of layers follow one another, in the order in which the layers are computed.
+        """
         assert self.plan is not None
         start = max(start, self.plan.start)
         stop = stop if self.plan.stop is None else min(stop, self.plan.stop)
         if start >= stop:
             return
         p = self.plan
-        for layers in p.intake.ranges(p.rank):
-            for segment in p.intake.cut(
-                start, stop, layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes, page_rows=p.page_rows
-            ):
-                self._plan(segment)
+        for run in p.intake.ranges(p.rank):
+            for layers in [run] if p.groups is None else p.groups(run, start, stop, batch):
+                for segment in p.intake.cut(
+                    start, stop, layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes, page_rows=p.page_rows
+                ):
+                    self._plan(segment)
 
     def offer_states(self) -> None:
         """Add the rows of the room's states."""

@@ -1,15 +1,16 @@
-"""The path of a strategy: how bytes cross."""
+"""The axes of a strategy that have code: the path, how bytes cross, and the schedule, when."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Protocol
 
 from attrs import frozen
 
 from ..geometry import PageTable, Part, Site
 from ..ids import GroupId
-from ..planning import EVERY, PartView, RowRange, Segment, StagedLayout, Writes
+from ..planning import EVERY, Groups, LayerRun, PartView, RowRange, Segment, StagedLayout, Writes
 
 Tables = Mapping[GroupId, PageTable]
 
@@ -70,4 +71,45 @@ class Path(Protocol):
 
     def count(self, job: Job) -> int:
         """How many writes the job takes, at most; tables are not looked at."""
+        ...
+
+
+class Feature(StrEnum):
+    """What an engine may do in a forward pass that sending single layers early would break (B4)."""
+
+    DP_ATTENTION = "dp_attention"
+    EXPERT_STATISTICS = "expert_statistics"
+    DRAFT_MODEL = "draft_model"
+    INPUT_EMBEDDINGS = "input_embeddings"
+    MULTIMODAL = "multimodal"
+
+    @property
+    def why(self) -> str:
+        """What would go wrong."""
+        return _WHY[self]
+
+
+_WHY = {
+    Feature.DP_ATTENTION: "its ranks wait for each other inside the pass, and must all hold the same layers back",
+    Feature.EXPERT_STATISTICS: "they are collected over a whole pass",
+    Feature.DRAFT_MODEL: "its layers write to the cache after the target's last layer",
+    Feature.INPUT_EMBEDDINGS: "they may be computed again, and the layers with them",
+    Feature.MULTIMODAL: "its inputs may be merged into rows after the first layers were announced",
+}
+
+
+class Schedule(Protocol):
+    """When the rows of a chunk cross. Pure.
+
+    All ranks of an instance that send parts of one segment must come to the same groups, so the answer may depend on
+    nothing but its argument.
+    """
+
+    @property
+    def name(self) -> str:
+        """A plain word."""
+        ...
+
+    def groups(self, run: LayerRun) -> Groups:
+        """Into which groups a run of layers is cut; each crosses as soon as all its layers are final."""
         ...

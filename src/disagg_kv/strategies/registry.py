@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 from attrs import frozen
 
-from ..errors import ConfigurationError, UnknownNameError, UnsupportedError
-from .base import Path
+from ..errors import ConfigurationError, UnknownNameError
+from .base import Path, Schedule
 from .paths import DirectPath, SlicePath, StagedPath
+from .schedules import LayerPipelined, PerChunk
 
 ENTRY_POINTS = "disagg_kv.strategies"
-"""Installed packages name their paths here; each entry point is a Path object or a callable that makes one."""
+"""Installed packages name paths and schedules here; each entry point is such an object or a callable that makes one."""
 
 AUTO = "auto"
-SCHEDULES = ("per_chunk",)
+PER_CHUNK = "per_chunk"
 SELECTIONS = ("full", "incremental")
-PLANNED = {"layer_pipelined": "schedule"}
 
 _paths: dict[str, Path] = {path.name: path for path in (DirectPath(), SlicePath(), StagedPath())}
+_schedules: dict[str, Schedule] = {one.name: one for one in (PerChunk(), LayerPipelined())}
 
 
 @frozen
@@ -41,16 +43,22 @@ class Strategy:
         return f"{self.path}+{self.schedule}+{self.selection}"
 
 
-def register(path: Path) -> None:
-    """Make a path known by its name.
+def register(part: Path | Schedule) -> None:
+    """Make a path or a schedule known by its name.
 
     Raises:
-        ConfigurationError: the name is taken by another path, or is not a plain word.
+        ConfigurationError: the name is taken by another part, or is not a plain word.
     """
-    taken = {*_paths, *SCHEDULES, *SELECTIONS, *PLANNED, AUTO}
-    if not path.name.isidentifier() or (path.name in taken and _paths.get(path.name) is not path):
-        raise ConfigurationError(f"a path cannot be called {path.name!r}: it must be a new plain word")
-    _paths[path.name] = path
+    name, scheduling = part.name, hasattr(part, "groups")
+    known = _paths.get(name, _schedules.get(name))
+    taken = {*_paths, *_schedules, *SELECTIONS, AUTO}
+    if not name.isidentifier() or (name in taken and known is not part):
+        kind = "schedule" if scheduling else "path"
+        raise ConfigurationError(f"a {kind} cannot be called {name!r}: it must be a new plain word")
+    if scheduling:
+        _schedules[name] = cast("Schedule", part)
+    else:
+        _paths[name] = cast("Path", part)
 
 
 @cache
@@ -59,20 +67,31 @@ def _installed() -> Sequence[EntryPoint]:
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def paths() -> dict[str, Path]:
-    """Every known path by name, those of installed packages included."""
+def _load() -> None:
+    """Register what installed packages name, once."""
     for point in _installed():
-        if point.name in _paths:
+        if point.name in _paths or point.name in _schedules:
             continue
         try:
             found = point.load()
-            path: Path = found() if callable(found) else found
+            part: Path | Schedule = found() if callable(found) else found
         except Exception as error:
             raise ConfigurationError(f"strategy {point.name!r}: {point.value} cannot be loaded: {error}") from error
-        if path.name != point.name:
-            raise ConfigurationError(f"strategy {point.name!r}: {point.value} calls itself {path.name!r}")
-        register(path)
+        if part.name != point.name:
+            raise ConfigurationError(f"strategy {point.name!r}: {point.value} calls itself {part.name!r}")
+        register(part)
+
+
+def paths() -> dict[str, Path]:
+    """Every known path by name, those of installed packages included."""
+    _load()
     return dict(_paths)
+
+
+def schedules() -> dict[str, Schedule]:
+    """Every known schedule by name, those of installed packages included."""
+    _load()
+    return dict(_schedules)
 
 
 def strategy(name: str) -> Strategy:
@@ -80,23 +99,20 @@ def strategy(name: str) -> Strategy:
 
     Raises:
         UnknownNameError: a part that nothing is known by.
-        UnsupportedError: a part that this version does not have yet.
         ConfigurationError: two parts for one axis.
     """
-    known = paths()
+    known, known_schedules = paths(), schedules()
     chosen: dict[str, str] = {}
     for part in name.split("+"):
         word = part.strip().replace("-", "_")
-        if word in PLANNED:
-            raise UnsupportedError(f"strategy {name!r}: the {PLANNED[word]} {word!r} is not in this version")
         if word == AUTO or word in known:
             axis = "path"
-        elif word in SCHEDULES:
+        elif word in known_schedules:
             axis = "schedule"
         elif word in SELECTIONS:
             axis = "selection"
         else:
-            raise UnknownNameError("strategy", part, {AUTO, *known, *SCHEDULES, *SELECTIONS})
+            raise UnknownNameError("strategy", part, {AUTO, *known, *known_schedules, *SELECTIONS})
         if axis in chosen:
             raise ConfigurationError(f"strategy {name!r}: {chosen[axis]!r} and {word!r} are both a {axis}")
         chosen[axis] = word

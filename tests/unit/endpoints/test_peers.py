@@ -18,7 +18,6 @@ from disagg_kv.errors import (
     LocalProtocolError,
     PeerLostError,
     UnknownNameError,
-    UnsupportedError,
 )
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import RoomId
@@ -204,8 +203,8 @@ def test_a_name_that_nobody_has() -> None:
     rig = Rig(SPEC)
     with pytest.raises(UnknownNameError, match="'fast'"):
         rig.prefill(tp_shards(SPEC, 1), "A", strategy="fast")
-    with pytest.raises(UnsupportedError, match="layer_pipelined"):
-        rig.decode(tp_shards(SPEC, 1), "B", strategy="staged+layer-pipelined")
+    with pytest.raises(ConfigurationError, match="both a schedule"):
+        rig.decode(tp_shards(SPEC, 1), "B", strategy="per_chunk+layer-pipelined")
     with pytest.raises(ConfigurationError, match="both a path"):
         rig.decode(tp_shards(SPEC, 1), "C", strategy="staged+slice")
     with pytest.raises(ConfigurationError, match="slots of 100 bytes"):

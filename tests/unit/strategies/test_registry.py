@@ -7,8 +7,9 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from disagg_kv.errors import ConfigurationError, UnknownNameError, UnsupportedError
-from disagg_kv.strategies import AUTO, StagedPath, Strategy, paths, register, registry, strategy
+from disagg_kv.errors import ConfigurationError, UnknownNameError
+from disagg_kv.planning import Groups, LayerRun
+from disagg_kv.strategies import AUTO, StagedPath, Strategy, paths, register, registry, schedules, strategy
 
 
 class Courier(StagedPath):
@@ -17,15 +18,28 @@ class Courier(StagedPath):
     name = "courier"
 
 
+class PairsOfLayers:
+    """Somebody else's schedule."""
+
+    def __init__(self, name: str = "pairs") -> None:
+        self.name = name
+
+    def groups(self, run: LayerRun) -> Groups:
+        """Two layers at a time."""
+        return Groups(run.layers, min(2, run.layers), "pairs")
+
+
 @pytest.fixture(autouse=True)
 def _registry() -> Iterator[None]:
     """What a test registers is gone afterwards."""
-    before = dict(registry._paths)
+    before, schedules_before = dict(registry._paths), dict(registry._schedules)
     registry._installed.cache_clear()
     yield
     registry._installed.cache_clear()
     registry._paths.clear()
     registry._paths.update(before)
+    registry._schedules.clear()
+    registry._schedules.update(schedules_before)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +50,8 @@ def _registry() -> Iterator[None]:
         ("full+slice", Strategy("slice")),
         (" direct + per-chunk + full ", Strategy("direct", "per_chunk", "full")),
         ("staged+incremental", Strategy("staged", "per_chunk", "incremental")),
+        ("layer-pipelined", Strategy(AUTO, "layer_pipelined")),
+        ("staged+layer_pipelined+incremental", Strategy("staged", "layer_pipelined", "incremental")),
     ],
 )
 def test_names(name: str, want: Strategy) -> None:
@@ -46,14 +62,28 @@ def test_names(name: str, want: Strategy) -> None:
 
 def test_names_that_cannot_be() -> None:
     """What is unknown, planned, empty or said twice is refused, with the known names."""
-    with pytest.raises(UnknownNameError, match="direct, full, incremental, per_chunk, slice, staged"):
+    with pytest.raises(UnknownNameError, match="direct, full, incremental, layer_pipelined, per_chunk, slice, staged"):
         strategy("stagged")
     with pytest.raises(UnknownNameError):
         strategy("")
-    with pytest.raises(UnsupportedError, match="schedule 'layer_pipelined'"):
-        strategy("staged+layer-pipelined")
+    with pytest.raises(ConfigurationError, match="both a schedule"):
+        strategy("staged+layer-pipelined+per_chunk")
     with pytest.raises(ConfigurationError, match="both a path"):
         strategy(f"staged+{AUTO}")
+
+
+def test_registering_a_schedule() -> None:
+    """A schedule is known by its name, apart from paths; a name belongs to one part of one kind."""
+    mine = PairsOfLayers()
+    register(mine)
+    register(mine)
+    assert schedules()["pairs"] is mine
+    assert "pairs" not in paths()
+    assert strategy("staged+pairs") == Strategy("staged", "pairs")
+    with pytest.raises(ConfigurationError, match="a schedule cannot be called 'pairs'"):
+        register(PairsOfLayers())
+    with pytest.raises(ConfigurationError, match="a schedule cannot be called 'staged'"):
+        register(PairsOfLayers("staged"))
 
 
 def test_registering_a_path() -> None:

@@ -1,0 +1,111 @@
+"""Measuring how fast forward passes and transfers are, for the choice of layer groups."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+from attrs import define
+
+from ..ids import LayerId
+from ..planning import Pace
+from ..protocol import RoomKey
+from .delivery import Handed
+from .missed import bound
+
+NEW = 0.3
+"""The weight of a new measurement against all earlier ones."""
+
+PASSES = 64
+"""Forward passes whose layers are awaited; one that never ends is forgotten when so many others have begun."""
+
+FRAMES_S = 1e-4
+"""Roughly what the frames and launches of one more segment cost, besides planning it, which is measured."""
+
+LONG_S = 0.1
+"""Transfers that follow one another without a pause are measured after so long at the latest."""
+
+
+@define
+class _Pass:
+    tokens: int
+    first: float | None = None
+    rest: int = 0
+    left: int = 0
+
+
+class Pacer:
+    """Seconds per layer and token between layers that became final; bytes per second while transfers were under way.
+
+    Args:
+        clock: seconds.
+        layers: how many of them this rank computes in a forward pass.
+    """
+
+    def __init__(self, clock: Callable[[], float], layers: int) -> None:
+        self._clock = clock
+        self._layers = layers
+        self._passes: OrderedDict[tuple[RoomKey, int], _Pass] = OrderedDict()
+        self._layer_token_s: float | None = None
+        self._bytes_per_s: float | None = None
+        self._plan_s: float | None = None
+        self._moving = 0
+        self._since = 0.0
+        self._nbytes = 0
+
+    def pace(self) -> Pace | None:
+        """What was measured; None: a forward pass or a transfer is still missing."""
+        if self._layer_token_s is None or self._bytes_per_s is None:
+            return None
+        return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + FRAMES_S)
+
+    def begin(self, handed: Sequence[Handed]) -> None:
+        """A forward pass begins."""
+        if handed:
+            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens))
+            bound(self._passes, PASSES)
+
+    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId]) -> None:
+        """Layers of a pass became final. How long the first ones took is not known: the pass may have begun late."""
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is None or not layers:
+            return
+        now = self._clock()
+        if known.first is None:
+            known.first, known.rest = now, self._layers - len(layers)
+            known.left = known.rest
+        else:
+            known.left -= len(layers)
+        if known.left <= 0:
+            del self._passes[_name(handed)]
+            if known.rest and known.tokens and now > known.first:
+                took = (now - known.first) / (known.rest * known.tokens)
+                self._layer_token_s = _mixed(self._layer_token_s, took)
+
+    def planned(self, seconds: float) -> None:
+        """A segment was planned."""
+        self._plan_s = _mixed(self._plan_s, seconds)
+
+    def began(self) -> None:
+        """A transfer begins."""
+        if self._moving == 0:
+            self._since = self._clock()
+        self._moving += 1
+
+    def ended(self, nbytes: int) -> None:
+        """A transfer has ended and moved so many bytes."""
+        self._moving -= 1
+        self._nbytes += nbytes
+        now = self._clock()
+        if (self._moving == 0 or now - self._since >= LONG_S) and now > self._since:
+            if self._nbytes:
+                self._bytes_per_s = _mixed(self._bytes_per_s, self._nbytes / (now - self._since))
+            self._since, self._nbytes = now, 0
+
+
+def _name(handed: Sequence[Handed]) -> tuple[RoomKey, int]:
+    return handed[0].key, handed[0].turn
+
+
+def _mixed(before: float | None, new: float) -> float:
+    return new if before is None else (1 - NEW) * before + NEW * new

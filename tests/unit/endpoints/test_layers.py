@@ -1,0 +1,316 @@
+"""Layer groups that cross while others are computed: with every path, split and cache, and whatever goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.endpoints.delivery import ForwardPass
+from disagg_kv.errors import DeadlineError, GeometryError, LocalProtocolError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import LayerId
+from disagg_kv.planning import Groups, LayerRun
+from disagg_kv.protocol import Phase
+from disagg_kv.strategies import Feature, LayerPipelined
+from disagg_kv.transports import InprocTransport, emulate
+from tests.support.rig import Memory, PrefillOptions, Request, Rig, put, tp_shards
+from tests.support.rig_parts import CountingKernels, Flag
+
+SPEC = CacheSpec.kv(6, 4, 8, "float16")
+MLA = CacheSpec.mla(6, 24, "int8")
+PAIRS = LayerPipelined(fixed=2)
+PIPELINED = "staged+layer_pipelined"
+
+
+def begin(request: Request, start: int, stop: int) -> list[ForwardPass]:
+    """A forward pass on every prefill rank; its pages hold poison until the layers are computed."""
+    steps = []
+    for m, table in zip(request.prefills, request.pages(start, stop), strict=True):
+        put(m.pool, table, start // 4 * 4, stop, None)
+        steps.append(m.endpoint.step({request.room: (stop, [table])}))
+    return steps
+
+
+def compute(request: Request, steps: list[ForwardPass], layer: int, start: int, stop: int) -> None:
+    """One layer of the rows becomes final on every rank that has it."""
+    for number, (m, step) in enumerate(zip(request.prefills, steps, strict=True)):
+        if LayerId(layer) not in m.pool.site.shard.layers():
+            continue
+        table = request.given[number][-1]
+        first = start // 4 * 4
+        for index, plane in enumerate(m.pool.site.planes):
+            if plane.layer == layer:
+                units = [u for run in m.pool.site.shard.units(plane.layer, plane.component) for u in run]
+                for row in range(first, stop):
+                    page, slot = table.pages[(row - first) // 4], (row - first) % 4
+                    m.pool.view(index)[page, slot] = request.truth[plane.layer, plane.component][row][units]
+        step.layer_ready(LayerId(layer))
+
+
+def arrived(request: Request) -> None:
+    """Every rank has succeeded, and decode's pools hold what they should; prefill's first pages were never computed."""
+    request.released().done()
+    for member in request.decodes:
+        member.check()
+
+
+SPLITS = {
+    "P>D": (SPEC, (2, 1), (1, 1)),
+    "P<D": (SPEC, (1, 1), (4, 1)),
+    "equal": (SPEC, (2, 1), (2, 1)),
+    "replicated": (CacheSpec.kv(6, 2, 8, "float16"), (4, 1), (1, 1)),
+    "mla": (MLA, (2, 1), (1, 1)),
+    "pp 2": (SPEC, (2, 2), (1, 1)),
+    "pp 3-2": (SPEC, (1, 3), (2, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("split", "path"), [*((split, path) for split in SPLITS for path in ("staged", "slice")), ("equal", "direct")]
+)
+def test_groups_cross_before_the_pass_ends(split: str, path: str) -> None:
+    """B1, B6, A12: each group of layers lands while later ones hold poison; chunks are grouped one by one."""
+    spec, source, target = SPLITS[split]
+    rig = Rig(spec)
+    prefills = rig.prefill(
+        tp_shards(spec, *source), strategy=f"{path}+layer_pipelined", schedule=LayerPipelined(fixed=1)
+    )
+    decodes = rig.decode(tp_shards(spec, *target), strategy=path)
+    request = rig.request("room", prefills, decodes, 12).open_decode().expect(12).open_prefill()
+    landed = 0
+    for start, stop in ((0, 8), (8, 12)):
+        steps = begin(request, start, stop)
+        for layer in range(6):
+            compute(request, steps, layer, start, stop)
+            before = landed
+            rig.until(lambda: sum(h.report.segments for h in request.receives) > before, "the layer's segment")  # noqa: B023
+            rig.wait(0.5)
+            landed = sum(h.report.segments for h in request.receives)
+        for step in steps:
+            step.close()
+    assert request.receives[0].phase is Phase.MOVING, "success needs finish"
+    assert all(h.report.groups == 6 // source[1] for h in request.sends) or source[1] == 3
+    request.finish().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), (1, 0, 4, 2, 5, 3)])
+def test_layers_may_come_in_any_order(order: tuple[int, ...]) -> None:
+    """B1: a group moves when all its layers are final, whatever came before."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy=PIPELINED, schedule=PAIRS)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    steps = begin(request, 0, 8)
+    seen: set[int] = set()
+    for layer in order:
+        compute(request, steps, layer, 0, 8)
+        seen.add(layer)
+        rig.wait(0.5)
+        whole = sum({2 * g, 2 * g + 1} <= seen for g in range(3))
+        assert request.receives[0].report.segments == whole
+    for step in steps:
+        step.close()
+    request.finish().landed()
+    rig.quiet()
+
+
+def test_a_group_waits_for_the_events_of_its_layers() -> None:
+    """B1: an announced layer is final at its event; ``close`` covers layers without a hook."""
+    rig = Rig(SPEC)
+    kernels = CountingKernels()
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy=PIPELINED, schedule=PAIRS, kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    step = prefills[0].endpoint.step({request.room: (8, request.pages(0, 8))})
+    events = [Flag() for _ in range(3)]
+    for layer, event in enumerate(events):
+        step.layer_ready(LayerId(layer), event)
+    for fired, gathers in ((1, 0), (0, 1), (2, 1)):
+        events[fired].fired = True
+        rig.wait(0.5)
+        assert len(kernels.gathers) == gathers
+    step.close()
+    request.finish().landed()
+    assert len(kernels.gathers) == 3
+    rig.quiet()
+
+
+def test_look_ahead_asks_for_the_groups_of_a_pass_and_leaves_the_ring_to_others() -> None:
+    """A4: groups that are not computed hold at most a quarter of the ring, however long the pass takes."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged+layer_pipelined", schedule=LayerPipelined(fixed=1))
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=16 << 10)
+    request = rig.request("room", prefills, decodes, 16).open_decode().expect(16).open_prefill()
+    steps = begin(request, 0, 16)
+    rig.wait(1.0)
+    assert 0 < decodes[0].endpoint.leased_bytes <= 4 << 10
+    rig.request("ready", prefills, decodes, 40).start(40).released().done()
+    for layer in range(6):
+        compute(request, steps, layer, 0, 16)
+    steps[0].close()
+    request.finish().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("ready", [0, 1, 3, 5])
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_a_withdrawal_at_any_group(ready: int, path: str) -> None:
+    """E12: groups that have landed stay, the others come again from other pages; the old pass says nothing of them."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy=f"{path}+layer_pipelined", schedule=PAIRS)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy=path)
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    steps = begin(request, 0, 8)
+    for layer in range(ready):
+        compute(request, steps, layer, 0, 8)
+    rig.wait(0.5)
+    fired = [handle.withdraw() for handle in request.sends]
+    rig.until(lambda: all(event.query() for event in fired), "the end of reads")
+    rig.wait(0.5)
+    assert path != "staged" or decodes[0].endpoint.leased_bytes == 0
+    again = begin(request, 0, 8)
+    for step in steps:
+        step.close()
+    rig.wait(0.5)
+    assert request.receives[0].report.segments == ready // 2
+    for layer in range(6):
+        compute(request, again, layer, 0, 8)
+    for step in again:
+        step.close()
+    arrived(request.finish())
+    rig.quiet()
+
+
+@pytest.mark.parametrize("ready", [0, 1, 4])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_at_any_group(ready: int, side: str) -> None:
+    """B5: an early abort drops the groups that wait; what is announced afterwards is harmless."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy=PIPELINED, schedule=PAIRS)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    steps = begin(request, 0, 8)
+    for layer in range(ready):
+        compute(request, steps, layer, 0, 8)
+    (request.sends if side == "prefill" else request.receives)[0].abort("enough")
+    request.failed()
+    for step in steps:
+        step.layer_ready(LayerId(5))
+        step.close()
+    rig.quiet()
+
+
+def test_a_layer_that_never_comes_is_named_by_the_deadline() -> None:
+    """Never ready for one layer: the error says which."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy=PIPELINED, schedule=PAIRS)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill(total_s=5.0)
+    steps = begin(request, 0, 8)
+    for layer in (0, 1, 2, 4, 5):
+        compute(request, steps, layer, 0, 8)
+    rig.until(lambda: request.sends[0].phase is Phase.FAILED, "the deadline")
+    assert isinstance(request.sends[0].error, DeadlineError)
+    assert "rows 0-8 never became final in layers [3]" in str(request.sends[0].error)
+    request.failed()
+    with pytest.raises(GeometryError, match="layer 6 is not on this rank"):
+        steps[0].layer_ready(LayerId(6))
+    with pytest.raises(LocalProtocolError, match="layer 5 announced twice"):
+        steps[0].layer_ready(LayerId(5))
+    rig.quiet()
+
+
+@pytest.mark.parametrize("declared", ["endpoint", "pass"])
+def test_a_declared_conflict_sends_per_chunk(declared: str) -> None:
+    """B4: the engine may say so for good, or for one pass; the report has the reason."""
+    rig = Rig(SPEC)
+    always = [Feature.DRAFT_MODEL] if declared == "endpoint" else []
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy=PIPELINED, schedule=PAIRS, uses=always, slot_bytes=1 << 14)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=1 << 18)
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    (table,) = request.pages(0, 8)
+    now = () if always else (Feature.DRAFT_MODEL,)
+    step = prefills[0].endpoint.step({request.room: (8, [table])}, uses=now)
+    for layer in range(5):
+        step.layer_ready(LayerId(layer))
+    rig.wait(1.0)
+    assert request.receives[0].report.segments == 0
+    step.close()
+    request.finish().landed()
+    report = request.sends[0].report
+    assert (report.groups, report.segments) == (1, 1)
+    assert report.schedule.startswith("the engine uses draft_model: ")
+    spans = [s for s in prefills[0].observer.spans if s.name == "groups"]
+    assert [s.labels["groups"] for s in spans] == ["1"]
+
+
+def test_what_one_rank_measures_decides_only_where_it_sends_alone() -> None:
+    """B3: ranks that share segments must cut them alike, so a measured pace counts for segments of one writer only."""
+    seen: list[LayerRun] = []
+
+    class Watching(LayerPipelined):
+        def groups(self, run: LayerRun) -> Groups:
+            seen.append(run)
+            return Groups(run.layers, 2, "two")
+
+    for tp in (1, 2):
+        rig = Rig(SPEC)
+        seen.clear()
+        memory = Memory(transport=lambda: emulate(InprocTransport(), bytes_per_s=1e5, clock=rig.clock))  # noqa: B023
+        watching: PrefillOptions = {"strategy": "staged+layer_pipelined", "schedule": Watching()}
+        prefills = rig.prefill(tp_shards(SPEC, tp), memory=memory, **watching)
+        decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+        for name in "ab":
+            request = rig.request(name, prefills, decodes, 8).open_decode().expect(8).open_prefill()
+            rig.until(lambda: request.sends[0].phase is Phase.READY, "the expectation")  # noqa: B023
+            steps = begin(request, 0, 8)
+            for layer in range(6):
+                rig.wait(0.1, 0.01)
+                compute(request, steps, layer, 0, 8)
+            for step in steps:
+                step.close()
+            request.finish().landed()
+        assert (seen[0].layers, seen[0].rows, seen[0].batch.tokens, seen[0].pace) == (6, 8, (8,), None)
+        assert seen[0].nbytes == 6 * 8 * 2 * (4 // tp) * 16
+        pace = seen[-1].pace
+        if tp == 1:
+            assert pace is not None
+            assert pace.layer_token_s == pytest.approx(0.1 / 8, rel=0.2)
+            assert pace.bytes_per_s == pytest.approx(1e5, rel=0.3)
+        else:
+            assert pace is None
+
+
+def test_a_schedule_that_raises_costs_its_room_alone() -> None:
+    """A schedule may be somebody else's code."""
+
+    class Broken(LayerPipelined):
+        def groups(self, run: LayerRun) -> Groups:
+            raise ValueError("no idea")
+
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged+layer_pipelined", schedule=Broken())
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).start().failed()
+    assert "no idea" in str(request.sends[0].error)
+    assert not prefills[0].observer.counters["errors.unforeseen"]
+    rig.quiet()
+
+
+def test_memory_does_not_grow_with_the_prompt() -> None:
+    """Extra memory: a long prompt goes through a few slots and a small ring, group by group."""
+    rig = Rig(SPEC)
+    memory = Memory(pages=400)
+    prefills = rig.prefill(
+        tp_shards(SPEC, 1), memory=memory, strategy=PIPELINED, schedule=PAIRS, slot_bytes=2048, slots=2
+    )
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=32 << 10)
+    request = rig.request("room", prefills, decodes, 400).open_decode().expect(400).open_prefill()
+    for start in range(0, 400, 100):
+        steps = begin(request, start, start + 100)
+        for layer in range(6):
+            compute(request, steps, layer, start, start + 100)
+        steps[0].close()
+    request.finish().landed()
+    assert request.receives[0].report.segments > 50
+    rig.quiet()
