@@ -187,7 +187,8 @@ class Ways:
             raise LocalProtocolError(f"path {name!r} plans {type(plan).__name__}s for {segment}, which takes {wanted}")
         if transfer.offset + transfer.nbytes > hello.ring_bytes:
             end = transfer.offset + transfer.nbytes
-            raise RemoteProtocolError(f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}")
+            granted = f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}"
+            raise RemoteProtocolError(f"peer {way.remote.epoch.hex()[:8]}: {granted}")
         return plan
 
 
