@@ -82,6 +82,7 @@ class DecodeOptions(TypedDict, total=False):
     strategy: str
     verify: Verify
     ring_bytes: int
+    scatter_bytes_per_s: float | None
     kernels: Kernels
     options: Options
 

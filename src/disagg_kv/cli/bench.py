@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .bench_prefix import prefix
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(callback=bench)
     group.command()(transfer)
     group.command()(adapter)
+    group.command()(prefix)
     app.add_typer(group, name="bench")
 
 

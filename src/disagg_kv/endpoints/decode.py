@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from attrs import define, field
@@ -61,6 +62,7 @@ from .introduction import Remote
 from .node import LOOKUP_S, Node
 from .reception import ReceptionHandle, Wanted
 from .routes import Routes
+from .scatter_pace import Pacer
 from .verifying import compare, layer_sums
 
 TICK_S = 0.02
@@ -121,6 +123,7 @@ class DecodeRole:
         exposed: bool,
         changes: Changes[ReceptionHandle],
         verify: Verify,
+        pacer: Pacer | None,
     ) -> None:
         self._node = node
         self._pool = pool
@@ -135,6 +138,8 @@ class DecodeRole:
         self._instances: dict[Source, _Instance] = {}
         self._routes: dict[tuple[Epoch, ...], Routes] = {}
         self._scattering: list[_Scattering] = []
+        self._pacer = pacer
+        self._paced: deque[tuple[RoomKey, Scatter]] = deque()
         self._tick_at = 0.0
         self.quarantined = 0
 
@@ -399,12 +404,21 @@ class DecodeRole:
             self._pool.write_aux(slot, data)
 
     def _scatter(self, room: _Room, effect: Scatter) -> None:
+        """Now, or when the pace allows it: arrivals must not hold up what is being decoded (C7)."""
+        if self._paced or (self._pacer is not None and not self._pacer.ready(self._node.now)):
+            self._paced.append((room.key, effect))
+        else:
+            self._begin_scatter(room, effect)
+
+    def _begin_scatter(self, room: _Room, effect: Scatter) -> None:
         assert room.routes is not None
         assert room.wanted is not None
         one = _Scattering(room.key, effect.segment, None, self._node.clock())
         try:
             if effect.parts:
                 moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
+                if self._pacer is not None:
+                    self._pacer.begin(sum(move.layout.nbytes for move in moves), self._node.now)
                 one.event = self._kernels.scatter(self._pool, moves, self._ring)
             if effect.sums:
                 self._compare(room, effect, one)
@@ -455,7 +469,7 @@ class DecodeRole:
         self._handle(room, Scattered(one.segment, error))
 
     def work(self) -> bool:
-        """Finish scatters."""
+        """Finish scatters, and begin those whose time has come."""
         for one in list(self._scattering):
             try:
                 if one.event is not None and not one.event.query():
@@ -467,7 +481,24 @@ class DecodeRole:
             room = self._rooms.get(one.key)
             if room is not None:
                 self._scattered(room, one, error)
+        self._begin_paced()
         return bool(self._scattering)
+
+    def _begin_paced(self) -> None:
+        assert self._pacer is not None or not self._paced
+        while self._paced:
+            key, effect = self._paced[0]
+            room = self._rooms.get(key)
+            failed = room is None or room.machine.error is not None
+            if not failed and self._pacer is not None and not self._pacer.ready(self._node.now):
+                return
+            self._paced.popleft()
+            if room is None:
+                continue
+            if failed:
+                self._handle(room, Scattered(effect.segment))
+            else:
+                self._begin_scatter(room, effect)
 
     def _publish(self, room: _Room) -> None:
         machine, report = room.machine, room.handle.report
@@ -522,6 +553,8 @@ class DecodeRole:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
+        if self._paced and self._pacer is not None:
+            return min(self._tick_at, self._pacer.ready_at)
         return self._tick_at if self._rooms or self._queue.waiting else None
 
     def integrity_failure(self, error: DisaggKVError) -> None:

@@ -31,6 +31,7 @@ from .introduction import Self, check_instance
 from .life import Life
 from .node import Node
 from .reception import ReceptionHandle, Wanted
+from .scatter_pace import SCATTER_BYTES_PER_S, Pacer
 
 
 class DecodeEndpoint:
@@ -50,6 +51,8 @@ class DecodeEndpoint:
         ring_bytes: bytes of the staging ring; None: 64 MiB on a CPU, 4 GiB on a GPU.
         verify: how many segments we compare with checksums of prefill's, ``"off"``, ``"sampled"`` or ``"full"``;
             those that prefill's own wish makes it send are compared too.
+        scatter_bytes_per_s: how fast what arrives may be scattered into pages, so that it does not hold up what is
+            being decoded; None: as fast as it comes.
         options: times and bounds.
         kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
@@ -58,7 +61,8 @@ class DecodeEndpoint:
         life: its epoch and process; None: a new epoch in this process.
 
     Raises:
-        ConfigurationError: an explicit path that exposes pages, with memory that the transport cannot write to.
+        ConfigurationError: an explicit path that exposes pages, with memory that the transport cannot write to; a pace
+            that is not positive.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class DecodeEndpoint:
         strategy: str = AUTO,
         ring_bytes: int | None = None,
         verify: Verify = "off",
+        scatter_bytes_per_s: float | None = SCATTER_BYTES_PER_S,
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
@@ -88,6 +93,7 @@ class DecodeEndpoint:
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
         device = pool.buffers[0].device
+        pacer = None if scatter_bytes_per_s is None else Pacer(scatter_bytes_per_s)
         movers = ready_kernels(pool, kernels)
         if ring_bytes is None:
             ring_bytes = 64 << 20 if device == "cpu" else 4 << 30
@@ -118,7 +124,7 @@ class DecodeEndpoint:
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
-        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify)
+        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pacer)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"
         self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)

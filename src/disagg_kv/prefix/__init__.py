@@ -3,10 +3,12 @@
 from .base import Pages, PrefixIndex, PrefixLock
 from .cache import Claim, PrefixCache
 from .index import HashPrefixIndex, blake, namespace_of
+from .pages import PageAllocator
 
 __all__ = [
     "Claim",
     "HashPrefixIndex",
+    "PageAllocator",
     "Pages",
     "PrefixCache",
     "PrefixIndex",

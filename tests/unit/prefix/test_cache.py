@@ -7,12 +7,11 @@ import pytest
 from attrs import define
 
 from disagg_kv.endpoints.handles import RoomHandle
-from disagg_kv.engines.hf import PageAllocator
 from disagg_kv.errors import AbortedError, CapacityError, ConfigurationError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import RoomId
 from disagg_kv.planning import plain_site
-from disagg_kv.prefix import HashPrefixIndex, PrefixCache, namespace_of
+from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Phase
 
 SPEC = CacheSpec.kv(1, 1, 4, "float16")

@@ -1,7 +1,7 @@
 """Hugging Face transformers: a model's cache in the pages of a pool, without a change to any model's code."""
 
+from ...prefix import PageAllocator
 from .cache import PagedHFCache
-from .pages import PageAllocator
 from .spec import shard_from_config, spec_from_config
 
 __all__ = ["PageAllocator", "PagedHFCache", "shard_from_config", "spec_from_config"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.engines.hf import PageAllocator
 from disagg_kv.errors import CapacityError, ConfigurationError, LocalProtocolError
+from disagg_kv.prefix import PageAllocator
 
 
 def test_pages_go_out_in_the_order_in_which_they_came() -> None:

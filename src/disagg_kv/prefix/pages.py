@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 
-from ...errors import CapacityError, ConfigurationError, LocalProtocolError
-from ...geometry import I32
+from ..errors import CapacityError, ConfigurationError, LocalProtocolError
+from ..geometry import I32
 
 
 class PageAllocator:
@@ -18,10 +19,11 @@ class PageAllocator:
     """
 
     def __init__(self, pages: Iterable[int]) -> None:
-        self._free = [int(page) for page in pages]
+        self._free = deque(int(page) for page in pages)
+        self._there = set(self._free)
         self._all = frozenset(self._free)
         if len(self._all) != len(self._free) or min(self._free, default=0) < 0:
-            raise ConfigurationError(f"pages must be distinct and not negative: {self._free}")
+            raise ConfigurationError(f"pages must be distinct and not negative: {list(self._free)}")
 
     @property
     def free(self) -> int:
@@ -38,7 +40,8 @@ class PageAllocator:
             raise ConfigurationError(f"{count} pages asked")
         if count > len(self._free):
             raise CapacityError(f"{count} pages asked, {len(self._free)} of {len(self._all)} are free")
-        taken, self._free = self._free[:count], self._free[count:]
+        taken = [self._free.popleft() for _ in range(count)]
+        self._there.difference_update(taken)
         return np.array(taken, np.int32)
 
     def give(self, pages: Iterable[int]) -> None:
@@ -48,12 +51,14 @@ class PageAllocator:
             LocalProtocolError: a page that is free already or that was never here; then none is taken back.
         """
         back = [int(page) for page in pages]
-        wrong = [page for page in back if page not in self._all or page in self._free]
+        wrong = [page for page in back if page not in self._all or page in self._there]
         if wrong or len(set(back)) != len(back):
             raise LocalProtocolError(f"pages {wrong or back} are free already or not from this allocator")
         self._free += back
+        self._there.update(back)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page is free twice or a stranger is free."""
-        assert len(set(self._free)) == len(self._free)
+        assert len(self._free) == len(self._there)
+        assert set(self._free) == self._there
         assert self._all.issuperset(self._free)

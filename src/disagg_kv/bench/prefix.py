@@ -1,0 +1,184 @@
+"""``bench prefix``: what held prefixes do to a workload, on and off in one run, beside the published figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from attrs import field, frozen
+
+from .machine import Machine
+from .prefix_emulation import Emulation, Emulator, Run
+from .prefix_workload import PrefixShape, prompts_of
+
+LIMITS: Mapping[str, float] = {"bytes_over_ideal": 1.02, "ttft_over_ideal": 1.10, "latency_at_equal_batch": 1.05}
+"""Ratios that the run with prefixes must hold."""
+
+
+@frozen
+class Figures:
+    """One run, in seconds.
+
+    Args:
+        hit_ratio: tokens that decode held, of all prompts' tokens.
+        kv_bytes: on the wire.
+        kv_bytes_ideal: of what decode cannot have had, in whole pages.
+        ttft_mean, ttft_p50, ttft_p99: until the first token is at decode.
+        latency: between two tokens, on average over tokens.
+        latency_at_equal_batch: that, over what the same batches take when nothing arrives.
+        batch: running requests, on average over tokens.
+        requests_per_s: finished.
+        evicted_pages: that decode's index gave up.
+        host_s_per_request: real time of index and planner.
+    """
+
+    hit_ratio: float
+    kv_bytes: int
+    kv_bytes_ideal: int
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    latency: float
+    latency_at_equal_batch: float
+    batch: float
+    requests_per_s: float
+    evicted_pages: int
+    host_s_per_request: float
+
+    @classmethod
+    def of(cls, run: Run) -> Figures:
+        """A run's."""
+        batch, seconds, plain = (np.array(column) for column in zip(*run.steps, strict=True))
+        tokens = batch.sum()
+        p50, p99 = np.percentile(run.ttft, (50, 99))
+        return cls(
+            hit_ratio=run.held_tokens / run.prompt_tokens,
+            kv_bytes=run.kv_bytes,
+            kv_bytes_ideal=run.kv_bytes_ideal,
+            ttft_mean=float(np.mean(run.ttft)),
+            ttft_p50=float(p50),
+            ttft_p99=float(p99),
+            latency=float((batch * seconds).sum() / tokens),
+            latency_at_equal_batch=float((batch * seconds).sum() / (batch * plain).sum()),
+            batch=float((batch * batch).sum() / tokens),
+            requests_per_s=len(run.ttft) / run.seconds,
+            evicted_pages=run.evicted,
+            host_s_per_request=run.host_s / len(run.ttft),
+        )
+
+
+PUBLISHED: Mapping[str, Mapping[str, float]] = {
+    "off": {"ttft_mean": 19.8, "latency": 0.0418, "requests_per_s": 2.33},
+    "on": {"ttft_mean": 4.6, "latency": 0.0528, "requests_per_s": 2.74},
+}
+"""SGLang #22234, 80 groups of 8 prompts, on its authors' machines."""
+
+
+@frozen
+class PrefixReport:
+    """All runs of one benchmark.
+
+    Args:
+        shape: the workload.
+        emulation: the machines.
+        off: everything is sent.
+        on: decode's index is used.
+        ideal: ``on`` without page rounding, evictions, control frames, scatters or host time.
+        published: others' figures.
+        ratios: ``bytes_over_ideal``, ``ttft_over_ideal`` and ``latency_at_equal_batch`` of ``on``; and ``on`` over
+            ``off`` as ``ttft``, ``latency`` and ``throughput``, with ``published_`` beside them.
+        limits: of the first three.
+        machine: where index and planner ran.
+    """
+
+    shape: PrefixShape
+    emulation: Emulation
+    off: Figures
+    on: Figures
+    ideal: Figures
+    published: Mapping[str, Mapping[str, float]]
+    ratios: Mapping[str, float]
+    limits: Mapping[str, float]
+    machine: Machine
+    ok: bool = field(init=False)
+
+    @ok.default
+    def _ok(self) -> bool:
+        return all(self.ratios[name] <= limit for name, limit in self.limits.items())
+
+
+def run_prefix(
+    shape: PrefixShape,
+    emulation: Emulation,
+    told: Callable[[str], None] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PrefixReport:
+    """Run the workload three times.
+
+    Args:
+        shape: the workload.
+        emulation: the machines.
+        told: called with the name of each run before it.
+        clock: real time, for what index and planner take.
+
+    Raises:
+        CapacityError: a request that does not fit.
+    """
+    prompts = prompts_of(shape)
+    figures: dict[str, Figures] = {}
+    for name, incremental, ideal in (("off", False, False), ("on", True, False), ("ideal", True, True)):
+        told(name)
+        emulator = Emulator(emulation, prompts, shape.concurrency, incremental=incremental, ideal=ideal, clock=clock)
+        run = emulator.run()
+        figures[name] = Figures.of(run)
+    off, on, ideal_figures = figures["off"], figures["on"], figures["ideal"]
+    ratios = {
+        "bytes_over_ideal": on.kv_bytes / on.kv_bytes_ideal,
+        "ttft_over_ideal": on.ttft_mean / ideal_figures.ttft_mean,
+        "latency_at_equal_batch": on.latency_at_equal_batch,
+        "ttft": on.ttft_mean / off.ttft_mean,
+        "throughput": on.requests_per_s / off.requests_per_s,
+        "latency": on.latency / off.latency,
+        **{f"published_{name}": ratio for name, ratio in _published().items()},
+    }
+    return PrefixReport(shape, emulation, off, on, ideal_figures, PUBLISHED, ratios, LIMITS, Machine.here())
+
+
+def _published() -> dict[str, float]:
+    off, on = PUBLISHED["off"], PUBLISHED["on"]
+    names = {"ttft": "ttft_mean", "throughput": "requests_per_s", "latency": "latency"}
+    return {name: on[figure] / off[figure] for name, figure in names.items()}
+
+
+PANELS: Sequence[tuple[str, str, float]] = (
+    ("hit ratio, %", "hit_ratio", 100.0),
+    ("GB on the wire", "kv_bytes", 1e-9),
+    ("TTFT mean, s", "ttft_mean", 1.0),
+    ("TTFT p99, s", "ttft_p99", 1.0),
+    ("between tokens, ms", "latency", 1e3),
+    ("requests/s", "requests_per_s", 1.0),
+)
+COLOURS: Mapping[str, str] = {"off": "#9aa0a6", "on": "#3f51b5", "ideal": "#80cbc4"}
+
+
+def plot_svg(report: PrefixReport) -> str:
+    """An SVG picture: a panel per figure, a bar per run."""
+    width, height, bar = 130, 150, 26
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * len(PANELS)}" height="{height + 60}" '
+        'font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, (title, name, scale) in enumerate(PANELS):
+        left = number * width + 16
+        values = {run: float(getattr(getattr(report, run), name)) * scale for run in COLOURS}
+        most = max(values.values()) or 1.0
+        parts.append(f'<text x="{left}" y="16" font-weight="bold">{title}</text>')
+        for place, (run, value) in enumerate(values.items()):
+            x, tall = left + place * (bar + 6), height * 0.75 * value / most
+            y = height + 20 - tall
+            parts.append(f'<rect x="{x}" y="{y:.1f}" width="{bar}" height="{tall:.1f}" fill="{COLOURS[run]}"/>')
+            parts.append(f'<text x="{x + bar / 2}" y="{y - 4:.1f}" text-anchor="middle">{value:.3g}</text>')
+            parts.append(f'<text x="{x + bar / 2}" y="{height + 36}" text-anchor="middle">{run}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

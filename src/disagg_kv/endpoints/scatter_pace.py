@@ -1,0 +1,44 @@
+"""How fast arriving bytes may be scattered while an engine is decoding (C7)."""
+
+from __future__ import annotations
+
+from ..errors import ConfigurationError
+
+SCATTER_BYTES_PER_S = 100e9
+"""The default: 5 % of the time of an H200 that scatters 2.06e12 bytes a second, which is more than a 400 Gbit/s wire
+brings (benchmarks/results/h200_kernels.json counts reads and writes)."""
+
+BURST_S = 0.002
+"""So much of the pace may be used at once after a pause."""
+
+
+class Pacer:
+    """A token bucket. Work of any size passes, and what follows waits the longer.
+
+    Args:
+        bytes_per_s: the pace.
+        burst_s: seconds of it that a pause saves up.
+
+    Raises:
+        ConfigurationError: a number that is not positive.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
+        if not (bytes_per_s > 0 and burst_s > 0):
+            raise ConfigurationError(f"a pace of {bytes_per_s:g} bytes a second with a burst of {burst_s:g} s")
+        self._pace = bytes_per_s
+        self._burst = burst_s
+        self._free_at = float("-inf")
+
+    @property
+    def ready_at(self) -> float:
+        """When the next piece of work may begin."""
+        return self._free_at
+
+    def ready(self, now: float) -> bool:
+        """Whether work may begin now."""
+        return now >= self._free_at
+
+    def begin(self, nbytes: int, now: float) -> None:
+        """Work of so many bytes begins; time that went unused counts up to the burst."""
+        self._free_at = max(self._free_at, now - self._burst) + nbytes / self._pace

@@ -1,0 +1,96 @@
+"""Scatters keep to a pace, so that what arrives does not hold up what is being decoded."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.endpoints.scatter_pace import Pacer
+from disagg_kv.errors import ConfigurationError
+from disagg_kv.geometry import CacheSpec
+from tests.support.rig import STEP_S, Memory, Rig, tp_shards
+from tests.support.rig_parts import CountingKernels
+
+SPEC = CacheSpec.kv(4, 4, 8, "float16")
+ROW_BYTES = 4 * 2 * 4 * 16
+ROWS = 128
+
+
+def world(pace: float | None) -> tuple[Rig, CountingKernels]:
+    """One rank to one rank, in segments of eight rows."""
+    rig, kernels = Rig(SPEC), CountingKernels()
+    memory = Memory(page_size=8, pages=64)
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=16)
+    rig.decode(
+        tp_shards(SPEC, 1),
+        memory=memory,
+        strategy="staged",
+        ring_bytes=1 << 17,
+        kernels=kernels,
+        scatter_bytes_per_s=pace,
+    )
+    return rig, kernels
+
+
+def test_bytes_per_second_stay_below_the_pace() -> None:
+    """C7: two segments a turn; a pause saves up a burst and one piece of work, never more. Every byte arrives."""
+    segment = 8 * ROW_BYTES
+    pace = 2 * segment / STEP_S
+    rig, kernels = world(pace)
+    request = rig.request("room", rig.prefills, rig.decodes, ROWS).start()
+    began: float | None = None
+    while not all(h.released for h in request.handles):
+        before = len(kernels.scatters)
+        rig.turn()
+        if began is None and len(kernels.scatters) > before:
+            began = rig.clock()
+        if began is not None:
+            most = pace * (rig.clock() - began + 0.002) + 2 * segment
+            assert len(kernels.scatters) * segment <= most
+    assert rig.clock() - (began or 0) >= (ROWS * ROW_BYTES - 4 * segment) / pace
+    request.landed()
+    rig.quiet()
+
+
+def test_without_a_pace_everything_is_scattered_as_it_comes() -> None:
+    """The control."""
+    rig, kernels = world(None)
+    request = rig.request("room", rig.prefills, rig.decodes, ROWS).start()
+    most = 0
+    while not all(h.released for h in request.handles):
+        before = len(kernels.scatters)
+        rig.turn()
+        most = max(most, len(kernels.scatters) - before)
+    assert most > 3
+    request.landed()
+
+
+def test_a_room_that_fails_does_not_wait_for_its_pace() -> None:
+    """A scatter that has not begun is given up, its pages and leases come back, and others go on."""
+    rig, kernels = world(8 * ROW_BYTES / 5.0)
+    request = rig.request("room", rig.prefills, rig.decodes, ROWS).start()
+    rig.wait(1.0)
+    begun = len(kernels.scatters)
+    assert 1 <= begun <= 2
+    request.receives[0].abort("changed its mind")
+    rig.wait(2.0)
+    assert request.receives[0].released
+    assert len(kernels.scatters) == begun
+    rig.quiet()
+    request.forgive()
+    rig.request("other", rig.prefills, rig.decodes, 16).start().landed()
+
+
+def test_the_bucket() -> None:
+    """Work of any size begins; what follows waits the longer. Unused time counts up to the burst."""
+    pacer = Pacer(100.0, 0.5)
+    assert pacer.ready(10.0)
+    pacer.begin(40, 10.0)
+    assert pacer.ready(10.0), "half a second is saved up"
+    pacer.begin(200, 10.0)
+    assert not pacer.ready(11.8)
+    assert pacer.ready_at == pytest.approx(11.9)
+    pacer.begin(10, 100.0)
+    assert pacer.ready_at == pytest.approx(99.6)
+    for pace, burst in ((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)):
+        with pytest.raises(ConfigurationError):
+            Pacer(pace, burst)
