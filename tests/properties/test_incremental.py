@@ -20,19 +20,28 @@ def lacking(world: World, rows: int) -> list[int]:
     return [rows * sum(sizes[layer, component] for component, layer, _ in cells(shard)) for shard in world.targets]
 
 
-def build(world: World, source: Memory, target: Memory, path: str) -> Rig:
+def build(world: World, source: Memory, target: Memory, path: str, schedule: str) -> Rig:
     """Both sides of a world, incremental."""
     rig = Rig(world.spec)
-    rig.prefill(world.writers, memory=source, strategy=f"{path}+incremental", slot_bytes=1024, slots=4)
+    rig.prefill(world.writers, memory=source, strategy=f"{path}+{schedule}+incremental", slot_bytes=1024, slots=4)
     rig.decode(world.targets, memory=target, strategy=f"{path}+incremental", ring_bytes=1 << 16)
     return rig
 
 
-def send(request: Request, chunks: list[int]) -> None:
-    """All rows, in these chunks."""
+def send(request: Request, chunks: list[int], early: bool) -> None:
+    """All rows, in these chunks: each a forward pass whose layers become final one by one, but for an early first."""
     start = 0
     for edge in [*dict.fromkeys(chunks), ROWS]:
-        request.send(edge, start)
+        if early and start == 0:
+            request.send(edge)
+        else:
+            tables = request.pages(start, edge)
+            for member, table in zip(request.prefills, tables, strict=True):
+                step = member.endpoint.step({request.room: (edge, [table])})
+                for layer in reversed(member.pool.site.shard.layers()):
+                    step.layer_ready(layer)
+                    request.rig.turn()
+                step.close()
         start = edge
         request.rig.turn()
     request.finish()
@@ -44,7 +53,9 @@ def send(request: Request, chunks: list[int]) -> None:
     source=memories,
     target=memories,
     path=paths,
+    schedule=st.sampled_from(["per_chunk", "layer_pipelined"]),
     chunks=edges,
+    early=st.booleans(),
     held=st.lists(st.integers(0, ROWS), min_size=2, max_size=2),
     whole=st.booleans(),
     open_end=st.booleans(),
@@ -54,17 +65,19 @@ def test_whatever_is_held(
     source: Memory,
     target: Memory,
     path: str,
+    schedule: str,
     chunks: list[int],
+    early: bool,
     held: list[int],
     whole: bool,
     open_end: bool,
 ) -> None:
-    """C1, A6, A12: two rooms with prefixes of their own; the bytes on the wire are those of the rows not held."""
-    rig = build(world, source, target, path)
+    """C1, C6, B6, A6, A12: two rooms, each with a prefix; the bytes on the wire are those of the rows not held."""
+    rig = build(world, source, target, path, schedule)
     requests = [rig.request(name, rig.prefills, rig.decodes, ROWS) for name in ("a", "b")]
     for request, rows in zip(requests, held, strict=True):
         request.open_decode().expect(None if open_end else ROWS, held=rows, whole=whole).open_prefill()
-        send(request, chunks)
+        send(request, chunks, early)
     rig.until(lambda: all(h.released for r in requests for h in r.handles), "both rooms")
     for request, rows in zip(requests, held, strict=True):
         request.done()

@@ -1,4 +1,4 @@
-"""Prefill, wire and decode on an event-driven clock, around the real planner, prefix index, page accounts and pacer."""
+"""Prefill, wire and decode on an event-driven clock, around the real planner, index, page accounts and pace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attrs
 import msgspec
 from attrs import define, frozen
 
-from ..endpoints.scatter_pace import Pacer
+from ..endpoints.scatter_pace import ScatterPace
 from ..errors import CapacityError, ConfigurationError
 from ..geometry import I32, CacheSpec, item_bytes, shard
 from ..planning import Intake, plain_site
@@ -171,7 +171,7 @@ class Emulator:
         scale = sum(len(p.tokens) + p.answer for p in prompts) + e.decode_page * len(prompts) if ideal else 0
         self._prefill, _ = _cache(spec, e.prefill_kv_tokens + scale, e.prefill_page)
         self._decode, self._index = _cache(spec, e.decode_kv_tokens + scale, e.decode_page)
-        self._pacer = Pacer(e.pace_bytes_per_s)
+        self._pace = ScatterPace(e.pace_bytes_per_s)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -336,9 +336,9 @@ class Emulator:
         if self._stepping or not (self._landed or self._running):
             return
         scattered, joined = 0, []
-        while self._landed and self._pacer.ready(self._now):
+        while self._landed and self._pace.ready(self._now):
             nbytes, request = self._landed.popleft()
-            self._pacer.begin(nbytes, self._now)
+            self._pace.begin(nbytes, self._now)
             scattered += nbytes
             if request is not None:
                 joined.append(request)
@@ -346,7 +346,7 @@ class Emulator:
         plain = self._e.step_s + self._e.step_s_per_request * batch if batch else 0.0
         seconds = plain + scattered / self._e.scatter_bytes_per_s
         if not batch and not scattered and not joined:
-            seconds = max(self._pacer.ready_at - self._now, 1e-9)
+            seconds = max(self._pace.ready_at - self._now, 1e-9)
         if batch:
             self._steps.append((batch, seconds, plain))
         self._stepping = True

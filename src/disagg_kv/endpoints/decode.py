@@ -62,7 +62,7 @@ from .introduction import Remote
 from .node import LOOKUP_S, Node
 from .reception import ReceptionHandle, Wanted
 from .routes import Routes
-from .scatter_pace import Pacer
+from .scatter_pace import ScatterPace
 from .verifying import compare, layer_sums
 
 TICK_S = 0.02
@@ -123,7 +123,7 @@ class DecodeRole:
         exposed: bool,
         changes: Changes[ReceptionHandle],
         verify: Verify,
-        pacer: Pacer | None,
+        pace: ScatterPace | None,
     ) -> None:
         self._node = node
         self._pool = pool
@@ -138,7 +138,7 @@ class DecodeRole:
         self._instances: dict[Source, _Instance] = {}
         self._routes: dict[tuple[Epoch, ...], Routes] = {}
         self._scattering: list[_Scattering] = []
-        self._pacer = pacer
+        self._pace = pace
         self._paced: deque[tuple[RoomKey, Scatter]] = deque()
         self._tick_at = 0.0
         self.quarantined = 0
@@ -405,7 +405,7 @@ class DecodeRole:
 
     def _scatter(self, room: _Room, effect: Scatter) -> None:
         """Now, or when the pace allows it: arrivals must not hold up what is being decoded (C7)."""
-        if self._paced or (self._pacer is not None and not self._pacer.ready(self._node.now)):
+        if self._paced or (self._pace is not None and not self._pace.ready(self._node.now)):
             self._paced.append((room.key, effect))
         else:
             self._begin_scatter(room, effect)
@@ -417,8 +417,8 @@ class DecodeRole:
         try:
             if effect.parts:
                 moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
-                if self._pacer is not None:
-                    self._pacer.begin(sum(move.layout.nbytes for move in moves), self._node.now)
+                if self._pace is not None:
+                    self._pace.begin(sum(move.layout.nbytes for move in moves), self._node.now)
                 one.event = self._kernels.scatter(self._pool, moves, self._ring)
             if effect.sums:
                 self._compare(room, effect, one)
@@ -485,12 +485,12 @@ class DecodeRole:
         return bool(self._scattering)
 
     def _begin_paced(self) -> None:
-        assert self._pacer is not None or not self._paced
+        assert self._pace is not None or not self._paced
         while self._paced:
             key, effect = self._paced[0]
             room = self._rooms.get(key)
             failed = room is None or room.machine.error is not None
-            if not failed and self._pacer is not None and not self._pacer.ready(self._node.now):
+            if not failed and self._pace is not None and not self._pace.ready(self._node.now):
                 return
             self._paced.popleft()
             if room is None:
@@ -553,8 +553,8 @@ class DecodeRole:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        if self._paced and self._pacer is not None:
-            return min(self._tick_at, self._pacer.ready_at)
+        if self._paced and self._pace is not None:
+            return min(self._tick_at, self._pace.ready_at)
         return self._tick_at if self._rooms or self._queue.waiting else None
 
     def integrity_failure(self, error: DisaggKVError) -> None:

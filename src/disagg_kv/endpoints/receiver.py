@@ -31,7 +31,7 @@ from .introduction import Self, check_instance
 from .life import Life
 from .node import Node
 from .reception import ReceptionHandle, Wanted
-from .scatter_pace import SCATTER_BYTES_PER_S, Pacer
+from .scatter_pace import SCATTER_BYTES_PER_S, ScatterPace
 
 
 class DecodeEndpoint:
@@ -93,7 +93,7 @@ class DecodeEndpoint:
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
         device = pool.buffers[0].device
-        pacer = None if scatter_bytes_per_s is None else Pacer(scatter_bytes_per_s)
+        pace = None if scatter_bytes_per_s is None else ScatterPace(scatter_bytes_per_s)
         movers = ready_kernels(pool, kernels)
         if ring_bytes is None:
             ring_bytes = 64 << 20 if device == "cpu" else 4 << 30
@@ -124,7 +124,7 @@ class DecodeEndpoint:
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
         self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
-        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pacer)
+        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"
         self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)

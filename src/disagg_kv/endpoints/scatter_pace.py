@@ -12,7 +12,7 @@ BURST_S = 0.002
 """So much of the pace may be used at once after a pause."""
 
 
-class Pacer:
+class ScatterPace:
     """A token bucket. Work of any size passes, and what follows waits the longer.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.endpoints.scatter_pace import Pacer
+from disagg_kv.endpoints.scatter_pace import ScatterPace
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from tests.support.rig import STEP_S, Memory, Rig, tp_shards
@@ -82,7 +82,7 @@ def test_a_room_that_fails_does_not_wait_for_its_pace() -> None:
 
 def test_the_bucket() -> None:
     """Work of any size begins; what follows waits the longer. Unused time counts up to the burst."""
-    pacer = Pacer(100.0, 0.5)
+    pacer = ScatterPace(100.0, 0.5)
     assert pacer.ready(10.0)
     pacer.begin(40, 10.0)
     assert pacer.ready(10.0), "half a second is saved up"
@@ -93,4 +93,4 @@ def test_the_bucket() -> None:
     assert pacer.ready_at == pytest.approx(99.6)
     for pace, burst in ((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)):
         with pytest.raises(ConfigurationError):
-            Pacer(pace, burst)
+            ScatterPace(pace, burst)
