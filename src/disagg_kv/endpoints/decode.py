@@ -463,7 +463,10 @@ class DecodeRole:
         return room.routes.view(room.key.room, rank, self._pool.site).for_rows(rows)
 
     def _scattered(self, room: _Room, one: _Scattering, error: Exception | None = None) -> None:
-        room.handle.report.spend("scatter", self._node.clock() - one.started - one.comparing)
+        now = self._node.clock()
+        room.handle.report.spend("scatter", now - one.started - one.comparing)
+        labels = one.segment.labels()
+        self._node.observer.span(Span("scatter", room.key.room, one.started, now, labels=labels))
         if error is None and one.check is not None:
             error = one.check()
         self._handle(room, Scattered(one.segment, error))

@@ -69,6 +69,10 @@ class Rooms(Protocol):
         """Post to a destination, behind an event only where its transport waits for events."""
         ...
 
+    def span(self, name: str, room: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
+        """A piece of a transfer's work is over."""
+        ...
+
     def submitted(self) -> None:
         """Take in the ends of writes: a transport that copies while it is told to has ended before the next gather."""
         ...
@@ -99,6 +103,7 @@ class _Post:
     transfer: Transfer
     slot: _Slot | None
     report: Report
+    began: float
     posted: bool = False
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
@@ -373,14 +378,16 @@ class Mover:
 
     def _new_post(self, room: RoomKey, transfer: Transfer, slot: _Slot | None, report: Report) -> _Post:
         self._number += 1
-        post = _Post(self._number, room, transfer, slot, report)
+        post = _Post(self._number, room, transfer, slot, report, self._clock())
         if slot is not None:
             slot.pins[self._number] = post
         return post
 
     def _post(self, post: _Post, writes: Writes, after: Event | None) -> None:
         started = self._clock()
-        post.posted = True
+        if post.slot is not None:
+            self._rooms.span("gather", post.room, post.transfer, post.began, started)
+        post.posted, post.began = True, started
         post.report.write_begins(started)
         try:
             for batch in _batches(writes, self._max_batch):
@@ -417,7 +424,9 @@ class Mover:
     def _end(self, post: _Post) -> None:
         """All tickets have ended, well or not, quiet or not."""
         if post.posted:
-            post.report.write_ends(self._clock())
+            ended = self._clock()
+            post.report.write_ends(ended)
+            self._rooms.span("wire", post.room, post.transfer, post.began, ended)
         if not post.unquiet:
             self._unpin(post)
         if post.summing and post.error is None:

@@ -29,9 +29,10 @@ LONG_S = 0.1
 @define
 class _Pass:
     tokens: int
+    last: float
+    left: int
     first: float | None = None
     rest: int = 0
-    left: int = 0
 
 
 class Pacer:
@@ -62,25 +63,28 @@ class Pacer:
     def begin(self, handed: Sequence[Handed]) -> None:
         """A forward pass begins."""
         if handed:
-            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens))
+            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), self._clock(), self._layers)
             bound(self._passes, PASSES)
 
-    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId]) -> None:
-        """Layers of a pass became final. How long the first ones took is not known: the pass may have begun late."""
+    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId]) -> float | None:
+        """Layers of a pass became final; since when they can have been computed (None: the pass is not known).
+
+        How long the first ones took is not counted: the pass may have begun late.
+        """
         known = self._passes.get(_name(handed)) if handed else None
-        if known is None or not layers:
-            return
+        if known is None:
+            return None
         now = self._clock()
+        before, known.last = known.last, now
+        known.left -= len(layers)
         if known.first is None:
-            known.first, known.rest = now, self._layers - len(layers)
-            known.left = known.rest
-        else:
-            known.left -= len(layers)
+            known.first, known.rest = now, known.left
         if known.left <= 0:
             del self._passes[_name(handed)]
             if known.rest and known.tokens and now > known.first:
                 took = (now - known.first) / (known.rest * known.tokens)
                 self._layer_token_s = _mixed(self._layer_token_s, took)
+        return before
 
     def planned(self, seconds: float) -> None:
         """A segment was planned."""

@@ -164,7 +164,15 @@ class PrefillRole:
         else:
             self._node.when(ready, partial(self._final, handed, layers), broken)
         if layers is not None and handed and handed[0].batch.layered:
-            self._node.when(ready, partial(self._pacer.computed, handed, layers), broken)
+            self._node.when(ready, partial(self._computed, handed, layers), broken)
+
+    def _computed(self, handed: Sequence[Handed], layers: Collection[LayerId]) -> None:
+        start, now = self._pacer.computed(handed, layers), self._node.clock()
+        if start is not None and layers:
+            named = f"{min(layers)}-{max(layers) + 1}"
+            for one in handed:
+                labels = {"layers": named, "rows": f"{one.start}-{one.stop}"}
+                self._node.observer.span(Span("compute", one.key.room, start, now, labels=labels))
 
     def _gated(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
@@ -380,6 +388,11 @@ class PrefillRole:
         compared = verified(key.room, transfer.segment, self._verify, way.verify)
         summed = way.pair.view.layout(transfer.segment) if compared else None
         return Load(plan, tables, self.after(key, transfer), way.ring, room.handle.report, summed)
+
+    def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        labels = {**transfer.segment.labels(), "peer": transfer.to.hex()[:8]}
+        self._node.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
 
     def reading(self, key: RoomKey, by: int) -> None:
         """Count reads of a room's pages."""

@@ -30,6 +30,11 @@ class Segment:
         """How many rows."""
         return self.stop - self.start
 
+    def labels(self) -> dict[str, str]:
+        """What traces say of it."""
+        kind = "states" if self.state else "rows"
+        return {"layers": f"{self.first}-{self.last}", kind: f"{self.start}-{self.stop}"}
+
     @property
     def layers(self) -> range:
         """The layers, as a range of layer ids."""

@@ -11,6 +11,7 @@ from disagg_kv.ids import LayerId
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.protocol import Phase
 from disagg_kv.strategies import Feature, LayerPipelined
+from disagg_kv.trace import chrome_trace
 from disagg_kv.transports import InprocTransport, emulate
 from tests.support.rig import Memory, PrefillOptions, Request, Rig, put, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag
@@ -313,4 +314,44 @@ def test_memory_does_not_grow_with_the_prompt() -> None:
         steps[0].close()
     request.finish().landed()
     assert request.receives[0].report.segments > 50
+    rig.quiet()
+
+
+def test_a_group_crosses_inside_the_computation_of_the_next_and_the_trace_shows_it() -> None:
+    """B1: in the trace, the wire of group n lies inside the computing of group n + 1, and scatters follow the wire."""
+    rig = Rig(SPEC)
+    memory = Memory(transport=lambda: emulate(InprocTransport(), bytes_per_s=6 * 8 * 128 / 0.3, clock=rig.clock))
+    single = LayerPipelined(fixed=1)
+    prefills = rig.prefill(tp_shards(SPEC, 2), memory=memory, strategy=PIPELINED, schedule=single)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    rig.until(lambda: all(h.phase is Phase.READY for h in request.sends), "the expectation")
+    steps = begin(request, 0, 8)
+    for layer in range(6):
+        rig.wait(0.2, 0.005)
+        compute(request, steps, layer, 0, 8)
+    for step in steps:
+        step.close()
+    request.finish().landed()
+    scatters = {s.labels["layers"]: s for s in decodes[0].observer.spans if s.name == "scatter"}
+    for member in prefills:
+        spans = [s for s in member.observer.spans if s.room == request.room]
+        computed = {s.labels["layers"]: s for s in spans if s.name == "compute"}
+        wires = {s.labels["layers"]: s for s in spans if s.name == "wire"}
+        gathers = {s.labels["layers"]: s for s in spans if s.name == "gather"}
+        assert len(computed) == len(wires) == len(gathers) == len(scatters) == 6
+        for layer in range(5):
+            wire, during = wires[f"{layer}-{layer + 1}"], computed[f"{layer + 1}-{layer + 2}"]
+            assert during.start <= gathers[f"{layer}-{layer + 1}"].start <= wire.start < wire.stop <= during.stop
+            assert scatters[f"{layer}-{layer + 1}"].start >= wire.stop
+            assert wire.labels["rows"] == "0-8"
+    trace = chrome_trace({"prefill 0": prefills[0].observer.spans})
+    assert isinstance(trace["traceEvents"], list)
+    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "X"} == {
+        "compute",
+        "gather",
+        "groups",
+        "room",
+        "wire",
+    }
     rig.quiet()
