@@ -21,6 +21,17 @@ class Inject(StrEnum):
     """What can be made wrong on purpose."""
 
     swap_heads = "swap-heads"
+    negate = "negate"
+
+
+class Model(StrEnum):
+    """Which architecture."""
+
+    llama = "llama"
+    mla = "mla"
+    hybrid = "hybrid"
+    mamba = "mamba"
+    window = "window"
 
 
 def register(app: typer.Typer) -> None:
@@ -29,8 +40,13 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel prefill processes.")] = 4,
-    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel decode processes.")] = 1,
+    model: Annotated[
+        Model, typer.Option(help="Llama; latents (DeepSeek-V3); states (Qwen3-Next, Falcon-H1); a window (Qwen3).")
+    ] = Model.llama,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a prefill stage.")] = 4,
+    prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of prefill.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a decode stage.")] = 1,
+    decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
     strategy: Annotated[str, typer.Option(help="How the cache crosses: staged, slice, direct, auto ...")] = "staged",
     transport: Annotated[str, typer.Option(help="A registered transport's name.")] = "shm",
     transport_module: Annotated[
@@ -55,21 +71,25 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the model; both TP sizes divide it.")] = 8,
     inject: Annotated[
-        Inject | None, typer.Option(help="Make it wrong on purpose: KV heads 0 and 1 change places before they leave.")
+        Inject | None,
+        typer.Option(help="Make it wrong on purpose before it leaves: KV heads 0 and 1 change places; signs change."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until it gives up.")] = 300.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Move a model's cache between process groups, generate from it, and compare tokens and bytes.
 
-    A Llama-architecture model with random weights runs prefill on some processes and decode on others; one more
+    A model with random weights runs prefill on some processes and decode on others; one more
     process runs the whole model. Exit code 0: the same tokens, and every byte where it belongs.
     """
     from ..engines.hf.demo import DemoConfig, run_demo, steps
 
     config = DemoConfig(
+        model=model.value,
         prefill_tp=prefill_tp,
+        prefill_pp=prefill_pp,
         decode_tp=decode_tp,
+        decode_pp=decode_pp,
         strategy=strategy,
         transport=transport,
         transport_module=transport_module,
@@ -85,7 +105,7 @@ def demo(
         decode_page_size=decode_page_size or page_size,
         layers=layers,
         kv_heads=kv_heads,
-        inject="swap-heads" if inject else None,
+        inject=inject.value if inject else None,
         timeout_s=timeout,
     )
     with progress() as bar:
@@ -118,9 +138,9 @@ def verdict(report: Report) -> Text:
 
 
 def _moved(config: DemoConfig, report: Report) -> Table:
-    table = Table(
-        "what", "", title=f"TP {report.prefill_tp} -> {report.decode_tp}, {report.strategy}, {report.transport}"
-    )
+    stages = "" if report.prefill_pp == report.decode_pp == 1 else f", PP {report.prefill_pp} -> {report.decode_pp}"
+    split = f"TP {report.prefill_tp} -> {report.decode_tp}{stages}"
+    table = Table("what", "", title=f"{report.model}, {split}, {report.strategy}, {report.transport}")
     per_token = f"{report.descriptors:,} (one per token and head slice: {report.descriptors_slice:,})"
     rows = {
         "requests": f"{report.requests} ({report.prompt_tokens:,} tokens, {report.new_tokens} new ones each)",

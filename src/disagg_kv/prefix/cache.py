@@ -49,9 +49,10 @@ class PrefixCache:
     """
 
     def __init__(self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"") -> None:
-        if len(site.groups) != 1:
-            raise ConfigurationError(f"a prefix cache is of one group of pages, not {[g.id for g in site.groups]}")
-        self.group = site.groups[0]
+        if len(site.token_groups) != 1:
+            groups = [g.id for g in site.token_groups]
+            raise ConfigurationError(f"a prefix cache is of one group of pages, not {groups}")
+        self.group = site.token_groups[0]
         wanted = namespace_of(site.spec, extra)
         if index.namespace != wanted:
             raise ConfigurationError(

@@ -16,7 +16,7 @@ SMALL = ["--requests", "2", "--max-new-tokens", "6", "--layers", "2", "--prefill
 FIELDS = {
     "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",
     "descriptors", "descriptors_slice", "strategy", "paths", "transport", "prefill_tp", "decode_tp", "inject",
-    "phases", "gb_per_s", "ranks", "turns",
+    "model", "prefill_pp", "decode_pp", "phases", "gb_per_s", "ranks", "turns",
 }  # fmt: skip
 
 
@@ -31,6 +31,7 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
     assert found["paths"] == ["direct"]
     assert (found["strategy"], found["transport"], found["requests"]) == ("direct", "shm", 2)
     assert (found["prefill_tp"], found["decode_tp"], found["inject"]) == (1, 1, None)
+    assert (found["model"], found["prefill_pp"], found["decode_pp"]) == ("llama", 1, 1)
     assert 0 < found["descriptors"] < found["descriptors_slice"]
     assert found["kv_bytes"] == found["prompt_tokens"] * 2 * 2 * 8 * 32 * 4
     assert found["gb_per_s"] > 0
@@ -71,9 +72,19 @@ def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.Capture
     text = " ".join(capsys.readouterr().out.split())
     assert "FAILED: the tokens differ from those of one process" in text
     assert "bytes are wrong" in text
-    assert "TP 1 -> 1, staged, shm" in text
+    assert "llama, TP 1 -> 1, staged, shm" in text
     assert "prefill 0" in text
     assert "one per token and head slice" in text
+
+
+def test_a_hybrid_model_in_a_pipeline_and_its_negative_control(capsys: pytest.CaptureFixture[str]) -> None:
+    """A12, B7: stages and tensor-parallel sizes in the table's title; a changed state is an exit code."""
+    hybrid = ["--model", "hybrid", "--layers", "4", "--prefill-pp", "2", "--decode-tp", "2"]
+    assert run(["demo", *SMALL, *hybrid]) == 0
+    assert "hybrid, TP 1 -> 2, PP 2 -> 1, staged, shm" in " ".join(capsys.readouterr().out.split())
+    assert run(["demo", *SMALL, "--model", "hybrid", "--inject", "negate", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["tokens_equal"], found["stray_bytes"]) == (False, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +112,7 @@ def made(**changes: Any) -> Report:
         "tokens_equal": True, "wrong_bytes": 0, "stray_bytes": 0, "requests": 1, "prompt_tokens": 9, "new_tokens": 1,
         "kv_bytes": 9, "descriptors": 1, "descriptors_slice": 9, "strategy": "staged", "paths": ("staged",),
         "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {}, "gb_per_s": 0.0, "ranks": (),
+        "model": "llama", "prefill_pp": 1, "decode_pp": 1,
         "turns": (),
     }  # fmt: skip
     return Report(**{**values, **changes})

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from disagg_kv.engines.hf.demo.check import POISON, Checked, PoolFile, check
+from disagg_kv.engines.hf.demo.check import POISON, Checked, PlaneFile, PoolFile, check
 
 LAYERS, HEADS, DIM, PAGE = 2, 4, 3, 2
 ROWS = (5, 2)
@@ -33,7 +33,9 @@ def leave(work: Path, prefill_tp: int, decode_tp: int, spoil: Callable[[U8], Non
     own = [random.standard_normal((LAYERS, 2, HEADS, rows, DIM)).astype(np.float32) for rows in ROWS]
     for request, whole in enumerate(own):
         for rank, part in enumerate(np.split(whole, prefill_tp, axis=2)):
-            np.save(work / f"own-{request}-{rank}.npy", part)
+            names = [(f"{layer}.{'kv'[kind]}", part[layer, kind]) for layer in range(LAYERS) for kind in range(2)]
+            files_of = {f"{name}.{rank * HEADS // prefill_tp}": cells for name, cells in names}
+            np.savez(work / f"own-{request}-{rank}.npz", **files_of)
     each = HEADS // decode_tp
     files = []
     for rank in range(decode_tp):
@@ -51,7 +53,13 @@ def leave(work: Path, prefill_tp: int, decode_tp: int, spoil: Callable[[U8], Non
         if rank == 0:
             spoil(memory)
         np.save(work / f"pool-{rank}.npy", memory)
-        files.append(PoolFile((rank * each, (rank + 1) * each), PAGE, strides, TABLES))
+        held = (rank * each, (rank + 1) * each)
+        of = [
+            PlaneFile(f"{layer}.{'kv'[kind]}", held, 0, None, strides[layer][kind])
+            for layer in range(LAYERS)
+            for kind in range(2)
+        ]
+        files.append(PoolFile(of, PAGE, TABLES))
     return files
 
 
@@ -104,10 +112,12 @@ def test_nothing_arrived_is_all_wrong(tmp_path: Path) -> None:
 def test_rows_that_decode_computed_are_compared_with_its_own_copy(tmp_path: Path) -> None:
     """C4: a later turn's transfer must not write over what decode held; its own bytes need not be prefill's."""
     files = leave(tmp_path, 1, 2, flip())
-    own = [np.load(tmp_path / "own-0-0.npy")[:, :, rank * 2 : rank * 2 + 2] for rank in range(2)]
-    for rank, of in enumerate(own):
-        np.save(tmp_path / f"kept-0-{rank}.npy", of[:, :, :, [1, 3]])
-    files = [attrs.evolve(of, kept=(((1, 2), (3, 4)), ())) for of in files]
+    with np.load(tmp_path / "own-0-0.npz") as of:
+        whole = np.array([[of[f"{layer}.{kind}.0"] for kind in "kv"] for layer in range(LAYERS)])
+    own = [whole[:, :, rank * 2 : rank * 2 + 2] for rank in range(2)]
+    for rank, mine in enumerate(own):
+        np.save(tmp_path / f"kept-0-{rank}.npy", mine[:, :, :, [1, 3]])
+    files = [attrs.evolve(file, kept=(((1, 2), (3, 4)), ())) for file in files]
     assert check(tmp_path, ROWS, 1, files) == Checked(NBYTES, 0, 0)
     np.save(tmp_path / "kept-0-1.npy", own[1][:, :, :, [1, 3]] + 1)
     found = check(tmp_path, ROWS, 1, files)
@@ -121,3 +131,30 @@ def test_pages_of_earlier_turns_may_hold_anything(tmp_path: Path) -> None:
     files = leave(tmp_path, 2, 1, flip(0, 3 * page, 3 * page + 1))
     files = [attrs.evolve(of, used=(0, 3)) for of in files]
     assert check(tmp_path, ROWS, 2, files) == Checked(NBYTES, 1, 0)
+
+
+def test_of_a_window_the_last_rows_and_of_a_state_its_slot_must_arrive(tmp_path: Path) -> None:
+    """B7: rows before the window are stray where they arrive all the same; replicas say the same of a unit."""
+    random = np.random.default_rng(1)
+    rows = random.standard_normal((2, 3, DIM)).astype(np.float32)  # units, the last 3 of 5 tokens
+    state = random.standard_normal((2, 4, DIM)).astype(np.float32)
+    for rank in range(2):
+        np.savez(tmp_path / f"own-0-{rank}.npz", **{"0.k.0": rows, "1.ssm.0": state})  # type: ignore[arg-type]
+    unit = DIM * 4
+    memory = np.full(PAGES * PAGE * 2 * unit + 3 * 4 * 2 * unit, POISON, np.uint8)
+    slots = PAGES * PAGE * 2 * unit
+    for row in range(2, 5):
+        at = TABLES[0][row // PAGE] * PAGE * 2 * unit + row % PAGE * 2 * unit
+        memory[at : at + 2 * unit] = np.frombuffer(rows[:, row - 2].tobytes(), np.uint8)
+    memory[slots + 4 * 2 * unit :][: 4 * 2 * unit] = np.frombuffer(state.swapaxes(0, 1).tobytes(), np.uint8)
+    planes_of = (
+        PlaneFile("0.k", (0, 2), 0, 3, (0, PAGE * 2 * unit, 2 * unit, unit)),
+        PlaneFile("1.ssm", (0, 2), 4, None, (slots, 4 * 2 * unit, 2 * unit, unit)),
+    )
+    file = PoolFile(planes_of, PAGE, TABLES[:1], ((1,),))
+    nbytes = (3 + 4) * 2 * unit
+    np.save(tmp_path / "pool-0.npy", memory)
+    assert check(tmp_path, (5,), 2, [file]) == Checked(nbytes, 0, 0)
+    memory[[TABLES[0][0] * PAGE * 2 * unit, slots, slots + 4 * 2 * unit]] ^= 1  # row 0, slot 0, slot 1
+    np.save(tmp_path / "pool-0.npy", memory)
+    assert check(tmp_path, (5,), 2, [file]) == Checked(nbytes, 1, 2)

@@ -26,6 +26,11 @@ from disagg_kv.errors import ConfigurationError, UnknownNameError
         ({"chunk_tokens": 384}, "prompt_tokens 384 must be more than chunk_tokens 384"),
         ({"prompt_tokens": 5000}, "prompt_tokens 5000 must be .* at most 4096"),
         ({"inject": "swap-heads", "max_new_tokens": 1}, "'swap-heads' needs 2 KV heads and 2 new tokens"),
+        ({"inject": "swap-heads", "model": "mla"}, "'swap-heads' is for the model 'llama' without a pipeline"),
+        ({"model": "hybrid", "layers": 3}, "layers 3: the model 'hybrid' alternates 2 kinds"),
+        ({"model": "window", "prefill_pp": 4}, "prefill_pp 4 does not divide 2 times 2 layers"),
+        ({"decode_pp": 0}, "decode_pp 0 does not divide 4 times 1 layers"),
+        ({"turns": 2, "decode_pp": 2}, "turns 2: only the model 'llama' without a pipeline"),
         ({"inject": "swap-heads", "kv_heads": 1, "prefill_tp": 1}, "needs 2 KV heads .*, not 1 and 32"),
     ],
 )

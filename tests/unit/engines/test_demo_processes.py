@@ -15,6 +15,7 @@ import attrs
 import pytest
 
 from disagg_kv.engines.hf.demo import DemoConfig, Report, Told, run_demo, steps
+from disagg_kv.engines.hf.demo.config import Model
 from disagg_kv.errors import ConfigurationError, DeadlineError, PeerLostError
 
 QUICK = DemoConfig(prefill_tp=1, decode_tp=1, requests=2, max_new_tokens=6, layers=2)
@@ -64,17 +65,87 @@ def proved(config: DemoConfig) -> Report:
     assert report.ok
     assert report.tokens_equal
     assert report.wrong_bytes == report.stray_bytes == 0
-    head = config.head_dim * 4
     sent = [
-        config.lacking(turn) if "incremental" in config.strategy else config.lengths(turn)
+        rows
         for turn in range(config.turns)
+        for rows in (config.lacking(turn) if "incremental" in config.strategy else config.lengths(turn))
     ]
-    assert report.kv_bytes == sum(map(sum, sent)) * config.layers * 2 * config.kv_heads * head
+    assert report.kv_bytes == sum(nbytes(config, rows) for rows in sent)
     assert sum(rank.nbytes for rank in report.ranks if rank.role == "decode") == report.kv_bytes
     assert sum(rank.nbytes for rank in report.ranks if rank.role == "prefill") == report.kv_bytes
     assert len(lines) == steps(config)
-    assert len({rank.pid for rank in report.ranks} | {os.getpid()}) == config.prefill_tp + config.decode_tp + 2
+    assert len({rank.pid for rank in report.ranks} | {os.getpid()}) == config.prefills + config.decodes + 2
     return report
+
+
+def nbytes(config: DemoConfig, rows: int) -> int:
+    """What all decode ranks together have to get of a request."""
+    row = 2 * config.kv_heads * config.head_dim * 4  # keys and values of a layer
+    half = config.layers // 2
+    match config.model:
+        case "llama":
+            return rows * config.layers * row
+        case "mla":
+            return rows * config.layers * 3 * config.head_dim * 4 * config.decode_tp
+        case "window":
+            return half * row * (rows + min(rows, 127))
+        case "hybrid":
+            net = (2 * 4 * 16 + 8 * 16) * 4 + 8 * 16 * 16  # conv of q, k and v, and the net's state
+            return half * (rows * row + net * 4 * config.decode_tp)
+        case "mamba":
+            mamba = (8 * 16 + 2 * 16) * 4 + 8 * 16 * 16
+            return config.layers * (rows * row + mamba * 4) * config.decode_tp
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}-to-{tp[1]}")
+@pytest.mark.parametrize("model", ["mla", "hybrid", "mamba", "window"])
+def test_latents_states_and_windows_of_real_architectures_cross(model: Model, tp: tuple[int, int]) -> None:
+    """A11, B7: replicas share what all of them hold, and every byte arrives once."""
+    report = proved(attrs.evolve(QUICK, model=model, prefill_tp=tp[0], decode_tp=tp[1]))
+    assert report.model == model
+    sent = [rank.nbytes for rank in report.ranks if rank.role == "prefill"]
+    assert all(sent), "every replica's link works"
+
+
+@pytest.mark.parametrize("model", ["mla", "hybrid", "mamba", "window"])
+def test_a_changed_sign_is_noticed_in_latents_states_and_windows(model: Model) -> None:
+    """The negative control: generation depends on what crossed. Rows that change places would prove nothing."""
+    report, _ = run(attrs.evolve(QUICK, model=model, prefill_tp=2, inject="negate"))
+    assert isinstance(report, Report)
+    assert not report.ok
+    assert not report.tokens_equal
+    assert report.wrong_bytes > 0
+    assert report.stray_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "strategy"),
+    [
+        ("llama", (1, 2), (1, 1), "staged"),
+        ("llama", (2, 2), (2, 1), "slice"),
+        ("hybrid", (1, 2), (1, 2), "auto"),
+        ("window", (1, 1), (1, 2), "staged"),
+    ],
+)
+def test_pipeline_stages_send_their_own_layers(
+    model: Model, prefill: tuple[int, int], decode: tuple[int, int], strategy: str
+) -> None:
+    """A12: stages on either side, tensor parallelism inside them; the last stage knows the token."""
+    report = proved(
+        attrs.evolve(
+            QUICK,
+            model=model,
+            layers=4,
+            prefill_tp=prefill[0],
+            prefill_pp=prefill[1],
+            decode_tp=decode[0],
+            decode_pp=decode[1],
+            strategy=strategy,
+        )
+    )
+    sent = [rank.nbytes for rank in report.ranks if rank.role == "prefill"]
+    assert all(sent)
+    assert (report.prefill_pp, report.decode_pp) == (prefill[1], decode[1])
 
 
 @pytest.mark.parametrize("tp", [(2, 1), (1, 2), (4, 1), (4, 2), (2, 4), (8, 1)], ids=lambda tp: f"{tp[0]}-to-{tp[1]}")

@@ -18,23 +18,42 @@ POISON = 0xA5
 
 
 @frozen
+class PlaneFile:
+    """How one component of one layer lies in ``pool-<rank>.npy``.
+
+    Args:
+        name: what it is called in the files of prefill.
+        units: first unit (head, channel group) and one past the last.
+        rows: of a state; 0: a row per token.
+        window: only the last so many tokens had to arrive; None: all.
+        strides: offset, bytes from page to page, from row to row, from unit to unit.
+    """
+
+    name: str
+    units: tuple[int, int]
+    rows: int
+    window: int | None
+    strides: tuple[int, int, int, int]
+
+
+@frozen
 class PoolFile:
     """How ``pool-<rank>.npy`` is laid out.
 
     Args:
-        heads: first head and one past the last.
-        page_size: rows of a page.
-        strides: per layer, for K and V: offset, bytes from page to page, from row to row, from head to head.
+        planes: what it holds.
+        page_size: tokens of a page.
         tables: the pages of every request.
+        slots: the slot of every request, where there are states.
         used: pages that had rows of earlier turns: what lies in them beside the rows of ``tables`` does not matter.
         kept: for every request, runs of rows that decode computed itself in an earlier turn and holds since. Their
-            bytes are in ``kept-<request>-<rank>.npy``, run after run.
+            bytes are in ``kept-<request>-<rank>.npy``, run after run: of pools with K and V in every layer.
     """
 
-    heads: tuple[int, int]
+    planes: Sequence[PlaneFile]
     page_size: int
-    strides: Sequence[Sequence[tuple[int, int, int, int]]]
     tables: Sequence[Sequence[int]]
+    slots: Sequence[Sequence[int]] = ()
     used: Sequence[int] = ()
     kept: Sequence[Sequence[tuple[int, int]]] = ()
 
@@ -54,37 +73,38 @@ class Checked:
     stray: int
 
 
-def check(work: Path, rows: Sequence[int], prefill_tp: int, pools: Sequence[PoolFile]) -> Checked:
-    """Compare every decode rank's memory in ``pool-<rank>.npy`` with what prefill left in ``own-<request>-<rank>.npy``.
+def check(work: Path, tokens: Sequence[int], prefills: int, pools: Sequence[PoolFile]) -> Checked:
+    """Compare every decode rank's memory in ``pool-<rank>.npy`` with what prefill left in ``own-<request>-<rank>.npz``.
 
     Args:
         work: the folder.
-        rows: tokens of each request.
-        prefill_tp: prefill ranks; each has the same number of heads, in order.
+        tokens: of each request.
+        prefills: how many prefill ranks there are.
         pools: one per decode rank.
     """
     nbytes = wrong = stray = 0
     memories = [np.load(work / f"pool-{rank}.npy") for rank in range(len(pools))]
     expected = [np.zeros(memory.shape, bool) for memory in memories]
-    for request, count in enumerate(rows):
-        parts = [np.load(work / f"own-{request}-{rank}.npy") for rank in range(prefill_tp)]
-        whole = np.concatenate(parts, axis=2)  # [layers, 2, heads, rows, dim]
+    for request, count in enumerate(tokens):
+        own = _own(work, request, prefills)
         for rank, (pool, memory, seen) in enumerate(zip(pools, memories, expected, strict=True)):
-            own = whole[:, :, pool.heads[0] : pool.heads[1], :count].copy()
-            if pool.kept and pool.kept[request]:
-                own[:, :, :, _rows(pool.kept[request])] = np.load(work / f"kept-{request}-{rank}.npy")
-            for layer in range(own.shape[0]):
-                for kind in range(2):
-                    should = own[layer, kind].transpose(1, 0, 2)
-                    cells = np.ascontiguousarray(should).view(np.uint8)  # [rows, heads, bytes]
-                    where = _addresses(pool, pool.strides[layer][kind], pool.tables[request], cells.shape)
-                    nbytes += cells.size
-                    wrong += int(np.count_nonzero(memory[where] != cells))
-                    seen[where] = True
+            kept = pool.kept[request] if pool.kept else ()
+            ours = np.load(work / f"kept-{request}-{rank}.npy") if kept else None  # [layers, 2, heads, rows, dim]
+            for number, plane in enumerate(pool.planes):
+                rows = np.stack([own[plane.name, unit] for unit in range(*plane.units)], axis=1)
+                if ours is not None:
+                    rows[_rows(kept)] = ours[divmod(number, 2)].swapaxes(0, 1)
+                cells = rows.view(np.uint8)
+                first = 0 if plane.rows else count - len(cells)
+                pages, size = (pool.slots, plane.rows) if plane.rows else (pool.tables, pool.page_size)
+                where = _addresses(plane.strides, size, pages[request], first, cells.shape)
+                nbytes += cells.size
+                wrong += int(np.count_nonzero(memory[where] != cells))
+                seen[where] = True
     for pool, memory, seen in zip(pools, memories, expected, strict=True):
-        for strides in (of for layer in pool.strides for of in layer) if pool.used else ():
-            cells_of = (len(pool.used) * pool.page_size, pool.heads[1] - pool.heads[0], strides[3])
-            seen[_addresses(pool, strides, pool.used, cells_of)] = True
+        for plane in pool.planes if pool.used else ():
+            shape = (len(pool.used) * pool.page_size, plane.units[1] - plane.units[0], plane.strides[3])
+            seen[_addresses(plane.strides, pool.page_size, pool.used, 0, shape)] = True
         stray += int(np.count_nonzero(memory[~seen] != POISON))
     return Checked(nbytes, wrong, stray)
 
@@ -93,11 +113,24 @@ def _rows(runs: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(start, stop) for start, stop in runs])
 
 
+def _own(work: Path, request: int, prefills: int) -> dict[tuple[str, int], npt.NDArray[np.float32]]:
+    """What prefill's own caches hold of a request: per component and unit ``[rows, elements]``."""
+    found: dict[tuple[str, int], npt.NDArray[np.float32]] = {}
+    for rank in range(prefills):
+        with np.load(work / f"own-{request}-{rank}.npz") as files:
+            for key in files:  # <name>.<first unit>: [units, rows, elements]
+                name, first = key.rsplit(".", 1)
+                for unit, cells in enumerate(files[key], int(first)):
+                    found[name, unit] = np.ascontiguousarray(cells)
+    return found
+
+
 def _addresses(
-    pool: PoolFile, strides: tuple[int, int, int, int], table: Sequence[int], shape: tuple[int, ...]
+    strides: tuple[int, int, int, int], page_size: int, table: Sequence[int], first: int, shape: tuple[int, ...]
 ) -> npt.NDArray[np.int64]:
-    """Where each byte lies ``[rows, heads, bytes]``."""
-    offset, page_stride, row_stride, head_stride = strides
-    rows, heads, nbytes = (np.arange(n) for n in shape)
-    start = offset + np.array(table)[rows // pool.page_size] * page_stride + rows % pool.page_size * row_stride
-    return start[:, None, None] + heads[None, :, None] * head_stride + nbytes
+    """Where each byte of the rows from ``first`` on lies ``[rows, units, bytes]``."""
+    offset, page_stride, row_stride, unit_stride = strides
+    rows, units, nbytes = (np.arange(n) for n in shape)
+    rows = rows + first
+    start = offset + np.array(table)[rows // page_size] * page_stride + rows % page_size * row_stride
+    return start[:, None, None] + units[None, :, None] * unit_stride + nbytes

@@ -9,7 +9,8 @@ from attrs import frozen
 from ....errors import ConfigurationError
 
 Role = Literal["prefill", "decode", "reference"]
-Injection = Literal["swap-heads"]
+Injection = Literal["swap-heads", "negate"]
+Model = Literal["llama", "mla", "hybrid", "mamba", "window"]
 LOOPBACK = "127.0.0.1"
 Kind = Literal["ready", "prefilled", "released", "arrived", "decoded", "done", "failed"]
 
@@ -19,8 +20,13 @@ class DemoConfig:
     """One demo.
 
     Args:
-        prefill_tp: tensor-parallel prefill processes.
-        decode_tp: tensor-parallel decode processes.
+        model: its architecture: ``"llama"`` (grouped-query attention), ``"mla"`` (DeepSeek-V3: latents), ``"hybrid"``
+            (Qwen3-Next: every other layer is a gated delta net), ``"mamba"`` (Falcon-H1: Mamba 2 and attention in every
+            layer), ``"window"`` (Qwen3, of which every other layer sees only the last 128 tokens).
+        prefill_tp: tensor-parallel processes of a prefill stage.
+        prefill_pp: pipeline stages of prefill, each of which sends its own layers.
+        decode_tp: tensor-parallel processes of a decode stage.
+        decode_pp: pipeline stages of decode.
         strategy: how the cache crosses, for example ``"staged"``.
         transport: a registered transport's name.
         transport_module: a module to import first, which registers that transport.
@@ -40,14 +46,19 @@ class DemoConfig:
         layers: layers of the model.
         kv_heads: KV heads of the model, which has twice as many query heads.
         head_dim: elements of one head.
-        inject: ``"swap-heads"``: the pages of KV heads 0 and 1 are exchanged on the prefill side, after the model has
-            used them and before they are sent. Prefill's own cache, which is the reference for bytes, stays right.
+        inject: what is made wrong on the prefill side, after the model has used it and before it is sent; prefill's own
+            cache, which is the reference for bytes, stays right. ``"swap-heads"``: the pages of KV heads 0 and 1 are
+            exchanged. ``"negate"``: what the architecture is shown for changes its sign: latents, states, or what a
+            window still sees.
         seed: of the model's weights and of the order of pages.
         timeout_s: seconds until the demo gives up.
     """
 
+    model: Model = "llama"
     prefill_tp: int = 4
+    prefill_pp: int = 1
     decode_tp: int = 1
+    decode_pp: int = 1
     strategy: str = "staged"
     transport: str = "shm"
     transport_module: str | None = None
@@ -72,7 +83,7 @@ class DemoConfig:
     def __attrs_post_init__(self) -> None:
         for name in ("prefill_tp", "decode_tp"):
             tp = getattr(self, name)
-            if tp < 1 or self.kv_heads % tp:
+            if tp < 1 or (self.kv_heads % tp and self.model != "mamba"):
                 raise ConfigurationError(
                     f"{name} {tp}: transformers cuts {self.kv_heads} KV heads only over a divisor of {self.kv_heads}"
                 )
@@ -86,6 +97,7 @@ class DemoConfig:
             "decode_page_size",
             "layers",
         )
+        self._check_stages()
         for name in (*positive, "head_dim", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} must be positive, not {getattr(self, name)}")
@@ -106,6 +118,20 @@ class DemoConfig:
                 f"inject {self.inject!r} needs 2 KV heads and 2 new tokens (the first is prefill's), "
                 f"not {self.kv_heads} and {self.max_new_tokens}"
             )
+        if self.turns > 1 and (self.model != "llama" or self.prefill_pp * self.decode_pp > 1):
+            raise ConfigurationError(f"turns {self.turns}: only the model 'llama' without a pipeline has several")
+        if self.inject == "swap-heads" and (self.model != "llama" or self.prefill_pp > 1):
+            raise ConfigurationError("inject 'swap-heads' is for the model 'llama' without a pipeline, not 'negate'")
+
+    def _check_stages(self) -> None:
+        """Each stage must have the kinds of layers that alternate."""
+        kinds = 2 if self.model in ("hybrid", "window") else 1
+        if self.layers % kinds:
+            raise ConfigurationError(f"layers {self.layers}: the model {self.model!r} alternates {kinds} kinds of them")
+        for name in ("prefill_pp", "decode_pp"):
+            pp = getattr(self, name)
+            if pp < 1 or self.layers % (kinds * pp):
+                raise ConfigurationError(f"{name} {pp} does not divide {self.layers // kinds} times {kinds} layers")
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:
@@ -137,9 +163,23 @@ class DemoConfig:
     @property
     def members(self) -> tuple[tuple[Role, int, int], ...]:
         """Role, rank and world of every process."""
-        prefill: list[tuple[Role, int, int]] = [("prefill", r, self.prefill_tp) for r in range(self.prefill_tp)]
-        decode: list[tuple[Role, int, int]] = [("decode", r, self.decode_tp) for r in range(self.decode_tp)]
-        return (*prefill, *decode, ("reference", 0, 1))
+        worlds: tuple[tuple[Role, int], ...] = (("prefill", self.prefills), ("decode", self.decodes), ("reference", 1))
+        return tuple((role, rank, world) for role, world in worlds for rank in range(world))
+
+    @property
+    def prefills(self) -> int:
+        """Prefill processes: stage by stage, inside a stage by tensor-parallel rank."""
+        return self.prefill_tp * self.prefill_pp
+
+    @property
+    def decodes(self) -> int:
+        """Decode processes, in the same order."""
+        return self.decode_tp * self.decode_pp
+
+    def grid(self, role: Role) -> tuple[int, int]:
+        """Tensor-parallel size and pipeline stages of a role."""
+        of = {"prefill": (self.prefill_tp, self.prefill_pp), "decode": (self.decode_tp, self.decode_pp)}
+        return of.get(role, (1, 1))
 
     @property
     def launches(self) -> tuple[tuple[tuple[str, ...], frozenset[Role]], ...]:
@@ -196,6 +236,6 @@ class Told:
 
 def steps(config: DemoConfig) -> int:
     """How many lines other than ``failed`` a demo that works tells."""
-    ranks = config.prefill_tp + config.decode_tp
+    ranks = config.prefills + config.decodes
     requests = config.turns * config.requests * (2 * ranks + 1)
     return 2 * (ranks + 1) + requests

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ....endpoints import DecodeEndpoint
+from ....geometry import PageTable
 from ....ids import Rank
 from ....memory import PagedPool
 from ....prefix import Claim, HashPrefixIndex, PrefixCache, namespace_of
@@ -24,12 +24,10 @@ from .. import PageAllocator, PagedHFCache
 from . import wire
 from .lifetime import now
 from .member import Member
-from .model import Talks, forward, load_model
+from .model import Talks
 from .pool import dump, heads, laid_out, shuffled
 from .results import DecodeResult, Moved
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+from .stage import Stage
 
 Own = npt.NDArray[np.float32]
 
@@ -64,6 +62,9 @@ class _Rank:
         self.rooms: list[Moved] = []
         self.held: list[int] = []
         self.used: set[int] = set()
+        places = PageAllocator(shuffled(self.config.requests + 1, self.config.seed + 2))
+        states = self.paged.state_group
+        self.slots = [] if states is None else [PageTable(states.id, places.take(1)) for _ in self.each]
         self._member = member
         self._store = store
         self._endpoint = endpoint
@@ -79,7 +80,8 @@ class _Rank:
             table = claim.begin(self._agreed(f"{request} {turn}", claim.rows if self._keeps else 0))
             held = claim.rows
             receptions.append(self._endpoint.open(wire.room(request, turn), wire.SOURCE))
-            receptions[-1].expect(len(prompt), [table], held={table.group: held}, aux=request)
+            state = self.slots[request : request + 1]
+            receptions[-1].expect(len(prompt), [table], held={table.group: held}, state=state, aux=request)
             self.held.append(held)
             talk.kept = [(start, own[..., : max(held - start, 0), :]) for start, own in talk.kept if start < held]
         self.rooms += wire.released(self._endpoint.poll, receptions, self._member, "arrived")
@@ -94,15 +96,16 @@ class _Rank:
             time.sleep(wire.PAUSE_S)
         return agreed
 
-    def generate(self, model: LlamaForCausalLM, turn: int) -> None:
+    def generate(self, stage: Stage, turn: int) -> None:
         """Answer every prompt; unless it was the last turn, the answers' rows stay in the pages too."""
         config = self.config
         for request, (talk, prompt) in enumerate(zip(self.each, list(self.talks.prompts), strict=True)):
             assert talk.claim is not None
             generated = [int.from_bytes(self._pool.read_aux(request)[:4], "little")]
-            cache = self.paged.load(talk.claim.table, len(prompt))
+            cache = self.paged.load(talk.claim.table, len(prompt), self.slots[request] if self.slots else None)
             while len(generated) < config.max_new_tokens:
-                generated.append(forward(model, generated[-1:], cache))
+                name = f"decode {request} {turn} {len(generated)}"
+                generated.append(stage.learn(name, stage.forward(name, generated[-1:], cache)))
             talk.answers += tuple(generated)
             if turn < config.turns - 1:
                 self._keep(talk, talk.claim, [*prompt, *generated[:-1]], len(prompt), cache)
@@ -130,7 +133,7 @@ class _Rank:
 def run(member: Member, store: Store) -> None:
     """Turn by turn: expect every prompt's cache and wait for all of them, then generate."""
     config = member.config
-    model = load_model(member.model, member.world)
+    stage = Stage(member, store)
     with wire.decode(member, store) as (endpoint, pool):
         rank = _Rank(member, store, endpoint, pool)
         member.tell("ready")
@@ -138,7 +141,7 @@ def run(member: Member, store: Store) -> None:
         for turn in range(config.turns):
             rank.receive(turn)
             arrived = now()
-            rank.generate(model, turn)
+            rank.generate(stage, turn)
         ended = now()
         member.save("pool", dump(pool))
         for request, talk in enumerate(rank.each):
@@ -146,7 +149,7 @@ def run(member: Member, store: Store) -> None:
                 member.save(f"kept-{request}", np.concatenate([own for _, own in talk.kept], axis=3))
         tables = [talk.claim.table for talk in rank.each if talk.claim is not None]
         kept = [_runs(talk.kept) for talk in rank.each]
-        layout = laid_out(pool, tables, sorted(rank.used), kept)
+        layout = laid_out(pool, tables, rank.slots, sorted(rank.used), kept)
         tokens = tuple(talk.answers for talk in rank.each)
         rooms, held = tuple(rank.rooms), tuple(rank.held)
         member.leave(DecodeResult(os.getpid(), heads(pool), ready, arrived, ended, tokens, rooms, held, layout))

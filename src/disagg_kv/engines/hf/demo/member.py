@@ -26,7 +26,7 @@ class Member:
         job: the demo.
         role: what it does.
         rank: which of its role.
-        world: how many of its role there are.
+        world: how many of its role there are: pipeline stage by stage, inside a stage by tensor-parallel rank.
         tell: gives one line to the parent.
     """
 
@@ -36,6 +36,8 @@ class Member:
         self.role: Role = role
         self.rank = rank
         self.world = world
+        self.tp, self.pp = job.config.grid(role)
+        self.stage, self.tp_rank = divmod(rank, self.tp)
         self.work = Path(job.work)
         self.model = Path(job.model)
         self._tell = tell
@@ -46,10 +48,10 @@ class Member:
 
     @contextmanager
     def group(self) -> Iterator[Store]:
-        """Be one of the role's tensor-parallel group inside; gives the parent's store."""
+        """Be one of the stage's tensor-parallel group inside; gives the parent's store."""
         store = reach(self.config.prefill_host, self.job.store_port, self.config.timeout_s)
         torch.set_num_threads(1)
-        _join(self.rank, self.world, PrefixStore(f"group-{self.role}", store))
+        _join(self.tp_rank, self.tp, PrefixStore(f"group-{self.role}-{self.stage}", store))
         try:
             with torch.inference_mode():
                 yield store
@@ -60,10 +62,9 @@ class Member:
     def meet(self, store: Store) -> None:
         """Wait until every prefill and decode rank has come here: none may end while another needs its answers."""
         config = self.config
-        if store.add("met", 1) == config.prefill_tp + config.decode_tp:
+        if store.add("met", 1) == config.prefills + config.decodes:
             store.set("all met", "")
-        while not store.check(["all met"]):  # asks again and again: a waiting call would not let signals through
-            time.sleep(0.005)
+        wait_for(store, "all met")
 
     def save(self, name: str, array: npt.NDArray[np.generic]) -> None:
         """Leave an array as ``name-<rank>.npy``."""
@@ -72,6 +73,14 @@ class Member:
     def leave(self, result: object) -> None:
         """Leave the result as ``<role>-<rank>.json``."""
         (self.work / f"{self.role}-{self.rank}.json").write_bytes(msgspec.json.encode(result))
+
+
+def wait_for(store: Store, key: str) -> bytes:
+    """What another process stores under ``key``."""
+    while not store.check([key]):  # asks again and again: a waiting call would not let signals through
+        time.sleep(0.002)
+    value: bytes = store.get(key)
+    return value
 
 
 def _join(rank: int, world: int, store: Store) -> None:

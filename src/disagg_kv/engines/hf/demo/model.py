@@ -4,63 +4,100 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .config import DemoConfig
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.cache_utils import Cache
+    from transformers import PreTrainedConfig
 
 BOS = 256
 VOCABULARY = 288
 """256 bytes, the beginning, and padding to a number that 2, 3, 4, 6 and 8 ranks divide."""
 
 
-def llama_config(config: DemoConfig) -> LlamaConfig:
-    """A Llama with grouped-query attention: two query heads per KV head.
+WINDOW = 128
+"""Tokens that a sliding layer sees, the one that is computed included: less than any prompt has."""
+
+
+def model_config(config: DemoConfig) -> PreTrainedConfig:
+    """The model's configuration: two query heads per KV head, sizes that let two CPU cores run it.
 
     Its weights are spread wider than usual: with transformers' default it would repeat one token for ever, and
     equal tokens would prove little.
     """
-    from transformers import LlamaConfig
+    import transformers as hf
 
     heads = 2 * config.kv_heads
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16 * heads,
-        intermediate_size=32 * heads,
-        num_hidden_layers=config.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        initializer_range=0.15,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype="float32",
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16 * heads,
+        "intermediate_size": 32 * heads,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "initializer_range": 0.15,
+        "max_position_embeddings": 8192,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+    every_other = config.layers // 2
+    match config.model:
+        case "llama":
+            return hf.LlamaConfig(**sizes)
+        case "mla":
+            del sizes["head_dim"]
+            latent = {"q_lora_rank": 32, "kv_lora_rank": 2 * config.head_dim, "qk_rope_head_dim": config.head_dim}
+            dense = {"qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": config.layers}
+            return hf.DeepseekV3Config(**{**sizes, "num_key_value_heads": heads, **latent, **dense})
+        case "hybrid":
+            return hf.Qwen3NextConfig(
+                **sizes,
+                layer_types=["linear_attention", "full_attention"] * every_other,
+                linear_num_key_heads=4,
+                linear_num_value_heads=8,
+                linear_key_head_dim=16,
+                linear_value_head_dim=16,
+                linear_conv_kernel_dim=4,
+                num_experts=0,
+                mlp_only_layers=list(range(config.layers)),
+            )
+        case "mamba":
+            return hf.FalconH1Config(
+                **sizes,
+                mamba_d_ssm=128,
+                mamba_n_heads=8,
+                mamba_d_head=16,
+                mamba_n_groups=1,
+                mamba_d_state=16,
+                mamba_chunk_size=64,
+            )
+        case "window":
+            kinds = ["sliding_attention", "full_attention"] * every_other
+            return hf.Qwen3Config(**sizes, use_sliding_window=True, sliding_window=WINDOW, layer_types=kinds)
 
 
 def save_model(config: DemoConfig, folder: Path) -> None:
     """Write the model, with random weights, as safetensors."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(config.seed)
-    LlamaForCausalLM(llama_config(config)).save_pretrained(folder)
+    make: Any = AutoModelForCausalLM
+    make.from_config(model_config(config)).save_pretrained(folder)
 
 
-def load_model(folder: Path, tp: int) -> LlamaForCausalLM:
+def load_model(folder: Path, tp: int) -> Any:
     """The model on this process, one of ``tp`` of the default process group; the whole model with ``tp`` 1."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
     plan = DistributedConfig(tp_plan="auto", tp_size=tp) if tp > 1 else None
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=plan)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=plan)
 
 
 class Talks:
@@ -82,9 +119,3 @@ class Talks:
         size = self._config.turn_tokens
         start = self._config.prompt_lengths[request] - 1 + turn * size
         self.prompts[request] = (*self.prompts[request], *answer, *self._texts[request][start : start + size])
-
-
-def forward(model: LlamaForCausalLM, tokens: Sequence[int], cache: Cache) -> int:
-    """Append ``tokens`` to ``cache`` and return the greedy next one."""
-    output = model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return int(output.logits[0, -1].argmax())

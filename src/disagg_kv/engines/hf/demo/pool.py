@@ -8,30 +8,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....geometry import CacheSpec, PageTable, Shard, shard
+from ....geometry import CacheSpec, Component, PageTable, Shard, stages
 from ....ids import LayerId
 from ....memory import PagedPool
+from ....planning import explain
 from ....transports import SupportsAllocate, Transport
-from .. import spec_from_config
-from .check import POISON, PoolFile
-from .config import DemoConfig
-from .model import llama_config
+from .. import shard_from_config, spec_from_config
+from .check import POISON, PlaneFile, PoolFile
+from .config import DemoConfig, Role
+from .model import model_config
 
 AUX_BYTES = 64
+SIDES: tuple[Role, Role] = ("prefill", "decode")
 
 
 def spec_of(config: DemoConfig) -> CacheSpec:
     """The model's whole cache."""
-    return spec_from_config(llama_config(config), "float32", model=f"demo seed {config.seed}".encode())
+    return spec_from_config(model_config(config), "float32", model=f"demo {config.model} {config.seed}".encode())
 
 
-def shards_of(config: DemoConfig, tp: int) -> list[Shard]:
-    """What each of ``tp`` ranks holds."""
-    spec = spec_of(config)
-    return [shard(spec, tp=tp, rank=rank) for rank in range(tp)]
+def shards_of(config: DemoConfig, role: Role) -> list[Shard]:
+    """What each rank of a role holds."""
+    spec, of = spec_of(config), model_config(config)
+    tp, pp = config.grid(role)
+    return [
+        shard_from_config(of, spec, tp=tp, rank=rank, layers=stage) for stage in stages(spec, pp) for rank in range(tp)
+    ]
 
 
-def make_pool(config: DemoConfig, tp: int, rank: int, page_size: int, transport: Transport) -> PagedPool:
+def make_pool(config: DemoConfig, role: Role, rank: int, page_size: int, transport: Transport) -> PagedPool:
     """Pages for all requests and a few more, every byte poisoned; peers can write to them where that is possible.
 
     In a conversation of several turns there are pages for two copies, one of which may be an earlier turn's.
@@ -39,9 +44,10 @@ def make_pool(config: DemoConfig, tp: int, rank: int, page_size: int, transport:
     pages = min(config.turns, 2) * sum(-(-rows // page_size) for rows in config.lengths(config.turns - 1)) + 4
     pool = PagedPool.allocate(
         spec_of(config),
-        shards_of(config, tp)[rank],
+        shards_of(config, role)[rank],
         pages=pages,
         page_size=page_size,
+        state_slots=config.requests + 1,
         aux_slots=config.requests,
         aux_bytes=AUX_BYTES,
         allocator=transport.allocate if isinstance(transport, SupportsAllocate) else None,
@@ -60,22 +66,44 @@ def dump(pool: PagedPool) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def laid_out(
     pool: PagedPool,
     tables: Sequence[PageTable],
+    slots: Sequence[PageTable],
     used: Sequence[int] = (),
     kept: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> PoolFile:
-    """How to read the pages of ``tables`` in what :func:`dump` gives; see :class:`PoolFile`."""
+    """How to read the pages of ``tables`` and the ``slots`` in what :func:`dump` gives; see :class:`PoolFile`."""
     site = pool.site
-    planes = {(p.layer, p.component): (p.offset, p.page_stride, p.row_stride, p.unit_stride) for p in site.planes}
-    strides = [[planes[layer, c.name] for c in components] for layer, components in site.spec.layers.items()]
-    held = heads(pool)
-    pages = [table.pages.tolist() for table in tables]
-    return PoolFile((held[0], held[-1] + 1), site.groups[0].rows_per_page, strides, pages, used, kept)
+    planes = []
+    for plane in site.planes:
+        component = site.spec.component(plane.layer, plane.component)
+        (units,) = site.shard.units(plane.layer, plane.component)
+        strides = (plane.offset, plane.page_stride, plane.row_stride, plane.unit_stride)
+        name = name_of(plane.layer, component)
+        planes.append(PlaneFile(name, (units.start, units.stop), component.rows, component.window, strides))
+    pages, places = ([table.pages.tolist() for table in of] for of in (tables, slots))
+    return PoolFile(planes, site.token_groups[0].rows_per_page, pages, places, used, kept)
+
+
+def name_of(layer: LayerId, component: Component) -> str:
+    """What one layer's component is called in the files that processes leave."""
+    return f"{layer}.{component.name}"
 
 
 def heads(pool: PagedPool) -> tuple[int, ...]:
-    """The KV heads that a pool holds."""
-    (run,) = pool.site.shard.units(LayerId(0), "k")
-    return tuple(run)
+    """The KV heads, or the latent, that a pool holds."""
+    shard = pool.site.shard
+    return tuple(next(holding.units for holding in shard if holding.component in ("k", "latent")))
+
+
+def descriptors_slice(config: DemoConfig) -> int:
+    """Writes of the path with one per token and slice, for what decode lacks of all prompts."""
+    prefill, decode = (shards_of(config, role) for role in SIDES)
+    sizes = (config.prefill_page_size, config.decode_page_size)
+    spec = spec_of(config)
+    return sum(
+        explain(spec, prefill, decode, rows, sizes).descriptors["slice"]
+        for turn in range(config.turns)
+        for rows in config.lacking(turn)
+    )
 
 
 def shuffled(pages: int, seed: int) -> list[int]:

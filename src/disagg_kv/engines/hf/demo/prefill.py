@@ -6,19 +6,20 @@ import os
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.distributed.distributed_c10d import Store
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from ....geometry import PageTable
+from ....memory import PagedPool
 from .. import PageAllocator, PagedHFCache
 from . import wire
-from .inject import swap_heads
+from .inject import negate_rows, negate_states, swap_heads
 from .lifetime import now
 from .member import Member
-from .model import Talks, forward, load_model
-from .pool import heads, shuffled
+from .model import Talks
+from .pool import heads, name_of, shuffled
 from .results import PrefillResult
+from .stage import Stage
 
 
 def run(member: Member, store: Store) -> None:
@@ -27,16 +28,19 @@ def run(member: Member, store: Store) -> None:
     What earlier turns left in the pages is offered before the forward pass.
     """
     config = member.config
-    model = load_model(member.model, member.world)
+    stage = Stage(member, store)
     with wire.prefill(member, store) as (endpoint, pool):
         paged = PagedHFCache(pool)
         free = PageAllocator(shuffled(paged.group.pages, config.seed))
+        slots = PageAllocator(shuffled(config.requests + 1, config.seed))
         member.tell("ready")
         ready = now()
         deliveries = []
         talks = Talks(config)
         pages = [free.take(paged.pages_for(rows)) for rows in config.lengths(config.turns - 1)]
         tables = [PageTable(paged.group.id, of) for of in pages]
+        group = paged.state_group
+        places = [[] if group is None else [PageTable(group.id, slots.take(1))] for _ in tables]
         caches = [paged.recording(table) for table in tables]
         for turn in range(config.turns):
             for request, (table, cache) in enumerate(zip(tables, caches, strict=True)):
@@ -48,31 +52,56 @@ def run(member: Member, store: Store) -> None:
                 cached = config.lengths(turn - 1)[request] if turn else 0
                 if cached:
                     delivery.send_chunk(cached, [table])
-                token = 0
+                token: int | None = None
                 for start in range(cached, len(prompt), config.chunk_tokens):
                     stop = min(start + config.chunk_tokens, len(prompt))
                     step = endpoint.step({delivery.room: (stop, [table])})
-                    token = forward(model, prompt[start:stop], cache)
+                    token = stage.forward(f"prefill {request} {start}", prompt[start:stop], cache)
                     if config.inject == "swap-heads":
                         swap_heads(member, pool, table, start, stop)
+                    elif config.inject == "negate":
+                        negate_rows(pool, table, start, stop)
                     step.close()
-                pool.write_aux(request, token.to_bytes(4, "little"))
-                delivery.finish(len(prompt), aux=request)
+                for slot in places[request]:
+                    paged.write_states(cache, slot)
+                    if config.inject == "negate":
+                        negate_states(pool, slot)
+                if token is not None:  # the last stage has it
+                    pool.write_aux(request, token.to_bytes(4, "little"))
+                delivery.finish(len(prompt), state=places[request], aux=None if token is None else request)
                 member.tell("prefilled")
         for request, cache in enumerate(caches):
-            member.save(f"own-{request}", _own(cache))
+            np.savez(member.work / f"own-{request}-{member.rank}.npz", **_own(pool, cache))  # type: ignore[arg-type]
         ended = now()
         rooms = wire.released(endpoint.poll, deliveries, member, "released")
         member.leave(PrefillResult(os.getpid(), heads(pool), ready, ended, rooms))
 
 
-def _own(cache: Cache) -> npt.NDArray[np.float32]:
-    """What the model itself keeps ``[layers, 2, heads, rows, dim]``."""
-    layers: list[torch.Tensor] = []
-    for layer in cache.layers:
-        assert isinstance(layer, DynamicLayer)
-        assert layer.keys is not None
-        assert layer.values is not None
-        layers.append(torch.cat((layer.keys, layer.values)))
-    own: npt.NDArray[np.float32] = torch.stack(layers).numpy()
-    return own
+def _own(pool: PagedPool, cache: Cache) -> dict[str, npt.NDArray[np.float32]]:
+    """What the model itself keeps: by component and first unit ``[units, rows, elements]``."""
+    site = pool.site
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    for layer, own in zip(site.shard.layers(), cache.layers, strict=True):
+        kept: dict[str, npt.NDArray[np.float32]] = {}
+        components = site.spec.layers[layer]
+        if isinstance(own, LinearAttentionLayer):
+            states = [c for c in components if c.rows]
+            conv, recurrent = own.conv_states[0], own.recurrent_states[0]
+            assert conv is not None
+            assert recurrent is not None
+            at = 0
+            for c in states[:-1]:
+                channels = c.units * c.unit_bytes // conv.element_size()
+                block = conv[0, at : at + channels].numpy()  # [channels, kernel]
+                kept[c.name] = block.reshape(c.units, -1, c.rows).transpose(0, 2, 1)
+                at += channels
+            kept[states[-1].name] = recurrent[0].numpy()
+        if isinstance(own, DynamicLayer):
+            names = [c.name for c in components if not c.rows]
+            assert own.keys is not None
+            assert own.values is not None
+            kept |= {name: tensor[0].numpy() for name, tensor in zip(names, (own.keys, own.values), strict=True)}
+        for c in components:
+            (units,) = site.shard.units(layer, c.name)
+            found[f"{name_of(layer, c)}.{units.start}"] = kept[c.name]
+    return found

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from .lifetime import now
 from .member import Member
 from .model import Talks, load_model
+from .pool import descriptors_slice
 from .results import ReferenceResult
 
 
@@ -32,4 +33,4 @@ def run(member: Member, _: Store) -> None:
             tokens[request] += answer
             talks.answered(request, turn, answer)
             member.tell("decoded")
-    member.leave(ReferenceResult(os.getpid(), now() - began, tuple(tokens)))
+    member.leave(ReferenceResult(os.getpid(), now() - began, tuple(tokens), descriptors_slice(config)))

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
-from ....geometry import CacheSpec, shard
-from ....planning import explain
 from .check import Checked
 from .config import DemoConfig, Role
 from .results import Moved, Results
@@ -68,8 +66,9 @@ class Report:
         strategy: as asked for.
         paths: the paths that rooms took.
         transport: as asked for.
-        prefill_tp: prefill processes.
-        decode_tp: decode processes.
+        model: as asked for.
+        prefill_tp: processes of a prefill stage; prefill_pp: its stages.
+        decode_tp: processes of a decode stage; decode_pp: its stages.
         inject: what was made wrong on purpose.
         phases: seconds. ``start``: until every process was ready; ``prefill``: forward passes, first to last;
             ``transfer``: from the first forward pass to the last arrival, so it overlaps ``prefill``; ``decode`` and
@@ -91,8 +90,11 @@ class Report:
     strategy: str
     paths: tuple[str, ...]
     transport: str
+    model: str
     prefill_tp: int
+    prefill_pp: int
     decode_tp: int
+    decode_pp: int
     inject: str | None
     phases: Mapping[str, float]
     gb_per_s: float
@@ -138,12 +140,15 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         new_tokens=config.max_new_tokens,
         kv_bytes=kv_bytes,
         descriptors=sum(room.descriptors for room in sent),
-        descriptors_slice=_descriptors_slice(config),
+        descriptors_slice=results.reference.descriptors_slice,
         strategy=config.strategy,
         paths=tuple(sorted({room.path for room in sent if room.path})),
         transport=config.transport,
+        model=config.model,
         prefill_tp=config.prefill_tp,
+        prefill_pp=config.prefill_pp,
         decode_tp=config.decode_tp,
+        decode_pp=config.decode_pp,
         inject=config.inject,
         phases={name: round(seconds, 6) for name, seconds in phases.items()},
         gb_per_s=round(kv_bytes / wire / 1e9, 3) if wire else 0.0,
@@ -184,16 +189,3 @@ def _endpoint_phases(results: Results) -> dict[str, float]:
         for phase, seconds in mine.items():
             slowest[phase] = max(slowest.get(phase, 0.0), seconds)
     return slowest
-
-
-def _descriptors_slice(config: DemoConfig) -> int:
-    """Writes of the per-token path for what decode lacks of all prompts."""
-    spec = CacheSpec.kv(config.layers, config.kv_heads, config.head_dim, "float32")
-    worlds = (config.prefill_tp, config.decode_tp)
-    prefill, decode = ([shard(spec, tp=tp, rank=rank) for rank in range(tp)] for tp in worlds)
-    sizes = (config.prefill_page_size, config.decode_page_size)
-    return sum(
-        explain(spec, prefill, decode, rows, sizes).descriptors["slice"]
-        for turn in range(config.turns)
-        for rows in config.lacking(turn)
-    )

@@ -83,11 +83,13 @@ class ReferenceResult:
         pid: its process.
         seconds: how long it took.
         tokens: per request, the answers of all turns.
+        descriptors_slice: writes that one per token and slice would have been.
     """
 
     pid: int
     seconds: float
     tokens: tuple[tuple[int, ...], ...]
+    descriptors_slice: int
 
 
 @frozen
@@ -107,8 +109,8 @@ class Results:
     @classmethod
     def read(cls, work: Path, config: DemoConfig) -> Results:
         """Read the files in ``work``."""
-        prefill = [(work / f"prefill-{rank}.json").read_bytes() for rank in range(config.prefill_tp)]
-        decode = [(work / f"decode-{rank}.json").read_bytes() for rank in range(config.decode_tp)]
+        prefill = [(work / f"prefill-{rank}.json").read_bytes() for rank in range(config.prefills)]
+        decode = [(work / f"decode-{rank}.json").read_bytes() for rank in range(config.decodes)]
         return cls(
             tuple(msgspec.json.decode(of, type=PrefillResult) for of in prefill),
             tuple(msgspec.json.decode(of, type=DecodeResult) for of in decode),

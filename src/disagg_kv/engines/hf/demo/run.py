@@ -66,9 +66,8 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
             _listen(config, launchers, work, told, started + config.timeout_s)
         checking = now()
         results = Results.read(work, config)
-        checked = check(
-            work, config.lengths(config.turns - 1), config.prefill_tp, [rank.pool for rank in results.decode]
-        )
+        pools = [rank.pool for rank in results.decode]
+        checked = check(work, config.lengths(config.turns - 1), config.prefills, pools)
         return assemble(config, results, checked, started, now() - checking)
 
 

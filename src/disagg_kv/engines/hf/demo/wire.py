@@ -53,7 +53,7 @@ def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, Pag
     """This rank's sender, and its pages."""
     config = member.config
     carrier = _carrier(config, config.prefill_host)
-    pool = make_pool(config, member.world, member.rank, config.prefill_page_size, carrier)
+    pool = make_pool(config, member.role, member.rank, config.prefill_page_size, carrier)
     endpoint = PrefillEndpoint(
         pool,
         transport=carrier,
@@ -61,7 +61,7 @@ def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, Pag
         rendezvous=StoreRendezvous(store),
         instance=SOURCE.instance,
         rank=member.rank,
-        shards=shards_of(config, member.world),
+        shards=shards_of(config, member.role),
         strategy=config.strategy,
     )
     try:
@@ -76,7 +76,7 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
     """This rank's receiver, and its pages."""
     config = member.config
     carrier = _carrier(config, config.decode_host)
-    pool = make_pool(config, member.world, member.rank, config.decode_page_size, carrier)
+    pool = make_pool(config, member.role, member.rank, config.decode_page_size, carrier)
     endpoint = DecodeEndpoint(
         pool,
         transport=carrier,
@@ -84,7 +84,7 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
         rendezvous=StoreRendezvous(store),
         instance="decode",
         rank=member.rank,
-        shards=shards_of(config, member.world),
+        shards=shards_of(config, member.role),
         strategy=config.strategy,
     )
     try:
