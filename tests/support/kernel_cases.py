@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
+from attrs import evolve
 from hypothesis import strategies as st
 
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, shard
@@ -17,16 +18,22 @@ from tests.support.pools import Bytes, buffer_over, noise, staged_layout
 @st.composite
 def pools(draw: st.DrawFn) -> tuple[PagedPool, Bytes]:
     """One buffer, one or two page spaces, planes with their axes in any order and gaps between the cells."""
-    components = tuple(
+    components = [
         Component(name, "uint8", draw(st.integers(1, 4)), draw(st.integers(1, 9)))
         for name in ("a", "b")[: draw(st.integers(1, 2))]
-    )
+    ]
+    if draw(st.booleans()):  # a state, in slots of as many rows or more
+        components[-1] = evolve(components[-1], tokens_per_row=0, rows=draw(st.integers(1, 4)))
     spec = CacheSpec.uniform(1, components)
-    groups = [Group(GroupId(c.name), draw(st.sampled_from([1, 3, 4, 16])), draw(st.integers(1, 6))) for c in components]
+    groups = [
+        Group(GroupId(c.name), c.rows + draw(st.sampled_from([1, 3, 4, 16] if not c.rows else [0, 2])), pages)
+        for c in components
+        for pages in [draw(st.integers(1, 6))]
+    ]
     planes: list[Plane] = []
     end = 0
     for component, group in zip(components, groups, strict=True):
-        sizes = {"page": group.pages, "row": group.rows_per_page, "unit": component.units}
+        sizes = {"page": group.pages, "row": component.rows or group.rows_per_page, "unit": component.units}
         strides: dict[str, int] = {}
         extent = component.unit_bytes
         for axis in draw(st.permutations(sorted(sizes))):
@@ -55,12 +62,14 @@ def cases(draw: st.DrawFn) -> tuple[PagedPool, Bytes, list[Move], Bytes]:
         for number, plane in enumerate(pool.site.planes):
             group = pool.site.group(plane.group)
             component = pool.site.spec.component(plane.layer, plane.component)
-            count = draw(st.integers(0, len(free[group.id])))
+            most = min(1, len(free[group.id])) if component.rows else len(free[group.id])
+            count = draw(st.integers(0, most))
             pages = [free[group.id].pop() for _ in range(count)]
-            begin = draw(st.integers(0, 2)) * group.rows_per_page
+            begin = 0 if component.rows else draw(st.integers(0, 2)) * group.rows_per_page
             tables[group.id] = PageTable(group.id, np.array(pages, np.int32), begin)
             if draw(st.booleans()):
-                start, stop = sorted(draw(st.tuples(*[st.integers(0, count * group.rows_per_page)] * 2)))
+                rows = count * (component.rows or group.rows_per_page)
+                start, stop = sorted(draw(st.tuples(*[st.integers(0, rows)] * 2)))
                 first, last = draw(st.sampled_from(list(combinations(range(component.units + 1), 2))))
                 nbytes += draw(st.integers(0, 2))
                 entries.append((number, first, last - first, begin + start, begin + stop, nbytes))
