@@ -22,6 +22,8 @@ CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 INSTALLED = (f"{ROOT}[dev,hf,mooncake-cpu]", "nixl-cu13")
 # What Mooncake's wheel leaves out, and the Debian package that has it.
 SYSTEM = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+# The fuzz targets, and the longest input of each: an event of a few bytes costs a millisecond.
+FUZZED = {"frame": 4096, "metadata": 4096, "plan": 8192, "events": 512}
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
@@ -123,10 +125,15 @@ def fuzz(session: nox.Session) -> None:
     enter_cpu(session)
     cpu(session, "python", "-m", "pip", "install", "--quiet", "--no-compile", *CONSTRAINED, "atheris")
     seconds = os.environ.get("DISAGG_KV_FUZZ_S", "60")
-    for target in session.posargs or ("frame", "metadata", "plan", "events"):
+    for target in session.posargs or tuple(FUZZED):
         grown = ROOT / ".fuzz" / target
         grown.mkdir(parents=True, exist_ok=True)
-        limits = (f"-max_total_time={seconds}", "-max_len=4096", "-timeout=60", f"-artifact_prefix={grown.parent}/")
+        limits = (
+            f"-max_total_time={seconds}",
+            f"-max_len={FUZZED[target]}",
+            "-timeout=60",
+            f"-artifact_prefix={grown.parent}/",
+        )
         cpu(session, "python", "-m", "fuzz.run", target, *limits, str(grown), str(ROOT / "fuzz" / "corpus" / target))
 
 
