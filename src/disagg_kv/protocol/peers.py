@@ -71,7 +71,7 @@ class _Peer:
 
 
 FORGET_AFTER = 20
-"""A lost peer is forgotten after so many times the silence that made it lost."""
+"""A lost peer is forgotten after so many times the silence that made it lost; once, where its connection is broken."""
 
 
 @define
@@ -79,6 +79,8 @@ class _Dial:
     since: float
     next_at: float
     pause: float
+    patience_s: float
+    closed: float | None = None
 
 
 class PeerTable:
@@ -112,14 +114,21 @@ class PeerTable:
         self._dials: dict[str, _Dial] = {}
         self._retired: OrderedDict[Epoch, None] = OrderedDict()
         self._answered: OrderedDict[str, float] = OrderedDict()
+        self._absent: OrderedDict[str, None] = OrderedDict()
         self._beat_at = 0.0
         self.dropped = 0
 
     def dial(self, address: str, now: float) -> list[PeerEffect]:
-        """Want to know who is at an address; harmless if we do already."""
+        """Want to know who is at an address; harmless if we do already.
+
+        Where a life was lost, or nobody answered before, whoever asks again is told soon that there is still nobody:
+        one that has come meanwhile answers at once.
+        """
         if address in self._dials or self.at(address) is not None:
             return []
-        self._dials[address] = _Dial(now, now + self._options.retry_s, self._options.retry_s)
+        o = self._options
+        patience_s = min(o.closed_s, o.silence_s) if address in self._at or address in self._absent else o.silence_s
+        self._dials[address] = _Dial(now, now + o.retry_s, o.retry_s, patience_s)
         return [SendTo(address, self._hello(b""))]
 
     def at(self, address: str) -> Epoch | None:
@@ -177,6 +186,7 @@ class PeerTable:
                 return out + self._refuse(hello, IncompatiblePeerError("peers", f"at most {len(self._peers)}", 1), now)
             self._peers[epoch] = _Peer(hello, now, hello.dst == self._epoch)
             self._at[hello.address] = epoch
+            self._absent.pop(hello.address, None)
             out.append(Up(hello))
         else:
             known.hello, known.heard = hello, now
@@ -287,8 +297,9 @@ class PeerTable:
     def on_closed(self, address: str, now: float) -> None:
         """The connection towards an address broke."""
         epoch = self._at.get(address)
-        if epoch is not None and self._peers[epoch].closed is None:
-            self._peers[epoch].closed = now
+        for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
+            if one is not None and one.closed is None:
+                one.closed = now
 
     def on_denied(self, address: str) -> list[PeerEffect]:
         """Nothing can be sent there: one side does not allow the other's key. Whoever is known there falls silent."""
@@ -300,8 +311,9 @@ class PeerTable:
     def on_opened(self, address: str) -> None:
         """It is back."""
         epoch = self._at.get(address)
-        if epoch is not None:
-            self._peers[epoch].closed = None
+        for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
+            if one is not None:
+                one.closed = None
 
     def lose(self, epoch: Epoch, error: DisaggKVError) -> list[PeerEffect]:
         """A transport's report, or an observed exit."""
@@ -316,11 +328,14 @@ class PeerTable:
         o = self._options
         out: list[PeerEffect] = []
         for address, dial in list(self._dials.items()):
-            if now - dial.since >= o.silence_s:
-                del self._dials[address]
-                out.append(
-                    Unreachable(address, PeerLostError(f"nobody answered at {address} within {o.silence_s:g} s"))
-                )
+            if now - dial.since >= dial.patience_s:
+                self._give_up(address)
+                error = PeerLostError(f"nobody answered at {address} within {dial.patience_s:g} s")
+                out.append(Unreachable(address, error))
+            elif dial.closed is not None and now - dial.closed >= o.closed_s:
+                self._give_up(address)
+                gone = f"its connection broke {now - dial.closed:.1f} s ago, before it said who it is"
+                out.append(Unreachable(address, PeerLostError(f"peer at {address}: {gone}")))
             elif now >= dial.next_at:
                 dial.pause = min(2 * dial.pause, o.retry_most_s)
                 dial.next_at = now + dial.pause
@@ -330,9 +345,10 @@ class PeerTable:
             self._beat_at = now + o.heartbeat_s
         for epoch, peer in list(self._peers.items()):
             if peer.lost:
-                if now - peer.heard >= FORGET_AFTER * o.silence_s:
+                if now - peer.heard >= o.silence_s * (FORGET_AFTER if peer.closed is None else 1):
                     del self._peers[epoch]
                     del self._at[peer.hello.address]
+                    self._note_absent(peer.hello.address)
                     out.append(Forget(peer.hello.address))
                 continue
             where = f"peer {epoch.hex()[:8]} at {peer.hello.address}"
@@ -348,6 +364,15 @@ class PeerTable:
                 # Another life may have taken the address: it does not know us, and can answer only a Hello.
                 out.append(SendTo(peer.hello.address, self._hello(epoch)))
         return out
+
+    def _give_up(self, address: str) -> None:
+        del self._dials[address]
+        self._note_absent(address)
+
+    def _note_absent(self, address: str) -> None:
+        self._absent[address] = None
+        while len(self._absent) > self.MAX_RETIRED:
+            self._absent.popitem(last=False)
 
     def next_at(self) -> float:
         """When a tick is due."""

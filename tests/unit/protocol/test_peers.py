@@ -336,3 +336,72 @@ def test_a_life_says_the_same_of_itself_for_ever() -> None:
         assert a.on_hello(msgspec.structs.replace(first, **change), 1.0) == []
     assert a.dropped == 5
     assert a.hello(epoch(2)) == first
+
+
+def unreachable(effects: list[PeerEffect]) -> list[str]:
+    return [str(e.error) for e in effects if isinstance(e, Unreachable)]
+
+
+def test_who_asks_again_for_a_lost_peer_is_told_soon() -> None:
+    """E10: within the time that a broken connection may take to come back; a life that has come answers at once."""
+    a, o = met(), Options()
+    a.lose(epoch(2), PeerLostError("its process has ended"))
+    a.dial("b", 1.0)
+    assert unreachable(a.tick(1.0 + o.closed_s - 0.1)) == []
+    assert unreachable(a.tick(1.0 + o.closed_s)) == [f"nobody answered at b within {o.closed_s:g} s"]
+    a.dial("b", 10.0)
+    ups = [e for e in a.on_hello(hello(epoch(3), epoch(1), "b", started=2), 10.1) if isinstance(e, Up)]
+    assert [up.epoch for up in ups] == [epoch(3)]
+    assert unreachable(a.tick(20.0)) == []
+
+
+def test_where_nobody_answered_once_the_next_is_told_soon() -> None:
+    """The first waits, since an endpoint may be about to start; whoever has come is waited for as ever."""
+    a, o = table(1, "a"), Options()
+    a.dial("b", 0.0)
+    assert unreachable(a.tick(o.silence_s - 0.1)) == []
+    assert len(unreachable(a.tick(o.silence_s))) == 1
+    a.dial("b", 100.0)
+    assert len(unreachable(a.tick(100.0 + o.closed_s))) == 1
+    a.on_hello(hello(epoch(2), epoch(1), "b"), 200.0)
+    assert a.at("b") == epoch(2)
+
+
+def test_addresses_where_nobody_is_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E14."""
+    monkeypatch.setattr(PeerTable, "MAX_RETIRED", 2)
+    a, o = table(1, "a"), Options()
+    for address in "bcd":
+        a.dial(address, 0.0)
+    assert len(unreachable(a.tick(o.silence_s))) == 3
+    for address in "bcd":
+        a.dial(address, 100.0)
+    assert sorted(unreachable(a.tick(100.0 + o.closed_s))) == [
+        f"nobody answered at {address} within {o.closed_s:g} s" for address in "cd"
+    ], "the first is forgotten, and waited for"
+
+
+def test_a_peer_that_ends_before_it_says_who_it_is_is_noticed_by_its_connection() -> None:
+    """Not if the connection comes back."""
+    a, o = table(1, "a"), Options()
+    a.dial("b", 0.0)
+    a.on_opened("b")
+    a.on_closed("b", 1.0)
+    a.on_opened("b")
+    assert unreachable(a.tick(1.0 + o.closed_s)) == []
+    a.on_closed("b", 5.0)
+    a.on_closed("b", 5.5)
+    assert unreachable(a.tick(5.0 + o.closed_s - 0.1)) == []
+    (said,) = unreachable(a.tick(5.0 + o.closed_s))
+    assert "its connection broke 3.0 s ago, before it said who it is" in said
+
+
+def test_a_lost_peer_whose_connection_is_broken_is_forgotten_soon() -> None:
+    """E6: with its address, for which the channel holds descriptors."""
+    a, o = met(), Options()
+    a.on_closed("b", 1.0)
+    (lost,) = [e for e in a.tick(1.0 + o.closed_s) if isinstance(e, Lost)]
+    assert "its connection broke" in str(lost.error)
+    assert Forget("b") not in a.tick(o.silence_s - 0.1)
+    assert Forget("b") in a.tick(o.silence_s)
+    assert a.address(epoch(2)) is None
