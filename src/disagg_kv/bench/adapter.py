@@ -34,7 +34,7 @@ class Size:
         writes: how many were measured, of each kind.
         raw: the library's own call.
         adapter: from ``submit`` until ``poll`` tells the end.
-        overhead_s: the difference of the medians.
+        overhead_s: the median of the differences, each between two writes that followed each other.
         overhead_share: the same as a share of the raw median.
     """
 
@@ -87,8 +87,8 @@ def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -
         (region,) = side.register([memory])
         peer = side.connect(there.descriptor, timeout_s)
 
-        def write(nbytes: int) -> None:
-            ticket = side.submit(peer, Writes.one(region, 0, there.region, 0, nbytes))
+        def write(writes: Writes) -> None:
+            ticket = side.submit(peer, writes)
             until = time.monotonic() + timeout_s
             while True:
                 for event in side.poll():
@@ -97,17 +97,22 @@ def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -
                             raise event.error
                         return
                 if time.monotonic() > until:
-                    raise DeadlineError(f"a write of {nbytes} bytes has not ended after {timeout_s:g} s")
+                    raise DeadlineError(f"a write of {int(writes.nbytes[0])} bytes has not ended after {timeout_s:g} s")
                 time.sleep(PAUSE_S)
 
         try:
             content = np.random.default_rng(0).bytes(most)
             bytes_of(memory)[:] = np.frombuffer(content, np.uint8)
-            write(most)
+            write(Writes.one(region, 0, there.region, 0, most))
             pipe.send(content)
             if not pipe.poll(timeout_s) or not pipe.recv():
                 raise IntegrityError(f"transport {name!r}: {most} bytes did not arrive as they were sent")
-            sizes = [_size(n, count, library.prepare(there.raw, n), partial(write, n)) for n, count in writes.items()]
+            sizes = [
+                _size(
+                    n, count, library.prepare(there.raw, n), partial(write, Writes.one(region, 0, there.region, 0, n))
+                )
+                for n, count in writes.items()
+            ]
         finally:
             side.close(1.0)
     return AdapterReport(name, sizes)
@@ -122,7 +127,7 @@ def _size(nbytes: int, count: int, plain: Callable[[], None], through: Callable[
             if number >= 0:
                 times.append(time.perf_counter() - began)
     library, adapter = (Quantiles.of(times) for times in taken)
-    over = adapter.p50 - library.p50
+    over = float(np.median(np.subtract(taken[1], taken[0])))
     return Size(nbytes, count, library, adapter, over, over / library.p50)
 
 

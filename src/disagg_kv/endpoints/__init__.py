@@ -3,18 +3,25 @@
 from .base import Delivery, Handle, PeerInfo, Receiver, Reception, Report, Sender, Step
 from .life import Life
 from .receiver import DecodeEndpoint
+from .recovery import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
 from .sender import PrefillEndpoint
 
 __all__ = [
+    "Attempt",
     "DecodeEndpoint",
     "Delivery",
+    "Fail",
     "Handle",
     "Life",
     "PeerInfo",
     "PrefillEndpoint",
     "Receiver",
     "Reception",
+    "Recovering",
+    "RecoveringReceiver",
+    "Recovery",
     "Report",
+    "Retry",
     "Sender",
     "Step",
 ]

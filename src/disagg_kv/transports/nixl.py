@@ -212,13 +212,16 @@ class NixlTransport:
             raise TransportError(f"nixl: no peer {peer.hex()}")
         if after is not None:
             raise TransportError("nixl does not wait for events: wait first")
-        source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
-        target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
-        parts = cut(writes, source, target, self._devices, remote.devices)
+        parts = single(writes, self._table.extents, remote.extents, self._devices, remote.devices)
+        if parts is None:
+            source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
+            target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
+            parts = cut(writes, source, target, self._devices, remote.devices)
         ticket = Ticket(next(self._tickets))
         self._unquiet.add(ticket)
         self._table.hold(ticket, writes)
-        self._worker.post(Job(ticket, peer, parts, notify, self._sources))
+        nbytes = int(writes.nbytes[0]) if len(writes) == 1 else int(writes.nbytes.sum())
+        self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes))
         return ticket
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
@@ -326,6 +329,24 @@ def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Device
                 rows = _rows(source[mask], nbytes, device), _rows(target[mask], nbytes, other)
                 parts.append(Part(device, rows[0], split(other)[0], rows[1]))
     return parts
+
+
+def single(writes: Writes, local: Extents, remote: Extents, here: Devices, there: Devices) -> deque[Part] | None:
+    """What :func:`cut` makes of one range, several times as fast; None: it is not one good range, or not all alike.
+
+    The staged path posts nothing else.
+    """
+    if len(writes) != 1 or len(here) != 1 or len(there) != 1:
+        return None
+    nbytes = int(writes.nbytes[0])
+    source = local.address(int(writes.local[0]), int(writes.local_off[0]), nbytes)
+    target = remote.address(int(writes.remote[0]), int(writes.remote_off[0]), nbytes)
+    if source is None or target is None or not nbytes:
+        return None
+    ((device,), (other,)) = here, there
+    kind, number = split(other)
+    ours = np.array([[source, nbytes, split(device)[1]]], np.uint64)
+    return deque([Part(device, ours, kind, np.array([[target, nbytes, number]], np.uint64))])
 
 
 def _rows(addresses: I64, nbytes: I64, device: str) -> U64:

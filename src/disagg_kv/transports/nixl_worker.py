@@ -80,6 +80,7 @@ class Job:
         parts: what is still to be posted, one after the other.
         notify: what the peer hears after all of it.
         sources: keeps the memory that is read alive.
+        nbytes: of all parts.
         handle: of the part in flight.
     """
 
@@ -88,13 +89,14 @@ class Job:
     parts: deque[Part]
     notify: bytes | None
     sources: object
+    nbytes: int
     handle: Handle | None = None
 
     def small(self) -> bool:
         """Whether posting it takes no longer than waking a thread; with CUDA, it would also change the device."""
-        return all(
+        return self.nbytes <= SMALL_BYTES and all(
             part.device == "cpu" == part.remote_kind and len(part.local) <= SMALL_WRITES for part in self.parts
-        ) and (sum(int(part.local[:, 1].sum()) for part in self.parts) <= SMALL_BYTES)
+        )
 
 
 @define(eq=False)
@@ -203,8 +205,12 @@ class Worker:
             command: Callable[[], object] | None = None
             with suppress(Empty):
                 command = self._commands.get(timeout=min(self._idle_s, max(BUSY_S, quiet_s / 16)))
-            with self._lock:
-                self._turn(command)
+            # Whoever posts just now moves the library on as well, and must not have to wait for this thread afterwards.
+            if self._lock.acquire(blocking=command is not None):
+                try:
+                    self._turn(command)
+                finally:
+                    self._lock.release()
         with self._lock:
             if self._open:
                 # The library may still read the memory, and would crash if its handles were collected at exit.

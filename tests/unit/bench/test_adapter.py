@@ -86,7 +86,6 @@ def test_the_library_and_the_transport_write_in_turns(name: str, capsys: pytest.
     assert [(size["nbytes"], size["writes"]) for size in found["sizes"]] == [(64 << 10, 5), (16 << 20, 2)]
     for size in found["sizes"]:
         assert size["raw"]["p50"] > 0 < size["adapter"]["p50"]
-        assert size["overhead_s"] == pytest.approx(size["adapter"]["p50"] - size["raw"]["p50"])
         assert size["overhead_share"] == pytest.approx(size["overhead_s"] / size["raw"]["p50"])
     assert found["machine"]["cores"] >= 1
 

@@ -19,8 +19,8 @@ from disagg_kv.memory import U8, Buffer
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import Child, End, HostMemory, Told
 from disagg_kv.testing.pair import Log, batch, noise, same, wait
-from disagg_kv.transports import Descriptor, Ended, Heard, Process, decode, encode, transport
-from disagg_kv.transports.nixl import NixlTransport, cut
+from disagg_kv.transports import Descriptor, Ended, Extents, Heard, Process, decode, encode, transport
+from disagg_kv.transports.nixl import NixlTransport, cut, single
 from tests.support.needs import needs_nixl
 
 pytestmark = needs_nixl
@@ -224,6 +224,23 @@ def test_writes_are_cut_by_the_devices_that_they_go_between() -> None:
         ("cuda:1", "cpu", [[101, 8, 1]], [[201, 8, 0]]),
         ("cpu", "cpu", [[102, 8, 0]], [[202, 8, 0]]),
     ]
+
+
+def test_one_good_range_is_cut_as_a_batch_would_be() -> None:
+    """And everything else is left to what can say what is wrong with it."""
+    one = batch(RegionId(0), RegionId(1), [(10, 20, 30)])
+    local, remote = (Extents([(RegionId(i), 1000 * (i + 1), 100) for i in range(2)], "some") for _ in range(2))
+    here, there = {"cuda:1": [RegionId(0)]}, {"cpu": [RegionId(1)]}
+    parts = single(one, local, remote, here, there)
+    whole = cut(one, np.array([1010]), np.array([2020]), here, there)
+    assert parts is not None
+    for part, want in zip(parts, whole, strict=True):
+        assert (part.device, part.remote_kind) == (want.device, want.remote_kind)
+        assert (part.local.tolist(), part.remote.tolist()) == (want.local.tolist(), want.remote.tolist())
+        assert (part.local.dtype, part.remote.dtype) == (want.local.dtype, want.remote.dtype)
+    assert single(one, local, remote, {**here, "cpu": [RegionId(1)]}, there) is None
+    for other in ([(10, 20, 0)], [(90, 0, 20)], [(0, 90, 20)], [], [(0, 0, 1), (1, 1, 1)]):
+        assert single(batch(RegionId(0), RegionId(1), other), local, remote, here, there) is None
 
 
 def test_a_notification_needs_no_data(source: End, target: End) -> None:
