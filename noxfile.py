@@ -113,6 +113,13 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def simulate(session: nox.Session) -> None:
+    """10,000 simulated worlds, or ``disagg-kv simulate`` with the options given after ``--``."""
+    enter_cpu(session)
+    cpu(session, "disagg-kv", "simulate", *(session.posargs or ("--seeds", "10000", "-j", "2")))
+
+
+@nox.session(venv_backend="none")
 def properties(session: nox.Session) -> None:
     """The hypothesis properties; HYPOTHESIS_PROFILE=nightly searches longer."""
     enter_cpu(session)

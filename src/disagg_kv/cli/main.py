@@ -17,7 +17,7 @@ import typer
 from ..errors import ConfigurationError, DisaggKVError
 from .output import fail
 
-COMMANDS = ("demo", "plan", "doctor", "bench", "keys")
+COMMANDS = ("demo", "plan", "doctor", "bench", "keys", "simulate")
 """Each is a module of this package with ``register(app: typer.Typer) -> None``."""
 
 

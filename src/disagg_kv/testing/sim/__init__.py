@@ -1,0 +1,26 @@
+"""Deterministic simulation: the real endpoints on a fake clock, network, DMA engine and memory.
+
+``simulate(seed)`` runs one drawn world from beginning to end and says which rules did not hold, ``simulate_many`` runs
+a range of seeds and says what none of them has reached; see the page "What is
+promised and how it is tested".
+"""
+
+from .fault import EVERY, FaultClass
+from .report import GATE, Found, Summary, simulate_many
+from .run import Outcome, simulate, trace
+from .scenario import Scenario
+from .world import Violation
+
+__all__ = [
+    "EVERY",
+    "GATE",
+    "FaultClass",
+    "Found",
+    "Outcome",
+    "Scenario",
+    "Summary",
+    "Violation",
+    "simulate",
+    "simulate_many",
+    "trace",
+]

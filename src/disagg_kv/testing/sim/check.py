@@ -1,0 +1,198 @@
+"""The invariants. Each violation names its rule; I8 is held by comparing the digests of two runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...endpoints import DecodeEndpoint, PrefillEndpoint
+from ...endpoints.decode import DecodeRole
+from ...errors import (
+    AbortedError,
+    CapacityError,
+    DeadlineError,
+    DisaggKVError,
+    IncompatiblePeerError,
+    PeerLostError,
+    TransportError,
+)
+from ...protocol import Phase
+from .fault import FaultClass
+from .workload import Entry
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+SLACK_S = 0.6
+"""After its deadline a room ends within this; a process that stood still needs as much longer."""
+
+HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, TransportError)
+"""Why a room may fail where every process keeps to the protocol."""
+
+MISTAKES = ("errors.unforeseen", "frames.not_a_writer")
+"""Counters that stay at zero while every process keeps to the protocol."""
+
+
+class Checks:
+    """What is looked at when a room ends, when its pages are freed, and when all is over."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def _fail(self, rule: str, message: str) -> None:
+        self._world.violation(rule, message)
+
+    # A room ends on one rank.
+
+    def ended(self, entry: Entry) -> None:
+        """I2, I4, E16: it ended in time, for a reason that can be, with its bytes, as the other ranks did."""
+        world, name = self._world, entry.room.name(entry)
+        assert entry.handle is not None
+        phase, error = entry.handle.phase, entry.handle.error
+        took = world.now - entry.opened
+        most = entry.room.plan.total_s + SLACK_S + world.stood_still
+        if entry.node.split.world > 1 and world.unheard:
+            most += world.scenario.options.silence_s
+        if took > most:
+            self._fail("I4", f"{name}: ended after {took:.3f} s, with {most:.3f} s to go")
+        if phase is Phase.FAILED:
+            self._reason(entry, error)
+        elif entry in entry.room.decode:
+            self._bytes(entry)
+        else:
+            self._decode_succeeds(entry)
+
+    def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
+        world = self._world
+        if not world.scenario.faults:
+            self._fail("I4", f"{entry.room.name(entry)}: failed although nothing went wrong: {error}")
+        if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
+            return
+        injected = isinstance(error, DisaggKVError) and "the kernel failed" in str(error)
+        if not isinstance(error, HONEST) and not injected:
+            self._fail("I7", f"{entry.room.name(entry)}: failed for what no honest peer does: {error!r}")
+
+    def _bytes(self, entry: Entry) -> None:
+        """I2: every page of the room holds exactly its rows."""
+        wrong = entry.node.memory.wrong(entry.pages) if entry.pages else None
+        if wrong is not None:
+            self._fail("I2", f"{entry.room.name(entry)}: succeeded with a wrong byte at {wrong} of its pool")
+        if entry.aux is not None and entry.node.memory.pool.read_aux(entry.aux) != entry.room.aux:
+            self._fail("I2", f"{entry.room.name(entry)}: succeeded with wrong aux data")
+
+    def _decode_succeeds(self, entry: Entry) -> None:
+        """I2: prefill learns of success only after decode has everything."""
+        for other in entry.room.decode:
+            if other.phase is Phase.FAILED and other.node.alive:
+                self._fail("I2", f"{entry.room.name(entry)}: succeeded, but decode failed: {other.error}")
+
+    def released(self, node: SimNode) -> None:
+        """Coverage: by which evidence leases came back since the last look, and pages that a peer could write to."""
+        role = node.role
+        if not isinstance(role, DecodeRole):
+            return
+        live = {(key, int(granted.lease.start)) for (key, _), granted in role._queue._granted.items()}
+        for key, _ in node.leased - live:
+            room = role._rooms.get(key)
+            if room is None or room.machine.error is None:
+                self._world.mark("release:landed")
+                continue
+            writers = room.machine._writers.values()
+            if any(w.drained for w in writers):
+                self._world.mark("release:drained")
+            if any(w.gone for w in writers):
+                self._world.mark("release:gone")
+        node.leased = live
+
+    def freed(self, entry: Entry) -> None:
+        """I2, I5: its pages are free; no byte of anybody else's has changed."""
+        if entry in entry.room.decode and entry.exposed and entry.phase is Phase.FAILED:
+            self._world.mark("release:exposed pages")
+        self.untouched(entry.node)
+        if entry.room.over:
+            self.agree(entry)
+
+    def untouched(self, node: SimNode) -> None:
+        """No byte changed outside pages that a room has."""
+        wrong = node.memory.touched()
+        if wrong is not None:
+            self._fail("I2", f"{node.address}: byte {wrong} of the pool changed, which no room has")
+
+    def agree(self, entry: Entry) -> None:
+        """E16: the ranks of one instance saw one outcome, unless one of them was lost to the others."""
+        for side in (entry.room.prefill, entry.room.decode):
+            if any(not e.node.alive or e.node.counters.of.get("peers.lost") for e in side):
+                continue
+            seen = {e.phase for e in side if not e.refused}
+            if len(seen) > 1:
+                ends = {e.node.address: (e.phase.name if e.phase else None, str(e.error)) for e in side}
+                self._fail("E16", f"room {entry.room.plan.room.hex()}: ranks disagree: {ends}")
+
+    # After every event.
+
+    def node(self, node: SimNode) -> None:
+        """The accounts of an endpoint agree with themselves."""
+        try:
+            node.endpoint.check_integrity()
+        except AssertionError as exc:
+            self._fail("I3", f"{node.address}: {exc!r}")
+        self.released(node)
+        if any(node.counters.of.get(mistake) for mistake in MISTAKES):
+            self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
+
+    # When all is over.
+
+    def still_open(self) -> list[str]:
+        """I4: what has not ended or come to rest, in words."""
+        world = self._world
+        left = []
+        for entry in world.entries.values():
+            if entry.node.alive:
+                assert entry.handle is not None
+                left.append(f"{entry.room.name(entry)}: {entry.handle.phase.name}, released {entry.handle.released}")
+        left += [f"{n.address}: {n.endpoint.open_rooms} rooms" for n in world.nodes if n.endpoint.open_rooms]
+        return left
+
+    def at_rest(self) -> None:
+        """I3: nothing is left of any room, and no byte of memory is missing or has changed."""
+        world = self._world
+        if world.dma.live:
+            self._fail("I3", f"{len(world.dma.live)} writes are still under way")
+        for node in world.nodes:
+            self.untouched(node)
+            if not node.memory.check_pages() or len(node.memory.free) != len(node.memory.owners):
+                self._fail("I3", f"{node.address}: {len(node.memory.free)} of {len(node.memory.owners)} pages are free")
+            endpoint, agreement = node.endpoint, node.node.agreement
+            left: dict[str, object] = {"agreement": agreement.undecided, "commands": len(node.node._commands)}
+            if isinstance(endpoint, DecodeEndpoint):
+                role = endpoint._role
+                left |= {
+                    "leases": endpoint.leased_bytes,
+                    "quarantine": endpoint.quarantined_bytes,
+                    "waiting": role._queue.waiting,
+                    "scatters": len(role._scattering),
+                }
+            elif isinstance(endpoint, PrefillEndpoint):
+                mover = endpoint._mover
+                left |= {
+                    "slots": endpoint.pinned_slots,
+                    "transfers": len(mover._queue),
+                    "posts": len(mover._posts),
+                    "gathers": len(mover._gathering),
+                    "flows": len(endpoint._role._flows),
+                    "newest": len(endpoint._role._newest),
+                }
+            if any(left.values()):
+                self._fail("I3", f"{node.address}: not at rest: { {k: v for k, v in left.items() if v} }")
+
+    def closed(self, node: SimNode) -> None:
+        """I3: an endpoint that is closed has given everything back."""
+        if node.transport.regions or node.transport.links or not node.channel.closed:
+            self._fail("I3", f"{node.address}: closed, but {len(node.transport.regions)} regions are registered")
+
+    def evidence_missing(self) -> bool:
+        """Whether memory may stay in quarantine for good: nobody knows how long a dead peer's writes may land."""
+        world = self._world
+        return world.scenario.drain_s is None and any(
+            f in world.hits for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH)
+        )

@@ -1,0 +1,392 @@
+"""The simulated DMA engine: writes that land in pieces, in any order, late, partly, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import define
+
+from ...errors import PeerLostError, RegistrationError, TransportError
+from ...ids import Peer, RegionId, Ticket
+from ...memory import U8, Buffer, Event, bytes_of
+from ...planning import Writes
+from ...staging import Lease
+from ...transports import Capabilities, Ended, Heard, Settled
+from .fault import FaultClass
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+Range = tuple[U8, int, U8, int, int]
+"""Source memory, first byte there, target memory, first byte there, bytes."""
+
+MODES = (
+    FaultClass.REFUSED, FaultClass.PARTIAL, FaultClass.UNACKNOWLEDGED, FaultClass.LATE, FaultClass.HUNG,
+    FaultClass.QUARANTINE,
+)  # fmt: skip
+
+
+@define(eq=False)
+class Op:
+    """One posted batch, from its submission until it is certain that it moves nothing more.
+
+    Args:
+        ticket: as the poster knows it.
+        source, target: the two lives.
+        ranges: what moves.
+        before: the source bytes when it was posted.
+        lease: where it may write, of the target's ring; None: into pages.
+        owner: of the target pages, the room's number.
+        pages: which those are.
+    """
+
+    ticket: Ticket
+    source: SimTransport
+    target: SimTransport
+    ranges: list[Range]
+    before: bytes
+    lease: Lease | None
+    owner: int
+    pages: list[int]
+    pieces: int = 0
+    landed: int = 0
+    told: bool = False
+    quiet: bool = False
+    doomed: float | None = None
+
+
+@define
+class Landed:
+    """A staged part that is complete: its bytes must not change before they are scattered."""
+
+    lease: Lease
+    data: bytes
+
+
+class SimTransport:
+    """One life's end; satisfies :class:`~disagg_kv.transports.Transport`."""
+
+    name = "sim"
+
+    def __init__(self, world: World, node: SimNode) -> None:
+        self._world = world
+        self.node = node
+        self.me = Peer(b"sim" + node.epoch)
+        self.caps = Capabilities(
+            late_writes=True,
+            detects_peer_death=world.scenario.detects_death,
+            drain_s=world.scenario.drain_s,
+            max_batch=64,
+        )
+        self.regions: dict[int, U8] = {}
+        self.ring: U8 | None = None
+        self.landed: dict[int, Landed] = {}
+        self.alive = True
+        self._peers: dict[Peer, SimTransport] = {}
+        self._events: list[Ended | Settled | Heard] = []
+        self._serial = 0
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """Number the buffers."""
+        ids = []
+        for buffer in buffers:
+            self._serial += 1
+            memory = bytes_of(buffer)
+            self.regions[self._serial] = memory
+            if buffer.addr != self.node.memory.cells.ctypes.data:
+                self.ring = memory
+            ids.append(RegionId(self._serial))
+        return ids
+
+    def deregister(self, regions: Sequence[RegionId]) -> None:
+        """Forget regions."""
+        for region in regions:
+            del self.regions[region]
+
+    def local_descriptor(self) -> bytes:
+        """Our name."""
+        return self.me
+
+    def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        """Find a peer by its name; as a fault, or if it is gone, it cannot be reached."""
+        peer = Peer(descriptor)
+        there = self._world.transports.get(peer)
+        if there is None or not there.alive:
+            raise PeerLostError(f"sim: peer {descriptor.hex()} has ended")
+        if self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
+            self._world.hit(FaultClass.UNREACHABLE)
+            raise TransportError(f"sim: peer {descriptor.hex()} was not reached in {timeout_s:g} s")
+        self._peers[peer] = there
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer."""
+        self._peers.pop(peer, None)
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """Post a batch; the engine decides when and how it lands."""
+        if peer not in self._peers:
+            raise TransportError(f"sim: no peer {peer.hex()}")
+        if notify is not None or after is not None:
+            raise TransportError("sim neither notifies nor waits for events")
+        there = self._peers[peer]
+        ranges = [
+            (_within(self.regions, local, at, n), at, _within(there.regions, remote, to, n), to, n)
+            for local, at, remote, to, n in zip(
+                writes.local.tolist(), writes.local_off.tolist(), writes.remote.tolist(), writes.remote_off.tolist(),
+                writes.nbytes.tolist(), strict=True,
+            )
+        ]  # fmt: skip
+        self._serial += 1
+        ticket = Ticket(self._serial)
+        self._world.dma.begin(self, there, ticket, ranges)
+        return ticket
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """What happened since the last call."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def tell(self, event: Ended | Settled | Heard) -> None:
+        """Something happened."""
+        if self.alive:
+            self._events.append(event)
+            self._world.touch(self.node)
+
+    def knows(self, peer: Peer) -> bool:
+        """Whether it is connected to a peer."""
+        return peer in self._peers
+
+    @property
+    def links(self) -> int:
+        """How many peers it is connected to."""
+        return len(self._peers)
+
+    def close(self, drain_s: float) -> Sequence[Ticket]:
+        """Stop; what is posted and not quiet is returned."""
+        self.alive = False
+        self.regions.clear()
+        self._peers.clear()
+        return tuple(op.ticket for op in self._world.dma.live if op.source is self and not op.quiet)
+
+
+def _within(regions: dict[int, U8], region: int, offset: int, nbytes: int) -> U8:
+    memory = regions.get(region)
+    if memory is None or not 0 <= offset <= offset + nbytes <= len(memory):
+        size = 0 if memory is None else len(memory)
+        raise RegistrationError(f"sim: region {region} of {size} bytes: {nbytes} bytes at {offset}")
+    return memory
+
+
+class Dma:
+    """Moves bytes between memories at its own times, and checks whose they are whenever it does."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._random = world.random
+        self.live: dict[Op, None] = {}
+        self._hung: list[Op] = []
+        self._odd = any(mode in world.scenario.faults for mode in MODES)
+
+    # Beginning.
+
+    def begin(self, source: SimTransport, target: SimTransport, ticket: Ticket, ranges: list[Range]) -> None:
+        """A batch is posted."""
+        world = self._world
+        before = b"".join(m[at : at + n].tobytes() for m, at, _, _, n in ranges)
+        lease, owner, pages = self._place(target, ranges)
+        op = Op(ticket, source, target, ranges, before, lease, owner, pages)
+        world.note("write", source.node.address, target.node.address, before)
+        self.live[op] = None
+        mode = self._mode() if self._odd and world.faulty else None
+        if mode is not None:
+            world.hit(mode)
+        slow = world.faulty and world.chance(FaultClass.SLOW)
+        if slow:
+            world.hit(FaultClass.SLOW)
+        self._schedule(op, mode, self._random.choice((0.02, 0.2, 1.0)) if slow else 0.0)
+        if not target.alive:
+            self._target_died(op)
+
+    def _place(self, target: SimTransport, ranges: list[Range]) -> tuple[Lease | None, int, list[int]]:
+        """Which lease, or whose pages, a batch is for; anything else is a violation of I5."""
+        world = self._world
+        if not target.alive or not ranges:
+            return None, 0, []
+        if ranges[0][2] is target.ring:
+            _, _, _, to, n = ranges[0]
+            for lease in target.node.leases():
+                if lease.offset <= to and to + n <= lease.offset + lease.nbytes:
+                    return lease, 0, []
+            world.violation("I5", f"{target.node.address}: a write of {n} bytes at ring byte {to}, which no lease has")
+        memory = target.node.memory
+        owner = memory.owner_of(ranges[0][3], ranges[0][4])
+        pages = sorted({int(memory.lens.page_of[to]) for _, _, _, to, _ in ranges})
+        if owner == 0 or any(memory.owner_of(to, n) != owner for _, _, _, to, n in ranges):
+            world.violation("I5", f"{target.node.address}: a write into pages {pages}, which are not one room's")
+        return None, owner, pages
+
+    def _mode(self) -> FaultClass | None:
+        return next((mode for mode in MODES if self._world.chance(mode)), None)
+
+    def _schedule(self, op: Op, mode: FaultClass | None, slow: float) -> None:
+        world, rng = self._world, self._random
+        pieces = _torn(op.ranges, rng.choice((1, 1, 1, 2, 3)), rng.random())
+        whole = len(pieces)
+        error = TransportError(f"sim: {mode.value}", retryable=rng.random() < 0.7) if mode is not None else None
+        if mode is FaultClass.REFUSED:
+            pieces = []
+        elif mode in (FaultClass.PARTIAL, FaultClass.HUNG, FaultClass.QUARANTINE):
+            pieces = pieces[: rng.randrange(whole + 1)] if whole > 1 else pieces[: rng.randrange(2)]
+        op.pieces = len(pieces)
+        begin = 0.0
+        if mode is FaultClass.LATE:
+            begin = rng.choice((0.01, 0.1, 0.6))
+        end = 0.0
+        for piece in pieces:
+            at = begin + (rng.randint(0, 3) / 1000 + slow * rng.random() if begin or slow else rng.randint(0, 2) / 1000)
+            end = max(end, at)
+            if at:
+                world.later(at, partial(self._land, op, piece))
+            else:
+                self._land(op, piece)
+        if mode in (FaultClass.HUNG, FaultClass.QUARANTINE):
+            self._hung.append(op)
+        elif mode is FaultClass.LATE:
+            world.later(0.002, lambda: self._tell(op, error, quiesced=False))
+            world.later(end + rng.choice((0.001, 0.05)), lambda: self._settle(op))
+        elif mode is FaultClass.UNACKNOWLEDGED:
+            world.later(end + 0.001, lambda: self._tell(op, error, quiesced=False))
+            world.later(end + rng.choice((0.002, 0.1, 0.6)), lambda: self._settle(op))
+        else:
+            world.later(end + 0.001, lambda: self._tell(op, error, quiesced=True))
+
+    # Landing.
+
+    def _land(self, op: Op, piece: list[Range]) -> None:
+        world = self._world
+        op.landed += 1
+        if op.quiet or not op.target.alive or (op.doomed is not None and world.now >= op.doomed):
+            return
+        self.check(op)
+        if op.lease is not None:
+            there = op.target.landed.get(op.ranges[0][3])
+            if there is not None and there.lease is op.lease:
+                world.violation("I1", f"{op.target.node.address}: {op.lease} is written again after it landed")
+        for source, at, target, to, n in piece:
+            target[to : to + n] = source[at : at + n]
+        world.note("landed", op.target.node.address, op.ticket, len(piece))
+        if op.lease is None:
+            memory = op.target.node.memory
+            for _, _, _, to, n in piece:
+                if not np.array_equal(memory.cells[to : to + n], memory.want[to : to + n]):
+                    world.violation("I2", f"{op.target.node.address}: wrong bytes land in pages at byte {to}")
+
+    def _tell(self, op: Op, error: Exception | None, *, quiesced: bool) -> None:
+        if op.told or op.quiet:
+            return
+        op.told = True
+        if error is None and op.lease is not None:
+            op.target.landed[op.ranges[0][3]] = Landed(op.lease, op.before)
+        if quiesced:
+            self._end(op)
+        op.source.tell(Ended(op.ticket, error, quiesced))
+
+    def _settle(self, op: Op) -> None:
+        if not op.quiet:
+            self._end(op)
+            self._world.mark("release:settled")
+            op.source.tell(Settled(op.ticket))
+
+    def _end(self, op: Op) -> None:
+        """From now on nothing of it moves."""
+        self.check(op)
+        op.quiet = True
+        self.live.pop(op, None)
+
+    # Ends of processes, and of faults.
+
+    def died(self, dead: SimTransport) -> None:
+        """A process has ended: what it posted lands within the drain bound or never."""
+        world, rng = self._world, self._random
+        dead.alive = False
+        bound = world.scenario.drain_s
+        for op in list(self.live):
+            if op.source is dead or op.target is dead:
+                op.doomed = world.now + (rng.choice((0.0, 0.05, 0.2)) if bound is None else rng.random() * bound)
+            if op.source is dead and op.doomed is not None:
+                world.later(op.doomed - world.now + 0.0005, partial(self._forget, op))
+            elif op.target is dead:
+                self._target_died(op)
+
+    def _forget(self, op: Op) -> None:
+        if not op.quiet:
+            self._end(op)
+
+    def _target_died(self, op: Op) -> None:
+        error = PeerLostError(f"sim: peer {op.target.me.hex()} has ended")
+        if op.told:
+            return
+        if self._random.random() < 0.3:
+            self._hung.append(op)
+        else:
+            self._world.later(0.005, lambda: self._tell(op, error, quiesced=True))
+
+    def fence(self) -> None:
+        """Whatever hangs is fenced: it moves nothing more, and says so."""
+        hung, self._hung = self._hung, []
+        for op in hung:
+            if not op.quiet:
+                if op.told:
+                    self._settle(op)
+                else:
+                    self._tell(op, TransportError("sim: fenced"), quiesced=True)
+
+    # Whose memory it is.
+
+    def check(self, op: Op) -> None:
+        """I5: what a write reads and writes is its own until it is quiet."""
+        world = self._world
+        if op.quiet or (op.doomed is not None and world.now >= op.doomed):
+            return
+        at = 0
+        if op.source.alive:
+            for memory, start, _, _, n in op.ranges:
+                if memory[start : start + n].tobytes() != op.before[at : at + n]:
+                    world.violation("I5", f"{op.source.node.address}: memory that write {op.ticket} reads has changed")
+                at += n
+        if not op.target.alive:
+            return
+        if op.lease is not None:
+            if not op.target.node.holds(op.lease):
+                world.violation("I5", f"{op.target.node.address}: {op.lease} was released while a write may land there")
+        elif op.pages and not bool((op.target.node.memory.owners[op.pages] == op.owner).all()):
+            world.violation("I5", f"{op.target.node.address}: pages {op.pages} were freed while a write may land there")
+
+    def check_all(self) -> None:
+        """After every event."""
+        for op in self.live:
+            self.check(op)
+
+
+def _torn(ranges: list[Range], pieces: int, order: float) -> list[list[Range]]:
+    """The ranges in so many parts, which may cut a range in two, in some order."""
+    if pieces == 1 or not ranges:
+        return [ranges] if ranges else []
+    torn: list[list[Range]] = [[] for _ in range(pieces)]
+    for number, (source, at, target, to, n) in enumerate(ranges):
+        if len(ranges) >= pieces:
+            torn[number % pieces].append((source, at, target, to, n))
+            continue
+        edges = [n * i // pieces for i in range(pieces + 1)]
+        for i in range(pieces):
+            cut = edges[i]
+            torn[i].append((source, at + cut, target, to + cut, edges[i + 1] - cut))
+    turn = int(order * pieces)
+    return [*torn[turn:], *torn[:turn]]

@@ -1,0 +1,94 @@
+"""What may go wrong in a simulation, and how often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from ...errors import UnknownNameError
+
+
+class FaultClass(Enum):
+    """One way in which the world may fail. The value says what happens."""
+
+    DROP = "a frame is lost"
+    DUPLICATE = "a frame arrives twice"
+    REORDER = "a frame arrives after later ones"
+    DELAY = "a frame takes up to a second"
+    STALE = "a frame of long ago arrives once more"
+    OUT_OF_TURN = "a peer says what makes no sense now"
+    CLOG = "a link delivers nothing for a while, then everything"
+    PARTITION = "a link loses everything for a while, in one direction"
+    TRUNCATED = "a frame loses its end"
+    REFUSED = "a write fails before any byte lands"
+    PARTIAL = "a write fails after some bytes have landed"
+    UNACKNOWLEDGED = "a write lands, but an error is reported, and only later that it is quiet"
+    LATE = "an error is reported, and the bytes land after it"
+    HUNG = "a write stops half way and reports nothing until it is fenced"
+    SLOW = "a write takes up to a second"
+    UNREACHABLE = "a transport cannot be connected"
+    KERNEL = "a gather or a scatter fails"
+    PREFILL_CRASH = "a prefill process ends without a word"
+    DECODE_CRASH = "a decode process ends without a word"
+    RESTART = "an instance that lost a process comes back under its old addresses"
+    PAUSE = "a process stands still for a while"
+    CLOCK = "the clock of a process jumps ahead"
+    RING = "the ring holds only a few leases"
+    QUARANTINE = "writes that are never quiet fill slots and rings"
+    ABORT = "an engine gives a room up, in any state"
+    WITHDRAW = "an engine takes pages away and gives others"
+
+
+def named(names: Sequence[str]) -> frozenset[FaultClass]:
+    """The classes of these names, written ``late`` or ``LATE``.
+
+    Raises:
+        UnknownNameError: lists the known ones.
+    """
+    known = {f.name.lower(): f for f in FaultClass}
+    for name in names:
+        if name.strip().lower() not in known:
+            raise UnknownNameError("fault", name, known)
+    return frozenset(known[name.strip().lower()] for name in names)
+
+
+EVERY = frozenset(FaultClass)
+
+CALM = 0.12
+"""Share of seeds in which nothing fails at all: every request must succeed there."""
+
+_RATES: Mapping[FaultClass, tuple[float, ...]] = {
+    FaultClass.DROP: (0.01, 0.05, 0.2),
+    FaultClass.DUPLICATE: (0.02, 0.1, 0.4),
+    FaultClass.REORDER: (0.05, 0.2, 0.6),
+    FaultClass.DELAY: (0.01, 0.05),
+    FaultClass.STALE: (0.02, 0.1, 0.3),
+    FaultClass.CLOG: (0.004, 0.02),
+    FaultClass.PARTITION: (0.002, 0.01),
+    FaultClass.TRUNCATED: (0.005, 0.02),
+    FaultClass.REFUSED: (0.03, 0.15),
+    FaultClass.PARTIAL: (0.03, 0.15),
+    FaultClass.UNACKNOWLEDGED: (0.03, 0.15),
+    FaultClass.LATE: (0.03, 0.15),
+    FaultClass.HUNG: (0.03, 0.1),
+    FaultClass.SLOW: (0.05, 0.3),
+    FaultClass.UNREACHABLE: (0.1, 0.4),
+    FaultClass.KERNEL: (0.01, 0.05),
+    FaultClass.QUARANTINE: (0.3, 0.6),
+    FaultClass.ABORT: (0.1, 0.3, 0.6),
+    FaultClass.WITHDRAW: (0.2, 0.5),
+}
+"""How often, per frame, write, kernel or room; classes without a rate happen once or twice a seed."""
+
+
+def swarm(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass, float]:
+    """The classes that are on for one seed, with their rates: few or many, seldom or often.
+
+    Switching classes off at random finds more than having all of them on: one fault hides another.
+    Groce et al., "Swarm Testing", ISSTA 2012.
+    """
+    if rng.random() < CALM:
+        return {}
+    share = rng.choice((0.08, 0.2, 0.5))
+    return {f: rng.choice(_RATES.get(f, (1.0,))) for f in FaultClass if f in allowed and rng.random() < share}

@@ -1,0 +1,188 @@
+"""The simulated network: frames that are lost, doubled, late, held back and cut short."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...channels import Arrived, Closed, Opened
+from .fault import FaultClass
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+LINGER = 12
+"""Frames of one process that may arrive, once more, after its end."""
+
+KEPT = 64
+"""Frames that are kept to be sent again later."""
+
+LATENCY_S = (0.001, 0.001, 0.002)
+
+
+class SimChannel:
+    """One life's inbox; satisfies :class:`~disagg_kv.channels.Channel`. Whatever it sends, the network has."""
+
+    def __init__(self, world: World, node: SimNode) -> None:
+        self._world = world
+        self._node = node
+        self.address = node.address
+        self.inbox: list[Arrived | Closed | Opened] = []
+        self.closed = False
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Hand a frame to the network."""
+        if not self.closed:
+            self._world.network.send(self._node, address, frame)
+        return not self.closed
+
+    def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
+        """What came in; never waits."""
+        if not self.inbox:
+            return ()
+        came, self.inbox = self.inbox, []
+        return came
+
+    def wake(self) -> None:
+        """The endpoint has something to do."""
+        self._world.touch(self._node)
+
+    def forget(self, address: str) -> None:
+        """Drop the connection."""
+        self._world.network.forget(self._node, address)
+
+    def close(self) -> None:
+        """Nothing is received or sent any more."""
+        self.closed = True
+        self.inbox = []
+
+
+class Network:
+    """Links between addresses, each in order unless a fault says otherwise."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._random = world.random
+        faults = world.scenario.faults
+        self._noisy = any(
+            f in faults
+            for f in (
+                FaultClass.DROP, FaultClass.DUPLICATE, FaultClass.REORDER, FaultClass.DELAY, FaultClass.STALE,
+                FaultClass.CLOG, FaultClass.PARTITION, FaultClass.TRUNCATED,
+            )
+        )  # fmt: skip
+        self._last: dict[tuple[str, str], float] = {}
+        self._shut: dict[tuple[str, str], float] = {}
+        self._lost: dict[tuple[str, str], float] = {}
+        self._kept: list[tuple[str, bytes]] = []
+        self._watchers: dict[str, dict[SimNode, None]] = {}
+        self._recent: dict[str, deque[tuple[str, bytes]]] = {}
+
+    def send(self, source: SimNode, address: str, frame: bytes) -> None:
+        """A frame leaves."""
+        world = self._world
+        world.note("sent", source.address, address, frame)
+        self._recent.setdefault(source.address, deque(maxlen=LINGER)).append((address, frame))
+        watchers = self._watchers.setdefault(address, {})
+        if source not in watchers:
+            watchers[source] = None
+            if address in world.places:
+                self._tell(source, Opened(address))
+        link = (source.address, address)
+        latency = self._random.choice(LATENCY_S)
+        if self._noisy and world.faulty:
+            self._send_badly(link, frame, latency)
+        else:
+            self._deliver(link, frame, latency)
+
+    def _send_badly(self, link: tuple[str, str], frame: bytes, latency: float) -> None:
+        world, now, rng = self._world, self._world.now, self._random
+        if world.chance(FaultClass.PARTITION):
+            world.hit(FaultClass.PARTITION)
+            self._lost[link] = now + rng.choice((0.1, 0.5, 1.0, 2.5))
+        if world.chance(FaultClass.CLOG):
+            world.hit(FaultClass.CLOG)
+            self._shut[link] = now + rng.choice((0.05, 0.3, 1.0))
+        if self._lost.get(link, 0.0) > now:
+            return
+        if world.chance(FaultClass.DROP):
+            world.hit(FaultClass.DROP)
+            return
+        if world.chance(FaultClass.TRUNCATED):
+            world.hit(FaultClass.TRUNCATED)
+            frame = frame[: rng.randrange(len(frame))]
+        if world.chance(FaultClass.STALE):
+            self._again(link, frame)
+        if world.chance(FaultClass.DELAY):
+            world.hit(FaultClass.DELAY)
+            latency += rng.choice((0.02, 0.2, 1.0))
+        if world.chance(FaultClass.DUPLICATE):
+            world.hit(FaultClass.DUPLICATE)
+            self._deliver(link, frame, latency + rng.randrange(10) / 1000, ordered=False)
+        if world.chance(FaultClass.REORDER):
+            world.hit(FaultClass.REORDER)
+            self._deliver(link, frame, latency + rng.randrange(10) / 1000, ordered=False)
+        else:
+            self._deliver(link, frame, latency)
+
+    def _again(self, link: tuple[str, str], frame: bytes) -> None:
+        """Keep some frames, and send some of those kept once more."""
+        self._kept.append((link[1], frame))
+        if len(self._kept) > KEPT:
+            self._kept.pop(0)
+        world = self._world
+        world.hit(FaultClass.STALE)
+        address, old = self._random.choice(self._kept)
+        world.later(self._random.choice((0.005, 0.05, 0.5)), lambda: self._arrive(address, old))
+
+    def _deliver(self, link: tuple[str, str], frame: bytes, latency: float, ordered: bool = True) -> None:
+        at = max(self._world.now + latency, self._shut.get(link, 0.0))
+        if ordered:
+            at = self._last[link] = max(at, self._last.get(link, 0.0))
+        address = link[1]
+        self._world.at(at, lambda: self._arrive(address, frame))
+
+    def _arrive(self, address: str, frame: bytes) -> None:
+        node = self._world.places.get(address)
+        if node is not None:
+            node.channel.inbox.append(Arrived(frame))
+            self._world.touch(node)
+
+    def opened(self, address: str) -> None:
+        """Somebody listens at an address."""
+        for watcher in self._watchers.get(address, {}):
+            self._tell(watcher, Opened(address))
+
+    def closed(self, node: SimNode) -> None:
+        """A process has ended: others may be told that their connections broke, or hear nothing."""
+        for watchers in self._watchers.values():
+            watchers.pop(node, None)
+        if self._world.scenario.resets:
+            for watcher in self._watchers.get(node.address, {}):
+                self._tell(watcher, Closed(node.address))
+
+    def linger(self, node: SimNode) -> None:
+        """Frames of a process that has ended are still under way."""
+        for address, frame in self._recent.pop(node.address, ()):
+            if self._random.random() < 0.5:
+                self._world.later(self._random.choice((0.002, 0.05, 0.2)), partial(self._arrive, address, frame))
+
+    def _tell(self, node: SimNode, event: Closed | Opened) -> None:
+        def arrive() -> None:
+            if node.alive:
+                node.channel.inbox.append(event)
+                self._world.touch(node)
+
+        self._world.later(0.001, arrive)
+
+    def forget(self, node: SimNode, address: str) -> None:
+        """A life hears no more of an address."""
+        self._watchers.get(address, {}).pop(node, None)
+
+    def heal(self) -> None:
+        """Every link carries again."""
+        self._shut.clear()
+        self._lost.clear()

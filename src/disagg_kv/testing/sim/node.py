@@ -1,0 +1,271 @@
+"""One life of a simulated rank: its memory, its endpoint, and what the world does to it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence, Sized
+from typing import TYPE_CHECKING
+
+from ...endpoints import DecodeEndpoint, Life, PrefillEndpoint
+from ...endpoints.decode import DecodeRole
+from ...endpoints.prefill import PrefillRole
+from ...errors import PeerLostError, TransportError
+from ...ids import Epoch
+from ...kernels import KERNELS, Move, Sums
+from ...memory import Buffer, Event, MemoryPool, bytes_of
+from ...protocol import RoomKey
+from ...staging import Lease
+from ...transports.process import Process
+from .dma import SimTransport
+from .fault import FaultClass
+from .memory import RankMemory
+from .network import SimChannel
+from .scenario import Split, shards_of
+
+if TYPE_CHECKING:
+    from .world import World
+
+CPU = KERNELS["cpu"]
+
+
+class SimEvent:
+    """Something that happens when the world says so; a failed one raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.happened = False
+        self._error = error
+
+    def query(self) -> bool:
+        """True once it has happened."""
+        if self.happened and self._error is not None:
+            raise self._error
+        return self.happened
+
+    def synchronize(self) -> None:
+        """A simulation never waits."""
+        assert self.happened, "a simulation never waits"
+
+
+class SimKernels:
+    """The CPU's kernels, which sometimes take their time and sometimes fail; checks what they read."""
+
+    name = "sim"
+
+    def __init__(self, world: World, node: SimNode) -> None:
+        self._world = world
+        self._node = node
+
+    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
+        """Copy pages into staging, now or later."""
+        return self._run(lambda: CPU.gather(pool, moves, staging, None))
+
+    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """Copy staging into pages, now or later: what landed must still be there by then."""
+        ring = bytes_of(staging)
+        parts = [(move.base, move.layout.nbytes, self._landed(move)) for move in moves]
+
+        def act() -> None:
+            for base, nbytes, lease in parts:
+                there = self._node.transport.landed.get(base)
+                same = there is not None and there.lease is lease and self._node.holds(lease)
+                if there is None or not same or ring[base : base + nbytes].tobytes() != there.data:
+                    self._world.violation("I1", f"{self._node.address}: staged bytes at {base} changed before scatter")
+            CPU.scatter(pool, moves, staging)
+
+        return self._run(act)
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """Sum pages."""
+        return CPU.checksum(pool, moves, after)
+
+    def _landed(self, move: Move) -> Lease | None:
+        there = self._node.transport.landed.get(move.base)
+        if there is None or not self._node.holds(there.lease) or len(there.data) != move.layout.nbytes:
+            self._world.violation("I1", f"{self._node.address}: a scatter from {move.base}, where nothing landed")
+            return None
+        return there.lease
+
+    def _run(self, act: Callable[[], object]) -> Event | None:
+        world = self._world
+        failed = world.faulty and world.chance(FaultClass.KERNEL)
+        if failed:
+            world.hit(FaultClass.KERNEL)
+        if not world.scenario.slow_kernels or world.random.random() < 0.3:
+            if failed:
+                raise RuntimeError("sim: the kernel failed")
+            act()
+            return None
+        event = SimEvent(RuntimeError("sim: the kernel failed") if failed else None)
+
+        def happen() -> None:
+            if self._node.alive:
+                if not failed:
+                    act()
+                event.happened = True
+                world.touch(self._node)
+
+        world.later(world.random.randint(1, 4) / 1000, happen)
+        return event
+
+
+class SimWatch:
+    """Sees a process's end as soon as it is looked at."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return not self._node.alive
+
+
+class Counters:
+    """The endpoint's observer: counters become coverage marks, and some of them are violations."""
+
+    def __init__(self, world: World, node: SimNode) -> None:
+        self._world = world
+        self._node = node
+        self.of: dict[str, int] = {}
+
+    def span(self, span: object) -> None:
+        """Spans are not looked at."""
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Keep it."""
+        self.of[name] = self.of.get(name, 0) + amount
+
+
+class SimNode:
+    """One process: it is turned by the world, and may stand still, jump in time, or end."""
+
+    endpoint: PrefillEndpoint | DecodeEndpoint
+    role: PrefillRole | DecodeRole
+    _queue: Sized
+    exposes: bool = False
+    _live: dict[int, Lease]
+
+    def __init__(self, world: World, index: int, side: str, instance: str, split: Split, rank: int, life: int) -> None:
+        self.world = world
+        self.index = index
+        self.side = side
+        self.instance = instance
+        self.rank = rank
+        self.life = life
+        self.split = split
+        self.address = f"sim://{side}{index}"
+        self.epoch = Epoch(b"%b%04d%02d%08d" % (side[:2].encode(), index, life % 100, world.scenario.seed % 10**8))
+        self.alive = True
+        self.paused = False
+        self.touched = False
+        self.leased: set[tuple[RoomKey, int]] = set()
+        self.offset = 0.0
+        self.wake_at = 0.0
+        self.process = Process(1000 * life + 100 * (side == "decode") + index, life, self._host())
+        self.memory = RankMemory(world.scenario.model, split, rank, self.epoch)
+        self.counters = Counters(world, self)
+        self.channel = SimChannel(world, self)
+        self.transport = SimTransport(world, self)
+        world.transports[self.transport.me] = self.transport
+        world.processes[self.process] = self
+        self._build(index)
+
+    def _host(self) -> str:
+        return "host" if self.world.scenario.one_host else f"host {self.side}"
+
+    def _build(self, index: int) -> None:
+        world, scenario = self.world, self.world.scenario
+        life = Life(self.epoch, self.process, self._watch)
+        if self.side == "decode":
+            decode = DecodeEndpoint(
+                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
+                instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
+                strategy=scenario.decode_path, ring_bytes=scenario.ring_bytes, options=scenario.options,
+                kernels=SimKernels(world, self), observer=self.counters, clock=self.clock, sleep=_never, thread=False,
+                life=life,
+            )  # fmt: skip
+            self.endpoint, self.role = decode, decode._role
+            self._live = decode._ring._live
+            self._queue = OrderedDict()
+            self.exposes = decode._role._exposed
+        else:
+            prefill = PrefillEndpoint(
+                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
+                instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
+                strategy=scenario.prefill_paths[world.source_of(index)], slot_bytes=scenario.slot_bytes,
+                slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self),
+                observer=self.counters, clock=self.clock, sleep=_never, thread=False, life=life,
+            )  # fmt: skip
+            self.endpoint, self.role = prefill, prefill._role
+            self._live = {}
+            self._queue = prefill._mover._queue
+        self.node = self.endpoint._node
+        self.turn = self.endpoint.driver.turn
+
+    @property
+    def busy(self) -> bool:
+        """Whether another turn would do something at once."""
+        return bool(self.node._commands or self._queue)
+
+    def clock(self) -> float:
+        """This process's time."""
+        return self.world.now + self.offset
+
+    def leases(self) -> list[Lease]:
+        """The live leases of the ring."""
+        return list(self._live.values())
+
+    def holds(self, lease: Lease | None) -> bool:
+        """Whether a lease is still live."""
+        return lease is not None and self._live.get(lease.offset) is lease
+
+    def _watch(self, process: Process) -> SimWatch:
+        if process.host != self.process.host:
+            raise TransportError(f"sim: {process.host} is not seen from {self.process.host}")
+        other = self.world.processes[process]
+        if not other.alive:
+            raise PeerLostError("sim: the process has ended")
+        return SimWatch(other)
+
+    def due_at(self) -> float:
+        """When, by the world's clock, it has something to do although nothing comes in."""
+        node = self.node
+        times = [node.peers.next_at(), node.agreement.next_at(), node._look_at]
+        times += self._decode_due() if isinstance(self.role, DecodeRole) else self._prefill_due()
+        return min(t for t in times if t is not None) - self.offset
+
+    def _decode_due(self) -> list[float | None]:
+        role = self.role
+        assert isinstance(role, DecodeRole)
+        heard = [p.heard for p in self.node.peers._peers.values() if not p.lost]
+        times: list[float | None] = [i.look_at for i in role._instances.values() if i.waiting]
+        for room in role._rooms.values():
+            times.append(room.machine.next_at())
+            if room.machine.error is None or not room.machine.writers:
+                times += [h + room.silence_s for h in heard]
+            if not room.machine.writers:
+                times.append(room.opened + room.silence_s)
+        now = self.clock()
+        return [t if t is None or t > now - 0.02 else now + 0.02 for t in times]
+
+    def _prefill_due(self) -> list[float | None]:
+        role = self.role
+        assert isinstance(role, PrefillRole)
+        heard = [p.heard for p in self.node.peers._peers.values() if not p.lost]
+        times: list[float | None] = []
+        for room in role._rooms.values():
+            times.append(room.machine.next_at())
+            times += [h + room.silence_s for h in heard]
+        return times
+
+    def end(self) -> None:
+        """The process ends without a word."""
+        self.alive = False
+        self.channel.close()
+        self.world.dma.died(self.transport)
+        self.world.network.closed(self)
+        if self.world.places.get(self.address) is self:
+            del self.world.places[self.address]
+
+
+def _never(seconds: float) -> None:
+    """Nobody sleeps in a simulation."""

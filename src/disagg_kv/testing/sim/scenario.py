@@ -1,0 +1,259 @@
+"""One seed's world as it is drawn: who is there, what they are asked to do, and what may go wrong."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+from attrs import frozen
+
+from ...geometry import CacheSpec, Component, Shard, Site, shard, stages
+from ...ids import RoomId
+from ...memory import PagedPool
+from ...memory.paged import Layout
+from ...protocol import Options
+from .fault import FaultClass, swarm
+
+AUX_BYTES = 8
+
+
+@frozen
+class Model:
+    """A tiny cache: layers, and bytes of a K and a V unit (V 0: one MLA latent)."""
+
+    layers: int
+    heads: int
+    k_bytes: int
+    v_bytes: int
+
+
+@frozen
+class Split:
+    """How an instance divides the cache, and where each rank keeps its part."""
+
+    tp: int
+    pp: int
+    page_rows: int
+    pages: int
+    layout: Layout
+    fused: bool
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        return self.tp * self.pp
+
+
+@lru_cache(1024)
+def spec_of(model: Model) -> CacheSpec:
+    """The cache."""
+    k = Component("k" if model.v_bytes else "latent", "int8", model.heads, model.k_bytes)
+    if not model.v_bytes:
+        return CacheSpec.uniform(model.layers, (k,))
+    return CacheSpec.uniform(model.layers, (k, Component("v", "int8", model.heads, model.v_bytes)))
+
+
+@lru_cache(4096)
+def shards_of(model: Model, tp: int, pp: int) -> tuple[Shard, ...]:
+    """The shards of an instance, stage by stage."""
+    spec = spec_of(model)
+    return tuple(shard(spec, tp=tp, rank=r, layers=stage) for stage in stages(spec, pp) for r in range(tp))
+
+
+@lru_cache(4096)
+def site_of(model: Model, split: Split, rank: int) -> Site:
+    """Where a rank's part lies."""
+    held = shards_of(model, split.tp, split.pp)[rank]
+    return PagedPool.allocate(
+        spec_of(model), held, pages=split.pages, page_size=split.page_rows, layout=split.layout, fused=split.fused
+    ).site
+
+
+@frozen
+class Request:
+    """What one room is asked to do.
+
+    Args:
+        room: its id; ids are used again once the earlier life has ended.
+        source: which prefill instance.
+        rows: how many it has; 0: nothing but aux.
+        edges: where prefill's chunks end.
+        at: seconds from the start at which the router knows of it.
+        prefill_late, decode_late: seconds after which each engine opens it, and then after which it has its pages.
+        pass_s: how long prefill computes a chunk.
+        open_end: decode does not say how many rows it awaits.
+        aux: small results ride along.
+        steps: chunks are announced ahead, by forward passes.
+        abort_decode, abort_prefill: seconds after which one rank of that side gives up; None: never.
+        withdraw: seconds after which prefill is preempted; None: never.
+        total_s: its deadline.
+    """
+
+    room: RoomId
+    source: int
+    rows: int
+    edges: tuple[int, ...]
+    at: float
+    prefill_late: tuple[float, float]
+    decode_late: tuple[float, float]
+    pass_s: float
+    open_end: bool
+    aux: bool
+    steps: bool
+    abort_decode: float | None
+    abort_prefill: float | None
+    withdraw: float | None
+    total_s: float
+
+
+@frozen
+class Scenario:
+    """Everything that is drawn before the first event; equal seeds and faults give equal scenarios.
+
+    Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
+    """
+
+    seed: int
+    model: Model
+    prefills: tuple[Split, ...]
+    decode: Split
+    prefill_paths: tuple[str, ...]
+    decode_path: str
+    slot_bytes: int
+    slots: int
+    ring_bytes: int
+    options: Options
+    drain_s: float | None
+    one_host: bool
+    resets: bool
+    detects_death: bool
+    notices_late: bool
+    slow_kernels: bool
+    faults: dict[FaultClass, float]
+    faults_until: float
+    requests: tuple[Request, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many endpoints there are."""
+        return sum(p.world for p in self.prefills) + self.decode.world
+
+    @classmethod
+    def draw(cls, seed: int, allowed: frozenset[FaultClass]) -> Scenario:
+        """The scenario of a seed."""
+        rng = random.Random(f"scenario {seed}")
+        faults = swarm(rng, allowed)
+        stuck = FaultClass.QUARANTINE in faults
+        model = _model(rng)
+        spec = spec_of(model)
+        row = sum(c.units * c.unit_bytes for cs in spec.layers.values() for c in cs)
+        page = rng.choice((1, 2, 4, 4))
+        slot = 256 * (1 + row * page // 256)
+        sources = 1 if rng.random() < 0.85 else 2
+        requests = _requests(rng, sources, faults, row, slot)
+        rows = sum(16 + r.rows for r in requests)
+        prefills = tuple(
+            _split(rng, model, page if rng.random() < 0.6 else rng.choice((1, 2, 4)), rows) for _ in range(sources)
+        )
+        decode = _split(rng, model, page, rows // 2 if stuck else rows)
+        options = Options(
+            silence_s=2.0,
+            total_s=4.0,
+            heartbeat_s=0.5,
+            missed=2,
+            closed_s=0.5,
+            retry_s=0.05,
+            retry_most_s=0.4,
+            known_s=0.5,
+            window=rng.choice((1, 2, 4, 16)),
+            tombstones=64,
+            parked=rng.choice((1, 64)),
+        )
+        lease = slot + 256 * max(p.world for p in prefills)
+        decode_path = rng.choice(("auto", "auto", "staged"))
+        prefill_paths = ("auto", "staged") if decode_path == "staged" else ("auto", "staged", "staged", "slice")
+        ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
+        return cls(
+            seed=seed,
+            model=model,
+            prefills=prefills,
+            decode=decode,
+            prefill_paths=tuple(rng.choice(prefill_paths) for _ in prefills),
+            decode_path=decode_path,
+            slot_bytes=slot,
+            slots=1 if stuck else rng.choice((2, 4, 8)),
+            ring_bytes=ring,
+            options=options,
+            drain_s=0.0 if FaultClass.CLOCK in faults else rng.choice((0.0, 0.1, 0.3, 0.3, None)),
+            one_host=rng.random() < 0.5,
+            resets=rng.random() < 0.5,
+            detects_death=rng.random() < 0.4,
+            notices_late=rng.random() < 0.5,
+            slow_kernels=rng.random() < 0.5,
+            faults=faults,
+            faults_until=2.0 if stuck else rng.choice((0.1, 0.5, 2.0)),
+            requests=requests,
+        )
+
+
+def _model(rng: random.Random) -> Model:
+    layers = rng.choice((1, 2, 2, 3, 4))
+    if rng.random() < 0.2:
+        return Model(layers, 1, rng.choice((16, 24)), 0)
+    heads = rng.choice((1, 2, 2, 4, 4, 6))
+    return Model(layers, heads, rng.choice((8, 12)), rng.choice((8, 12)))
+
+
+def _split(rng: random.Random, model: Model, page: int, rows: int) -> Split:
+    """Any split that works with the heads, in a pool for so many rows; few sizes, as they are worked out once each."""
+    tps = [tp for tp in (1, 1, 1, 1, 1, 2, 2, 2, 3, 4) if model.heads % tp == 0 or tp % model.heads == 0]
+    tp = rng.choice(tps)
+    pp = 2 if model.layers > 1 and tp < 3 and rng.random() < 0.15 else 1
+    pages = next(n for n in (64, 128, 192, 256, 384, 512, 1024) if n >= rows) // page
+    return Split(tp, pp, page, pages, rng.choice(("NHD", "HND")), rng.random() < 0.3)
+
+
+def _requests(
+    rng: random.Random, sources: int, faults: dict[FaultClass, float], row: int, slot: int
+) -> tuple[Request, ...]:
+    count = rng.randint(2, 6)
+    ids = [RoomId(rng.getrandbits(64).to_bytes(8, "big")) for _ in range(count)]
+    requests = []
+    stuck = FaultClass.QUARANTINE in faults
+    busy = not stuck and rng.random() < 0.7
+    for number in range(count):
+        room = ids[rng.randrange(number + 1)] if rng.random() < 0.2 else ids[number]
+        rows = 0 if rng.random() < 0.04 else rng.randint(max(4, slot // row), max(8, 5 * slot // row))
+        chunks = rng.choice((1, 1, 2, 3))
+        edges = sorted({rng.randint(1, rows) for _ in range(chunks - 1)} | {rows}) if rows else []
+        late = (_ms(rng, 5), _ms(rng, 5)) if busy else (_ms(rng, 40), _ms(rng, 200))
+        requests.append(
+            Request(
+                room=room,
+                source=rng.randrange(sources),
+                rows=rows,
+                edges=tuple(edges),
+                at=_ms(rng, 400 if stuck else 20 if busy else 100),
+                prefill_late=(_ms(rng, 5), _ms(rng, 5)) if busy else (_ms(rng, 60), _ms(rng, 60)),
+                decode_late=late,
+                pass_s=_ms(rng, 4 if busy else 30),
+                open_end=rng.random() < 0.3,
+                aux=rng.random() < 0.5,
+                steps=rng.random() < 0.4,
+                abort_decode=_drawn(rng, faults, FaultClass.ABORT),
+                abort_prefill=_drawn(rng, faults, FaultClass.ABORT),
+                withdraw=_drawn(rng, faults, FaultClass.WITHDRAW),
+                total_s=rng.choice((1.0, 4.0, 4.0, 4.0)) if faults else 4.0,
+            )
+        )
+    return tuple(requests)
+
+
+def _drawn(rng: random.Random, faults: dict[FaultClass, float], fault: FaultClass) -> float | None:
+    rate = faults.get(fault, 0.0)
+    return _ms(rng, rng.choice((10, 30, 200))) if rate and rng.random() < rate else None
+
+
+def _ms(rng: random.Random, most: int) -> float:
+    """Some milliseconds: events on a coarse grid often happen at once, which is where orders matter."""
+    return rng.randint(0, most) / 1000

@@ -1,0 +1,328 @@
+"""The engines: they open rooms, compute chunks, preempt, abort, and free pages on ``released`` only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import define, field
+
+from ...endpoints import DecodeEndpoint, PrefillEndpoint
+from ...endpoints.delivery import DeliveryHandle, ForwardPass
+from ...endpoints.reception import ReceptionHandle
+from ...errors import DisaggKVError, QuarantineFullError
+from ...geometry import PageTable
+from ...ids import GroupId
+from ...memory import U8, Event
+from ...protocol import Phase
+from ...rendezvous import Source
+from .fault import FaultClass
+from .memory import truth
+from .node import SimEvent, SimNode
+from .scenario import AUX_BYTES, Request
+
+if TYPE_CHECKING:
+    from .world import World
+
+KV = GroupId("kv")
+AGAIN_S = 0.01
+FINAL = (Phase.DONE, Phase.FAILED)
+
+
+@define(eq=False)
+class Entry:
+    """One room on one rank: what its engine knows of it."""
+
+    room: Room
+    node: SimNode
+    handle: DeliveryHandle | ReceptionHandle | None = None
+    pages: list[int] = field(factory=list)
+    given: int = 0
+    aux: int | None = None
+    phase: Phase | None = None
+    error: DisaggKVError | None = None
+    freed: bool = False
+    exposed: bool = False
+    segments: int = 0
+    refused: bool = False
+    finished: bool = False
+    pulling: Event | None = None
+    opened: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Nothing more happens to it: it is ended and free, was never opened, or its process is gone."""
+        return self.freed or self.refused or not self.node.alive
+
+
+class Room:
+    """One life of a room on all ranks of both sides."""
+
+    def __init__(self, world: World, number: int, plan: Request) -> None:
+        self.world = world
+        self.number = number
+        self.plan = plan
+        self.prefill = [Entry(self, node) for node in world.instance(f"prefill {plan.source}")]
+        self.decode = [Entry(self, node) for node in world.instance("decode")]
+        self.given_up = False
+        head = self.prefill[0].node
+        self.source = Source(head.instance)
+        self.truth: U8 = truth(world.scenario.model, plan.room, number, head.epoch, plan.rows)
+        self.tag = self.truth[0].tobytes()[:8] if plan.rows else b"empty"
+        self.aux = (plan.room + bytes([number]))[:AUX_BYTES]
+        self._begin()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Of all ranks."""
+        return [*self.prefill, *self.decode]
+
+    @property
+    def over(self) -> bool:
+        """Every rank has ended and freed its pages."""
+        return all(entry.over for entry in self.entries)
+
+    def _begin(self) -> None:
+        world, plan, rng = self.world, self.plan, self.world.random
+        for entry in self.prefill:
+            skew = rng.randint(0, 2) / 1000
+            world.later(plan.prefill_late[0] + skew, partial(self._open_prefill, entry))
+        for entry in self.decode:
+            skew = rng.randint(0, 2) / 1000
+            world.later(plan.decode_late[0] + skew, partial(self._open_decode, entry))
+        if plan.abort_decode is not None:
+            world.later(plan.abort_decode, partial(self._abort, rng.choice(self.decode)))
+        if plan.abort_prefill is not None:
+            world.later(plan.abort_prefill, partial(self._abort, rng.choice(self.prefill)))
+
+    # Decode.
+
+    def _open_decode(self, entry: Entry) -> None:
+        node = entry.node
+        if not node.alive or self.given_up:
+            entry.refused = True
+            return
+        try:
+            assert isinstance(node.endpoint, DecodeEndpoint)
+            entry.handle = node.endpoint.open(self.plan.room, self.source, total_s=self.plan.total_s)
+        except QuarantineFullError:
+            self._turned_away(entry)
+            return
+        entry.opened = self.world.now
+        self.world.entries[id(entry.handle)] = entry
+        self.world.later(self.plan.decode_late[1], partial(self._expect, entry))
+
+    def _turned_away(self, entry: Entry) -> None:
+        """The endpoint takes no new work: the router gives the request up everywhere."""
+        self.world.mark("refused:quarantine full")
+        entry.refused = True
+        self.given_up = True
+        for other in self.entries:
+            if other.handle is not None:
+                self._abort(other)
+
+    def _expect(self, entry: Entry) -> None:
+        handle, node, plan = entry.handle, entry.node, self.plan
+        if self._quiet(entry):
+            return
+        assert isinstance(handle, ReceptionHandle)
+        memory = node.memory
+        need = -(-plan.rows // memory.page_rows)
+        pages = memory.take(self.number, need)
+        if pages is None or (plan.aux and not memory.aux):
+            if pages:
+                memory.give(pages)
+            self.world.mark("engine:waits for pages")
+            self.world.later(AGAIN_S, partial(self._expect, entry))
+            return
+        entry.pages = pages
+        if pages:
+            memory.put(memory.want, pages, 0, 0, plan.rows, self.truth)
+        if plan.aux:
+            entry.aux = memory.aux.pop()
+        entry.exposed = node.exposes and bool(pages)
+        stop = None if plan.open_end else plan.rows
+        handle.expect(stop, [PageTable(KV, np.array(pages, np.int32))], aux=entry.aux, tag=self.tag)
+
+    # Prefill.
+
+    def _open_prefill(self, entry: Entry) -> None:
+        node, plan = entry.node, self.plan
+        if not node.alive or self.given_up:
+            entry.refused = True
+            return
+        try:
+            assert isinstance(node.endpoint, PrefillEndpoint)
+            entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s)
+        except QuarantineFullError:
+            self._turned_away(entry)
+            return
+        entry.opened = self.world.now
+        self.world.entries[id(entry.handle)] = entry
+        self.world.later(plan.prefill_late[1], partial(self._chunk, entry, 0))
+        if plan.withdraw is not None:
+            self.world.later(plan.withdraw, partial(self._withdraw, entry))
+
+    def _quiet(self, entry: Entry) -> bool:
+        """Nothing is to be done for it any more."""
+        handle = entry.handle
+        return not entry.node.alive or handle is None or handle.phase in FINAL or entry.freed
+
+    def _again(self, act: Callable[[], None]) -> None:
+        self.world.later(AGAIN_S, act)
+
+    def _chunk(self, entry: Entry, number: int) -> None:
+        """The next chunk has pages: hand it over, or announce it and compute it."""
+        if self._quiet(entry):
+            return
+        handle, plan = entry.handle, self.plan
+        assert isinstance(handle, DeliveryHandle)
+        if number == len(plan.edges):
+            self._finish(entry)
+            return
+        stop = plan.edges[number]
+        waits = entry.pulling is not None or entry.given != (plan.edges[number - 1] if number else 0)
+        if waits or not self._room_for(entry, stop):
+            self._again(partial(self._chunk, entry, number))
+            return
+        size = entry.node.memory.page_rows
+        first = entry.given // size * size
+        pages = entry.pages[first // size : -(-stop // size)]
+        table = PageTable(KV, np.array(pages, np.int32), first)
+        start, entry.given = entry.given, stop
+        rng = self.world.random
+        if plan.steps:
+            assert isinstance(entry.node.endpoint, PrefillEndpoint)
+            step = entry.node.endpoint.step({plan.room: (stop, [table])})
+            act = partial(self._computed, entry, step, number, start, list(entry.pages))
+            self.world.later(plan.pass_s, act)
+            return
+        ready: SimEvent | None = None
+        if rng.random() < 0.4:
+            ready = SimEvent()
+            self.world.later(plan.pass_s, partial(self._final, entry, ready, start, stop, list(entry.pages)))
+        else:
+            self._write(entry, start, stop, entry.pages)
+        handle.send_chunk(stop, [table], ready)
+        self.world.later(rng.randint(0, 4) / 1000, partial(self._chunk, entry, number + 1))
+
+    def _room_for(self, entry: Entry, stop: int) -> bool:
+        memory = entry.node.memory
+        more = -(-stop // memory.page_rows) - len(entry.pages)
+        taken = memory.take(self.number, more) if more > 0 else []
+        if taken is None:
+            return False
+        entry.pages += taken
+        return True
+
+    def _write(self, entry: Entry, start: int, stop: int, pages: list[int]) -> None:
+        """The forward pass is done: the rows are in their pages."""
+        memory = entry.node.memory
+        for cells in (memory.cells, memory.want):
+            memory.put(cells, pages, 0, start, stop, self.truth)
+
+    def _final(self, entry: Entry, ready: SimEvent, start: int, stop: int, pages: list[int]) -> None:
+        if entry.node.alive:
+            if entry.pages[: len(pages)] == pages:
+                self._write(entry, start, stop, pages)
+            ready.happened = True
+            self.world.touch(entry.node)
+
+    def _computed(self, entry: Entry, step: ForwardPass, number: int, start: int, pages: list[int]) -> None:
+        """A forward pass ends; if its pages were taken away meanwhile, its rows are given again with the others."""
+        if not entry.node.alive:
+            return
+        if entry.pages[: len(pages)] == pages:
+            self._write(entry, start, self.plan.edges[number], pages)
+        if self.world.random.random() < 0.5:
+            for layer in entry.node.memory.pool.site.shard.layers():
+                step.layer_ready(layer)
+        step.close()
+        self._chunk(entry, number + 1)
+
+    def _finish(self, entry: Entry) -> None:
+        handle, plan = entry.handle, self.plan
+        assert isinstance(handle, DeliveryHandle)
+        if entry.finished:
+            return
+        entry.finished = True
+        aux = None
+        if plan.aux and entry.node.rank == 0 and entry.node.memory.aux:
+            aux = entry.aux = entry.node.memory.aux.pop()
+            entry.node.memory.pool.write_aux(aux, self.aux)
+        handle.finish(plan.edges[-1] if plan.edges else 0, aux=aux, tag=self.tag)
+
+    def _withdraw(self, entry: Entry) -> None:
+        """Preemption: once reads have ended the pages go to others, and later the rows are computed again."""
+        if self._quiet(entry) or entry.pulling is not None or not entry.given:
+            return
+        assert isinstance(entry.handle, DeliveryHandle)
+        self.world.hit(FaultClass.WITHDRAW)
+        entry.pulling = entry.handle.withdraw()
+        self._pulled(entry)
+
+    def _pulled(self, entry: Entry) -> None:
+        fired = entry.pulling
+        if fired is None or not entry.node.alive or entry.freed:
+            entry.pulling = None
+            return
+        if not fired.query():
+            self._again(partial(self._pulled, entry))
+            return
+        entry.pulling = None
+        entry.node.memory.give(entry.pages)
+        again = entry.given
+        entry.pages, entry.given = [], 0
+        if not self._quiet(entry):
+            self.world.later(AGAIN_S, partial(self._regive, entry, again))
+
+    def _regive(self, entry: Entry, upto: int) -> None:
+        """The rows are there again, in other pages."""
+        if self._quiet(entry) or entry.given:
+            return
+        if not self._room_for(entry, upto):
+            self._again(partial(self._regive, entry, upto))
+            return
+        self._write(entry, 0, upto, entry.pages)
+        entry.given = upto
+        assert isinstance(entry.handle, DeliveryHandle)
+        entry.handle.send_chunk(upto, [PageTable(KV, np.array(entry.pages, np.int32))])
+
+    # Ends.
+
+    def _abort(self, entry: Entry) -> None:
+        if entry.handle is None or not entry.node.alive:
+            return
+        self.world.hit(FaultClass.ABORT)
+        entry.handle.abort("the user went away")
+
+    def changed(self, entry: Entry) -> None:
+        """The endpoint says that something has happened to a room."""
+        handle, world = entry.handle, self.world
+        assert handle is not None
+        phase = handle.phase
+        if entry.phase in FINAL and phase is not entry.phase:
+            world.violation("I6", f"{self.name(entry)}: {entry.phase.name} has become {phase.name}")
+        if phase in FINAL and entry.phase not in FINAL:
+            entry.ended = world.now
+            entry.error = handle.error
+            entry.segments = handle.report.segments
+            world.check.ended(entry)
+        entry.phase = phase
+        if handle.released and not entry.freed:
+            entry.freed = True
+            if entry.aux is not None:
+                entry.node.memory.aux.append(entry.aux)
+            entry.node.memory.give(entry.pages)
+            entry.pulling = None
+            entry.pages = []
+            world.entries.pop(id(handle), None)
+            entry.handle = None
+            world.check.freed(entry)
+
+    def name(self, entry: Entry) -> str:
+        """For messages."""
+        return f"room {self.plan.room.hex()} (number {self.number}) on {entry.node.address}"

@@ -1,0 +1,430 @@
+"""The world of one simulation: a fake clock, a heap of events, and everything that happens by chance."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from hashlib import blake2b
+from heapq import heappop, heappush
+
+from attrs import frozen
+
+from ...errors import DisaggKVError
+from ...ids import Peer
+from ...protocol import Phase
+from ...rendezvous import StaticRendezvous
+from ...transports import Heard
+from ...transports.process import Process
+from .check import Checks
+from .dma import Dma, SimTransport
+from .fault import FaultClass
+from .network import Network
+from .node import SimNode
+from .rumours import Rumours
+from .scenario import Scenario, Split
+from .workload import Entry, Room
+
+TICK_S = 0.02
+"""A process that did something is looked at again after this; then it says itself when."""
+
+SETTLE_S = 12.0
+"""I4: after the faults stop, everything comes to rest within this, by the world's clock."""
+
+UNHEARD = (
+    FaultClass.PARTITION, FaultClass.CLOG, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH,
+)  # fmt: skip
+
+EVENTS = 50_000
+"""More than any seed needs: a simulation that goes on beyond them does not come to rest."""
+
+
+@frozen
+class Violation:
+    """A rule that did not hold, when, and how."""
+
+    rule: str
+    at: float
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} at {self.at:.4f} s: {self.message}"
+
+
+class World:
+    """Everything that is not the library. Equal scenarios give equal runs, event by event.
+
+    Args:
+        scenario: what is drawn.
+        trace: takes a line per event, for people.
+    """
+
+    def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
+        self.scenario = scenario
+        self.random = random.Random(f"world {scenario.seed}")
+        self.now = 0.0
+        self.events = 0
+        self.healed = False
+        self.stood_still = 0.0
+        self.hits: Counter[FaultClass] = Counter()
+        self.marks: set[str] = set()
+        self.violations: list[Violation] = []
+        self.segments: list[int] = []
+        self.errors: list[str] = []
+        self.places: dict[str, SimNode] = {}
+        self.transports: dict[Peer, SimTransport] = {}
+        self.processes: dict[Process, SimNode] = {}
+        self.entries: dict[int, Entry] = {}
+        self.rooms: list[Room] = []
+        self.dead: list[SimNode] = []
+        self.rendezvous = StaticRendezvous()
+        self.check = Checks(self)
+        self._trace = trace
+        self._digest = blake2b(digest_size=16)
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = 0
+        self._dirty: list[SimNode] = []
+        self._groups: dict[str, list[SimNode]] = {}
+        self._lives: Counter[str] = Counter()
+        self._waiting = list(scenario.requests)
+        self.network = Network(self)
+        self.dma = Dma(self)
+        self.rumours = Rumours(self)
+        for number, split in enumerate(scenario.prefills):
+            self._launch(f"prefill {number}", split)
+        self._launch("decode", scenario.decode)
+        self._plan_faults()
+        for request in scenario.requests:
+            self.at(request.at, self._next_room)
+
+    # What everybody asks of the world.
+
+    @property
+    def digest(self) -> str:
+        """Of everything that has happened so far (I8)."""
+        return self._digest.hexdigest()
+
+    @property
+    def nodes(self) -> list[SimNode]:
+        """Everybody who is alive."""
+        return list(self.places.values())
+
+    @property
+    def unheard(self) -> bool:
+        """Whether ranks of one instance may not have heard each other: they then wait for the silence to end."""
+        return any(f in self.hits for f in UNHEARD)
+
+    @property
+    def faulty(self) -> bool:
+        """Whether faults may still happen."""
+        return not self.healed
+
+    def at(self, when: float, act: Callable[[], object]) -> None:
+        """Do something at a time."""
+        self._order += 1
+        heappush(self._heap, (when, self._order, act))
+
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Do something after so many seconds."""
+        self._order += 1
+        heappush(self._heap, (self.now + seconds, self._order, act))
+
+    def touch(self, node: SimNode) -> None:
+        """A process has something to do."""
+        if not node.touched:
+            node.touched = True
+            self._dirty.append(node)
+
+    def chance(self, fault: FaultClass) -> bool:
+        """Whether a fault happens now."""
+        rate = self.scenario.faults.get(fault)
+        return rate is not None and self.random.random() < rate
+
+    def hit(self, fault: FaultClass) -> None:
+        """A fault has happened."""
+        self.hits[fault] += 1
+        if self._trace is not None:
+            self._trace(f"{self.now:9.4f} FAULT {fault.name.lower()}: {fault.value}")
+
+    def mark(self, name: str) -> None:
+        """Something that a gate run must have seen."""
+        self.marks.add(name)
+
+    def note(self, kind: str, where: str, to: object, data: object) -> None:
+        """Something happened: it goes into the digest, and into the trace if there is one."""
+        self._digest.update(f"{self.now:.6f} {kind} {where} {to}".encode())
+        self._digest.update(data if isinstance(data, bytes) else str(data).encode())
+        if self._trace is not None:
+            self._trace(f"{self.now:9.4f} {kind} {where} -> {to}: {describe(kind, data)}")
+
+    def violation(self, rule: str, message: str) -> None:
+        """A rule does not hold: the simulation ends after this event."""
+        self.violations.append(Violation(rule, self.now, message))
+
+    def instance(self, group: str) -> list[SimNode]:
+        """The ranks of an instance, dead ones included."""
+        return self._groups[group]
+
+    def source_of(self, index: int) -> int:
+        """Which prefill instance a rank belongs to."""
+        for number, split in enumerate(self.scenario.prefills):
+            if index < split.world:
+                return number
+            index -= split.world
+        raise AssertionError(index)
+
+    # Processes.
+
+    def _launch(self, group: str, split: Split) -> None:
+        """Start all ranks of an instance, in a life of its own."""
+        self._lives[group] += 1
+        life = self._lives[group]
+        side, _, number = group.partition(" ")
+        first = sum(p.world for p in self.scenario.prefills[: int(number or 0)]) if side == "prefill" else 0
+        nodes = []
+        for rank in range(split.world):
+            node = SimNode(self, first + rank, side, f"{group} life {life}", split, rank, life)
+            self.places[node.address] = node
+            self.network.opened(node.address)
+            self.touch(node)
+            nodes.append(node)
+        self._groups[group] = nodes
+
+    def _plan_faults(self) -> None:
+        faults, rng = self.scenario.faults, self.random
+        until = min(self.scenario.faults_until, 0.4)
+        crashes: list[FaultClass] = [f for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH) if f in faults]
+        if FaultClass.RESTART in faults and not crashes:
+            crashes = [rng.choice((FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH))]
+        for crash in crashes:
+            self.later(rng.random() * until, partial(self._crash, crash))
+        acts = (
+            (FaultClass.PAUSE, self._pause, 3),
+            (FaultClass.CLOCK, self._jump, 3),
+            (FaultClass.OUT_OF_TURN, self._out_of_turn, 12),
+        )
+        for fault, act, most in acts:
+            if fault in faults:
+                for _ in range(rng.randint(1, most)):
+                    self.later(rng.random() * until, act)
+        for fault in (FaultClass.RING,):
+            if fault in faults:
+                self.hits[fault] += 1
+
+    def _crash(self, fault: FaultClass) -> None:
+        """A process ends; its launcher may start the whole instance anew, under the same addresses."""
+        if self.healed:
+            return
+        side = "prefill" if fault is FaultClass.PREFILL_CRASH else "decode"
+        group = self.random.choice([g for g in self._groups if g.startswith(side)])
+        alive = [n for n in self._groups[group] if n.alive]
+        if not alive:
+            return
+        self.hit(fault)
+        self._end(self.random.choice(alive))
+        if FaultClass.RESTART in self.scenario.faults:
+            self.later(self.random.choice((0.002, 0.05, 0.5, 1.5)), partial(self._restart, group))
+
+    def _end(self, node: SimNode) -> None:
+        self.note("ended", node.address, node.life, b"")
+        node.end()
+        self.dead.append(node)
+        self.network.linger(node)
+        for entry in [e for e in self.entries.values() if e.node is node]:
+            self.entries.pop(id(entry.handle))
+        delay = self.random.choice((0.001, 0.3))
+        for other in self.nodes:
+            if self.scenario.detects_death and other.transport.knows(node.transport.me):
+                self.later(delay, partial(self._report_death, other, node))
+            if self.scenario.one_host:
+                self.later(0.001, partial(self.touch, other))
+                self.later((self.scenario.drain_s or 0.0) + 0.002, partial(self.touch, other))
+        if self.healed or self.random.random() < 0.5:
+            self.later(self.random.choice((0.01, 0.5)), partial(self._confirm, node))
+
+    def _report_death(self, other: SimNode, dead: SimNode) -> None:
+        """The transport notices; it claims a fence only if nothing of the dead can land any more."""
+        fenced = not any(op.source is dead.transport or op.target is dead.transport for op in self.dma.live)
+        fenced = fenced and self.random.random() < 0.5
+        self.mark("release:fenced" if fenced else "noticed:by the transport")
+        other.transport.tell(Heard(dead.transport.me, None, fenced=fenced))
+
+    def _confirm(self, dead: SimNode) -> None:
+        """The operator saw a process end."""
+        self.mark("release:confirmed")
+        for node in self.nodes:
+            node.endpoint.confirm_terminated(dead.epoch)
+            self.later((self.scenario.drain_s or 0.0) + 0.002, partial(self.touch, node))
+
+    def _restart(self, group: str) -> None:
+        for node in self._groups[group]:
+            if node.alive:
+                self._end(node)
+        self.hit(FaultClass.RESTART)
+        split = self.scenario.decode if group == "decode" else self.scenario.prefills[int(group.split()[1])]
+        self._launch(group, split)
+
+    def _pause(self) -> None:
+        """A process stands still: its frames wait, its writes and those to it land."""
+        node = self.random.choice(self.nodes) if self.places else None
+        if self.healed or node is None or node.paused:
+            return
+        self.hit(FaultClass.PAUSE)
+        seconds = self.random.choice((0.03, 0.3, 1.2, 2.6))
+        self.stood_still += seconds
+        node.paused = True
+        self.later(seconds, partial(self._resume, node))
+
+    def _resume(self, node: SimNode) -> None:
+        node.paused = False
+        self.touch(node)
+
+    def _jump(self) -> None:
+        if self.healed or not self.places:
+            return
+        self.hit(FaultClass.CLOCK)
+        node = self.random.choice(self.nodes)
+        node.offset += self.random.choice((0.1, 1.0, 2.5))
+        self.touch(node)
+
+    def _out_of_turn(self) -> None:
+        """A peer sends what it may, but at a time that makes no sense: it changes nothing, or fails the room."""
+        if self.healed or not self.places:
+            return
+        node = self.random.choice(self.nodes)
+        if not node.paused:
+            self._turn(node)
+            self.rumours.spread(node)
+
+    # Requests.
+
+    def _next_room(self) -> None:
+        """The next request whose id is not in use begins; the others wait."""
+        for plan in self._waiting:
+            if all(room.over for room in self.rooms if room.plan.room == plan.room):
+                self._waiting.remove(plan)
+                if any(room.plan.room == plan.room for room in self.rooms):
+                    self.mark("room:id used again")
+                self.rooms.append(Room(self, len(self.rooms) + 1, plan))
+                return
+        if self._waiting:
+            self.later(0.05, self._next_room)
+
+    # Running.
+
+    def run(self) -> None:
+        """Until everything is at rest, a rule does not hold, or it takes too long."""
+        heap = self._heap
+        bound = self.scenario.faults_until + SETTLE_S
+        self._turns()
+        while not self.violations:
+            if self._nothing_to_do():
+                if self.healed and not self.dma.live:
+                    break
+                self._heal()
+            until = heap[0][0] if heap else bound
+            if not self.healed and until >= self.scenario.faults_until:
+                self.now = max(self.now, self.scenario.faults_until)
+                self._heal()
+                bound = self.now + SETTLE_S
+                continue
+            if until > bound or self.events > EVENTS:
+                break
+            self.now = until
+            while heap and heap[0][0] <= until:
+                heappop(heap)[2]()
+                self.events += 1
+            self._turns()
+        if not self.violations:
+            self._finish()
+
+    def _nothing_to_do(self) -> bool:
+        if self._waiting or self.entries or any(not room.over for room in self.rooms):
+            return False
+        nodes = self.places.values()
+        return not any(n.paused or n.endpoint.open_rooms or n.node.agreement.undecided for n in nodes)
+
+    def _heal(self) -> None:
+        """Faults stop: what hangs is fenced, links carry again, and the operator has seen who is gone."""
+        if self.healed:
+            return
+        self.healed = True
+        self.network.heal()
+        self.dma.fence()
+        for node in self.dead:
+            self._confirm(node)
+        self._turns()
+
+    def _turns(self) -> None:
+        while self._dirty and not self.violations:
+            node = self._dirty.pop(0)
+            node.touched = False
+            if node.alive and not node.paused:
+                self._turn(node)
+
+    def _turn(self, node: SimNode) -> None:
+        """One process takes in what there is and acts; then every rule is looked at."""
+        arrived = bool(node.channel.inbox)
+        node.turn()
+        if arrived and node.busy:
+            node.turn()
+        for handle in node.endpoint.poll():
+            entry = self.entries.get(id(handle))
+            if entry is not None:
+                entry.room.changed(entry)
+        self.check.node(node)
+        self.dma.check_all()
+        if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
+            self._wake(node, self.now + TICK_S)
+
+    def _wake(self, node: SimNode, when: float) -> None:
+        node.wake_at = when
+        self.at(when, partial(self._look, node, when))
+
+    def _look(self, node: SimNode, when: float) -> None:
+        """Has it something to do by now? Else ask again when it will have."""
+        if not node.alive or node.wake_at != when:
+            return
+        due = node.due_at()
+        if due <= self.now:
+            node.wake_at = 0.0
+            self.touch(node)
+        else:
+            self._wake(node, max(due, self.now + 0.001))
+
+    def _finish(self) -> None:
+        """I3 and I4, and that closed endpoints keep nothing."""
+        left = self.check.still_open()
+        if self._waiting:
+            left.append(f"{len(self._waiting)} requests never began")
+        if left and not self.check.evidence_missing():
+            self.violation("I4", f"not at rest {self.now:.3f} s from the start: {'; '.join(left)}")
+            return
+        if not left:
+            self.check.at_rest()
+        for room in self.rooms:
+            for entry in room.decode:
+                if entry.phase is Phase.DONE:
+                    self.segments.append(entry.segments)
+        for node in self.nodes:
+            node.endpoint.close(0.0)
+            self.check.closed(node)
+
+
+def describe(kind: str, data: object) -> str:
+    """What a traced event carries, in words."""
+    if kind != "sent":
+        return f"{len(data)} bytes" if isinstance(data, bytes) else str(data)
+    from ...protocol import Codec
+
+    assert isinstance(data, bytes)
+    try:
+        frame = Codec().decode(data)
+    except DisaggKVError as exc:
+        return f"not a frame: {exc}"
+    names = ("room", "generation", "segment", "lease", "offset", "nbytes", "ready", "stop", "ok", "reason", "parked")
+    fields = {n: getattr(frame, n) for n in names if hasattr(frame, n)}
+    return f"{type(frame).__name__} " + " ".join(
+        f"{k}={v.hex() if isinstance(v, bytes) else v}" for k, v in fields.items()
+    )

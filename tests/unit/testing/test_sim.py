@@ -1,0 +1,110 @@
+"""The simulator: its promises about itself, and the gate that every change to the library passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from disagg_kv.cli.main import run
+from disagg_kv.errors import UnknownNameError
+from disagg_kv.testing.sim import EVERY, FaultClass, Scenario, Summary, simulate, simulate_many, trace
+from disagg_kv.testing.sim.fault import named
+from disagg_kv.testing.sim.report import MARKS, UNREACHED
+
+SEEDS = 240
+DIGEST = "from disagg_kv.testing.sim import simulate; print(*(simulate(s).digest for s in range(12)))"
+
+
+@pytest.fixture(scope="module")
+def summary() -> Summary:
+    """Some seeds, once for all tests."""
+    return simulate_many(SEEDS, 1_000_000)
+
+
+def test_no_rule_is_broken(summary: Summary) -> None:
+    """I1 to I7 hold after every event of seeds that nobody looked at before."""
+    assert not summary.found
+
+
+def test_worlds_are_large_enough(summary: Summary) -> None:
+    """On average at least 3 ranks, nearly 4 rooms and 2 segments a room; most fault classes happen in a few seeds."""
+    assert summary.ranks >= 3 * SEEDS
+    assert summary.rooms >= 3.5 * SEEDS
+    assert summary.landed >= 2 * summary.finished
+    assert len(summary.faults) >= len(FaultClass) - 2
+    assert len(summary.missing()) < 40
+
+
+def test_the_same_seed_is_the_same_run_in_any_process() -> None:
+    """I8: not even the hashes of strings matter, which differ from process to process."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+    here = " ".join(simulate(s).digest for s in range(12))
+    assert found == {f"{here}\n".encode()}
+
+
+def test_a_summary_does_not_depend_on_the_number_of_processes() -> None:
+    """The digest of many seeds is that of their outcomes in order."""
+    one, two = simulate_many(30, 7), simulate_many(30, 7, jobs=2)
+    assert one.trace_digest == two.trace_digest
+    assert (one.events, one.faults, one.marks, one.cells) == (two.events, two.faults, two.marks, two.cells)
+
+
+def test_only_what_is_allowed_happens() -> None:
+    """Faults can be restricted; without any, every request succeeds."""
+    allowed = named(["drop", "LATE"])
+    assert allowed == {FaultClass.DROP, FaultClass.LATE}
+    some = simulate_many(20, faults=allowed)
+    assert not some.found
+    assert set(some.faults) <= allowed
+    calm = simulate_many(20, faults=frozenset())
+    assert not calm.found
+    assert not calm.faults
+    with pytest.raises(UnknownNameError, match=r"'rain'; known: .*truncated"):
+        named(["rain"])
+
+
+def test_a_trace_tells_the_events() -> None:
+    """Every frame, write and fault is a line, with its time."""
+    seed = next(s for s in range(50) if FaultClass.TRUNCATED in Scenario.draw(s, EVERY).faults)
+    lines: list[str] = []
+    outcome = trace(seed, lines.append)
+    assert outcome.digest == simulate(seed).digest
+    assert lines[0].startswith("Scenario(seed=")
+    assert any("sent sim://" in line and "Hello" in line for line in lines)
+    assert any("FAULT" in line for line in lines)
+
+
+def test_what_is_not_reached_is_named() -> None:
+    """A run that has reached nothing misses every fault, cell and release."""
+    missing = Summary().missing()
+    assert {"fault:drop", "cell:moving/sending/Grant", *MARKS} <= set(missing)
+    assert len(UNREACHED) == 6
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """One JSON document with what the run did, equal digests for equal runs, and no verdict on too small a coverage."""
+    documents = []
+    for _ in range(2):
+        assert run(["simulate", "--seeds", "10", "--seed-from", "3", "--json"]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    first, second = documents
+    assert first["trace_digest"] == second["trace_digest"]
+    assert (first["ok"], first["violations"], first["coverage_missing"], first["seeds"]) == (True, 0, None, 10)
+    assert first["seeds_per_second"] > 0
+    assert run(["simulate", "--seeds", "5", "--faults", "drop,crash"]) == 2
+    assert run(["simulate", "--seeds", "2", "--trace"]) == 2
+    capsys.readouterr()
+    assert run(["simulate", "--seeds", "1", "--seed-from", "5", "--trace", "--faults", "duplicate"]) == 0
+    said = capsys.readouterr()
+    assert "violations: 0" in said.out
+    assert "Hello" in said.err
