@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.properties.test_endpoints import edges, memories
-from tests.support.oracle import cells
+from tests.support.oracle import cells, needed
 from tests.support.rig import Memory, Request, Rig
-from tests.support.worlds import World, worlds
+from tests.support.worlds import World, hybrid_specs, worlds
 
 ROWS = 60
 paths = st.sampled_from(["staged", "slice", "auto"])
@@ -37,7 +37,7 @@ def send(request: Request, chunks: list[int], early: bool) -> None:
         else:
             tables = request.pages(start, edge)
             for member, table in zip(request.prefills, tables, strict=True):
-                step = member.endpoint.step({request.room: (edge, [table])})
+                step = member.endpoint.step({request.room: (edge, member.pages(table))})
                 for layer in reversed(member.pool.site.shard.layers()):
                     step.layer_ready(layer)
                     request.rig.turn()
@@ -83,5 +83,41 @@ def test_whatever_is_held(
         request.done()
         missing = ROWS - rows // target.page_size * target.page_size
         assert [h.report.nbytes for h in request.receives] == lacking(world, missing)
+    rig.check()
+    rig.quiet()
+
+
+@settings(max_examples=25)
+@given(
+    world=worlds(of=hybrid_specs()),
+    source=memories,
+    target=memories,
+    path=paths,
+    schedule=st.sampled_from(["per_chunk", "layer_pipelined"]),
+    chunks=edges,
+    held=st.integers(0, ROWS),
+    open_end=st.booleans(),
+)
+def test_states_and_windows_are_always_fresh(
+    world: World,
+    source: Memory,
+    target: Memory,
+    path: str,
+    schedule: str,
+    chunks: list[int],
+    held: int,
+    open_end: bool,
+) -> None:
+    """C5, B7: whatever is held, states and the tails of windows cross whole; of other tokens only what is missing."""
+    rig = build(world, source, target, path, schedule)
+    request = rig.request("a", rig.prefills, rig.decodes, ROWS)
+    request.open_decode().expect(None if open_end else ROWS, held=held).open_prefill()
+    send(request, chunks, False)
+    request.released().done()
+    taken = held // target.page_size * target.page_size
+    sizes = {(int(layer), c.name): c.unit_bytes for layer, of in world.spec.layers.items() for c in of}
+    for handle, shard in zip(request.receives, world.targets, strict=True):
+        cells = needed(world.spec, shard, taken, ROWS, known=not open_end)
+        assert handle.report.nbytes == sum(sizes[layer, component] for component, layer, _, _ in cells)
     rig.check()
     rig.quiet()
