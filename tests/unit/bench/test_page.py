@@ -132,6 +132,32 @@ def prefix_index(found: Mapping[str, Any]) -> str:
     )
 
 
+def prefix_workload(found: Mapping[str, Any]) -> str:
+    """With held prefixes and without, beside the ideal and the published figures."""
+    runs = [found[name] for name in ("off", "on", "ideal")]
+
+    def row(name: str, key: str, form: str, scale: float = 1.0) -> list[str]:
+        theirs = [found["published"][name].get(key) for name in ("off", "on")]
+        published = ["" if value is None else form.format(value * scale) for value in theirs]
+        return [name, *(form.format(run[key] * scale) for run in runs), *published]
+
+    return table(
+        [
+            ["of 640 requests", "off", "on", "ideal", "published off", "published on"],
+            row("tokens that decode held", "hit_ratio", "{:.1f}%", 100),
+            row("GB on the wire", "kv_bytes", "{:,.1f}", 1e-9),
+            row("GB at best", "kv_bytes_ideal", "{:,.1f}", 1e-9),
+            row("TTFT mean, s", "ttft_mean", "{:.2f}"),
+            row("TTFT p50, s", "ttft_p50", "{:.2f}"),
+            row("TTFT p99, s", "ttft_p99", "{:.2f}"),
+            row("between tokens, ms", "latency", "{:.1f}", 1e3),
+            row("that over the same batches undisturbed", "latency_at_equal_batch", "{:.4f}"),
+            row("requests running", "batch", "{:.0f}"),
+            row("requests/s", "requests_per_s", "{:.2f}"),
+        ]
+    )
+
+
 RENDER = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_nixl.json": transfer,
@@ -142,6 +168,7 @@ RENDER = {
     "cpu_kernels.json": kernels,
     "cpu_planning.json": planning,
     "cpu_prefix_index.json": prefix_index,
+    "cpu_prefix_workload.json": prefix_workload,
     "h200_kernels.json": gpu_kernels,
 }
 
@@ -205,3 +232,18 @@ def test_the_committed_prefix_index_is_within_its_limits() -> None:
     found = json.loads((RESULTS / "cpu_prefix_index.json").read_text())
     assert max(found["miss_and_insert_ms"], found["hit_ms"]) < 10
     assert max(found["bytes_per_page"].values()) < 400
+
+
+def test_the_committed_workload_of_prefixes_is_the_published_shape_and_within_its_limits() -> None:
+    """C7: bytes at most 1.02 of the ideal, TTFT 1.10, latency at equal decode batch 1.05; and the picture is its."""
+    found = json.loads((RESULTS / "cpu_prefix_workload.json").read_text())
+    assert found["ok"] is True
+    assert len(found["machine"]["commit"]) == 40, "measure in a clean checkout"
+    shape = found["shape"]
+    sizes = [shape[key] for key in ("groups", "prompts", "shared_tokens", "own_tokens", "range_ratio", "concurrency")]
+    assert sizes == [80, 8, 7000, 1000, 0.5, 128]
+    assert found["limits"] == {"bytes_over_ideal": 1.02, "ttft_over_ideal": 1.1, "latency_at_equal_batch": 1.05}
+    assert all(found["ratios"][name] <= limit for name, limit in found["limits"].items())
+    picture = (ROOT / "docs" / "images" / "bench-prefix.svg").read_text()
+    assert f">{found['on']['requests_per_s']:.3g}<" in picture
+    assert "images/bench-prefix.svg" in PAGE.read_text()
