@@ -22,8 +22,9 @@ from .geometry import (
 )
 from .ids import Epoch, GroupId, LayerId, Peer, Rank, RegionId, RoomId, Ticket
 from .memory import Buffer, Event, MemoryPool, PagedPool
+from .prefix import HashPrefixIndex, PrefixCache, PrefixIndex
 from .protocol import Options, Phase
-from .rendezvous import Rendezvous, Source
+from .rendezvous import Rendezvous, Source, StoreMinimum
 from .strategies import Path, Strategy, register, strategy
 from .trace import Observer, Recorder, Span
 from .transports import Capabilities, Transport, register_transport, transport
@@ -43,6 +44,7 @@ __all__ = [
     "Event",
     "Group",
     "GroupId",
+    "HashPrefixIndex",
     "Holding",
     "LayerId",
     "MemoryPool",
@@ -56,6 +58,8 @@ __all__ = [
     "Phase",
     "Plane",
     "PrefillEndpoint",
+    "PrefixCache",
+    "PrefixIndex",
     "Rank",
     "Receiver",
     "Reception",
@@ -70,6 +74,7 @@ __all__ = [
     "Source",
     "Span",
     "Step",
+    "StoreMinimum",
     "Strategy",
     "Ticket",
     "Transport",

@@ -15,6 +15,7 @@ from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard
 from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, RoomId, Ticket, VirtualOffset
 from disagg_kv.memory import Buffer, Event, PagedPool
 from disagg_kv.planning import Writes
+from disagg_kv.prefix import HashPrefixIndex, PageAllocator, Pages, PrefixIndex, PrefixLock
 from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
@@ -151,3 +152,13 @@ def test_endpoints_are_senders_and_receivers() -> None:
     finally:
         sender.close(0.0)
         receiver.close(0.0)
+
+
+def test_a_prefix_index_and_an_allocator_are_what_the_protocols_say() -> None:
+    """An engine's own would be used the same way."""
+    index: PrefixIndex = HashPrefixIndex(2, 4)
+    pages: Pages = PageAllocator(range(4))
+    lock = index.match([1, 2, 3])
+    assert_type(lock, PrefixLock)
+    pages.give(index.insert(lock, [1, 2, 3], pages.take(1)))
+    assert (lock.rows, pages.free) == (2, 3)

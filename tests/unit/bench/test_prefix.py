@@ -111,7 +111,7 @@ def test_unpaced_arrivals_would_hold_up_decoding() -> None:
     own=st.integers(1, 200),
     answer=st.integers(2, 30),
     concurrency=st.integers(1, 9),
-    spare=st.integers(0, 2000),
+    spare=st.tuples(st.integers(0, 2000), st.integers(0, 4000)),
     pages=st.sampled_from([(16, 16), (16, 64), (64, 16)]),
     incremental=st.booleans(),
     seed=st.integers(0, 9),
@@ -123,18 +123,18 @@ def test_every_request_ends_and_every_page_is_accounted_for(
     own: int,
     answer: int,
     concurrency: int,
-    spare: int,
+    spare: tuple[int, int],
     pages: tuple[int, int],
     incremental: bool,
     seed: int,
 ) -> None:
     """C2: pools that hold one request and little more, so that the indexes evict and admission waits."""
     shape = PrefixShape(groups, prompts, shared, own, answer, 0.5, concurrency, seed)
-    room = shared + own + answer + 2 * max(pages) + spare
+    room = shared + own + answer + 2 * max(pages)
     emulation = attrs.evolve(
         EMULATION,
-        prefill_kv_tokens=room,
-        decode_kv_tokens=room,
+        prefill_kv_tokens=room + spare[0],
+        decode_kv_tokens=room + spare[1],
         prefill_page=pages[0],
         decode_page=pages[1],
     )

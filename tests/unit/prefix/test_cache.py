@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 import pytest
 from attrs import define
 
 from disagg_kv.endpoints.handles import RoomHandle
 from disagg_kv.errors import AbortedError, CapacityError, ConfigurationError, GeometryError, LocalProtocolError
-from disagg_kv.geometry import CacheSpec, shard
-from disagg_kv.ids import RoomId
+from disagg_kv.geometry import CacheSpec, Group, shard
+from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.planning import plain_site
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Phase
@@ -142,6 +143,9 @@ def test_an_index_for_another_model_is_refused() -> None:
         PrefixCache(HashPrefixIndex(4, 8, namespace_of(other)), PageAllocator(range(8)), SITE)
     with pytest.raises(ConfigurationError, match="2 rows a page for 4"):
         PrefixCache(HashPrefixIndex(2, 8, namespace_of(SPEC)), PageAllocator(range(8)), SITE)
+    two = attrs.evolve(SITE, groups=(*SITE.groups, Group(GroupId("other"), 4, 8)))
+    with pytest.raises(ConfigurationError, match=r"one group of pages, not \['kv', 'other'\]"):
+        PrefixCache(HashPrefixIndex(4, 8, namespace_of(SPEC)), PageAllocator(range(8)), two)
 
 
 def test_calls_out_of_order_are_refused() -> None:
