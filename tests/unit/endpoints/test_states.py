@@ -48,6 +48,34 @@ def test_a_hybrid_room_crosses_by_every_path_between_any_splits(
     assert sum(h.report.nbytes for h in request.receives) == STATE_BYTES + tokens
 
 
+@pytest.mark.parametrize("prefill", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_a_hybrid_room_crosses_in_layer_groups_and_every_segment_is_compared(
+    path: str, prefill: tuple[int, int]
+) -> None:
+    """B6, B7, E15: attention as its layers become final, states with the last group; sums agree whatever TP cuts."""
+    rig = Rig(HYBRID)
+    strategy = f"{path}+layer_pipelined"
+    prefills = rig.prefill(tp_shards(HYBRID, *prefill), strategy=strategy, verify="full")
+    decodes = rig.decode(tp_shards(HYBRID, 1), strategy=strategy, verify="full")
+    request = rig.request("room", prefills, decodes, 16).open_decode().expect(16).open_prefill()
+    rig.turn()
+    for start, stop in ((0, 7), (7, 16)):
+        tables = request.pages(start, stop)
+        steps = [
+            m.endpoint.step({request.room: (stop, m.pages(table))}) for m, table in zip(prefills, tables, strict=True)
+        ]
+        for layer in range(4):
+            for member, step in zip(prefills, steps, strict=True):
+                if layer in member.pool.site.shard.layers():
+                    step.layer_ready(LayerId(layer))
+            rig.turn()
+        for step in steps:
+            step.close()
+    request.finish().landed()
+    rig.quiet()
+
+
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_a_full_hit_sends_states_the_window_s_tail_and_nothing_else(path: str) -> None:
     """C2, C5: states and windows are always fresh."""
