@@ -155,8 +155,8 @@ def _page(page: int, base: int) -> Move:
     return Move(staged_layout([(0, 0, 2, 0, 16, 0)], 4096), {KV: PageTable(KV, [page])}, base)
 
 
-LONG = 1_000_000_000
-"""Clock cycles: about half a second, in which the host does everything else."""
+LONG = 3_000_000_000
+"""Clock cycles: about one and a half seconds, in which the host does everything else."""
 
 
 def test_gather_waits_for_the_engines_event_and_nobody_waits_for_the_gather() -> None:

@@ -71,7 +71,7 @@ class FakeCuda:
         if name in self.broken:
             raise TransportError(f"cuda: {name}: CUDA_ERROR_FAKE (1)")
 
-    def segment(self, addr: int) -> tuple[int, int]:
+    def segment(self, device: int, addr: int) -> tuple[int, int]:
         self._check("segment")
         for one in _allocations:
             if one.addr <= addr < one.addr + one.nbytes:
@@ -80,10 +80,10 @@ class FakeCuda:
             return addr, len(self.opened[addr])
         raise TransportError(f"cuda: segment: CUDA_ERROR_INVALID_VALUE ({addr:#x})")
 
-    def shareable(self, addr: int) -> bool:
+    def shareable(self, device: int, addr: int) -> bool:
         return not self.piecewise
 
-    def export(self, addr: int) -> bytes:
+    def export(self, device: int, addr: int) -> bytes:
         self._check("export")
         (found,) = (one for one in _allocations if one.addr == addr)
         return struct.pack("qqq40x", os.getpid(), found.fd, found.nbytes)

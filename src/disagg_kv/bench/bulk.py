@@ -18,9 +18,9 @@ from ..transports import Ended, Transport
 class BulkTarget:
     """A decode rank: memory to write to, and nothing else."""
 
-    def __init__(self, transport: Transport, nbytes: int) -> None:
+    def __init__(self, transport: Transport, nbytes: int, device: str = "cpu") -> None:
         self._transport = transport
-        self._memory = new_staging(transport, nbytes, "cpu")
+        self._memory = new_staging(transport, nbytes, device)
         (self._region,) = transport.register([self._memory])
 
     def describe(self) -> tuple[bytes, RegionId]:
@@ -43,6 +43,7 @@ class BulkSource:
         self._transport = transport
         self._region = transport.register(memory)[0]
         self._timeout_s = timeout_s
+        self._pause_s = 50e-6 if memory[0].device == "cpu" else 0.0
         self._batches: list[tuple[Peer, Writes]] = []
 
     def connect(self, targets: Sequence[tuple[bytes, RegionId, int, int]]) -> None:
@@ -66,7 +67,7 @@ class BulkSource:
                 return began, now
             if now - began > self._timeout_s:
                 raise DeadlineError(f"{len(waiting)} plain writes have not ended after {self._timeout_s:g} s")
-            time.sleep(50e-6)
+            time.sleep(self._pause_s)
 
     def close(self) -> None:
         """Forget everything."""

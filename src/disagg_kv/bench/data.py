@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ..memory import U8, PagedPool
+from ..kernels.tensors import plane_of
+from ..memory import PagedPool
 from .shape import Role, TransferShape
 
 POISON = 0xA5
@@ -29,30 +32,42 @@ def page_ids(shape: TransferShape, role: Role, rank: int) -> Ids:
 def fill(pool: PagedPool, shape: TransferShape, pages: Ids) -> None:
     """Write a rank's part of the request into its pages, and poison everywhere else."""
     for view, want in _planes(pool, shape, pages):
-        view[...] = want
+        view.copy_(want)
+    settle(pool)
 
 
 def poison(pool: PagedPool) -> None:
     """Let nothing of an earlier transfer be taken for one that arrived."""
     for number in range(len(pool.site.planes)):
-        pool.view(number)[...] = POISON
+        plane_of(pool, number).fill_(POISON)
+    settle(pool)
 
 
 def wrong(pool: PagedPool, shape: TransferShape, pages: Ids) -> int:
     """Bytes of the pool that are not what :func:`fill` would have written."""
-    return sum(int(np.count_nonzero(view != want)) for view, want in _planes(pool, shape, pages))
+    return sum(int((view != want).sum()) for view, want in _planes(pool, shape, pages))
 
 
-def _planes(pool: PagedPool, shape: TransferShape, pages: Ids) -> Iterator[tuple[U8, U8]]:
+def settle(pool: PagedPool) -> None:
+    """Wait until what was asked of a GPU is done."""
+    device = pool.buffers[0].device
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def _planes(pool: PagedPool, shape: TransferShape, pages: Ids) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Every plane as it is and as it must be."""
-    row = np.arange(shape.tokens)
+    device = pool.buffers[0].device
+    row = torch.arange(shape.tokens)
     size = pool.site.groups[0].rows_per_page
+    page, slot = torch.from_numpy(pages).long()[row // size].to(device), (row % size).to(device)
     for number, plane in enumerate(pool.site.planes):
-        view = pool.view(number)
-        want: U8 = np.full(view.shape, POISON, np.uint8)
+        view = plane_of(pool, number)
+        want = torch.full(view.shape, POISON, dtype=torch.uint8, device=device)
         units = [unit for run in pool.site.shard.units(plane.layer, plane.component) for unit in run]
         for place, unit in enumerate(units):
-            draw = np.random.default_rng([plane.layer, *plane.component.encode(), unit])
-            cells = np.frombuffer(draw.bytes(shape.tokens * view.shape[3]), np.uint8).reshape(shape.tokens, -1)
-            want[pages[row // size], row % size, place] = cells
+            seed = zlib.crc32(f"{plane.layer} {plane.component} {unit}".encode())
+            draw = torch.Generator(device).manual_seed(seed)
+            cells = (shape.tokens, view.shape[3])
+            want[page, slot, place] = torch.randint(256, cells, dtype=torch.uint8, device=device, generator=draw)
         yield view, want

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from attrs import frozen
 
-PACKAGES = ("disagg_kv", "numpy", "torch", "pyzmq", "msgspec")
+PACKAGES = ("disagg_kv", "numpy", "torch", "triton", "pyzmq", "msgspec")
 
 
 @frozen
@@ -33,8 +33,16 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """This one."""
-        versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+        versions = {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}}
         return cls(cpu_model(Path("/proc/cpuinfo")), len(os.sched_getaffinity(0)), versions, commit(Path(__file__)))
+
+
+def installed(package: str) -> str:
+    """Its version."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def cpu_model(info: Path) -> str:

@@ -15,6 +15,7 @@ from attrs import frozen
 
 from ..channels import ZmqChannel
 from ..endpoints import DecodeEndpoint, PrefillEndpoint
+from ..endpoints.delivery import ForwardPass
 from ..endpoints.handles import RoomHandle
 from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
@@ -23,17 +24,20 @@ from ..kernels import Kernels
 from ..memory import PagedPool
 from ..protocol import Options, Phase
 from ..rendezvous import Source, StaticRendezvous
-from ..transports import SupportsAllocate, Transport, emulate, transport
+from ..transports import SupportsAllocate, Transport, between_processes, emulate
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, fill, page_ids, poison, wrong
 from .shape import WIRE, Role, TransferShape
 from .timing import Still, Timed
 
-LOOK_S = 0.0005
+LOOK_S = {"cpu": 0.0005, "cuda": 0.0001}
 """How often a rank looks whether its room has ended: how exact a measured end is."""
 
 SELDOM_S = 0.002
 """The same where nobody measures the end: looking costs the ranks that still work."""
+
+GRANTED_S = 0.02
+"""After so long, grants for rows that were announced are there."""
 
 KV = GroupId("kv")
 
@@ -48,6 +52,7 @@ class Setup:
         rank: which rank of it.
         folder: where the channels' sockets are.
         incoming: decode: bytes that arrive in one transfer.
+        device: where its memory lies.
     """
 
     shape: TransferShape
@@ -55,6 +60,13 @@ class Setup:
     rank: int
     folder: str
     incoming: int
+    device: str = "cpu"
+
+    @property
+    def plain(self) -> Transport:
+        """For the plain writes: between GPUs always what copies from one to the other without any library."""
+        name = self.shape.transport if self.device == "cpu" else "cuda_ipc"
+        return between_processes(name, self.device)
 
     def address(self, role: Role, rank: int, strategy: str) -> str:
         """Where a rank's endpoint for a strategy is reached."""
@@ -96,31 +108,41 @@ class Moved:
 class PrefillRank:
     """Sends."""
 
+    polls = False
+
     def __init__(self, setup: Setup) -> None:
         shape, shards = setup.shape, setup.shape.shards("prefill")
         self._shape = shape
         self._ids = page_ids(shape, "prefill", setup.rank)
         size, layout = shape.pages("prefill")
         self._pool = PagedPool.allocate(
-            shape.spec(), shards[setup.rank], pages=len(self._ids) + SPARE, page_size=size, layout=layout
+            shape.spec(),
+            shards[setup.rank],
+            pages=len(self._ids) + SPARE,
+            page_size=size,
+            layout=layout,
+            device=setup.device,
         )
         fill(self._pool, shape, self._ids)
         self._channels = {name: Timed(ZmqChannel(setup.address("prefill", setup.rank, name))) for name in shape.runs}
         self._ends = {
             name: PrefillEndpoint(
                 self._pool,
-                transport=_wire(shape),
+                transport=_wire(setup),
                 channel=self._channels[name],
                 rendezvous=setup.everybody(name),
                 instance="prefill",
                 rank=setup.rank,
                 shards=shards,
+                slot_bytes=shape.slot_bytes,
+                slots=shape.slots,
                 options=Options(total_s=shape.timeout_s),
                 **_how(name),
             )
             for name in shape.runs
         }
-        self._bulk = BulkSource(transport(shape.transport), self._pool.buffers, shape.timeout_s)
+        self._bulk = BulkSource(setup.plain, self._pool.buffers, shape.timeout_s)
+        self._step: ForwardPass | None = None
 
     def connect(self, targets: Sequence[tuple[bytes, RegionId, int, int]]) -> None:
         """Learn where the plain writes go."""
@@ -134,8 +156,11 @@ class PrefillRank:
         """Open a room, and wait until decode has said that it awaits it."""
         self._end, self._channel = self._ends[strategy], self._channels[strategy]
         self._delivery = self._end.open(RoomId(room))
-        delivery = self._delivery
-        _until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED, delivery, self._shape.timeout_s)
+        delivery, shape = self._delivery, self._shape
+        _until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED, delivery, shape)
+        if shape.announced:
+            self._step = self._end.step({delivery.room: (shape.tokens, [PageTable(KV, self._ids)])})
+            time.sleep(GRANTED_S)
 
     def move(self) -> Moved:
         """Hand everything over, and wait until nobody reads it any more."""
@@ -143,16 +168,21 @@ class PrefillRank:
         began = time.monotonic()
         if self._shape.compute_s:
             self._compute(began)
+        elif self._step is not None:
+            self._step.close()
+            self._step = None
         else:
             delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
         delivery.finish(tokens)
-        _until(lambda: delivery.released, delivery, self._shape.timeout_s, SELDOM_S)
+        _until(lambda: delivery.released, delivery, self._shape, SELDOM_S)
         return _moved(delivery, began, time.monotonic(), self._channel.taken())
 
     def _compute(self, began: float) -> None:
         """A forward pass that takes its time and computes nothing: the rows are there already."""
         layers = self._pool.site.shard.layers()
-        step = self._end.step({self._delivery.room: (self._shape.tokens, [PageTable(KV, self._ids)])})
+        step, self._step = self._step, None
+        if step is None:
+            step = self._end.step({self._delivery.room: (self._shape.tokens, [PageTable(KV, self._ids)])})
         for number, layer in enumerate(layers, 1):
             time.sleep(max(0.0, began + self._shape.compute_s * number / len(layers) - time.monotonic()))
             step.layer_ready(layer)
@@ -179,7 +209,7 @@ class DecodeRank:
         self._ends: dict[str, DecodeEndpoint] = {}
         size, layout = shape.pages("decode")
         for name in shape.runs:
-            carrier = transport(shape.transport)
+            carrier = between_processes(shape.transport, setup.device)
             pool = self._pools[name] = PagedPool.allocate(
                 shape.spec(),
                 shards[setup.rank],
@@ -187,6 +217,7 @@ class DecodeRank:
                 page_size=size,
                 layout=layout,
                 allocator=carrier.allocate if isinstance(carrier, SupportsAllocate) else None,
+                device=setup.device,
             )
             poison(pool)
             self._ends[name] = DecodeEndpoint(
@@ -197,10 +228,13 @@ class DecodeRank:
                 instance="decode",
                 rank=setup.rank,
                 shards=shards,
+                ring_bytes=shape.ring_bytes,
                 options=Options(total_s=shape.timeout_s),
                 **_how(name),
             )
-        self._bulk = BulkTarget(transport(shape.transport), setup.incoming)
+        plain = setup.plain
+        self.polls = plain.caps.needs_target_polling
+        self._bulk = BulkTarget(plain, setup.incoming, setup.device)
 
     def describe(self) -> tuple[bytes, RegionId]:
         """Where the plain writes go."""
@@ -214,9 +248,9 @@ class DecodeRank:
     def move(self) -> Moved:
         """Wait until everything is there."""
         reception = self._reception
-        _until(lambda: reception.phase is Phase.DONE, reception, self._shape.timeout_s)
+        _until(lambda: reception.phase is Phase.DONE, reception, self._shape)
         ended = time.monotonic()
-        _until(lambda: reception.released, reception, self._shape.timeout_s)
+        _until(lambda: reception.released, reception, self._shape)
         return _moved(reception, ended, ended)
 
     def wrong(self, strategy: str) -> int:
@@ -234,9 +268,10 @@ class DecodeRank:
         self._bulk.close()
 
 
-def _wire(shape: TransferShape) -> Transport:
-    carrier = transport(shape.transport)
-    return carrier if shape.wire_bytes_per_s is None else emulate(carrier, shape.wire_bytes_per_s)
+def _wire(setup: Setup) -> Transport:
+    speed = setup.shape.wire_bytes_per_s
+    carrier = between_processes(setup.shape.transport, setup.device)
+    return carrier if speed is None else emulate(carrier, speed)
 
 
 class _How(TypedDict, total=False):
@@ -250,6 +285,8 @@ def _how(name: str) -> _How:
 
 
 class _Rank(Protocol):
+    polls: bool
+
     def idle(self) -> None: ...
 
     def close(self) -> None: ...
@@ -260,6 +297,8 @@ def serve(pipe: Connection, setup: Setup) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends us
         torch.set_num_threads(1)
+    if setup.device != "cpu":
+        torch.cuda.set_device(setup.device)
     with suppress(EOFError, ConnectionError):
         try:
             rank: _Rank = PrefillRank(setup) if setup.role == "prefill" else DecodeRank(setup)
@@ -268,12 +307,12 @@ def serve(pipe: Connection, setup: Setup) -> None:
             return
         with closing(rank):
             pipe.send(None)
-            _obey(pipe, rank, transport(setup.shape.transport).caps.needs_target_polling)
+            _obey(pipe, rank, rank.polls)
 
 
 def _obey(pipe: Connection, rank: _Rank, polls: bool) -> None:
     while True:
-        while polls and not pipe.poll(LOOK_S):
+        while polls and not pipe.poll(LOOK_S["cpu"]):
             rank.idle()
         name, args = pipe.recv()
         try:
@@ -290,14 +329,15 @@ def _portable(error: Exception) -> DisaggKVError:
     return DisaggKVError(f"{type(error).__name__}: {error}")
 
 
-def _until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float, look_s: float = LOOK_S) -> None:
-    until = time.monotonic() + timeout_s
+def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, look_s: float | None = None) -> None:
+    until = time.monotonic() + shape.timeout_s
+    pause_s = LOOK_S[shape.device] if look_s is None else look_s
     while not good():
         if handle.error is not None:
             raise handle.error
         if time.monotonic() > until:
-            raise DeadlineError(f"room {handle.room.hex()}: not done after {timeout_s:g} s")
-        time.sleep(look_s)
+            raise DeadlineError(f"room {handle.room.hex()}: not done after {shape.timeout_s:g} s")
+        time.sleep(pause_s)
 
 
 def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, ...] = ()) -> Moved:

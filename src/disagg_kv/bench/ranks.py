@@ -6,12 +6,15 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+import torch
+
 from ..errors import DeadlineError, DisaggKVError, PeerLostError
+from ..memory import spread
 from ..planning import Explanation
 from ..transports import transport
 from .rank import Setup, serve
@@ -82,9 +85,12 @@ def started(shape: TransferShape, explanation: Explanation) -> Iterator[tuple[Ra
 
     They are processes, unless the transport works only within one: then they are threads.
     """
-    carrier = transport(shape.transport)
-    threads = carrier.caps.in_process_only
-    carrier.close(0.0)
+    devices = _devices(shape)
+    threads = False
+    if shape.device == "cpu":
+        carrier = transport(shape.transport)
+        threads = carrier.caps.in_process_only
+        carrier.close(0.0)
     # A server that has imported everything once forks the ranks; it has one thread, which makes that safe.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([serve.__module__])
@@ -97,7 +103,7 @@ def started(shape: TransferShape, explanation: Explanation) -> Iterator[tuple[Ra
                     ours, theirs = context.Pipe()
                     pipes[role].append(ours)
                     incoming = sum(p.nbytes for p in explanation.pairs if role == "decode" and p.target == rank)
-                    args = (theirs, Setup(shape, role, rank, folder, incoming))
+                    args = (theirs, Setup(shape, role, rank, folder, incoming, devices[role][rank]))
                     one = (threading.Thread if threads else context.Process)(target=serve, args=args, daemon=True)
                     one.start()
                     running.append(one)
@@ -114,6 +120,15 @@ def started(shape: TransferShape, explanation: Explanation) -> Iterator[tuple[Ra
             for pipe in (*pipes["prefill"], *pipes["decode"]):
                 pipe.close()
             _end(running)
+
+
+def _devices(shape: TransferShape) -> Mapping[Role, Sequence[str]]:
+    """Where each rank's memory lies."""
+    if shape.device == "cpu":
+        return {"prefill": ["cpu"] * shape.prefill_tp, "decode": ["cpu"] * shape.decode_tp}
+    # Asks the driver's management library: this process must not begin to use CUDA, which no child can inherit.
+    prefill, decode = spread(shape.prefill_tp, shape.decode_tp, torch.cuda.device_count())
+    return {"prefill": [f"cuda:{gpu}" for gpu in prefill], "decode": [f"cuda:{gpu}" for gpu in decode]}
 
 
 def _end(running: Sequence[multiprocessing.process.BaseProcess | threading.Thread]) -> None:

@@ -24,6 +24,7 @@ class TransferShape:
 
     Args:
         transport: a registered transport's name.
+        device: ``"cpu"``, or ``"cuda"``: each rank has one of the GPUs, or its share of one.
         strategies: those that are compared, in this order within each repeat.
         prefill_tp, decode_tp: ranks of the two instances, each in a process of its own.
         tokens: rows of the request.
@@ -31,12 +32,17 @@ class TransferShape:
         page_size, decode_page_size: tokens of a page.
         layout, decode_layout: order inside a page.
         compute_s: emulated compute of all layers: one is handed over after another, evenly; 0: all at once.
+        announced: rows are announced before they are handed over, as by an engine that computes meanwhile: the
+            grants' round trip is over by then (A4).
+        slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.
+        ring_bytes: of each decode rank; None: the endpoint's own choice.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         repeats: measured transfers per strategy.
         timeout_s: what takes longer than this is a failure.
     """
 
     transport: str = "shm"
+    device: str = "cpu"
     strategies: tuple[str, ...] = ("slice", "staged")
     prefill_tp: int = 4
     decode_tp: int = 1
@@ -50,6 +56,10 @@ class TransferShape:
     layout: Layout = "NHD"
     decode_layout: Layout = "NHD"
     compute_s: float = 0.0
+    announced: bool = False
+    slots: int = 8
+    slot_bytes: int | None = None
+    ring_bytes: int | None = None
     wire_bytes_per_s: float | None = None
     repeats: int = 20
     timeout_s: float = 120.0

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..bench import TransferReport
 
 Order = Literal["NHD", "HND"]
+Device = Literal["cpu", "cuda"]
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +33,12 @@ def bench() -> None:
 
 
 def transfer(
-    transport: Annotated[str, typer.Option(help="A registered transport's name.")] = "shm",
+    transport: Annotated[
+        str | None, typer.Option(help="A registered transport's name; else shm for the CPU, cuda_ipc for GPUs.")
+    ] = None,
+    device: Annotated[
+        Device, typer.Option(help="Where the caches lie: cpu, or cuda: as many GPUs as there are.")
+    ] = "cpu",
     strategies: Annotated[str, typer.Option(help="Comma-separated; each is measured in turn.")] = "slice,staged",
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel prefill ranks.")] = 4,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel decode ranks.")] = 1,
@@ -45,6 +51,12 @@ def transfer(
     decode_page_size: Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")] = None,
     layout: Annotated[Order, typer.Option(help="Order inside a page.")] = "NHD",
     decode_layout: Annotated[Order | None, typer.Option(help="The same for decode, where it differs.")] = None,
+    announced: Annotated[
+        bool, typer.Option("--announced", help="Announce the rows first, as an engine does before it computes them.")
+    ] = False,
+    slots: Annotated[int, typer.Option(min=1, help="Staging slots of a prefill rank.")] = 8,
+    slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of each.")] = None,
+    ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
     as_json: JsonFlag = False,
@@ -55,9 +67,11 @@ def transfer(
     """
     from ..bench import TransferShape, run_transfer
     from ..bench.transfer import steps
+    from ..transports import default_transport
 
     shape = TransferShape(
-        transport=transport,
+        transport=transport or default_transport(device),
+        device=device,
         strategies=tuple(name.strip() for name in strategies.split(",") if name.strip()),
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
@@ -70,6 +84,10 @@ def transfer(
         decode_page_size=decode_page_size or page_size,
         layout=layout,
         decode_layout=decode_layout or layout,
+        announced=announced,
+        slots=slots,
+        slot_bytes=slot_mib and slot_mib << 20,
+        ring_bytes=ring_mib and ring_mib << 20,
         repeats=repeats,
         timeout_s=timeout,
     )

@@ -66,6 +66,9 @@ TARGET_S = 0.001
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that nothing but looking shows to be done."""
 
+FAST_BYTES_PER_S = 5e10
+"""On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
+
 
 class Role(Protocol):
     """The half that is different: rooms, and what moves their bytes."""
@@ -144,6 +147,8 @@ class Node:
         self.role: Role | None = None
         self._sleep = sleep
         self._pause = SHORTEST_PAUSE_S
+        fast = me.transport.caps.bytes_per_s >= FAST_BYTES_PER_S
+        self._longest = SHORTEST_PAUSE_S if fast else LONGEST_PAUSE_S
         self._warn_at = self.now
         self._known: tuple[PeerInfo, ...] = ()
         self._epochs: dict[Peer, Epoch] = {}
@@ -189,7 +194,7 @@ class Node:
             self._pause = SHORTEST_PAUSE_S
         else:
             self._sleep(self._pause)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+            self._pause = min(2 * self._pause, self._longest)
 
     def _progress(self) -> bool:
         assert self.role is not None

@@ -1,6 +1,7 @@
 """Pools, buffers and planes."""
 
 from .base import Buffer, Event, MemoryPool
+from .devices import spread
 from .events import All, CudaEvent, parts
 from .paged import Layout, PagedPool, new_buffer
 from .raw import U8, bytes_of, plane_view
@@ -18,4 +19,5 @@ __all__ = [
     "new_buffer",
     "parts",
     "plane_view",
+    "spread",
 ]

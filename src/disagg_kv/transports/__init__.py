@@ -6,7 +6,7 @@ from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
 from .process import Process, Watch
 from .regions import Extents, RegionTable, copy
-from .registry import available, default_transport, register_transport, transport
+from .registry import available, between_processes, default_transport, register_transport, transport
 from .shm import ShmTransport
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Transport",
     "Watch",
     "available",
+    "between_processes",
     "copy",
     "decode",
     "default_transport",

@@ -20,15 +20,15 @@ class Cuda(Protocol):
     None but ``open`` and ``close`` may wait for a GPU.
     """
 
-    def segment(self, addr: int) -> tuple[int, int]:
-        """First byte and length of the allocation that holds the device address ``addr``."""
+    def segment(self, device: int, addr: int) -> tuple[int, int]:
+        """First byte and length of the allocation that holds the address ``addr`` of a device, as it sees it."""
         ...
 
-    def shareable(self, addr: int) -> bool:
+    def shareable(self, device: int, addr: int) -> bool:
         """Whether the memory at ``addr`` can be exported: what is mapped piecewise (VMM), or pooled, cannot."""
         ...
 
-    def export(self, addr: int) -> bytes:
+    def export(self, device: int, addr: int) -> bytes:
         """What another process needs to open the allocation that begins at ``addr``."""
         ...
 

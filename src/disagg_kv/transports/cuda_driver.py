@@ -107,22 +107,25 @@ class Driver:
                 self._contexts[device] = context
             return self._contexts[device]
 
-    def segment(self, addr: int) -> tuple[int, int]:
+    def segment(self, device: int, addr: int) -> tuple[int, int]:
         """See :meth:`Cuda.segment`."""
         base, nbytes = _Pointer(), ctypes.c_size_t()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), _Pointer(addr))
+        with self._on(device):
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), _Pointer(addr))
         return base.value, nbytes.value
 
-    def shareable(self, addr: int) -> bool:
+    def shareable(self, device: int, addr: int) -> bool:
         """See :meth:`Cuda.shareable`."""
         found = ctypes.c_int()
-        self._call("cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_IPC_CAPABLE), _Pointer(addr))
+        with self._on(device):
+            self._call("cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_IPC_CAPABLE), _Pointer(addr))
         return bool(found.value)
 
-    def export(self, addr: int) -> bytes:
+    def export(self, device: int, addr: int) -> bytes:
         """See :meth:`Cuda.export`."""
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), _Pointer(addr))
+        with self._on(device):
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), _Pointer(addr))
         return bytes(handle)
 
     def open(self, device: int, handle: bytes) -> int:

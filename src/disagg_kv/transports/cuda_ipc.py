@@ -162,11 +162,12 @@ class CudaIpcTransport:
         return regions
 
     def _export(self, buffer: Buffer) -> _Place:
+        device = _index(buffer.device)
         try:
-            base, nbytes = self._cuda.segment(buffer.addr)
-            shareable = self._cuda.shareable(buffer.addr)
+            base, nbytes = self._cuda.segment(device, buffer.addr)
+            shareable = self._cuda.shareable(device, buffer.addr)
             if shareable and buffer.addr + buffer.nbytes <= base + nbytes:
-                return _Place(self._cuda.export(base), buffer.addr - base)
+                return _Place(self._cuda.export(device, base), buffer.addr - base)
         except TransportError as error:
             raise RegistrationError(f"{_said(buffer)}: no memory of a GPU, or none to share: {error}") from error
         if shareable:
@@ -226,14 +227,14 @@ class CudaIpcTransport:
         if remote.extents is not None or self._device is None:
             return remote.extents
         if remote.stream is None:
-            remote.device = int(self._device.partition(":")[2] or 0)
+            remote.device = _index(self._device)
             remote.stream = self._cuda.stream(remote.device)
         where = []
         for region in remote.regions:
             place = remote.places[region.id]
             if place.handle not in remote.opened:
                 remote.opened[place.handle] = self._cuda.open(remote.device, place.handle)
-            base, nbytes = self._cuda.segment(remote.opened[place.handle])
+            base, nbytes = self._cuda.segment(remote.device, remote.opened[place.handle])
             if not 0 <= place.offset <= nbytes - region.nbytes:
                 raise RemoteProtocolError(
                     f"cuda_ipc: region {region.id} of peer {remote.peer.hex()[:8]}: {region.nbytes} bytes from "
@@ -381,6 +382,10 @@ class CudaIpcTransport:
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError("cuda_ipc: the transport is closed")
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
 
 
 def _said(buffer: Buffer) -> str:

@@ -5,7 +5,6 @@ Checked with NIXL 1.5.1. See ``docs/transports-nixl.md`` for the environment tha
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
@@ -29,6 +28,8 @@ from ..errors import (
     TransportError,
 )
 from ..memory import Buffer
+from .cuda_api import Cuda
+from .cuda_driver import driver
 
 U64 = npt.NDArray[np.uint64]
 
@@ -43,9 +44,6 @@ Handle = NewType("Handle", object)
 
 Registered = NewType("Registered", object)
 """Memory that the library knows."""
-
-_IPC_CAPABLE = 13
-"""``CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE`` of the CUDA driver API."""
 
 
 @frozen
@@ -272,8 +270,9 @@ def _use(device: str) -> None:
 
 def check_shareable(buffer: Buffer) -> None:
     """Memory mapped piecewise (VMM) registers well, then crosses at a hundredth of the speed, through TCP."""
-    capable = _ipc_capable(buffer.addr)
-    if capable is None:
+    try:
+        capable = _exported(driver(), buffer)
+    except MissingDependencyError:
         settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         capable = "expandable_segments:True" not in settings
     if not capable:
@@ -283,12 +282,12 @@ def check_shareable(buffer: Buffer) -> None:
         )
 
 
-def _ipc_capable(addr: int) -> bool | None:
-    """What the CUDA driver says of a device address; None: it says nothing."""
+def _exported(cuda: Cuda, buffer: Buffer) -> bool:
+    """Whether another process could open the memory: tried, since the driver's attribute does not tell."""
+    device = split(buffer.device)[1]
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    found = ctypes.c_int(0)
-    status = driver.cuPointerGetAttribute(ctypes.byref(found), _IPC_CAPABLE, ctypes.c_uint64(addr))
-    return bool(found.value) if status == 0 else None
+        base, _ = cuda.segment(device, buffer.addr)
+        cuda.export(device, base)
+    except TransportError:
+        return False
+    return True

@@ -61,6 +61,26 @@ def default_transport(device: str) -> str:
     return _DEFAULTS[kind]
 
 
+def between_processes(name: str, device: str = "cpu", **options: object) -> Transport:
+    """``transport(name, ...)`` for memory on a device, between processes of one host: with what GPU memory takes there.
+
+    Raises:
+        ConfigurationError: also where it cannot move such memory.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and name == "mooncake":
+        options = {"protocol": "nvlink_intra", **options}
+    elif kind == "cuda" and name == "nixl":
+        options = {"cuda_device": int(index or 0), **options}
+    made = transport(name, **options)
+    if kind not in made.caps.devices:
+        made.close(0.0)
+        raise ConfigurationError(
+            f"transport {name!r} moves memory of kind {', '.join(sorted(made.caps.devices))}, not on {device!r}"
+        )
+    return made
+
+
 def available() -> dict[str, str | None]:
     """Every known name with the reason why it does not work here, or None if it does.
 

@@ -10,9 +10,10 @@ import pytest
 
 from disagg_kv.errors import ConfigurationError, MissingDependencyError, RegistrationError, UnknownNameError
 from disagg_kv.memory import Buffer
-from disagg_kv.transports import transport
+from disagg_kv.transports import nixl_library, transport
 from disagg_kv.transports.nixl import NixlTransport
 from disagg_kv.transports.nixl_library import ENVIRONMENT, MODULES, check_shareable, load
+from tests.support.fake_cuda import Allocation, FakeCuda
 from tests.support.needs import needs_nixl
 from tests.support.nixl import run
 
@@ -125,11 +126,20 @@ def test_cuda_memory_that_cannot_be_shared_is_refused(name: str, monkeypatch: py
         check_shareable(buffer)
 
 
+def test_what_the_driver_exports_can_be_shared() -> None:
+    """It is asked to, on a host that has one."""
+    one = Allocation(4096)
+    cuda = FakeCuda()
+    assert nixl_library._exported(cuda, Buffer(one.addr, 4096, "cuda:0", one))
+    cuda.broken = {"export"}
+    assert not nixl_library._exported(cuda, Buffer(one.addr, 4096, "cuda:0", one))
+
+
 LIVE = """
 import numpy as np
 from disagg_kv.memory import Buffer
 from disagg_kv.planning import Writes
-from disagg_kv.transports import transport
+from disagg_kv.transports import nixl_library, transport
 
 a, b = transport("nixl"), transport("nixl")
 source, target = np.ones(1 << 22, np.uint8), np.zeros(1 << 22, np.uint8)

@@ -1,0 +1,123 @@
+"""Whole transfers between GPUs against concurrent peer copies of the same bytes; prints one JSON document.
+
+TP 2->1, 1->2 and 2->2 with pages in shuffled order, through each transport, 256 MiB and 1 GiB a pair of ranks: 32
+layers, 8 heads of 128, bf16. What is measured, and how, is ``disagg-kv bench transfer``'s matter: bytes are checked
+first, transfers and plain copies take turns, and ``share`` is the copies' median time over ours. Rows are announced
+before they are handed over. The last part holds ``staged`` against ``slice`` over NIXL, 1,024 tokens.
+
+    python benchmarks/gpu_transfer.py > benchmarks/results/h200_transfer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from disagg_kv.bench import TransferReport, TransferShape, run_transfer
+from disagg_kv.errors import DisaggKVError
+
+PAIRS = ((2, 1), (1, 2), (2, 2))
+TOKENS = {256: 4096, 1024: 16384}
+"""MiB of a pair: tokens; half of the heads cross between two ranks, 64 KiB a token."""
+
+
+def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
+    """What is asked for on the command line, one after another."""
+    for transport in given.transports:
+        for prefill_tp, decode_tp in PAIRS:
+            for mib in given.mib:
+                yield TransferShape(
+                    transport=transport,
+                    device="cuda",
+                    strategies=("staged",),
+                    prefill_tp=prefill_tp,
+                    decode_tp=decode_tp,
+                    tokens=TOKENS[mib],
+                    announced=True,
+                    slots=given.slots,
+                    slot_bytes=given.slot_mib << 20,
+                    ring_bytes=given.ring_mib << 20,
+                    repeats=given.repeats,
+                )
+
+
+def row(report: TransferReport, strategy: str) -> dict[str, object]:
+    """One line of the result."""
+    shape, found = report.shape, report.strategies[strategy]
+    host = found.phases["plan"].p50 + found.phases["gather"].p50
+    return {
+        "transport": shape.transport,
+        "tp": f"{shape.prefill_tp}->{shape.decode_tp}",
+        "strategy": strategy,
+        "tokens": shape.tokens,
+        "bytes": report.nbytes,
+        "writes": found.descriptors,
+        "segments": found.segments,
+        "total_us": round(found.phases["total"].p50 * 1e6, 1),
+        "total_p95_us": round(found.phases["total"].p95 * 1e6, 1),
+        "copies_us": round(report.ceiling.total.p50 * 1e6, 1),
+        "GB_per_s": round(found.gb_per_s, 1),
+        "copies_GB_per_s": round(report.ceiling.gb_per_s, 1),
+        "share": round(found.share_of_ceiling, 3),
+        "host_us_per_gather": round(host * 1e6 * shape.prefill_tp / max(found.segments, 1), 1),
+        "phases_us": {name: round(q.p50 * 1e6, 1) for name, q in found.phases.items()},
+    }
+
+
+def said(*command: str) -> str:
+    """The first line that a command prints."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def main() -> None:
+    """Print every case; one that fails has its error for a result."""
+    parser = argparse.ArgumentParser(description="transfers between GPUs against peer copies")
+    parser.add_argument("--transports", nargs="*", default=["cuda_ipc", "nixl", "mooncake"])
+    parser.add_argument("--mib", type=int, nargs="*", default=[256, 1024], help="of a pair of ranks")
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--slot-mib", type=int, default=64)
+    parser.add_argument("--ring-mib", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--slice-repeats", type=int, default=3, help="0: leave that part out")
+    parser.add_argument("--commit", help="of this checkout, where git cannot say")
+    given = parser.parse_args()
+    cases = list(shapes(given))
+    if given.slice_repeats:
+        cases.append(
+            TransferShape(transport="nixl", device="cuda", prefill_tp=2, announced=True, repeats=given.slice_repeats)
+        )
+    rows: list[dict[str, object]] = []
+    for shape in cases:
+        try:
+            report = run_transfer(shape)
+            rows += [row(report, strategy) for strategy in shape.strategies]
+        except DisaggKVError as error:
+            tp = f"{shape.prefill_tp}->{shape.decode_tp}"
+            rows.append({"transport": shape.transport, "tp": tp, "tokens": shape.tokens, "error": str(error)})
+        print(json.dumps(rows[-len(shape.strategies) :]), file=sys.stderr, flush=True)
+    document = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": given.commit or said("git", "rev-parse", "HEAD"),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": said(sys.executable, "-c", "import triton; print(triton.__version__)"),
+        },
+        "settings": {"slots": given.slots, "slot_mib": given.slot_mib, "repeats": given.repeats},
+        "cases": rows,
+    }
+    json.dump(document, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()
