@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import attrs
@@ -74,6 +75,10 @@ def demo(
         Inject | None,
         typer.Option(help="Make it wrong on purpose before it leaves: KV heads 0 and 1 change places; signs change."),
     ] = None,
+    layer_group: Annotated[
+        int, typer.Option(min=1, help="Layers that cross together, with the schedule layer_pipelined.")
+    ] = 1,
+    trace: Annotated[Path | None, typer.Option(help="Write what the endpoints did when, for ui.perfetto.dev.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until it gives up.")] = 300.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -106,6 +111,8 @@ def demo(
         layers=layers,
         kv_heads=kv_heads,
         inject=inject.value if inject else None,
+        layer_group=layer_group,
+        trace=None if trace is None else str(trace.resolve()),
         timeout_s=timeout,
     )
     with progress() as bar:

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, shard, stages
-from ..planning import Explanation, PairPlan, explain
+from ..planning import Batch, CostModel, Explanation, Groups, LayerRun, Pace, PairPlan, explain
+from ..strategies import LayerPipelined
 from .output import Json, JsonFlag, emit
 
 MIB = 1 << 20
@@ -42,6 +43,10 @@ def plan(
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
     slot_mib: Annotated[int, typer.Option(min=1, help="MiB of a prefill staging slot.")] = 64,
     ring_mib: Annotated[int, typer.Option(min=1, help="MiB of a decode rank's ring; a lease has at most 1/8.")] = 4096,
+    layer_us: Annotated[
+        float | None, typer.Option(min=0, help="Microseconds to compute one layer of all these tokens.")
+    ] = None,
+    layer_group: Annotated[int | None, typer.Option(min=1, help="Layers of a group, in place of any rule.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Say what each path would post for one request, and which one ``auto`` takes."""
@@ -56,7 +61,15 @@ def plan(
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
     )
-    emit(document(found), _paths(found), _pairs(found), Text(f"auto: {found.auto.reason}"), as_json=as_json)
+    groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
+    emit(
+        document(found, groups),
+        _paths(found),
+        _pairs(found),
+        Text(f"auto: {found.auto.reason}"),
+        Text(f"layer_pipelined: {groups.count} groups of {groups.size} layers: {groups.reason}"),
+        as_json=as_json,
+    )
 
 
 def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:
@@ -64,7 +77,7 @@ def ranks(spec: CacheSpec, tp: int, pp: int) -> Sequence[Shard]:
     return [shard(spec, tp=tp, rank=rank, layers=stage) for stage in stages(spec, pp) for rank in range(tp)]
 
 
-def document(found: Explanation) -> dict[str, Json]:
+def document(found: Explanation, groups: Groups) -> dict[str, Json]:
     """The explanation as JSON; a path that cannot has its reason in ``refused`` and nulls for numbers."""
     paths: dict[str, Json] = {
         name: {"descriptors": count, "bytes": found.nbytes, "refused": None}
@@ -77,8 +90,18 @@ def document(found: Explanation) -> dict[str, Json]:
         "bytes": found.nbytes,
         "paths": paths,
         "auto": {"path": found.auto.path, "reason": found.auto.reason},
+        "layer_pipelined": {"groups": groups.count, "layers": groups.size, "reason": groups.reason},
         "pairs": [_pair(pair) for pair in found.pairs],
     }
+
+
+def _groups(found: Explanation, layers: int, pp: int, tokens: int, layer_us: float | None, fixed: int | None) -> Groups:
+    """What ``layer_pipelined`` would do with one pass over the request, in the first pipeline stage."""
+    of_stage = -(-layers // pp)
+    nbytes = max((pair.nbytes for pair in found.pairs), default=0)
+    pace = Pace(layer_us / 1e6 / tokens, CostModel().bytes_per_s) if layer_us else None
+    run = LayerRun(of_stage, tokens, nbytes, Batch((tokens,), layered=True))
+    return LayerPipelined(fixed=fixed, pace=pace).groups(run)
 
 
 def _spec(

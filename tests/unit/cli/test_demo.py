@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,41 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
     assert len({rank["pid"] for rank in ranks.values()}) == 3
     assert ranks["decode", 0]["kv_heads"] == list(range(8))
     assert ranks["decode", 0]["nbytes"] == ranks["prefill", 0]["nbytes"] == found["kv_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "groups"),
+    [
+        (["--prefill-tp", "2", "--layers", "3"], 2, {"0-2", "2-3"}),
+        (["--prefill-tp", "1", "--prefill-pp", "2", "--layers", "6"], 2, {"0-2", "2-3", "3-5", "5-6"}),
+    ],
+    ids=["tp", "pp"],
+)
+def test_layers_cross_while_others_are_computed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[str], ranks: int, groups: set[str]
+) -> None:
+    """A12, B1, B6: the trace has every group of every chunk, on every rank; tokens and bytes are right."""
+    file = tmp_path / "out.json"
+    more = ["--layer-group", "2", "--strategy", "staged+layer_pipelined", "--trace", str(file), "--json"]
+    assert run(["demo", *SMALL, *sizes, *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["tokens_equal"] is True
+    assert found["wrong_bytes"] == found["stray_bytes"] == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert sorted(names) == ["decode 0", *(f"prefill {rank}" for rank in range(ranks))]
+    moved: dict[str, set[tuple[str, str, str]]] = {"wire": set(), "scatter": set(), "gather": set()}
+    for event in events:
+        if event["ph"] == "X" and event["name"] in moved:
+            args = event["args"]
+            moved[event["name"]].add((args["room"], args["rows"], args["layers"]))
+    assert moved["wire"] == moved["scatter"] == moved["gather"]
+    assert {layers for _, _, layers in moved["wire"]} == groups
+    last = max(int(group.split("-")[1]) for group in groups)
+    computed = {e["args"]["layers"] for e in events if e["name"] == "compute"}
+    assert computed >= {f"{layer}-{layer + 1}" for layer in range(last)}
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
 
 
 def test_a_conversation_moves_only_what_is_new(capsys: pytest.CaptureFixture[str]) -> None:

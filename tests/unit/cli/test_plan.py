@@ -129,3 +129,24 @@ def test_many_pairs_are_cut_short_for_people(capsys: pytest.CaptureFixture[str])
     line = "plan --layers 8 --kv-heads 32 --head-dim 64 --tokens 64 --prefill-tp 32 --decode-tp 16"
     assert run(line.split()) == 0
     assert "and 16 more pairs: --json" in capsys.readouterr().out
+
+
+def test_layer_groups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """B3: what the schedule would do with the request; with a compute time by its cost model."""
+    model = ["plan", "--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--tokens", "8192", "--json"]
+
+    def planned(*more: str) -> dict[str, object]:
+        assert run([*model, *more]) == 0
+        found: dict[str, object] = json.loads(capsys.readouterr().out)["layer_pipelined"]
+        return found
+
+    assert planned()["reason"] == "the adaptive formula gives 5.0 groups for 8192 tokens per room"
+    measured = planned("--layer-us", "8000")
+    assert "256.00 ms of computing and 268.44 ms of wire take" in str(measured["reason"])
+    assert planned("--layer-group", "8", "--prefill-pp", "2") == {
+        "groups": 2,
+        "layers": 8,
+        "reason": "groups of 8 layers were asked for",
+    }
+    assert run(model[:-1]) == 0
+    assert "layer_pipelined: 6 groups of 6 layers" in " ".join(capsys.readouterr().out.split())

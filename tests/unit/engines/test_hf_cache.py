@@ -157,6 +157,24 @@ def test_a_recorded_cache_is_loaded_bit_for_bit_and_generation_goes_on_from_it(
     assert tokens == plain[0, len(PROMPT) :].tolist()
 
 
+def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
+    """B1: once per layer and forward pass, in the model's order, without a line in the model."""
+    model = llama(torch.bfloat16)
+    paged = PagedHFCache(pool_for(model))
+    table = table_for(paged, len(PROMPT))
+    own = paged.recording(table)
+    seen: list[int] = []
+
+    def ready(layer: LayerId) -> None:
+        keys, _ = paged.read(layer, table, 0, len(PROMPT))
+        assert keys.any()
+        seen.append(layer)
+
+    own.layer_ready = ready
+    run(model, PROMPT, own)
+    assert seen == list(range(model.config.num_hidden_layers))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])

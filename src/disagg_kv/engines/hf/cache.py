@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from ...errors import GeometryError, UnsupportedError
 from ...geometry import I32, Group, PageTable
+from ...ids import LayerId
 from ...memory import PagedPool
 from .layers import layers_of
 from .optional import require_transformers
@@ -15,6 +17,8 @@ from .optional import require_transformers
 if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+
+    from .recording import RecordingCache
 
 
 class PagedHFCache:
@@ -43,11 +47,17 @@ class PagedHFCache:
         (self._group,) = site.token_groups
         self._states = next((site.group(g) for g in site.state_groups), None)
         self._layers = layers_of(pool)
+        self._ids = site.shard.layers()
 
     @property
     def group(self) -> Group:
         """The page-id space."""
         return self._group
+
+    @property
+    def layer_ids(self) -> Sequence[LayerId]:
+        """The layers of this rank's pipeline stage, in the order in which its model numbers them from 0."""
+        return self._ids
 
     @property
     def state_group(self) -> Group | None:
@@ -64,11 +74,11 @@ class PagedHFCache:
 
         return Cache(layers=[layer.fresh() for layer in self._layers])
 
-    def recording(self, table: PageTable) -> Cache:
+    def recording(self, table: PageTable) -> RecordingCache:
         """An empty cache for one room: every row that a model appends is written to the room's pages too.
 
         Give it to the model as ``past_key_values``. Appending raises what :meth:`write` raises. States change with
-        every token, so they are written once, by :meth:`write_states`.
+        every token, so they are written once, by :meth:`write_states`. Its ``layer_ready`` may be set.
         """
         from .recording import RecordingCache
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from ...geometry import PageTable
+from ...ids import LayerId
 
 if TYPE_CHECKING:
     from .cache import PagedHFCache
 
 
 class RecordingCache(Cache):
-    """A model's own cache, of which every appended row also goes to the pages of one room."""
+    """A model's own cache, of which every appended row also goes to the pages of one room.
+
+    ``layer_ready``, where it is set, is called with each layer whose rows of the forward pass are in the pages, for
+    example a step's ``layer_ready``. Layers that keep a state alone are not among them.
+    """
 
     def __init__(
         self, paged: PagedHFCache, table: PageTable, layers: Sequence[CacheLayerMixin | LinearAttentionLayer]
@@ -23,10 +28,13 @@ class RecordingCache(Cache):
         super().__init__(layers=list(layers))
         self._paged = paged
         self._table = table
+        self.layer_ready: Callable[[LayerId], None] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new rows ``[1, heads, rows, dim]`` to the pages, then do what the model expects."""
         self._paged.write(layer_idx, self._table, self.get_seq_length(layer_idx), key_states, value_states)
+        if self.layer_ready is not None:
+            self.layer_ready(self._paged.layer_ids[layer_idx])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

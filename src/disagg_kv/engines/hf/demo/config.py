@@ -50,6 +50,8 @@ class DemoConfig:
             cache, which is the reference for bytes, stays right. ``"swap-heads"``: the pages of KV heads 0 and 1 are
             exchanged. ``"negate"``: what the architecture is shown for changes its sign: latents, states, or what a
             window still sees.
+        layer_group: layers that cross together, with the schedule ``layer_pipelined``.
+        trace: a file for the endpoints' spans, which Perfetto reads.
         seed: of the model's weights and of the order of pages.
         timeout_s: seconds until the demo gives up.
     """
@@ -77,6 +79,8 @@ class DemoConfig:
     kv_heads: int = 8
     head_dim: int = 32
     inject: Injection | None = None
+    layer_group: int = 1
+    trace: str | None = None
     seed: int = 0
     timeout_s: float = 300.0
 
@@ -96,6 +100,7 @@ class DemoConfig:
             "prefill_page_size",
             "decode_page_size",
             "layers",
+            "layer_group",
         )
         self._check_stages()
         for name in (*positive, "head_dim", "timeout_s"):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ....trace import Recorder, Silent
 from .config import Job, Kind, Role, Told
 from .store import reach
 
@@ -40,6 +41,7 @@ class Member:
         self.stage, self.tp_rank = divmod(rank, self.tp)
         self.work = Path(job.work)
         self.model = Path(job.model)
+        self.observer = Silent() if job.config.trace is None else Recorder()
         self._tell = tell
 
     def tell(self, kind: Kind, text: str = "", error: str = "") -> None:
@@ -71,7 +73,9 @@ class Member:
         np.save(self.work / f"{name}-{self.rank}.npy", array)
 
     def leave(self, result: object) -> None:
-        """Leave the result as ``<role>-<rank>.json``."""
+        """Leave the result as ``<role>-<rank>.json``, and what was traced beside it."""
+        if isinstance(self.observer, Recorder):
+            (self.work / f"trace-{self.role}-{self.rank}.json").write_bytes(msgspec.json.encode(self.observer.spans))
         (self.work / f"{self.role}-{self.rank}.json").write_bytes(msgspec.json.encode(result))
 
 

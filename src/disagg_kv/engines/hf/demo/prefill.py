@@ -56,6 +56,8 @@ def run(member: Member, store: Store) -> None:
                 for start in range(cached, len(prompt), config.chunk_tokens):
                     stop = min(start + config.chunk_tokens, len(prompt))
                     step = endpoint.step({delivery.room: (stop, [table])})
+                    # What is made wrong on purpose is made so after the pass: no layer may have left by then.
+                    cache.layer_ready = step.layer_ready if config.inject is None else None
                     token = stage.forward(f"prefill {request} {start}", prompt[start:stop], cache)
                     if config.inject == "swap-heads":
                         swap_heads(member, pool, table, start, stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import shutil
@@ -20,6 +21,7 @@ from .... import errors
 from ....channels import Keys
 from ....errors import ConfigurationError, DeadlineError, PeerLostError
 from ....strategies import strategy
+from ....trace import Span, chrome_trace
 from ....transports import transport
 from ..optional import require_transformers
 from .check import check
@@ -66,9 +68,18 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
             _listen(config, launchers, work, told, started + config.timeout_s)
         checking = now()
         results = Results.read(work, config)
+        if config.trace is not None:
+            Path(config.trace).write_text(json.dumps(chrome_trace(_traces(work, config))))
         pools = [rank.pool for rank in results.decode]
         checked = check(work, config.lengths(config.turns - 1), config.prefills, pools)
         return assemble(config, results, checked, started, now() - checking)
+
+
+def _traces(work: Path, config: DemoConfig) -> dict[str, list[Span]]:
+    """The spans of every endpoint; on one host all of them use one clock."""
+    ends = [(role, rank) for role, rank, _ in config.members if role != "reference"]
+    read = {f"{role} {rank}": (work / f"trace-{role}-{rank}.json").read_bytes() for role, rank in ends}
+    return {name: msgspec.json.decode(of, type=list[Span]) for name, of in read.items()}
 
 
 def _check_transport(config: DemoConfig) -> None:

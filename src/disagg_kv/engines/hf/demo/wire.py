@@ -16,6 +16,7 @@ from ....ids import RoomId
 from ....memory import PagedPool
 from ....protocol import Phase
 from ....rendezvous import Source, StoreRendezvous
+from ....strategies import LayerPipelined, Schedule, strategy
 from ....transports import Transport, transport
 from .config import LOOPBACK, DemoConfig, Kind
 from .member import Member
@@ -63,6 +64,8 @@ def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, Pag
         rank=member.rank,
         shards=shards_of(config, member.role),
         strategy=config.strategy,
+        schedule=_schedule(config),
+        observer=member.observer,
     )
     try:
         yield endpoint, pool
@@ -86,12 +89,19 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
         rank=member.rank,
         shards=shards_of(config, member.role),
         strategy=config.strategy,
+        observer=member.observer,
     )
     try:
         yield endpoint, pool
         member.meet(store)
     finally:
         endpoint.close()
+
+
+def _schedule(config: DemoConfig) -> Schedule | None:
+    """Prompts of a demo are too short for the schedule's own rules: the size of its groups is given."""
+    layered = strategy(config.strategy).schedule == LayerPipelined().name
+    return LayerPipelined(fixed=config.layer_group) if layered else None
 
 
 def released(
