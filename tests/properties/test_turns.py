@@ -1,0 +1,146 @@
+"""Conversations over real endpoints: prefix caches that are too small, ranks that agree, rooms that fail half way."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import define
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore  # torch.distributed does not export it to type checkers
+
+from disagg_kv.geometry import CacheSpec, PageTable
+from disagg_kv.ids import Rank, RoomId
+from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
+from disagg_kv.protocol import Phase
+from disagg_kv.rendezvous import Source, StoreMinimum
+from tests.support.rig import KV, Memory, Rig, Truth, put, tp_shards
+
+SPEC = CacheSpec.kv(2, 2, 4, "float16")
+PAGE, PAGES, MOST = 4, 24, 60
+SYSTEM = 16
+"""Rows that all conversations begin with."""
+
+
+@define
+class Conversation:
+    """What is said in it, and the bytes that belong to it."""
+
+    tokens: list[int]
+    truth: Truth
+    rows: int = 0
+
+
+@define
+class Decode:
+    """A decode rank's own prefix cache."""
+
+    cache: PrefixCache
+    minimum: StoreMinimum
+
+
+def conversations(rig: Rig, count: int) -> list[Conversation]:
+    """Equal at the beginning, in tokens and bytes, and different after it."""
+    first = rig.truth(MOST)
+    made = []
+    for number in range(count):
+        own = rig.truth(MOST)
+        truth = {cell: np.concatenate([first[cell][:SYSTEM], own[cell][SYSTEM:]]) for cell in first}
+        made.append(Conversation([*range(SYSTEM), *(1000 * (number + 1) + row for row in range(SYSTEM, MOST))], truth))
+    return made
+
+
+def right(rig: Rig, rank: int, table: PageTable, talk: Conversation) -> bool:
+    """Whether the rows of a table in a decode rank's pool are the conversation's, by plain indexing."""
+    pool, rows = rig.decodes[rank].pool, np.arange(talk.rows)
+    return all(
+        np.array_equal(
+            pool.view(number)[table.pages[rows // PAGE], rows % PAGE],
+            talk.truth[plane.layer, plane.component][rows, rank : rank + 1],
+        )
+        for number, plane in enumerate(pool.site.planes)
+    )
+
+
+@settings(max_examples=20)
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 15), st.sampled_from([None, None, 0, 3, 9])),
+        min_size=1,
+        max_size=14,
+    ),
+    forget=st.lists(st.tuples(st.integers(0, 13), st.integers(0, 1), st.integers(1, 20)), max_size=4),
+    schedule=st.sampled_from(["per_chunk", "layer_pipelined"]),
+)
+def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
+    turns: list[tuple[int, int, int | None]], forget: list[tuple[int, int, int]], schedule: str
+) -> None:
+    """C1 to C4: ranks that evict unalike agree; after a failure nothing is held; what is held is always right.
+
+    Each turn adds tokens to a conversation; some rooms are aborted after so many turns of the endpoints; and one rank
+    alone loses pages now and then.
+    """
+    rig = Rig(SPEC)
+    strategy = f"staged+{schedule}+incremental"
+    rig.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=3, pages=40), strategy=strategy)
+    rig.decode(tp_shards(SPEC, 2), memory=Memory(page_size=PAGE, pages=PAGES), strategy=strategy)
+    store = HashStore()
+    ranks = [
+        Decode(
+            PrefixCache(
+                HashPrefixIndex(PAGE, PAGES, namespace_of(SPEC)),
+                PageAllocator(range(PAGES)),
+                rig.decodes[rank].pool.site,
+            ),
+            StoreMinimum(store, "D", Rank(rank), 2),
+        )
+        for rank in range(2)
+    ]
+    talks = conversations(rig, 4)
+    for number, (who, more, abort) in enumerate(turns):
+        for at, one, pages in forget:
+            if at == number:
+                ranks[one].cache.pages.give(ranks[one].cache.index.evict(pages))
+        talk = talks[who]
+        talk.rows = min(max(talk.rows, SYSTEM) + more, MOST)
+        one_turn(rig, ranks, talk, number, abort)
+        for decode in ranks:
+            decode.cache.index.check_integrity()
+            assert decode.cache.index.evictable == len(decode.cache.index)
+            assert decode.cache.pages.free + len(decode.cache.index) == PAGES
+    assert store.num_keys() == 0
+
+
+def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abort: int | None) -> None:
+    """Match, agree, expect, send; then either every byte of the prompt is right on every rank, or nothing was kept."""
+    prompt, room = talk.tokens[: talk.rows], RoomId(f"room {number}".encode())
+    claims = [rank.cache.claim(prompt) for rank in ranks]
+    for rank, claim in zip(ranks, claims, strict=True):
+        rank.minimum.say(str(number), claim.rows)
+    agreed = [rank.minimum.agreed(str(number)) for rank in ranks]
+    known = [len(rank.cache.index) for rank in ranks]
+    assert agreed == [min(claim.rows for claim in claims)] * 2
+    tables = [claim.begin(agreed[0]) for claim in claims]
+    receives = [m.endpoint.open(room, Source("P")) for m in rig.decodes]
+    for receive, claim, table in zip(receives, claims, tables, strict=True):
+        receive.expect(talk.rows, [table], held={KV: claim.rows})
+    (prefill,) = rig.prefills
+    send, pages = prefill.endpoint.open(room), prefill.take(talk.rows)
+    for pool in (prefill.pool, prefill.want):
+        put(pool, pages, 0, talk.rows, talk.truth)
+    send.send_chunk(talk.rows, [pages])
+    send.finish(talk.rows)
+    if abort is not None:
+        for _ in range(abort):
+            rig.turn()
+        receives[number % 2].abort("at random")
+    rig.until(lambda: send.released and all(r.released for r in receives), "the room")
+    prefill.give(pages)
+    assert len({receive.phase for receive in receives}) == 1
+    for number, (claim, receive) in enumerate(zip(claims, receives, strict=True)):
+        assert claim.settle(receive)
+        if receive.phase is Phase.DONE:
+            assert claim.rows == talk.rows // PAGE * PAGE
+            assert right(rig, number, claim.table, talk)
+            claim.end()
+        else:
+            assert len(ranks[number].cache.index) <= known[number], "something entered the index after a failure"
