@@ -102,6 +102,17 @@ def test_real_libraries_carry_the_demo(capsys: pytest.CaptureFixture[str], trans
     assert (found["transport"], found["prefill_tp"], found["decode_tp"]) == (transport, *tp)
 
 
+@pytest.mark.parametrize(
+    "transport", [pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
+)
+def test_real_libraries_carry_states_from_pipeline_stages(capsys: pytest.CaptureFixture[str], transport: str) -> None:
+    """A12, B7: two stages of prefill, each with its own layers and states, to two decode ranks."""
+    hybrid = ["--model", "hybrid", "--layers", "4", "--prefill-pp", "2", "--decode-tp", "2"]
+    assert run(["demo", *SMALL, *hybrid, "--transport", transport, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["wrong_bytes"], found["stray_bytes"]) == (True, 0, 0)
+
+
 def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     """The negative control, with both heads on one rank."""
     assert run(["demo", *SMALL, "--inject", "swap-heads"]) == 1

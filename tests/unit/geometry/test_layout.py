@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, Site, shard
+from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Site, shard
 from disagg_kv.ids import GroupId, LayerId
 
 KV = GroupId("kv")
@@ -97,3 +97,25 @@ def test_strides_of_axes_with_one_cell_do_not_matter() -> None:
     spec = CacheSpec.mla(1, 3, "int8")
     plane = Plane(LayerId(0), "latent", KV, 0, 0, 12, 3, 1)
     Site(spec, shard(spec), [GROUP], [plane], [120]).check()
+
+
+STATES = CacheSpec.uniform(1, [Component("k", "int8", 2, 3), Component("ssm", "int8", 2, 3, 0, rows=4)])
+
+
+def _hybrid(group: GroupId, rows: int) -> Site:
+    """A plane of tokens, and one of states in ``group``, whose slots have ``rows`` rows."""
+    planes = [Plane(LayerId(0), "k", KV, 0, 0, 24, 6, 3), Plane(LayerId(0), "ssm", group, 1, 0, 24, 6, 3)]
+    return Site(STATES, shard(STATES), [GROUP, Group(GroupId("state"), rows, 5)], planes, [240, 240])
+
+
+def test_states_lie_in_slots_of_a_group_of_their_own() -> None:
+    """B7: a slot may have more rows than a state needs, never fewer; a page of tokens is no slot."""
+    site = _hybrid(GroupId("state"), 6)
+    site.check()
+    assert site.state_groups == {"state"}
+    assert site.token_groups == (GROUP,)
+    assert [site.page_rows(plane) for plane in site.planes] == [4, 4]
+    with pytest.raises(GeometryError, match="layer 0, 'ssm': a state of 4 rows in slots of 3"):
+        _hybrid(GroupId("state"), 3).check()
+    with pytest.raises(GeometryError, match=r"group 'kv' has pages of tokens \('k'\) and of states"):
+        _hybrid(KV, 6).check()

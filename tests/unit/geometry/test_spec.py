@@ -53,6 +53,7 @@ def test_digests_are_equal_exactly_for_equal_specs() -> None:
         ({"rows": 2}, "a state has rows"),
         ({"tokens_per_row": -1}, "a state has rows"),
         ({"window": 0}, "window 0 must be at least 1"),
+        ({"tokens_per_row": 0, "rows": 1, "window": 4}, "a state has no tokens"),
         ({"tile_rows": 0}, "positive sizes"),
     ],
 )

@@ -193,6 +193,37 @@ def test_what_is_not_moved_yet_is_refused_by_name(fused: bool) -> None:
         PagedPool.from_tensors(spec, shard(spec), {LayerId(0): {"c4": torch.zeros(1, 1, 2, 16)}})
 
 
+HYBRID = CacheSpec.uniform(2, [*GQA.layers[LayerId(0)], Component("ssm", "float32", 2, 32, tokens_per_row=0, rows=3)])
+
+
+def test_states_of_an_engine_s_tensors_are_adopted_in_place() -> None:
+    """B7: slots for pages, the state's own rows; both groups by their names, and nothing is copied."""
+    tensors = _tensors()
+    for layer in LAYERS:
+        tensors[layer]["ssm"] = torch.zeros(5, 3, 2, 8)
+    pool = PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors)
+    assert [(g.id, g.rows_per_page, g.pages) for g in pool.site.groups] == [("kv", 4, 3), ("state", 3, 5)]
+    number = next(i for i, p in enumerate(pool.site.planes) if (p.layer, p.component) == (1, "ssm"))
+    assert pool.view(number).shape == (5, 3, 2, 32)
+    pool.view(number)[4, 2, 1] = 1
+    assert tensors[LayerId(1)]["ssm"][4, 2, 1].view(torch.uint8).eq(1).all()
+    tensors[LayerId(0)]["ssm"] = torch.zeros(5, 2, 2, 8)
+    with pytest.raises(
+        GeometryError, match=r"layer 0, 'ssm': a tensor of shape \(5, 2, 2, 8\), but the state has 3 rows"
+    ):
+        PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_pool_of_its_own_has_slots_beside_pages(fused: bool) -> None:
+    """B7: as many as it is told; a cache with states and no slots is refused."""
+    pool = PagedPool.allocate(HYBRID, shard(HYBRID, tp=2), pages=3, page_size=4, state_slots=5, fused=fused)
+    assert [(g.id, g.rows_per_page, g.pages) for g in pool.site.groups] == [("kv", 4, 3), ("state", 3, 5)]
+    assert [pool.view(i).shape[:3] for i in range(3)] == [(3, 4, 2), (3, 4, 2), (5, 3, 1)]
+    with pytest.raises(GeometryError, match="group 'state': 0 pages of 3 rows"):
+        PagedPool.allocate(HYBRID, shard(HYBRID), pages=3, page_size=4, fused=fused)
+
+
 def test_an_unknown_layout_is_refused() -> None:
     wrong = cast("Layout", "DHN")
     with pytest.raises(GeometryError, match="'DHN'; known: HND, NHD"):
