@@ -120,6 +120,13 @@ def simulate(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """The simulator against planted bugs, each until a seed finds it: red if one survives 10,000 of them."""
+    enter_cpu(session)
+    cpu(session, "python", "-m", "tests.mutants", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def properties(session: nox.Session) -> None:
     """The hypothesis properties; HYPOTHESIS_PROFILE=nightly searches longer."""
     enter_cpu(session)

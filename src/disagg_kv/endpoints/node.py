@@ -185,7 +185,7 @@ class Node:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
         self.now = self.clock()
         busy = self._guard(self._progress) is not False
-        wait = 0.0 if busy or self._commands else self._wait(timeout_s)
+        wait = 0.0 if busy or self._commands or not timeout_s else self._wait(timeout_s)
         arrived = self._arrived(wait)
         self.now = self.clock()
         for event in arrived:

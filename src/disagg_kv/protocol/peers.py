@@ -351,13 +351,13 @@ class PeerTable:
                     self._note_absent(peer.hello.address)
                     out.append(Forget(peer.hello.address))
                 continue
-            where = f"peer {epoch.hex()[:8]} at {peer.hello.address}"
             if now - peer.heard >= o.silence_s:
                 peer.lost = True
-                out.append(Lost(epoch, PeerLostError(f"{where}: silent for {now - peer.heard:.1f} s")))
+                out.append(Lost(epoch, PeerLostError(f"{_where(peer)}: silent for {now - peer.heard:.1f} s")))
             elif peer.closed is not None and now - peer.closed >= o.closed_s:
                 peer.lost = True
-                out.append(Lost(epoch, PeerLostError(f"{where}: its connection broke {now - peer.closed:.1f} s ago")))
+                error = PeerLostError(f"{_where(peer)}: its connection broke {now - peer.closed:.1f} s ago")
+                out.append(Lost(epoch, error))
             elif beat and self.lively(epoch, now):
                 out.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch)))
             elif beat:
@@ -377,3 +377,7 @@ class PeerTable:
     def next_at(self) -> float:
         """When a tick is due."""
         return min([self._beat_at, *(d.next_at for d in self._dials.values())])
+
+
+def _where(peer: _Peer) -> str:
+    return f"peer {peer.hello.src.hex()[:8]} at {peer.hello.address}"

@@ -15,7 +15,7 @@ from disagg_kv.testing.sim import EVERY, FaultClass, Scenario, Summary, simulate
 from disagg_kv.testing.sim.fault import named
 from disagg_kv.testing.sim.report import MARKS, UNREACHED
 
-SEEDS = 240
+SEEDS = 120
 DIGEST = "from disagg_kv.testing.sim import simulate; print(*(simulate(s).digest for s in range(12)))"
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
 from ...endpoints.decode import DecodeRole
+from ...endpoints.delivery import DeliveryHandle
 from ...errors import (
     AbortedError,
     CapacityError,
@@ -16,7 +17,7 @@ from ...errors import (
     TransportError,
 )
 from ...protocol import Phase
-from .fault import FaultClass
+from .fault import FaultClass, survives
 from .workload import Entry
 
 if TYPE_CHECKING:
@@ -64,13 +65,31 @@ class Checks:
 
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world
-        if not world.scenario.faults:
-            self._fail("I4", f"{entry.room.name(entry)}: failed although nothing went wrong: {error}")
+        if survives(world.scenario.faults):
+            self._fail("I4", f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}")
+        if isinstance(error, DeadlineError):
+            self._noticed(entry)
         if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
             return
         injected = isinstance(error, DisaggKVError) and "the kernel failed" in str(error)
         if not isinstance(error, HONEST) and not injected:
             self._fail("I7", f"{entry.room.name(entry)}: failed for what no honest peer does: {error!r}")
+
+    def _noticed(self, entry: Entry) -> None:
+        """I4: who has lost its only peer is told so by its silence, long before the deadline."""
+        world = self._world
+        others = entry.room.decode if entry in entry.room.prefill else entry.room.prefill
+        peer = others[0].node
+        died = peer.frozen_at if peer.died_at is None else peer.died_at
+        if len(others) > 1 or died is None or not self._met(entry):
+            return
+        took = world.now - max(died, entry.opened)
+        if took > world.scenario.options.silence_s + 2 * SLACK_S + entry.node.stood_still:
+            self._fail("I4", f"{entry.room.name(entry)}: did not notice in {took:.3f} s that its peer is gone")
+
+    def _met(self, entry: Entry) -> bool:
+        """Whether a prefill rank has heard of the room from decode; it looks for nobody itself."""
+        return not isinstance(entry.handle, DeliveryHandle) or entry.handle.held is not None
 
     def _bytes(self, entry: Entry) -> None:
         """I2: every page of the room holds exactly its rows."""
@@ -162,6 +181,9 @@ class Checks:
             self.untouched(node)
             if not node.memory.check_pages() or len(node.memory.free) != len(node.memory.owners):
                 self._fail("I3", f"{node.address}: {len(node.memory.free)} of {len(node.memory.owners)} pages are free")
+            ghosts = [t.node.address for t in node.transport.linked() if t.node.confirmed and not t.alive]
+            if ghosts and world.scenario.drain_s is not None:
+                self._fail("I3", f"{node.address}: still connected to processes that have ended: {ghosts}")
             endpoint, agreement = node.endpoint, node.node.agreement
             left: dict[str, object] = {"agreement": agreement.undecided, "commands": len(node.node._commands)}
             if isinstance(endpoint, DecodeEndpoint):

@@ -141,6 +141,9 @@ class SimTransport:
                 writes.nbytes.tolist(), strict=True,
             )
         ]  # fmt: skip
+        if self._world.faulty and self._world.chance(FaultClass.REFUSED):
+            self._world.hit(FaultClass.REFUSED)
+            raise TransportError("sim: the write was not taken", retryable=self._world.random.random() < 0.7)
         self._serial += 1
         ticket = Ticket(self._serial)
         self._world.dma.begin(self, there, ticket, ranges)
@@ -162,6 +165,10 @@ class SimTransport:
     def knows(self, peer: Peer) -> bool:
         """Whether it is connected to a peer."""
         return peer in self._peers
+
+    def linked(self) -> Sequence[SimTransport]:
+        """The other ends of its connections."""
+        return tuple(self._peers.values())
 
     @property
     def links(self) -> int:

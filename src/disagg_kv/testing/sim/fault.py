@@ -58,6 +58,12 @@ EVERY = frozenset(FaultClass)
 CALM = 0.12
 """Share of seeds in which nothing fails at all: every request must succeed there."""
 
+LOSSY = 0.1
+"""Share of seeds in which frames get lost, and nothing worse: requests are late there, but all of them succeed."""
+
+SURVIVED = (FaultClass.DROP, FaultClass.DUPLICATE, FaultClass.REORDER, FaultClass.STALE, FaultClass.TRUNCATED)
+"""What a repeated frame makes good, at the lowest rate of each."""
+
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.DROP: (0.01, 0.05, 0.2),
     FaultClass.DUPLICATE: (0.02, 0.1, 0.4),
@@ -90,5 +96,12 @@ def swarm(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass
     """
     if rng.random() < CALM:
         return {}
+    if rng.random() < LOSSY:
+        return {f: _RATES[f][0] for f in SURVIVED if f in allowed and rng.random() < 0.6}
     share = rng.choice((0.08, 0.2, 0.5))
     return {f: rng.choice(_RATES.get(f, (1.0,))) for f in FaultClass if f in allowed and rng.random() < share}
+
+
+def survives(faults: Mapping[FaultClass, float]) -> bool:
+    """Whether every request must succeed although these faults happen."""
+    return all(f in SURVIVED and rate == _RATES[f][0] for f, rate in faults.items())

@@ -156,6 +156,10 @@ class SimNode:
         self.epoch = Epoch(b"%b%04d%02d%08d" % (side[:2].encode(), index, life % 100, world.scenario.seed % 10**8))
         self.alive = True
         self.paused = False
+        self.died_at: float | None = None
+        self.confirmed = False
+        self.frozen_at: float | None = None
+        self.stood_still = 0.0
         self.touched = False
         self.leased: set[tuple[RoomKey, int]] = set()
         self.offset = 0.0
@@ -260,6 +264,7 @@ class SimNode:
     def end(self) -> None:
         """The process ends without a word."""
         self.alive = False
+        self.died_at = self.world.now
         self.channel.close()
         self.world.dma.died(self.transport)
         self.world.network.closed(self)

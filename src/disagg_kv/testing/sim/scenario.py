@@ -12,7 +12,7 @@ from ...ids import RoomId
 from ...memory import PagedPool
 from ...memory.paged import Layout
 from ...protocol import Options
-from .fault import FaultClass, swarm
+from .fault import FaultClass, survives, swarm
 
 AUX_BYTES = 8
 
@@ -242,16 +242,18 @@ def _requests(
                 steps=rng.random() < 0.4,
                 abort_decode=_drawn(rng, faults, FaultClass.ABORT),
                 abort_prefill=_drawn(rng, faults, FaultClass.ABORT),
-                withdraw=_drawn(rng, faults, FaultClass.WITHDRAW),
-                total_s=rng.choice((1.0, 4.0, 4.0, 4.0)) if faults else 4.0,
+                withdraw=_drawn(rng, faults, FaultClass.WITHDRAW, (8, 16, 60)),
+                total_s=4.0 if survives(faults) else rng.choice((1.0, 4.0, 4.0, 4.0)),
             )
         )
     return tuple(requests)
 
 
-def _drawn(rng: random.Random, faults: dict[FaultClass, float], fault: FaultClass) -> float | None:
+def _drawn(
+    rng: random.Random, faults: dict[FaultClass, float], fault: FaultClass, within: tuple[int, ...] = (10, 30, 200)
+) -> float | None:
     rate = faults.get(fault, 0.0)
-    return _ms(rng, rng.choice((10, 30, 200))) if rate and rng.random() < rate else None
+    return _ms(rng, rng.choice(within)) if rate and rng.random() < rate else None
 
 
 def _ms(rng: random.Random, most: int) -> float:

@@ -270,7 +270,7 @@ class Room:
             entry.pulling = None
             return
         if not fired.query():
-            self._again(partial(self._pulled, entry))
+            self.world.later(0.002, partial(self._pulled, entry))
             return
         entry.pulling = None
         entry.node.memory.give(entry.pages)

@@ -30,7 +30,7 @@ TICK_S = 0.02
 """A process that did something is looked at again after this; then it says itself when."""
 
 SETTLE_S = 12.0
-"""I4: after the faults stop, everything comes to rest within this, by the world's clock."""
+"""I4: after the faults stop and the last room began, everything comes to rest within this, by the world's clock."""
 
 UNHEARD = (
     FaultClass.PARTITION, FaultClass.CLOG, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH,
@@ -67,6 +67,8 @@ class World:
         self.events = 0
         self.healed = False
         self.stood_still = 0.0
+        self.known_at = 0.0
+        self.bound = scenario.faults_until + SETTLE_S
         self.hits: Counter[FaultClass] = Counter()
         self.marks: set[str] = set()
         self.violations: list[Violation] = []
@@ -253,6 +255,8 @@ class World:
     def _confirm(self, dead: SimNode) -> None:
         """The operator saw a process end."""
         self.mark("release:confirmed")
+        dead.confirmed = True
+        self.known_at = max(self.known_at, self.now + (self.scenario.drain_s or 0.0) + 0.01)
         for node in self.nodes:
             node.endpoint.confirm_terminated(dead.epoch)
             self.later((self.scenario.drain_s or 0.0) + 0.002, partial(self.touch, node))
@@ -271,13 +275,16 @@ class World:
         if self.healed or node is None or node.paused:
             return
         self.hit(FaultClass.PAUSE)
-        seconds = self.random.choice((0.03, 0.3, 1.2, 2.6))
+        seconds = self.random.choice((0.03, 0.3, 1.2, 2.6, 4.5))
         self.stood_still += seconds
+        node.stood_still += seconds
         node.paused = True
+        node.frozen_at = self.now
         self.later(seconds, partial(self._resume, node))
 
     def _resume(self, node: SimNode) -> None:
         node.paused = False
+        node.frozen_at = None
         self.touch(node)
 
     def _jump(self) -> None:
@@ -306,6 +313,7 @@ class World:
                 self._waiting.remove(plan)
                 if any(room.plan.room == plan.room for room in self.rooms):
                     self.mark("room:id used again")
+                self.bound = max(self.bound, self.now + SETTLE_S)
                 self.rooms.append(Room(self, len(self.rooms) + 1, plan))
                 return
         if self._waiting:
@@ -316,20 +324,18 @@ class World:
     def run(self) -> None:
         """Until everything is at rest, a rule does not hold, or it takes too long."""
         heap = self._heap
-        bound = self.scenario.faults_until + SETTLE_S
         self._turns()
         while not self.violations:
             if self._nothing_to_do():
-                if self.healed and not self.dma.live:
+                if self.healed and not self.dma.live and self.now >= self.known_at:
                     break
                 self._heal()
-            until = heap[0][0] if heap else bound
+            until = heap[0][0] if heap else self.bound
             if not self.healed and until >= self.scenario.faults_until:
                 self.now = max(self.now, self.scenario.faults_until)
                 self._heal()
-                bound = self.now + SETTLE_S
                 continue
-            if until > bound or self.events > EVENTS:
+            if until > self.bound or self.events > EVENTS:
                 break
             self.now = until
             while heap and heap[0][0] <= until:
@@ -353,8 +359,7 @@ class World:
         self.network.heal()
         self.dma.fence()
         for node in self.dead:
-            self._confirm(node)
-        self._turns()
+            self.later(self.random.choice((0.0, 3.0)), partial(self._confirm, node))
 
     def _turns(self) -> None:
         while self._dirty and not self.violations:
@@ -366,9 +371,13 @@ class World:
     def _turn(self, node: SimNode) -> None:
         """One process takes in what there is and acts; then every rule is looked at."""
         arrived = bool(node.channel.inbox)
-        node.turn()
-        if arrived and node.busy:
+        try:
             node.turn()
+            if arrived and node.busy:
+                node.turn()
+        except Exception as exc:
+            self.violation("I7", f"{node.address}: an error that would have ended the endpoint's thread: {exc!r}")
+            return
         for handle in node.endpoint.poll():
             entry = self.entries.get(id(handle))
             if entry is not None:

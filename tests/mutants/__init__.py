@@ -1,0 +1,1 @@
+"""Planted bugs that the simulator must find: each is a line of the library, changed while it runs."""

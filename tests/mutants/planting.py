@@ -1,0 +1,56 @@
+"""Changing a line of a function for the time of a ``with`` block."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+from attrs import frozen
+
+
+@frozen
+class Mutant:
+    """A bug: ``old`` stands in the source of ``where`` exactly once and is replaced by ``new``.
+
+    Args:
+        name: what goes wrong, in words.
+        where: ``module:Class.method`` or ``module:function``; a property counts as a method.
+        item: which promise it breaks: E1 to E16 of the requirements, or I1 to I8 of the simulator.
+    """
+
+    name: str
+    item: str
+    where: str
+    old: str
+    new: str
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The library has the bug inside this block."""
+        module_name, _, path = self.where.partition(":")
+        module = importlib.import_module(f"disagg_kv.{module_name}")
+        *owners, last = path.split(".")
+        owner: object = module
+        for name in owners:
+            owner = getattr(owner, name)
+        found = vars(owner)[last]
+        function = found.fget if isinstance(found, property) else found
+        assert isinstance(function, FunctionType), self.where
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, (
+            f"{self.where} has changed: {self.old!r} is there {source.count(self.old)} times"
+        )
+        body = source.replace(self.old, self.new)
+        # The same future statements as the module has, or annotations would be evaluated.
+        scope: dict[str, object] = {}
+        code = compile(f"from __future__ import annotations\n{body}", inspect.getfile(function), "exec")
+        exec(code, module.__dict__, scope)
+        setattr(owner, last, scope[last])
+        try:
+            yield
+        finally:
+            setattr(owner, last, found)
