@@ -24,6 +24,7 @@ from ..kernels import Kernels
 from ..memory import PagedPool
 from ..protocol import Options, Phase
 from ..rendezvous import Source, StaticRendezvous
+from ..strategies import LayerPipelined, Schedule, strategy
 from ..transports import SupportsAllocate, Transport, between_processes, emulate
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, fill, page_ids, poison, wrong
@@ -93,6 +94,7 @@ class Moved:
         segments: segments that it sent or received.
         path: how they crossed.
         grants: prefill: seconds from asking for each segment's grant until it was there.
+        groups: prefill: into how many groups the layers were cut.
     """
 
     began: float
@@ -103,6 +105,7 @@ class Moved:
     segments: int
     path: str
     grants: tuple[float, ...] = ()
+    groups: int = 1
 
 
 class PrefillRank:
@@ -137,6 +140,7 @@ class PrefillRank:
                 slot_bytes=shape.slot_bytes,
                 slots=shape.slots,
                 options=Options(total_s=shape.timeout_s),
+                schedule=_schedule(shape, name),
                 **_how(name),
             )
             for name in shape.runs
@@ -284,6 +288,12 @@ def _how(name: str) -> _How:
     return {"strategy": "staged", "kernels": Still()} if name == WIRE else {"strategy": name}
 
 
+def _schedule(shape: TransferShape, name: str) -> Schedule | None:
+    """In place of the one that a run's name chooses."""
+    grouped = name != WIRE and strategy(name).schedule == LayerPipelined().name
+    return LayerPipelined(fixed=shape.group) if grouped and shape.group is not None else None
+
+
 class _Rank(Protocol):
     polls: bool
 
@@ -344,4 +354,4 @@ def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, 
     if handle.error is not None:
         raise handle.error
     r = handle.report
-    return Moved(began, ended, dict(r.seconds), r.nbytes, r.descriptors, r.segments, r.path, grants)
+    return Moved(began, ended, dict(r.seconds), r.nbytes, r.descriptors, r.segments, r.path, grants, max(1, r.groups))

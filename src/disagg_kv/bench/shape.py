@@ -36,6 +36,7 @@ class TransferShape:
             grants' round trip is over by then (A4).
         slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.
         ring_bytes: of each decode rank; None: the endpoint's own choice.
+        group: layers of a group where a schedule cuts them; None: as it chooses.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         repeats: measured transfers per strategy.
         timeout_s: what takes longer than this is a failure.
@@ -60,6 +61,7 @@ class TransferShape:
     slots: int = 8
     slot_bytes: int | None = None
     ring_bytes: int | None = None
+    group: int | None = None
     wire_bytes_per_s: float | None = None
     repeats: int = 20
     timeout_s: float = 120.0

@@ -152,6 +152,38 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
     return TransferReport(shape, nbytes, found, ceiling, ratio)
 
 
+@frozen
+class Turns:
+    """What was seen of one strategy.
+
+    Args:
+        totals: seconds of each repeat, from the first rank that began until the last decode rank had everything.
+        groups: into how many groups the last one cut the layers.
+    """
+
+    totals: tuple[float, ...]
+    groups: int
+
+
+def run_turns(shape: TransferShape) -> dict[str, Turns]:
+    """Check the bytes of every strategy, then measure all of them in turns, without a ceiling.
+
+    Raises:
+        As :func:`run_transfer`.
+    """
+    explanation = shape.explain()
+    runs: dict[str, Runs] = {name: [] for name in shape.strategies}
+    with started(shape, explanation) as (prefill, decode):
+        for repeat in range(shape.repeats + 1):
+            for name in shape.strategies:
+                runs[name].append(_transfer(prefill, decode, name, repeat))
+                if repeat == 0:
+                    _check(decode, name, explanation)
+        for name in shape.strategies:
+            _check(decode, name, explanation)
+    return {name: Turns(tuple(_totals(of[1:])), max(m.groups for m in of[-1][0])) for name, of in runs.items()}
+
+
 def _transfer(prefill: Ranks, decode: Ranks, strategy: str, number: int) -> tuple[list[Moved], list[Moved]]:
     room = f"{strategy[:32]} {number}".encode()
     decode.ask(type(None), "prepare", strategy, room)
@@ -189,12 +221,11 @@ def _bulk(prefill: Ranks) -> tuple[float, float]:
 
 
 def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Measured:
-    totals = [max(d.ended for d in decode) - min(p.began for p in prefill) for prefill, decode in runs]
     phases = {phase: _phase(runs, phase) for phase in PHASES}
     grants = [grant for prefill, _ in runs for rank in prefill for grant in rank.grants]
     phases["grant"] = Quantiles.of(grants or [0.0])
     wire = _phase(wire_runs, "wire")
-    phases["total"] = Quantiles.of(totals)
+    phases["total"] = Quantiles.of(_totals(runs))
     last = runs[-1][0]
     speed = nbytes / phases["total"].p50 / 1e9
     return Measured(
@@ -207,6 +238,10 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
         ceiling.wire.p50 / wire.p50,
         speed / ceiling.gb_per_s,
     )
+
+
+def _totals(runs: Runs) -> list[float]:
+    return [max(d.ended for d in decode) - min(p.began for p in prefill) for prefill, decode in runs]
 
 
 def _phase(runs: Runs, phase: str) -> Quantiles:

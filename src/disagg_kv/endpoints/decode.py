@@ -48,7 +48,18 @@ from ..protocol import (
     Verify,
     Vote,
 )
-from ..protocol.frames import Abort, AbortAck, ChunkReady, Complete, Done, Drained, DrainedAck, Landed, StagingRequest
+from ..protocol.frames import (
+    Abort,
+    AbortAck,
+    ChunkReady,
+    Complete,
+    Done,
+    Drained,
+    DrainedAck,
+    Landed,
+    StagingRequest,
+    WirePace,
+)
 from ..protocol.sending import room_head
 from ..protocol.wire import tables_to_wire
 from ..rendezvous import Source
@@ -137,6 +148,7 @@ class DecodeRole:
         self._rooms: dict[RoomKey, _Room] = {}
         self._instances: dict[Source, _Instance] = {}
         self._routes: dict[tuple[Epoch, ...], Routes] = {}
+        self._paces: dict[Epoch, WirePace] = {}
         self._scattering: list[_Scattering] = []
         self._pace = pace
         self._paced: deque[tuple[RoomKey, Scatter]] = deque()
@@ -227,7 +239,8 @@ class DecodeRole:
             if writers not in self._routes:
                 self._routes[writers] = Routes(ready[0].shards, self._pool.site)
             room.routes = self._routes[writers]
-            self._handle(room, Introduced(writers, room.routes.intake(room.key.room)))
+            pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
+            self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
 
     def _turn_away(self, room: _Room, remotes: Sequence[Remote], reason: str) -> None:
         """Tell whoever is there that nothing comes of the room; they would wait for their deadline."""
@@ -283,6 +296,7 @@ class DecodeRole:
         for room in self._with(lost.peer):
             self._handle(room, lost)
         self._queue.forget(lost.peer)
+        self._paces.pop(lost.peer, None)
         for writers in [w for w in self._routes if lost.peer in w]:
             del self._routes[writers]
 
@@ -304,6 +318,8 @@ class DecodeRole:
         if room is None:
             self._answer_ended(frame, epoch, key)
         elif epoch in room.machine.writers:
+            if isinstance(frame, Done) and frame.pace is not None:
+                self._paces[epoch] = frame.pace
             try:
                 self._handle(room, frame)
             except RemoteProtocolError as exc:

@@ -15,7 +15,7 @@ from ..ids import Epoch, Rank, RegionId, RoomId
 from ..memory import MemoryPool
 from ..planning import Batch, CostModel, Groups, Intake, LayerRun, Pace, RowRange, Segment, StagedLayout, Writes
 from ..protocol import FlowPlan, Transfer, Verify
-from ..protocol.frames import Expect
+from ..protocol.frames import Expect, WirePace
 from ..protocol.wire import tables_from_wire
 from ..strategies import PER_CHUNK, Job, Path, Schedule, Strategy, Tables
 from .choosing import Pair, choose_path
@@ -136,7 +136,8 @@ class Ways:
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
         way = Way(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
-        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, told)
+        pace = None if frame.pace is None else Pace(*frame.pace)
+        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, told, pace)
         plan = FlowPlan(
             me.rank,
             intake,
@@ -148,16 +149,25 @@ class Ways:
             pair.page_rows,
             path.name,
             grouping,
+            self._measured,
         )
         return way, plan
 
-    def _groups(self, intake: Intake, told: Told, run: range, start: int, stop: int, batch: Batch) -> Sequence[range]:
-        """How a run of layers is cut: equal on all ranks that hold it, so what only we measured must not count."""
-        alone = sum(run in intake.ranges(Rank(rank)) for rank in range(len(intake.parts))) == 1
+    def _measured(self) -> WirePace | None:
+        pace = self._pace()
+        return None if pace is None else (pace.layer_token_s, pace.bytes_per_s, pace.group_s)
+
+    def _groups(
+        self, intake: Intake, told: Told, pace: Pace | None, run: range, start: int, stop: int, batch: Batch
+    ) -> Sequence[range]:
+        """How a run of layers is cut: equal on all ranks that hold it, so they go by what decode has told all of them.
+
+        It tells what one of them measured, in its last room with this instance. A rank that is alone knows better.
+        """
+        if sum(run in intake.ranges(Rank(rank)) for rank in range(len(intake.parts))) == 1:
+            pace = self._pace()
         sizes = [nbytes for _, nbytes in intake.lease(Segment(start, stop, run.start, run.stop))[0].values()]
-        groups = self._schedule.groups(
-            LayerRun(len(run), stop - start, max(sizes, default=0), batch, self._pace() if alone else None)
-        )
+        groups = self._schedule.groups(LayerRun(len(run), stop - start, max(sizes, default=0), batch, pace))
         told(run, groups)
         return groups.cut(run)
 

@@ -12,7 +12,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .frames import Frame, WireTable
+from .frames import Frame, WirePace, WireTable
 from .verify import Verify
 
 
@@ -117,10 +117,11 @@ class Awaited:
 
 @frozen
 class Introduced:
-    """All prefill ranks are known; ``intake`` says what comes from each."""
+    """All prefill ranks are known; ``intake`` says what comes from each, ``pace`` how fast one of them last was."""
 
     writers: tuple[Epoch, ...]
     intake: Intake
+    pace: WirePace | None = None
 
 
 @frozen

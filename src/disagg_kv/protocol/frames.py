@@ -43,6 +43,11 @@ Text = Annotated[str, Meta(max_length=4096)]
 LayerSums = Annotated[bytes, Meta(max_length=1 << 19)]
 """A checksum of eight bytes for every layer of a segment."""
 
+WirePace = tuple[
+    Annotated[float, Meta(gt=0, le=1e9)], Annotated[float, Meta(ge=1, le=1e18)], Annotated[float, Meta(ge=0, le=1e9)]
+]
+"""A :class:`~disagg_kv.planning.Pace`: seconds per layer and token, bytes per second, seconds per group."""
+
 Box = tuple[U, U, U, U, bool]
 """A segment: start, stop, first, last, state."""
 
@@ -157,7 +162,7 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited.
 
     ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows; ``verify`` says how
-    much it wants compared.
+    much it wants compared. ``pace`` is what a prefill rank said last: all of them decide about layer groups by it.
     """
 
     start: U
@@ -166,6 +171,7 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     tables: Annotated[tuple[WireTable, ...], Few] | None
     tag: Annotated[bytes, Meta(max_length=256)]
     verify: Verify = "off"
+    pace: WirePace | None = None
 
 
 class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=4):
@@ -220,11 +226,15 @@ class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_u
 
 
 class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=10):
-    """Prefill -> decode: all my segments up to row ``stop`` are acknowledged; ``aux`` where this rank has any."""
+    """Prefill -> decode: all my segments up to row ``stop`` are acknowledged; ``aux`` where this rank has any.
+
+    ``pace`` is how fast I am, where that was measured.
+    """
 
     stop: U
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     tag: Annotated[bytes, Meta(max_length=256)]
+    pace: WirePace | None = None
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):

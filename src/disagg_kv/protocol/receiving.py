@@ -54,6 +54,7 @@ from .frames import (
     Returned,
     RoomFrame,
     StagingRequest,
+    WirePace,
     words,
 )
 from .machine import Machine, ours, overlap
@@ -88,6 +89,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._repeat = Repeater(options)
         self._awaited: Awaited | None = None
         self._intake: Intake | None = None
+        self._pace: WirePace | None = None
         self._writers: dict[Epoch, Writer] = {}
         self._parts: dict[Segment, Part] = {}
         self._claimed = {state: Coverage() for state in (False, True)}
@@ -142,6 +144,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_introduced(self, event: Introduced) -> None:
         self._intake = event.intake
+        self._pace = event.pace
         self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
         self._begin()
 
@@ -161,6 +164,7 @@ class ReceiveRoom(Machine[Receiving]):
                 tables=a.tables,
                 tag=a.tag,
                 verify=a.verify,
+                pace=self._pace,
             )
             self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 

@@ -42,6 +42,7 @@ from .frames import (
     Return,
     Returned,
     StagingRequest,
+    WirePace,
     words,
 )
 from .machine import Machine, ours
@@ -71,6 +72,7 @@ class FlowPlan:
         slot_bytes, lease_bytes, page_rows: see :meth:`~disagg_kv.planning.Intake.cut`.
         path: its name.
         groups: how the layers of some rows are grouped; None: all together.
+        pace: how fast we are, once all is sent.
     """
 
     rank: Rank
@@ -83,6 +85,7 @@ class FlowPlan:
     page_rows: int
     path: str = "staged"
     groups: Grouping | None = None
+    pace: Callable[[], WirePace | None] = lambda: None
 
 
 class _Step(Enum):
@@ -302,9 +305,10 @@ class Flow(Machine[Sending]):
     def _check_finished(self) -> None:
         if self._finished is None or self._parts or self.state is not Sending.MOVING:
             return
+        assert self.plan is not None
         f = self._finished
         self.state = Sending.FINISHED
-        done = Done(**self._head, stop=f.stop, aux=f.aux, tag=f.tag)
+        done = Done(**self._head, stop=f.stop, aux=f.aux, tag=f.tag, pace=self.plan.pace())
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
 
     def _on_complete(self, event: Complete) -> None:
