@@ -106,10 +106,16 @@ def unit(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def faults(session: nox.Session) -> None:
-    """Peers killed at random moments, 200 times over each transport; DISAGG_KV_KILLS changes the number."""
+    """Peers killed, 200 over each transport, then killed, frozen, restarted and aborted in rounds; a link that fails.
+
+    DISAGG_KV_KILLS and DISAGG_KV_ROUNDS change how often.
+    """
     enter_cpu(session)
     session.env["DISAGG_KV_KILLS"] = os.environ.get("DISAGG_KV_KILLS", "200")
-    pytest(session, "--timeout=3600", "-rP", "tests/unit/processes/test_real_transports.py")
+    session.env["DISAGG_KV_ROUNDS"] = os.environ.get("DISAGG_KV_ROUNDS", "5")
+    processes = Path("tests/unit/processes")
+    tests = (str(processes / "test_real_transports.py"), str(processes / "test_faults.py"), "tests/unit/hosts")
+    pytest(session, "--timeout=3600", "-rP", *tests)
 
 
 @nox.session(venv_backend="none")

@@ -67,6 +67,7 @@ class Knobs:
         pages: pages of the pool.
         slots: prefill: staging slots.
         bind: the channel's address; empty: one of its own.
+        drain_s: the transport's option of that name; None: its default.
     """
 
     path: str = "staged"
@@ -80,6 +81,7 @@ class Knobs:
     pages: int = PAGES
     slots: int = 8
     bind: str = ""
+    drain_s: float | None = None
 
 
 @frozen
@@ -154,7 +156,7 @@ class _Member:
         shards = [shard(SPEC, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         knobs = setup.knobs
         self._setup = setup
-        inner = transport(knobs.transport)
+        inner = transport(knobs.transport, **({} if knobs.drain_s is None else {"drain_s": knobs.drain_s}))
         self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)
         self._pool = PagedPool.allocate(
             SPEC,
@@ -270,6 +272,20 @@ class _Member:
             for plane, rows in enumerate(cells(room, tokens))
         )
 
+    def abort(self, room: bytes) -> None:
+        """Give a room up."""
+        self._rooms[room].abort("the test gives it up")
+
+    def knows(self, pid: int) -> int:
+        """How many endpoints of that process it is connected to."""
+        end = self._sender or self._receiver
+        assert end is not None
+        return sum(peer.pid == pid for peer in end.peers())
+
+    def rss(self) -> int:
+        """Bytes of memory that this process occupies."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
     def free(self, room: bytes) -> None:
         """Forget a room that is released; its pages are poisoned, and taken again last."""
         end = self._sender or self._receiver
@@ -367,9 +383,13 @@ class Node:
     @overload
     def ask(self, name: Literal["footprint"]) -> Footprint: ...
     @overload
-    def ask(self, name: Literal["wrong", "differing", "open_rooms", "quarantined", "held"], *args: object) -> int: ...
+    def ask(
+        self, name: Literal["wrong", "differing", "open_rooms", "quarantined", "held", "rss", "knows"], *args: object
+    ) -> int: ...
     @overload
-    def ask(self, name: Literal["begin", "send", "expect", "release", "free", "close"], *args: object) -> None: ...
+    def ask(
+        self, name: Literal["begin", "send", "expect", "release", "abort", "free", "close"], *args: object
+    ) -> None: ...
     def ask(self, name: str, *args: object) -> object:
         """Have the child do something."""
         self._pipe.send((name, args))
@@ -440,6 +460,12 @@ class Cluster:
             started.append(Node(Setup(role, instance, rank, ranks, place, self._store.port, knobs)))
         self._nodes += started
         return started
+
+    def again(self, node: Node) -> Node:
+        """A new process in the place of one that has ended, under its address."""
+        self._nodes.remove(node)
+        self._nodes.append(Node(node.setup))
+        return self._nodes[-1]
 
     def stop(self) -> None:
         """End every process; each must end by itself when told to."""
