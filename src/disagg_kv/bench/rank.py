@@ -22,7 +22,7 @@ from ..geometry import PageTable
 from ..ids import GroupId, RegionId, RoomId
 from ..kernels import Kernels
 from ..memory import PagedPool
-from ..protocol import Options, Phase
+from ..protocol import Options, Phase, Verify
 from ..rendezvous import Source, StaticRendezvous
 from ..strategies import LayerPipelined, Schedule, strategy
 from ..transports import SupportsAllocate, Transport, between_processes, emulate
@@ -141,7 +141,7 @@ class PrefillRank:
                 slots=shape.slots,
                 options=Options(total_s=shape.timeout_s),
                 schedule=_schedule(shape, name),
-                **_how(name),
+                **_how(shape, name),
             )
             for name in shape.runs
         }
@@ -234,7 +234,7 @@ class DecodeRank:
                 shards=shards,
                 ring_bytes=shape.ring_bytes,
                 options=Options(total_s=shape.timeout_s),
-                **_how(name),
+                **_how(shape, name),
             )
         plain = setup.plain
         self.polls = plain.caps.needs_target_polling
@@ -280,18 +280,23 @@ def _wire(setup: Setup) -> Transport:
 
 class _How(TypedDict, total=False):
     strategy: str
+    verify: Verify
     kernels: Kernels
 
 
-def _how(name: str) -> _How:
+def _how(shape: TransferShape, name: str) -> _How:
     """An endpoint's arguments for one of the shape's runs."""
-    return {"strategy": "staged", "kernels": Still()} if name == WIRE else {"strategy": name}
+    if name == WIRE:
+        return {"strategy": "staged", "kernels": Still()}
+    plain = {verified: of for of, verified in shape.verified.items()}
+    return {"strategy": plain[name], "verify": shape.verify} if name in plain else {"strategy": name}
 
 
 def _schedule(shape: TransferShape, name: str) -> Schedule | None:
     """In place of the one that a run's name chooses."""
-    grouped = name != WIRE and strategy(name).schedule == LayerPipelined().name
-    return LayerPipelined(fixed=shape.group) if grouped and shape.group is not None else None
+    if shape.group is None or name == WIRE or strategy(name).schedule != LayerPipelined().name:
+        return None
+    return LayerPipelined(fixed=shape.group)
 
 
 class _Rank(Protocol):

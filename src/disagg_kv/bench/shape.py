@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from attrs import frozen
@@ -10,6 +11,7 @@ from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, shard
 from ..memory import Layout
 from ..planning import Explanation, explain
+from ..protocol import Verify, check_verify
 from ..strategies import strategy
 
 Role = Literal["prefill", "decode"]
@@ -38,6 +40,7 @@ class TransferShape:
         ring_bytes: of each decode rank; None: the endpoint's own choice.
         group: layers of a group where a schedule cuts them; None: as it chooses.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
+        verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
         repeats: measured transfers per strategy.
         timeout_s: what takes longer than this is a failure.
     """
@@ -63,13 +66,20 @@ class TransferShape:
     ring_bytes: int | None = None
     group: int | None = None
     wire_bytes_per_s: float | None = None
+    verify: Verify = "off"
     repeats: int = 20
     timeout_s: float = 120.0
 
     @property
     def runs(self) -> tuple[str, ...]:
         """What each repeat moves, in this order."""
-        return (*self.strategies, WIRE) if "staged" in self.strategies else self.strategies
+        wire = (WIRE,) if "staged" in self.strategies else ()
+        return (*self.strategies, *self.verified.values(), *wire)
+
+    @property
+    def verified(self) -> Mapping[str, str]:
+        """Per strategy the name of its run with verification, where there is one."""
+        return {} if self.verify == "off" else {name: f"{name}, verify {self.verify}" for name in self.strategies}
 
     def ranks(self, role: Role) -> int:
         """How many there are."""
@@ -99,6 +109,7 @@ class TransferShape:
             raise ConfigurationError(f"strategies {list(self.strategies)}: name at least one, and each once")
         if self.repeats < 1 or self.timeout_s <= 0:
             raise ConfigurationError(f"{self.repeats} repeats in at most {self.timeout_s} s")
+        check_verify(self.verify)
         if not 0 <= self.compute_s < self.timeout_s:
             raise ConfigurationError(f"{self.compute_s} s of compute in at most {self.timeout_s} s")
         found = explain(

@@ -15,7 +15,7 @@ from .rank import Moved
 from .ranks import Ranks, started
 from .shape import WIRE, TransferShape
 
-PHASES = ("plan", "gather", "post", "wire", "scatter")
+PHASES = ("plan", "gather", "post", "wire", "scatter", "checksum")
 """Of an endpoint's report; ``grant`` and ``total`` are measured here."""
 
 
@@ -91,6 +91,7 @@ class TransferReport:
         strategies: by name.
         ceiling: what the transport itself can do.
         ratio_staged_over_slice: speed of ``staged`` over that of ``slice``, where both were measured.
+        verify_cost: per strategy the median total with verification over that without, where both were measured.
         machine: what it ran on.
     """
 
@@ -99,6 +100,7 @@ class TransferReport:
     strategies: Mapping[str, Measured]
     ceiling: Ceiling
     ratio_staged_over_slice: float | None
+    verify_cost: Mapping[str, float]
     machine: Machine = field(factory=Machine.here)
 
 
@@ -137,19 +139,23 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
             for name in shape.runs:
                 runs[name].append(_transfer(prefill, decode, name, repeat))
                 told(f"{name}: {repeat} of {shape.repeats}")
-        for name in shape.strategies:
+        for name in (*shape.strategies, *shape.verified.values()):
             _check(decode, name, explanation)
     nbytes = explanation.nbytes
     wire, total = (Quantiles.of(seconds) for seconds in zip(*plain, strict=True))
     ceiling = Ceiling(len(explanation.pairs), wire, total, nbytes / total.p50 / 1e9)
     found = {
         name: _measured(runs[name], runs[WIRE if name == "staged" else name], nbytes, ceiling)
-        for name in shape.strategies
+        for name in (*shape.strategies, *shape.verified.values())
     }
     ratio = None
     if {"staged", "slice"} <= found.keys():
         ratio = found["staged"].gb_per_s / found["slice"].gb_per_s
-    return TransferReport(shape, nbytes, found, ceiling, ratio)
+    cost = {
+        name: found[verified].phases["total"].p50 / found[name].phases["total"].p50
+        for name, verified in shape.verified.items()
+    }
+    return TransferReport(shape, nbytes, found, ceiling, ratio, cost)
 
 
 @frozen

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Order = Literal["NHD", "HND"]
 Device = Literal["cpu", "cuda"]
+Verify = Literal["off", "sampled", "full"]
 
 
 def register(app: typer.Typer) -> None:
@@ -59,6 +60,7 @@ def transfer(
     slots: Annotated[int, typer.Option(min=1, help="Staging slots of a prefill rank.")] = 8,
     slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of each.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
+    verify: Annotated[Verify, typer.Option(help="Measure each strategy once more with checksums.")] = "off",
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
     as_json: JsonFlag = False,
@@ -90,6 +92,7 @@ def transfer(
         slots=slots,
         slot_bytes=slot_mib and slot_mib << 20,
         ring_bytes=ring_mib and ring_mib << 20,
+        verify=verify,
         repeats=repeats,
         timeout_s=timeout,
     )
@@ -154,6 +157,8 @@ def _verdict(report: TransferReport) -> Text:
     line = "every byte was right"
     if report.ratio_staged_over_slice is not None:
         line += f"; staged is {report.ratio_staged_over_slice:.2f} times as fast as slice"
+    for name, cost in report.verify_cost.items():
+        line += f"; {name} takes {cost:.2f} times as long with verify {report.shape.verify}"
     return Text(f"OK: {line} ({report.machine.cpu}, {report.machine.cores} cores, commit {report.machine.commit})")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import attrs
 import typer
@@ -16,6 +16,9 @@ from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
     from ..engines.hf.demo import DemoConfig, Report
+
+
+Verify = Literal["off", "sampled", "full"]
 
 
 class Inject(StrEnum):
@@ -73,12 +76,13 @@ def demo(
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the model; both TP sizes divide it.")] = 8,
     inject: Annotated[
         Inject | None,
-        typer.Option(help="Make it wrong on purpose before it leaves: KV heads 0 and 1 change places; signs change."),
+        typer.Option(help="Make it wrong on purpose: KV heads 0 and 1 are gathered for each other; signs change."),
     ] = None,
     layer_group: Annotated[
         int, typer.Option(min=1, help="Layers that cross together, with the schedule layer_pipelined.")
     ] = 1,
     trace: Annotated[Path | None, typer.Option(help="Write what the endpoints did when, for ui.perfetto.dev.")] = None,
+    verify: Annotated[Verify, typer.Option(help="Compare what arrives with checksums.")] = "off",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until it gives up.")] = 300.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -113,6 +117,7 @@ def demo(
         inject=inject.value if inject else None,
         layer_group=layer_group,
         trace=None if trace is None else str(trace.resolve()),
+        verify=verify,
         timeout_s=timeout,
     )
     with progress() as bar:

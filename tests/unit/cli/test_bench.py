@@ -20,6 +20,7 @@ from disagg_kv.transports import InprocTransport, registry
 SHAPE = "--tokens 40 --layers 2 --kv-heads 4 --head-dim 16 --page-size 16 --repeats 3"
 SMALL = ["bench", "transfer", *SHAPE.split()]
 QUANTILES = {"p50", "p95"}
+PHASES = ["plan", "gather", "post", "wire", "scatter", "checksum"]
 
 
 class Careless(InprocTransport):
@@ -52,7 +53,7 @@ def test_strategies_stand_side_by_side_under_one_ceiling(transport: str, capsys:
     assert found["nbytes"] == 40 * 2 * 2 * 4 * 16 * 2
     assert list(found["strategies"]) == ["slice", "staged"]
     for name, measured in found["strategies"].items():
-        assert list(measured["phases"]) == ["plan", "gather", "post", "wire", "scatter", "grant", "total"]
+        assert list(measured["phases"]) == [*PHASES, "grant", "total"]
         assert all(of.keys() == QUANTILES and 0 <= of["p50"] <= of["p95"] for of in measured["phases"].values())
         assert measured["path"] == name
         assert measured["gb_per_s"] == pytest.approx(found["nbytes"] / measured["phases"]["total"]["p50"] / 1e9)
@@ -124,3 +125,14 @@ def test_nothing_is_left_behind(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     bench(capsys, "--strategies", "staged", "--prefill-tp", "2")
     assert os.listdir(tmp_path) == []
+
+
+def test_verification_is_measured_beside_the_same_without(capsys: pytest.CaptureFixture[str]) -> None:
+    """E15: the bytes of both are checked, and what checksums cost is said."""
+    found = bench(capsys, "--transport", "inproc", "--prefill-tp", "2", "--verify", "full", "--strategies", "staged")
+    assert list(found["strategies"]) == ["staged", "staged, verify full"]
+    plain, verified = (of["phases"] for of in found["strategies"].values())
+    assert plain["checksum"]["p95"] == 0 < verified["checksum"]["p50"]
+    assert found["verify_cost"] == {"staged": pytest.approx(verified["total"]["p50"] / plain["total"]["p50"])}
+    assert run([*SMALL, "--transport", "inproc", "--prefill-tp", "1", "--verify", "sampled"]) == 0
+    assert "slice takes" in " ".join(capsys.readouterr().out.split())

@@ -134,6 +134,17 @@ def test_a_hybrid_model_in_a_pipeline_and_its_negative_control(capsys: pytest.Ca
     assert (found["ok"], found["tokens_equal"], found["stray_bytes"]) == (False, False, 0)
 
 
+def test_what_gather_swaps_is_noticed_by_checksums_before_a_token_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """E15: between TP 2 and TP 1, whose parts no plain comparison of buffers could hold against each other."""
+    sizes = ["--prefill-tp", "2", "--verify", "full"]
+    assert run(["demo", *SMALL, *sizes, "--inject", "swap-heads", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["type"] == "IntegrityError"
+    assert "written by prefill rank 0 by path staged: the sum is" in " ".join(err.split())
+    assert run(["demo", *SMALL, *sizes, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["phases"]["checksum"] > 0
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -31,6 +31,8 @@ from disagg_kv.errors import ConfigurationError, UnknownNameError
         ({"model": "window", "prefill_pp": 4}, "prefill_pp 4 does not divide 2 times 2 layers"),
         ({"decode_pp": 0}, "decode_pp 0 does not divide 4 times 1 layers"),
         ({"turns": 2, "decode_pp": 2}, "turns 2: only the model 'llama' without a pipeline"),
+        ({"inject": "swap-heads", "strategy": "slice"}, "is a wrong gather: it needs path staged, not 'slice'"),
+        ({"verify": "some"}, "unknown verify 'some'"),
         ({"inject": "swap-heads", "kv_heads": 1, "prefill_tp": 1}, "needs 2 KV heads .*, not 1 and 32"),
     ],
 )

@@ -7,6 +7,8 @@ from typing import Literal
 from attrs import frozen
 
 from ....errors import ConfigurationError
+from ....protocol import Verify, check_verify
+from ....strategies import strategy
 
 Role = Literal["prefill", "decode", "reference"]
 Injection = Literal["swap-heads", "negate"]
@@ -47,11 +49,12 @@ class DemoConfig:
         kv_heads: KV heads of the model, which has twice as many query heads.
         head_dim: elements of one head.
         inject: what is made wrong on the prefill side, after the model has used it and before it is sent; prefill's own
-            cache, which is the reference for bytes, stays right. ``"swap-heads"``: the pages of KV heads 0 and 1 are
-            exchanged. ``"negate"``: what the architecture is shown for changes its sign: latents, states, or what a
-            window still sees.
+            cache, which is the reference for bytes, stays right. ``"swap-heads"``: KV heads 0 and 1 are exchanged in
+            what is gathered, which only path ``staged`` does; the pages stay right. ``"negate"``: what the architecture
+            is shown for changes its sign: latents, states, or what a window still sees.
         layer_group: layers that cross together, with the schedule ``layer_pipelined``.
         trace: a file for the endpoints' spans, which Perfetto reads.
+        verify: how much is compared with checksums.
         seed: of the model's weights and of the order of pages.
         timeout_s: seconds until the demo gives up.
     """
@@ -81,6 +84,7 @@ class DemoConfig:
     inject: Injection | None = None
     layer_group: int = 1
     trace: str | None = None
+    verify: Verify = "off"
     seed: int = 0
     timeout_s: float = 300.0
 
@@ -117,6 +121,11 @@ class DemoConfig:
         if (self.prefill_host == LOOPBACK) != (self.decode_host == LOOPBACK):
             raise ConfigurationError(
                 f"prefill_host {self.prefill_host!r} and decode_host {self.decode_host!r} cannot reach each other"
+            )
+        check_verify(self.verify)
+        if self.inject == "swap-heads" and strategy(self.strategy).path != "staged":
+            raise ConfigurationError(
+                f"inject {self.inject!r} is a wrong gather: it needs path staged, not {self.strategy!r}"
             )
         if self.inject is not None and (self.kv_heads < 2 or self.max_new_tokens < 2):
             raise ConfigurationError(

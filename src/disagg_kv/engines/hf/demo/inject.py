@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ....geometry import PageTable
-from ....memory import PagedPool
+from ....kernels import CpuKernels, Move
+from ....memory import Buffer, Event, MemoryPool, PagedPool
 from .member import Member
 
 
-def swap_heads(member: Member, pool: PagedPool, table: PageTable, start: int, stop: int) -> None:
-    """Exchange the KV heads 0 and 1 in the pages of the rows ``[start, stop)``, in every layer, K and V.
+class WrongGather(CpuKernels):
+    """Gathers from a second pool in which KV heads 0 and 1 have changed places; all else, checksums too, is right."""
 
-    Every rank of the group must call it. Heads of two ranks cross by broadcast; the model's own cache is left as it
-    is, so that only what is sent is wrong.
-    """
-    each = member.config.kv_heads // member.tp
-    owners = (divmod(0, each), divmod(1, each))
-    rows = np.arange(start, stop)
-    size = pool.site.groups[0].rows_per_page
-    where = (table.pages[rows // size], rows % size)
-    for number in range(len(pool.site.planes)):
-        view = pool.view(number)
-        heads = [_head(member, view, where, owner, local) for owner, local in owners]
-        for (owner, local), other in zip(owners, reversed(heads), strict=True):
-            if owner == member.tp_rank:
-                view[(*where, local)] = other.numpy()
+    name = "wrong"
+
+    def __init__(self) -> None:
+        self._other: PagedPool | None = None
+
+    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
+        """See :class:`~disagg_kv.kernels.Kernels`."""
+        super().gather(pool if self._other is None else self._other, moves, staging, after)
+
+    def swap_heads(self, member: Member, pool: PagedPool, table: PageTable, start: int, stop: int) -> None:
+        """Prepare the rows ``[start, stop)``, in every layer, K and V; ``pool`` is what the model wrote and stays.
+
+        Every rank of the group must call it, before it says that the rows are final. Heads of two ranks cross by
+        broadcast.
+        """
+        if self._other is None:
+            self._other = _like(pool)
+        each = member.config.kv_heads // member.tp
+        owners = (divmod(0, each), divmod(1, each))
+        rows = np.arange(start, stop)
+        size = pool.site.groups[0].rows_per_page
+        where = (table.pages[rows // size], rows % size)
+        for number in range(len(pool.site.planes)):
+            right, other = pool.view(number), self._other.view(number)
+            other[where] = right[where]
+            heads = [_head(member, right, where, owner, local) for owner, local in owners]
+            for (owner, local), head in zip(owners, reversed(heads), strict=True):
+                if owner == member.tp_rank:
+                    other[(*where, local)] = head.numpy()
+
+
+def _like(pool: PagedPool) -> PagedPool:
+    """A pool of the same geometry in memory of its own."""
+    site = pool.site
+    memories = [np.zeros(nbytes, np.uint8) for nbytes in site.buffers]
+    buffers = [Buffer(memory.ctypes.data, memory.nbytes, owner=memory) for memory in memories]
+    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, buffers)
 
 
 def _head(

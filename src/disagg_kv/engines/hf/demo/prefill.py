@@ -13,7 +13,7 @@ from ....geometry import PageTable
 from ....memory import PagedPool
 from .. import PageAllocator, PagedHFCache
 from . import wire
-from .inject import negate_rows, negate_states, swap_heads
+from .inject import WrongGather, negate_rows, negate_states
 from .lifetime import now
 from .member import Member
 from .model import Talks
@@ -29,7 +29,8 @@ def run(member: Member, store: Store) -> None:
     """
     config = member.config
     stage = Stage(member, store)
-    with wire.prefill(member, store) as (endpoint, pool):
+    wrong = WrongGather() if config.inject == "swap-heads" else None
+    with wire.prefill(member, store, wrong) as (endpoint, pool):
         paged = PagedHFCache(pool)
         free = PageAllocator(shuffled(paged.group.pages, config.seed))
         slots = PageAllocator(shuffled(config.requests + 1, config.seed))
@@ -59,8 +60,8 @@ def run(member: Member, store: Store) -> None:
                     # What is made wrong on purpose is made so after the pass: no layer may have left by then.
                     cache.layer_ready = step.layer_ready if config.inject is None else None
                     token = stage.forward(f"prefill {request} {start}", prompt[start:stop], cache)
-                    if config.inject == "swap-heads":
-                        swap_heads(member, pool, table, start, stop)
+                    if wrong is not None:
+                        wrong.swap_heads(member, pool, table, start, stop)
                     elif config.inject == "negate":
                         negate_rows(pool, table, start, stop)
                     step.close()

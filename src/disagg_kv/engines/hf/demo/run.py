@@ -19,7 +19,7 @@ import msgspec
 
 from .... import errors
 from ....channels import Keys
-from ....errors import ConfigurationError, DeadlineError, PeerLostError
+from ....errors import ConfigurationError, DeadlineError, IntegrityError, PeerLostError
 from ....strategies import strategy
 from ....trace import Span, chrome_trace
 from ....transports import transport
@@ -188,18 +188,20 @@ def _lines(launchers: Sequence[subprocess.Popen[bytes]], codes: dict[int, int], 
 
 
 def _failure(failures: list[Told], codes: Mapping[int, int], work: Path) -> errors.DisaggKVError:
-    """One error for all that went wrong: a killed process first, since it drags others with it, else the first."""
+    """One error for all that went wrong: a killed process first, since it drags others with it, then wrong bytes."""
     if not failures:
         number = next(number for number, code in codes.items() if code)
         tail = " | ".join((work / f"log-{number}").read_text(errors="replace").splitlines()[-5:])
         return PeerLostError(f"demo: its processes could not be run (exit code {codes[number]}): {tail}")
-    first = next((one for one in failures if not one.error), failures[0])
+    first = min(failures, key=lambda one: {"": 0, "IntegrityError": 1}.get(one.error, 2))
     others = sorted({f"{one.role} rank {one.rank}" for one in failures} - {f"{first.role} rank {first.rank}"})
     also = f" (after that also: {', '.join(others)})" if others else ""
     message = f"demo: {first.role} rank {first.rank} (pid {first.pid}) failed: {first.text}{also}"
     kind = getattr(errors, first.error, None)
-    configuration = isinstance(kind, type) and issubclass(kind, ConfigurationError)
-    return ConfigurationError(message) if configuration else PeerLostError(message)
+    for known in (ConfigurationError, IntegrityError):
+        if isinstance(kind, type) and issubclass(kind, known):
+            return known(message)
+    return PeerLostError(message)
 
 
 def load_module(name: str) -> None:

@@ -19,6 +19,7 @@ from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
 from ....transports import Transport, transport
 from .config import LOOPBACK, DemoConfig, Kind
+from .inject import WrongGather
 from .member import Member
 from .pool import make_pool, shards_of
 from .results import Moved
@@ -50,8 +51,10 @@ def answer(store: Store, request: int, turn: int) -> list[int]:
 
 
 @contextmanager
-def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, PagedPool]]:
-    """This rank's sender, and its pages."""
+def prefill(
+    member: Member, store: Store, wrong: WrongGather | None = None
+) -> Iterator[tuple[PrefillEndpoint, PagedPool]]:
+    """This rank's sender, and its pages; ``wrong`` in place of the right kernels, where something is to go wrong."""
     config = member.config
     carrier = _carrier(config, config.prefill_host)
     pool = make_pool(config, member.role, member.rank, config.prefill_page_size, carrier)
@@ -66,6 +69,8 @@ def prefill(member: Member, store: Store) -> Iterator[tuple[PrefillEndpoint, Pag
         strategy=config.strategy,
         schedule=_schedule(config),
         observer=member.observer,
+        verify=config.verify,
+        kernels=wrong,
     )
     try:
         yield endpoint, pool
@@ -90,6 +95,7 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
         shards=shards_of(config, member.role),
         strategy=config.strategy,
         observer=member.observer,
+        verify=config.verify,
     )
     try:
         yield endpoint, pool
