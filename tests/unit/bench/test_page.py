@@ -158,6 +158,15 @@ def prefix_workload(found: Mapping[str, Any]) -> str:
     )
 
 
+def verify(found: Mapping[str, Any]) -> str:
+    """What checksums cost."""
+    names = list(found["strategies"])
+    head = ["ms, p50", *names]
+    each = [found["strategies"][name]["phases"] for name in names]
+    rows = [[phase, *(f"{of[phase]['p50'] * 1e3:,.1f}" for of in each)] for phase in ("checksum", "total")]
+    return f"takes **{found['verify_cost']['staged']:.2f} times** as long\n\n{table([head, *rows])}"
+
+
 RENDER = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_nixl.json": transfer,
@@ -168,6 +177,7 @@ RENDER = {
     "cpu_grant.json": grant,
     "cpu_kernels.json": kernels,
     "cpu_planning.json": planning,
+    "cpu_verify.json": verify,
     "cpu_prefix_index.json": prefix_index,
     "cpu_prefix_workload.json": prefix_workload,
     "h200_kernels.json": gpu_kernels,
