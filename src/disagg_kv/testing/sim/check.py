@@ -66,14 +66,20 @@ class Checks:
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world
         if survives(world.scenario.faults):
-            self._fail("I4", f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}")
+            self._fail(
+                "I4",
+                f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}",
+            )
         if isinstance(error, DeadlineError):
             self._noticed(entry)
         if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
             return
         injected = isinstance(error, DisaggKVError) and "the kernel failed" in str(error)
         if not isinstance(error, HONEST) and not injected:
-            self._fail("I7", f"{entry.room.name(entry)}: failed for what no honest peer does: {error!r}")
+            self._fail(
+                "I7",
+                f"{entry.room.name(entry)}: failed for what no honest peer does: {error!r}",
+            )
 
     def _noticed(self, entry: Entry) -> None:
         """I4: who has lost its only peer is told so by its silence, long before the deadline."""
@@ -85,7 +91,10 @@ class Checks:
             return
         took = world.now - max(died, entry.opened)
         if took > world.scenario.options.silence_s + 2 * SLACK_S + entry.node.stood_still:
-            self._fail("I4", f"{entry.room.name(entry)}: did not notice in {took:.3f} s that its peer is gone")
+            self._fail(
+                "I4",
+                f"{entry.room.name(entry)}: did not notice in {took:.3f} s that its peer is gone",
+            )
 
     def _met(self, entry: Entry) -> bool:
         """Whether a prefill rank has heard of the room from decode; it looks for nobody itself."""
@@ -95,7 +104,10 @@ class Checks:
         """I2: every page of the room holds exactly its rows."""
         wrong = entry.node.memory.wrong(entry.pages) if entry.pages else None
         if wrong is not None:
-            self._fail("I2", f"{entry.room.name(entry)}: succeeded with a wrong byte at {wrong} of its pool")
+            self._fail(
+                "I2",
+                f"{entry.room.name(entry)}: succeeded with a wrong byte at {wrong} of its pool",
+            )
         if entry.aux is not None and entry.node.memory.pool.read_aux(entry.aux) != entry.room.aux:
             self._fail("I2", f"{entry.room.name(entry)}: succeeded with wrong aux data")
 
@@ -103,7 +115,10 @@ class Checks:
         """I2: prefill learns of success only after decode has everything."""
         for other in entry.room.decode:
             if other.phase is Phase.FAILED and other.node.alive:
-                self._fail("I2", f"{entry.room.name(entry)}: succeeded, but decode failed: {other.error}")
+                self._fail(
+                    "I2",
+                    f"{entry.room.name(entry)}: succeeded, but decode failed: {other.error}",
+                )
 
     def released(self, node: SimNode) -> None:
         """Coverage: by which evidence leases came back since the last look, and pages that a peer could write to."""
@@ -135,7 +150,10 @@ class Checks:
         """No byte changed outside pages that a room has."""
         wrong = node.memory.touched()
         if wrong is not None:
-            self._fail("I2", f"{node.address}: byte {wrong} of the pool changed, which no room has")
+            self._fail(
+                "I2",
+                f"{node.address}: byte {wrong} of the pool changed, which no room has",
+            )
 
     def agree(self, entry: Entry) -> None:
         """E16: the ranks of one instance saw one outcome, unless one of them was lost to the others."""
@@ -180,12 +198,21 @@ class Checks:
         for node in world.nodes:
             self.untouched(node)
             if not node.memory.check_pages() or len(node.memory.free) != len(node.memory.owners):
-                self._fail("I3", f"{node.address}: {len(node.memory.free)} of {len(node.memory.owners)} pages are free")
+                self._fail(
+                    "I3",
+                    f"{node.address}: {len(node.memory.free)} of {len(node.memory.owners)} pages are free",
+                )
             ghosts = [t.node.address for t in node.transport.linked() if t.node.confirmed and not t.alive]
             if ghosts and world.scenario.drain_s is not None:
-                self._fail("I3", f"{node.address}: still connected to processes that have ended: {ghosts}")
+                self._fail(
+                    "I3",
+                    f"{node.address}: still connected to processes that have ended: {ghosts}",
+                )
             endpoint, agreement = node.endpoint, node.node.agreement
-            left: dict[str, object] = {"agreement": agreement.undecided, "commands": len(node.node._commands)}
+            left: dict[str, object] = {
+                "agreement": agreement.undecided,
+                "commands": len(node.node._commands),
+            }
             if isinstance(endpoint, DecodeEndpoint):
                 role = endpoint._role
                 left |= {
@@ -205,12 +232,18 @@ class Checks:
                     "newest": len(endpoint._role._newest),
                 }
             if any(left.values()):
-                self._fail("I3", f"{node.address}: not at rest: { {k: v for k, v in left.items() if v} }")
+                self._fail(
+                    "I3",
+                    f"{node.address}: not at rest: { {k: v for k, v in left.items() if v} }",
+                )
 
     def closed(self, node: SimNode) -> None:
         """I3: an endpoint that is closed has given everything back."""
         if node.transport.regions or node.transport.links or not node.channel.closed:
-            self._fail("I3", f"{node.address}: closed, but {len(node.transport.regions)} regions are registered")
+            self._fail(
+                "I3",
+                f"{node.address}: closed, but {len(node.transport.regions)} regions are registered",
+            )
 
     def evidence_missing(self) -> bool:
         """Whether memory may stay in quarantine for good: nobody knows how long a dead peer's writes may land."""

@@ -127,7 +127,14 @@ class SimTransport:
         """Forget a peer."""
         self._peers.pop(peer, None)
 
-    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+    def submit(
+        self,
+        peer: Peer,
+        writes: Writes,
+        *,
+        notify: bytes | None = None,
+        after: Event | None = None,
+    ) -> Ticket:
         """Post a batch; the engine decides when and how it lands."""
         if peer not in self._peers:
             raise TransportError(f"sim: no peer {peer.hex()}")
@@ -143,7 +150,10 @@ class SimTransport:
         ]  # fmt: skip
         if self._world.faulty and self._world.chance(FaultClass.REFUSED):
             self._world.hit(FaultClass.REFUSED)
-            raise TransportError("sim: the write was not taken", retryable=self._world.random.random() < 0.7)
+            raise TransportError(
+                "sim: the write was not taken",
+                retryable=self._world.random.random() < 0.7,
+            )
         self._serial += 1
         ticket = Ticket(self._serial)
         self._world.dma.begin(self, there, ticket, ranges)
@@ -203,7 +213,13 @@ class Dma:
 
     # Beginning.
 
-    def begin(self, source: SimTransport, target: SimTransport, ticket: Ticket, ranges: list[Range]) -> None:
+    def begin(
+        self,
+        source: SimTransport,
+        target: SimTransport,
+        ticket: Ticket,
+        ranges: list[Range],
+    ) -> None:
         """A batch is posted."""
         world = self._world
         before = b"".join(m[at : at + n].tobytes() for m, at, _, _, n in ranges)
@@ -231,12 +247,18 @@ class Dma:
             for lease in target.node.leases():
                 if lease.offset <= to and to + n <= lease.offset + lease.nbytes:
                     return lease, 0, []
-            world.violation("I5", f"{target.node.address}: a write of {n} bytes at ring byte {to}, which no lease has")
+            world.violation(
+                "I5",
+                f"{target.node.address}: a write of {n} bytes at ring byte {to}, which no lease has",
+            )
         memory = target.node.memory
         owner = memory.owner_of(ranges[0][3], ranges[0][4])
         pages = sorted({int(memory.lens.page_of[to]) for _, _, _, to, _ in ranges})
         if owner == 0 or any(memory.owner_of(to, n) != owner for _, _, _, to, n in ranges):
-            world.violation("I5", f"{target.node.address}: a write into pages {pages}, which are not one room's")
+            world.violation(
+                "I5",
+                f"{target.node.address}: a write into pages {pages}, which are not one room's",
+            )
         return None, owner, pages
 
     def _mode(self) -> FaultClass | None:
@@ -285,7 +307,10 @@ class Dma:
         if op.lease is not None:
             there = op.target.landed.get(op.ranges[0][3])
             if there is not None and there.lease is op.lease:
-                world.violation("I1", f"{op.target.node.address}: {op.lease} is written again after it landed")
+                world.violation(
+                    "I1",
+                    f"{op.target.node.address}: {op.lease} is written again after it landed",
+                )
         for source, at, target, to, n in piece:
             target[to : to + n] = source[at : at + n]
         world.note("landed", op.target.node.address, op.ticket, len(piece))
@@ -293,7 +318,10 @@ class Dma:
             memory = op.target.node.memory
             for _, _, _, to, n in piece:
                 if not np.array_equal(memory.cells[to : to + n], memory.want[to : to + n]):
-                    world.violation("I2", f"{op.target.node.address}: wrong bytes land in pages at byte {to}")
+                    world.violation(
+                        "I2",
+                        f"{op.target.node.address}: wrong bytes land in pages at byte {to}",
+                    )
 
     def _tell(self, op: Op, error: Exception | None, *, quiesced: bool) -> None:
         if op.told or op.quiet:
@@ -366,15 +394,24 @@ class Dma:
         if op.source.alive:
             for memory, start, _, _, n in op.ranges:
                 if memory[start : start + n].tobytes() != op.before[at : at + n]:
-                    world.violation("I5", f"{op.source.node.address}: memory that write {op.ticket} reads has changed")
+                    world.violation(
+                        "I5",
+                        f"{op.source.node.address}: memory that write {op.ticket} reads has changed",
+                    )
                 at += n
         if not op.target.alive:
             return
         if op.lease is not None:
             if not op.target.node.holds(op.lease):
-                world.violation("I5", f"{op.target.node.address}: {op.lease} was released while a write may land there")
+                world.violation(
+                    "I5",
+                    f"{op.target.node.address}: {op.lease} was released while a write may land there",
+                )
         elif op.pages and not bool((op.target.node.memory.owners[op.pages] == op.owner).all()):
-            world.violation("I5", f"{op.target.node.address}: pages {op.pages} were freed while a write may land there")
+            world.violation(
+                "I5",
+                f"{op.target.node.address}: pages {op.pages} were freed while a write may land there",
+            )
 
     def check_all(self) -> None:
         """After every event."""

@@ -61,7 +61,13 @@ CALM = 0.12
 LOSSY = 0.1
 """Share of seeds in which frames get lost, and nothing worse: requests are late there, but all of them succeed."""
 
-SURVIVED = (FaultClass.DROP, FaultClass.DUPLICATE, FaultClass.REORDER, FaultClass.STALE, FaultClass.TRUNCATED)
+SURVIVED = (
+    FaultClass.DROP,
+    FaultClass.DUPLICATE,
+    FaultClass.REORDER,
+    FaultClass.STALE,
+    FaultClass.TRUNCATED,
+)
 """What a repeated frame makes good, at the lowest rate of each."""
 
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {

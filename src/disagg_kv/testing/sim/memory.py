@@ -46,12 +46,14 @@ class Lens:
 
     Args:
         columns: which columns of a room's row the rank holds ``[n]``.
+        layers: the layer of each ``[n]``.
         places: the byte of each of them ``[pages, rows of a page, n]``.
         page_of: the page of each byte of the buffer, -1 between pages ``[nbytes]``.
         nbytes: of the buffer.
     """
 
     columns: I32
+    layers: I32
     places: I32
     page_of: I32
     nbytes: int
@@ -62,6 +64,7 @@ def lens_of(model: Model, split: Split, rank: int) -> Lens:
     """The lens of a rank's pool."""
     site = site_of(model, split, rank)
     columns: list[npt.NDArray[np.int64]] = []
+    layers: list[npt.NDArray[np.int64]] = []
     places: list[npt.NDArray[np.int64]] = []
     begins: dict[tuple[int, str], int] = {}
     width = 0
@@ -76,12 +79,19 @@ def lens_of(model: Model, split: Split, rank: int) -> Lens:
         start = begins[plane.layer, plane.component]
         for local, unit in enumerate(units):
             columns.append(start + unit * size + np.arange(size))
+            layers.append(np.full(size, plane.layer))
             at = plane.offset + local * plane.unit_stride + np.arange(size)
             places.append(at + pages[:, None, None] * plane.page_stride + rows[None, :, None] * plane.row_stride)
     where = np.concatenate(places, axis=2).astype(np.int32)
     page_of = np.full(site.buffers[0], -1, np.int32)
     page_of[where] = pages[:, None, None]
-    return Lens(np.concatenate(columns).astype(np.int32), where, page_of, site.buffers[0])
+    return Lens(
+        np.concatenate(columns).astype(np.int32),
+        np.concatenate(layers).astype(np.int32),
+        where,
+        page_of,
+        site.buffers[0],
+    )
 
 
 class RankMemory:
@@ -123,11 +133,24 @@ class RankMemory:
         self.cells[places] = self.want[places] = noise
         self.free += pages
 
-    def put(self, cells: U8, pages: list[int], first: int, start: int, stop: int, room: U8) -> None:
-        """Lay the rows ``[start, stop)`` of a room into pages of which the first begins at row ``first``."""
+    def put(
+        self,
+        cells: U8,
+        pages: list[int],
+        first: int,
+        start: int,
+        stop: int,
+        room: U8,
+        layer: int | None = None,
+    ) -> None:
+        """Lay the rows ``[start, stop)`` of a room, or one layer of them, into pages that begin at row ``first``."""
         rows = np.arange(start - first, stop - first)
         where = self.lens.places[np.asarray(pages)[rows // self.page_rows], rows % self.page_rows]
-        cells[where] = room[start:stop, self.lens.columns]
+        columns = self.lens.columns
+        if layer is not None:
+            held = self.lens.layers == layer
+            where, columns = where[:, held], columns[held]
+        cells[where] = room[start:stop, columns]
 
     def wrong(self, pages: list[int]) -> int | None:
         """The first byte of these pages that is not as it should be; None: all are."""

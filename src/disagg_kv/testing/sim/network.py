@@ -168,7 +168,10 @@ class Network:
         """Frames of a process that has ended are still under way."""
         for address, frame in self._recent.pop(node.address, ()):
             if self._random.random() < 0.5:
-                self._world.later(self._random.choice((0.002, 0.05, 0.2)), partial(self._arrive, address, frame))
+                self._world.later(
+                    self._random.choice((0.002, 0.05, 0.2)),
+                    partial(self._arrive, address, frame),
+                )
 
     def _tell(self, node: SimNode, event: Closed | Opened) -> None:
         def arrive() -> None:

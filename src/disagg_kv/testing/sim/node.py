@@ -15,6 +15,7 @@ from ...kernels import KERNELS, Move, Sums
 from ...memory import Buffer, Event, MemoryPool, bytes_of
 from ...protocol import RoomKey
 from ...staging import Lease
+from ...strategies import LayerPipelined, Schedule
 from ...transports.process import Process
 from .dma import SimTransport
 from .fault import FaultClass
@@ -55,7 +56,13 @@ class SimKernels:
         self._world = world
         self._node = node
 
-    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
+    def gather(
+        self,
+        pool: MemoryPool,
+        moves: Sequence[Move],
+        staging: Buffer,
+        after: Event | None,
+    ) -> Event | None:
         """Copy pages into staging, now or later."""
         return self._run(lambda: CPU.gather(pool, moves, staging, None))
 
@@ -69,7 +76,10 @@ class SimKernels:
                 there = self._node.transport.landed.get(base)
                 same = there is not None and there.lease is lease and self._node.holds(lease)
                 if there is None or not same or ring[base : base + nbytes].tobytes() != there.data:
-                    self._world.violation("I1", f"{self._node.address}: staged bytes at {base} changed before scatter")
+                    self._world.violation(
+                        "I1",
+                        f"{self._node.address}: staged bytes at {base} changed before scatter",
+                    )
             CPU.scatter(pool, moves, staging)
 
         return self._run(act)
@@ -81,7 +91,10 @@ class SimKernels:
     def _landed(self, move: Move) -> Lease | None:
         there = self._node.transport.landed.get(move.base)
         if there is None or not self._node.holds(there.lease) or len(there.data) != move.layout.nbytes:
-            self._world.violation("I1", f"{self._node.address}: a scatter from {move.base}, where nothing landed")
+            self._world.violation(
+                "I1",
+                f"{self._node.address}: a scatter from {move.base}, where nothing landed",
+            )
             return None
         return there.lease
 
@@ -144,7 +157,16 @@ class SimNode:
     exposes: bool = False
     _live: dict[int, Lease]
 
-    def __init__(self, world: World, index: int, side: str, instance: str, split: Split, rank: int, life: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        index: int,
+        side: str,
+        instance: str,
+        split: Split,
+        rank: int,
+        life: int,
+    ) -> None:
         self.world = world
         self.index = index
         self.side = side
@@ -183,7 +205,8 @@ class SimNode:
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
-                strategy=scenario.decode_path, ring_bytes=scenario.ring_bytes, options=scenario.options,
+                strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
+                options=scenario.options,
                 kernels=SimKernels(world, self), observer=self.counters, clock=self.clock, sleep=_never, thread=False,
                 life=life,
             )  # fmt: skip
@@ -195,7 +218,8 @@ class SimNode:
             prefill = PrefillEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
-                strategy=scenario.prefill_paths[world.source_of(index)], slot_bytes=scenario.slot_bytes,
+                strategy=scenario.prefill_paths[world.source_of(index)],
+                schedule=_schedule(scenario.layers_together), verify=scenario.verify, slot_bytes=scenario.slot_bytes,
                 slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self),
                 observer=self.counters, clock=self.clock, sleep=_never, thread=False, life=life,
             )  # fmt: skip
@@ -270,6 +294,10 @@ class SimNode:
         self.world.network.closed(self)
         if self.world.places.get(self.address) is self:
             del self.world.places[self.address]
+
+
+def _schedule(layers: int | None) -> Schedule | None:
+    return None if layers is None else LayerPipelined(fixed=layers)
 
 
 def _never(seconds: float) -> None:

@@ -92,8 +92,14 @@ class Rumours:
         before = (machine.state, machine.ignored)
         node.channel.inbox.append(Arrived(self._codec.encode(frames[kind])))
         node.turn()
-        if kind in harmless and (machine.state, machine.ignored) != (before[0], before[1] + 1):
-            self._world.violation("I7", f"{node.address}: {kind.__name__} out of turn in {before}: {machine.state}")
+        if kind in harmless and (machine.state, machine.ignored) != (
+            before[0],
+            before[1] + 1,
+        ):
+            self._world.violation(
+                "I7",
+                f"{node.address}: {kind.__name__} out of turn in {before}: {machine.state}",
+            )
         self._world.touch(node)
 
     def _ignored(self, machine: ReceiveRoom | Flow, kind: type) -> bool:

@@ -46,7 +46,11 @@ class Outcome:
     segments: tuple[int, ...]
 
 
-def simulate(seed: int, faults: frozenset[FaultClass] = EVERY, trace: Callable[[str], None] | None = None) -> Outcome:
+def simulate(
+    seed: int,
+    faults: frozenset[FaultClass] = EVERY,
+    trace: Callable[[str], None] | None = None,
+) -> Outcome:
     """Run one seed from beginning to end.
 
     Args:

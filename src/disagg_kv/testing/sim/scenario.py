@@ -11,7 +11,7 @@ from ...geometry import CacheSpec, Component, Shard, Site, shard, stages
 from ...ids import RoomId
 from ...memory import PagedPool
 from ...memory.paged import Layout
-from ...protocol import Options
+from ...protocol import Options, Verify
 from .fault import FaultClass, survives, swarm
 
 AUX_BYTES = 8
@@ -65,7 +65,12 @@ def site_of(model: Model, split: Split, rank: int) -> Site:
     """Where a rank's part lies."""
     held = shards_of(model, split.tp, split.pp)[rank]
     return PagedPool.allocate(
-        spec_of(model), held, pages=split.pages, page_size=split.page_rows, layout=split.layout, fused=split.fused
+        spec_of(model),
+        held,
+        pages=split.pages,
+        page_size=split.page_rows,
+        layout=split.layout,
+        fused=split.fused,
     ).site
 
 
@@ -119,6 +124,8 @@ class Scenario:
     decode: Split
     prefill_paths: tuple[str, ...]
     decode_path: str
+    layers_together: int | None
+    verify: Verify
     slot_bytes: int
     slots: int
     ring_bytes: int
@@ -170,6 +177,7 @@ class Scenario:
             parked=rng.choice((1, 64)),
         )
         lease = slot + 256 * max(p.world for p in prefills)
+        slow_kernels = rng.random() < 0.5
         decode_path = rng.choice(("auto", "auto", "staged"))
         prefill_paths = ("auto", "staged") if decode_path == "staged" else ("auto", "staged", "staged", "slice")
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
@@ -180,6 +188,8 @@ class Scenario:
             decode=decode,
             prefill_paths=tuple(rng.choice(prefill_paths) for _ in prefills),
             decode_path=decode_path,
+            layers_together=rng.choice((None, None, 1, 2)),
+            verify="off" if slow_kernels else rng.choice(("off", "sampled", "full")),
             slot_bytes=slot,
             slots=1 if stuck else rng.choice((2, 4, 8)),
             ring_bytes=ring,
@@ -189,7 +199,7 @@ class Scenario:
             resets=rng.random() < 0.5,
             detects_death=rng.random() < 0.4,
             notices_late=rng.random() < 0.5,
-            slow_kernels=rng.random() < 0.5,
+            slow_kernels=slow_kernels,
             faults=faults,
             faults_until=2.0 if stuck else rng.choice((0.1, 0.5, 2.0)),
             requests=requests,
@@ -214,7 +224,11 @@ def _split(rng: random.Random, model: Model, page: int, rows: int) -> Split:
 
 
 def _requests(
-    rng: random.Random, sources: int, faults: dict[FaultClass, float], row: int, slot: int
+    rng: random.Random,
+    sources: int,
+    faults: dict[FaultClass, float],
+    row: int,
+    slot: int,
 ) -> tuple[Request, ...]:
     count = rng.randint(2, 6)
     ids = [RoomId(rng.getrandbits(64).to_bytes(8, "big")) for _ in range(count)]
@@ -250,7 +264,10 @@ def _requests(
 
 
 def _drawn(
-    rng: random.Random, faults: dict[FaultClass, float], fault: FaultClass, within: tuple[int, ...] = (10, 30, 200)
+    rng: random.Random,
+    faults: dict[FaultClass, float],
+    fault: FaultClass,
+    within: tuple[int, ...] = (10, 30, 200),
 ) -> float | None:
     rate = faults.get(fault, 0.0)
     return _ms(rng, rng.choice(within)) if rate and rng.random() < rate else None

@@ -14,7 +14,7 @@ from ...endpoints.delivery import DeliveryHandle, ForwardPass
 from ...endpoints.reception import ReceptionHandle
 from ...errors import DisaggKVError, QuarantineFullError
 from ...geometry import PageTable
-from ...ids import GroupId
+from ...ids import GroupId, LayerId
 from ...memory import U8, Event
 from ...protocol import Phase
 from ...rendezvous import Source
@@ -145,7 +145,12 @@ class Room:
             entry.aux = memory.aux.pop()
         entry.exposed = node.exposes and bool(pages)
         stop = None if plan.open_end else plan.rows
-        handle.expect(stop, [PageTable(KV, np.array(pages, np.int32))], aux=entry.aux, tag=self.tag)
+        handle.expect(
+            stop,
+            [PageTable(KV, np.array(pages, np.int32))],
+            aux=entry.aux,
+            tag=self.tag,
+        )
 
     # Prefill.
 
@@ -203,7 +208,10 @@ class Room:
         ready: SimEvent | None = None
         if rng.random() < 0.4:
             ready = SimEvent()
-            self.world.later(plan.pass_s, partial(self._final, entry, ready, start, stop, list(entry.pages)))
+            self.world.later(
+                plan.pass_s,
+                partial(self._final, entry, ready, start, stop, list(entry.pages)),
+            )
         else:
             self._write(entry, start, stop, entry.pages)
         handle.send_chunk(stop, [table], ready)
@@ -218,11 +226,18 @@ class Room:
         entry.pages += taken
         return True
 
-    def _write(self, entry: Entry, start: int, stop: int, pages: list[int]) -> None:
-        """The forward pass is done: the rows are in their pages."""
+    def _write(
+        self,
+        entry: Entry,
+        start: int,
+        stop: int,
+        pages: list[int],
+        layer: int | None = None,
+    ) -> None:
+        """The forward pass, or one layer of it, is done: the rows are in their pages."""
         memory = entry.node.memory
         for cells in (memory.cells, memory.want):
-            memory.put(cells, pages, 0, start, stop, self.truth)
+            memory.put(cells, pages, 0, start, stop, self.truth, layer)
 
     def _final(self, entry: Entry, ready: SimEvent, start: int, stop: int, pages: list[int]) -> None:
         if entry.node.alive:
@@ -235,13 +250,38 @@ class Room:
         """A forward pass ends; if its pages were taken away meanwhile, its rows are given again with the others."""
         if not entry.node.alive:
             return
+        rng = self.world.random
+        layers = list(entry.node.memory.pool.site.shard.layers())
+        if rng.random() < 0.5:
+            rng.shuffle(layers)
+            self._layer(entry, step, number, start, pages, layers)
+            return
         if entry.pages[: len(pages)] == pages:
             self._write(entry, start, self.plan.edges[number], pages)
-        if self.world.random.random() < 0.5:
-            for layer in entry.node.memory.pool.site.shard.layers():
-                step.layer_ready(layer)
         step.close()
         self._chunk(entry, number + 1)
+
+    def _layer(
+        self,
+        entry: Entry,
+        step: ForwardPass,
+        number: int,
+        start: int,
+        pages: list[int],
+        layers: list[LayerId],
+    ) -> None:
+        """Layer after layer is final, in any order; the pass ends with the last."""
+        if not entry.node.alive:
+            return
+        layer = layers.pop()
+        if entry.pages[: len(pages)] == pages:
+            self._write(entry, start, self.plan.edges[number], pages, layer)
+        step.layer_ready(layer)
+        if layers:
+            self.world.later(0.001, partial(self._layer, entry, step, number, start, pages, layers))
+        else:
+            step.close()
+            self._chunk(entry, number + 1)
 
     def _finish(self, entry: Entry) -> None:
         handle, plan = entry.handle, self.plan

@@ -226,7 +226,10 @@ class World:
         self.hit(fault)
         self._end(self.random.choice(alive))
         if FaultClass.RESTART in self.scenario.faults:
-            self.later(self.random.choice((0.002, 0.05, 0.5, 1.5)), partial(self._restart, group))
+            self.later(
+                self.random.choice((0.002, 0.05, 0.5, 1.5)),
+                partial(self._restart, group),
+            )
 
     def _end(self, node: SimNode) -> None:
         self.note("ended", node.address, node.life, b"")
@@ -256,10 +259,15 @@ class World:
         """The operator saw a process end."""
         self.mark("release:confirmed")
         dead.confirmed = True
-        self.known_at = max(self.known_at, self.now + (self.scenario.drain_s or 0.0) + 0.01)
         for node in self.nodes:
             node.endpoint.confirm_terminated(dead.epoch)
-            self.later((self.scenario.drain_s or 0.0) + 0.002, partial(self.touch, node))
+            self._await_evidence(node)
+
+    def _await_evidence(self, node: SimNode) -> None:
+        """What a process was told of an end counts once the drain bound has passed by its own time."""
+        drain_s = self.scenario.drain_s or 0.0
+        self.known_at = max(self.known_at, self.now + drain_s + 0.01)
+        self.later(drain_s + 0.002, partial(self.touch, node))
 
     def _restart(self, group: str) -> None:
         for node in self._groups[group]:
@@ -286,6 +294,7 @@ class World:
         node.paused = False
         node.frozen_at = None
         self.touch(node)
+        self._await_evidence(node)
 
     def _jump(self) -> None:
         if self.healed or not self.places:
@@ -376,7 +385,10 @@ class World:
             if arrived and node.busy:
                 node.turn()
         except Exception as exc:
-            self.violation("I7", f"{node.address}: an error that would have ended the endpoint's thread: {exc!r}")
+            self.violation(
+                "I7",
+                f"{node.address}: an error that would have ended the endpoint's thread: {exc!r}",
+            )
             return
         for handle in node.endpoint.poll():
             entry = self.entries.get(id(handle))
@@ -432,7 +444,19 @@ def describe(kind: str, data: object) -> str:
         frame = Codec().decode(data)
     except DisaggKVError as exc:
         return f"not a frame: {exc}"
-    names = ("room", "generation", "segment", "lease", "offset", "nbytes", "ready", "stop", "ok", "reason", "parked")
+    names = (
+        "room",
+        "generation",
+        "segment",
+        "lease",
+        "offset",
+        "nbytes",
+        "ready",
+        "stop",
+        "ok",
+        "reason",
+        "parked",
+    )
     fields = {n: getattr(frame, n) for n in names if hasattr(frame, n)}
     return f"{type(frame).__name__} " + " ".join(
         f"{k}={v.hex() if isinstance(v, bytes) else v}" for k, v in fields.items()
