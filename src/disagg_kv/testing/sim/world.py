@@ -33,7 +33,8 @@ SETTLE_S = 12.0
 """I4: after the faults stop and the last room began, everything comes to rest within this, by the world's clock."""
 
 UNHEARD = (
-    FaultClass.PARTITION, FaultClass.CLOG, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH,
+    FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION,
+    FaultClass.CLOG, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH,
 )  # fmt: skip
 
 EVENTS = 50_000
