@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from disagg_kv.bench.machine import installed
 from disagg_kv.kernels.tensors import plane_of, tensor_of
 from disagg_kv.kernels.triton_host import Launcher
 
@@ -143,6 +144,7 @@ def main() -> None:
         "commit": given.commit or _said("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name(),
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {name: installed(name) for name in ("torch", "triton")},
         "calls": CALLS,
         "cases": [measure(theirs, number) for number in (12, 13)],
     }

@@ -1,6 +1,6 @@
 """Whole transfers between GPUs against concurrent peer copies of the same bytes; prints one JSON document.
 
-TP 2->1, 1->2 and 2->2 with pages in shuffled order, through each transport, 256 MiB and 1 GiB a pair of ranks: 32
+TP 1->1, 2->1, 1->2 and 2->2 with pages in shuffled order, through each transport, 256 MiB and 1 GiB a pair of ranks: 32
 layers, 8 heads of 128, bf16. What is measured, and how, is ``disagg-kv bench transfer``'s matter: bytes are checked
 first, transfers and plain copies take turns, and ``share`` is the copies' median time over ours. Rows are announced
 before they are handed over. The last part holds ``staged`` against ``slice`` over NIXL, 1,024 tokens.
@@ -21,9 +21,9 @@ import torch
 from disagg_kv.bench import TransferReport, TransferShape, run_transfer
 from disagg_kv.errors import DisaggKVError
 
-PAIRS = ((2, 1), (1, 2), (2, 2))
-TOKENS = {256: 4096, 1024: 16384}
-"""MiB of a pair: tokens; half of the heads cross between two ranks, 64 KiB a token."""
+PAIRS = ((1, 1), (2, 1), (1, 2), (2, 2))
+TOKEN_KIB = 128
+"""Of all layers and heads."""
 
 
 def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
@@ -37,7 +37,7 @@ def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
                     strategies=("staged",),
                     prefill_tp=prefill_tp,
                     decode_tp=decode_tp,
-                    tokens=TOKENS[mib],
+                    tokens=mib * 1024 * max(prefill_tp, decode_tp) // TOKEN_KIB,
                     announced=True,
                     slots=given.slots,
                     slot_bytes=given.slot_mib << 20,
@@ -63,7 +63,8 @@ def row(report: TransferReport, strategy: str) -> dict[str, object]:
         "copies_us": round(report.ceiling.total.p50 * 1e6, 1),
         "GB_per_s": round(found.gb_per_s, 1),
         "copies_GB_per_s": round(report.ceiling.gb_per_s, 1),
-        "share": round(found.share_of_ceiling, 3),
+        "share": round(report.ceiling.total.p50 / found.phases["total"].p50, 3),
+        "share_of_wire": round(found.share_of_ceiling, 3),
         "host_us_per_gather": round(host * 1e6 * shape.prefill_tp / max(found.segments, 1), 1),
         "phases_us": {name: round(q.p50 * 1e6, 1) for name, q in found.phases.items()},
     }
@@ -106,6 +107,8 @@ def main() -> None:
     document = {
         "command": " ".join(["python", *sys.argv]),
         "commit": given.commit or said("git", "rev-parse", "HEAD"),
+        "ranks_per_gpu": "one where there are as many GPUs, else each side's ranks share its own",
+        "gpu": torch.cuda.get_device_name(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 Verify = Literal["off", "sampled", "full"]
+Device = Literal["cpu", "cuda"]
 
 
 class Inject(StrEnum):
@@ -52,7 +53,10 @@ def demo(
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a decode stage.")] = 1,
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
     strategy: Annotated[str, typer.Option(help="How the cache crosses: staged, slice, direct, auto ...")] = "staged",
-    transport: Annotated[str, typer.Option(help="A registered transport's name.")] = "shm",
+    transport: Annotated[
+        str | None, typer.Option(help="A registered transport's name; else shm for the CPU, cuda_ipc for GPUs.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where models and caches lie; cuda: on all GPUs there are.")] = "cpu",
     transport_module: Annotated[
         str | None, typer.Option(help="A module to import first, which registers the transport.")
     ] = None,
@@ -92,6 +96,7 @@ def demo(
     process runs the whole model. Exit code 0: the same tokens, and every byte where it belongs.
     """
     from ..engines.hf.demo import DemoConfig, run_demo, steps
+    from ..transports import default_transport
 
     config = DemoConfig(
         model=model.value,
@@ -100,7 +105,8 @@ def demo(
         decode_tp=decode_tp,
         decode_pp=decode_pp,
         strategy=strategy,
-        transport=transport,
+        transport=transport or default_transport(device),
+        device=device,
         transport_module=transport_module,
         prefill_host=prefill_host,
         decode_host=decode_host,

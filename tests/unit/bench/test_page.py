@@ -167,6 +167,36 @@ def verify(found: Mapping[str, Any]) -> str:
     return f"takes **{found['verify_cost']['staged']:.2f} times** as long\n\n{table([head, *rows])}"
 
 
+def gpu_transfer(found: Mapping[str, Any]) -> str:
+    """Whole transfers between GPUs."""
+    rows = (
+        [
+            f"{c['transport']} {c['strategy']} TP {c['tp']}, {c['tokens']:,} tokens, {c['bytes'] >> 20:,} MiB",
+            f"{c['writes']:,}",
+            f"{c['total_us'] / 1e3:,.1f}",
+            f"{c['copies_us'] / 1e3:,.1f}",
+            f"{c['share']:.1%}",
+            f"{c['share_of_wire']:.1%}",
+        ]
+        for c in found["cases"]
+    )
+    return table([["case", "writes", "ms", "peer copies, ms", "share", "share, wire phase"], *rows])
+
+
+def gpu_peer(found: Mapping[str, Any]) -> str:
+    """Kernels side by side."""
+    rows = (
+        [
+            f"{c['op']} TP {c['tp']}, {c['tokens']:,} tokens",
+            f"{c['ours_us']:.0f}",
+            f"{c['theirs_us']:.0f}",
+            f"{c['ratio']:.2f}",
+        ]
+        for c in found["cases"]
+    )
+    return table([["case", "ours, us", "theirs, us", "ratio"], *rows])
+
+
 RENDER = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_nixl.json": transfer,
@@ -181,6 +211,8 @@ RENDER = {
     "cpu_prefix_index.json": prefix_index,
     "cpu_prefix_workload.json": prefix_workload,
     "h200_kernels.json": gpu_kernels,
+    "h200_transfer.json": gpu_transfer,
+    "h200_peer.json": gpu_peer,
 }
 
 

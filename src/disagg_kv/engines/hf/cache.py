@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PagedHFCache:
-    """Writes what a model's layers cache into a pool, and makes a model's cache from a pool. CPU memory only.
+    """Writes what a model's layers cache into a pool, and makes a model's cache from a pool. On the pool's device.
 
     Which heads a rank holds is the pool's shard; the first row of every layer is checked against it. Layers are counted
     within the pool: those of a pipeline stage begin at 0, as in a model that consists of them.
@@ -38,6 +38,7 @@ class PagedHFCache:
 
     def __init__(self, pool: PagedPool) -> None:
         require_transformers()
+        self._device = pool.buffers[0].device
         site = pool.site
         if len(site.token_groups) != 1 or len(site.state_groups) > 1:
             groups = [g.id for g in site.groups]
@@ -153,4 +154,5 @@ class PagedHFCache:
         table.check(self._group, start, stop)
         rows = np.arange(start, stop)
         pages: I32 = table.pages[(rows - table.first) // self._group.rows_per_page]
-        return torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(rows % self._group.rows_per_page)
+        where = torch.from_numpy(np.stack([pages, rows % self._group.rows_per_page]).astype(np.int64)).to(self._device)
+        return where[0], where[1]

@@ -120,8 +120,10 @@ def layers_of(pool: PagedPool) -> list[Layer]:
 def _cells(pool: PagedPool, number: int, layer: LayerId, component: Component) -> torch.Tensor:
     import torch
 
+    from ...kernels.tensors import plane_of
+
     dtype: torch.dtype = getattr(torch, component.dtype)
-    cells = torch.from_numpy(pool.view(number))
+    cells = plane_of(pool, number)
     strides = cells.stride()
     size = item_bytes(component.dtype)
     if any(stride % size for stride in strides[:3]):

@@ -31,6 +31,7 @@ class DemoConfig:
         decode_pp: pipeline stages of decode.
         strategy: how the cache crosses, for example ``"staged"``.
         transport: a registered transport's name.
+        device: ``"cpu"``, or ``"cuda"``: models and caches lie on GPUs, of which ranks may share one; ``"llama"`` only.
         transport_module: a module to import first, which registers that transport.
         prefill_host: the IPv4 address at which decode reaches prefill's processes, and all the caller's store. Between
             addresses other than 127.0.0.1 control frames are encrypted; the store and the cache itself are not.
@@ -66,6 +67,7 @@ class DemoConfig:
     decode_pp: int = 1
     strategy: str = "staged"
     transport: str = "shm"
+    device: Literal["cpu", "cuda"] = "cpu"
     transport_module: str | None = None
     prefill_host: str = LOOPBACK
     decode_host: str = LOOPBACK
@@ -118,6 +120,10 @@ class DemoConfig:
             raise ConfigurationError(
                 f"turns {self.turns}: the last prompt has {max(self.lengths(self.turns - 1))} tokens"
             )
+        if self.device == "cuda" and (self.prefill_host != LOOPBACK or self.decode_launch or self.inject is not None):
+            raise ConfigurationError("device 'cuda' is for one host, and for nothing made wrong")
+        if self.device == "cuda" and self.model != "llama":
+            raise ConfigurationError(f"device 'cuda' is for the model 'llama', not {self.model!r}")
         if (self.prefill_host == LOOPBACK) != (self.decode_host == LOOPBACK):
             raise ConfigurationError(
                 f"prefill_host {self.prefill_host!r} and decode_host {self.decode_host!r} cannot reach each other"
@@ -214,6 +220,7 @@ class Job:
         store_port: of the parent's ``TCPStore`` on ``config.prefill_host``.
         roles: theirs.
         model: the folder of their copy of the model.
+        gpus: what CUDA_VISIBLE_DEVICES calls the GPUs that there are.
         secret: the key pair of all ranks, where they are not all at 127.0.0.1; the work folder is the user's alone.
     """
 
@@ -223,6 +230,7 @@ class Job:
     store_port: int
     roles: frozenset[Role]
     model: str
+    gpus: tuple[str, ...] = ()
     secret: str | None = None
 
 

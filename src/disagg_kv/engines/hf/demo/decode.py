@@ -125,7 +125,7 @@ class _Rank:
             keys, values = of.keys[:, :, start:], of.values[:, :, start:]
             self.paged.write(layer, table, start, keys, values)
             own.append(torch.cat((keys, values)))
-        talk.kept.append((start, torch.stack(own).numpy()))
+        talk.kept.append((start, torch.stack(own).cpu().numpy()))
         self.used.update(table.pages.tolist())
         claim.end(tokens)
 

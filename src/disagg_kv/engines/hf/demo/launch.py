@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from ....memory import spread
 from . import decode, prefill, reference
 from .config import Job, Role, Told
 from .lifetime import GRACE_S, die_with
@@ -43,6 +44,9 @@ def tell(fd: int, told: Told) -> None:
 def run_member(job: Job, role: Role, rank: int, world: int, launcher: int, events: int) -> None:
     """The whole life of one rank; exits with 1 if it failed, after having said why."""
     die_with(launcher)
+    if job.config.device == "cuda":
+        # Nothing has used CUDA before. With one GPU to see, whatever says "local rank" means that one.
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(job, role, rank)
     member = Member(job, role, rank, world, lambda told: tell(events, told))
     try:
         with member.group() as store:
@@ -52,6 +56,12 @@ def run_member(job: Job, role: Role, rank: int, world: int, launcher: int, event
         member.tell("failed", str(error) or "no reason given", type(error).__name__)
         sys.exit(1)
     member.tell("done")
+
+
+def gpu_of(job: Job, role: Role, rank: int) -> str:
+    """A rank's GPU; the reference has the first decode rank's."""
+    prefill, decode = spread(job.config.prefills, job.config.decodes, len(job.gpus))
+    return job.gpus[(prefill if role == "prefill" else decode)[rank]]
 
 
 def supervise(job: Job, events: int) -> bool:

@@ -42,6 +42,7 @@ class Member:
         self.work = Path(job.work)
         self.model = Path(job.model)
         self.observer = Silent() if job.config.trace is None else Recorder()
+        self.device = "cpu" if self.config.device == "cpu" else "cuda:0"
         self._tell = tell
 
     def tell(self, kind: Kind, text: str = "", error: str = "") -> None:
@@ -53,7 +54,9 @@ class Member:
         """Be one of the stage's tensor-parallel group inside; gives the parent's store."""
         store = reach(self.config.prefill_host, self.job.store_port, self.config.timeout_s)
         torch.set_num_threads(1)
-        _join(self.tp_rank, self.tp, PrefixStore(f"group-{self.role}-{self.stage}", store))
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
+        _join(self.tp_rank, self.tp, PrefixStore(f"group-{self.role}-{self.stage}", store), self.device)
         try:
             with torch.inference_mode():
                 yield store
@@ -87,9 +90,13 @@ def wait_for(store: Store, key: str) -> bytes:
     return value
 
 
-def _join(rank: int, world: int, store: Store) -> None:
-    """Make the default process group, as ``torchrun`` would have made it possible; nothing with one rank."""
+def _join(rank: int, world: int, store: Store, device: str) -> None:
+    """Make the default process group, as ``torchrun`` would have made it possible; nothing with one rank.
+
+    Gloo also for GPUs: NCCL refuses ranks that share one.
+    """
     if world == 1:
         return
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    local = rank if device == "cpu" else 0
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

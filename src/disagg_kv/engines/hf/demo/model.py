@@ -91,12 +91,16 @@ def save_model(config: DemoConfig, folder: Path) -> None:
     make.from_config(model_config(config)).save_pretrained(folder)
 
 
-def load_model(folder: Path, tp: int) -> Any:
+def load_model(folder: Path, tp: int, device: str) -> Any:
     """The model on this process, one of ``tp`` of the default process group; the whole model with ``tp`` 1."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    plan = DistributedConfig(tp_plan="auto", tp_size=tp) if tp > 1 else None
+    if tp == 1:
+        whole: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return whole.to(device)
+    # Gloo, which ranks that share a GPU need, reduces there but does not gather: every rank has the whole last layer.
+    plan = DistributedConfig(tp_plan="auto" if device == "cpu" else {"lm_head": "replicate"}, tp_size=tp)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=plan)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ....geometry import CacheSpec, Component, PageTable, Shard, stages
 from ....ids import LayerId
+from ....kernels.tensors import tensor_of
 from ....memory import PagedPool
 from ....planning import explain
 from ....transports import SupportsAllocate, Transport
@@ -36,7 +37,9 @@ def shards_of(config: DemoConfig, role: Role) -> list[Shard]:
     ]
 
 
-def make_pool(config: DemoConfig, role: Role, rank: int, page_size: int, transport: Transport) -> PagedPool:
+def make_pool(
+    config: DemoConfig, role: Role, rank: int, page_size: int, transport: Transport, device: str
+) -> PagedPool:
     """Pages for all requests and a few more, every byte poisoned; peers can write to them where that is possible.
 
     In a conversation of several turns there are pages for two copies, one of which may be an earlier turn's.
@@ -51,16 +54,20 @@ def make_pool(config: DemoConfig, role: Role, rank: int, page_size: int, transpo
         aux_slots=config.requests,
         aux_bytes=AUX_BYTES,
         allocator=transport.allocate if isinstance(transport, SupportsAllocate) else None,
+        device=device,
     )
     for buffer in pool.buffers:
-        ctypes.memset(buffer.addr, POISON, buffer.nbytes)
+        tensor_of(buffer).fill_(POISON)
+    if device != "cpu":
+        torch.cuda.synchronize()
     return pool
 
 
 def dump(pool: PagedPool) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """A copy of the memory itself ``[nbytes]``."""
     (buffer,) = pool.buffers
-    return np.frombuffer(ctypes.string_at(buffer.addr, buffer.nbytes), np.uint8)
+    copied: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor_of(buffer).cpu().numpy().copy()
+    return copied
 
 
 def laid_out(

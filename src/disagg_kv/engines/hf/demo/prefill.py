@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
+from ....endpoints import Step
 from ....geometry import PageTable
-from ....memory import PagedPool
+from ....ids import LayerId
+from ....memory import Event, PagedPool
 from .. import PageAllocator, PagedHFCache
 from . import wire
 from .inject import WrongGather, negate_rows, negate_states
@@ -52,19 +56,19 @@ def run(member: Member, store: Store) -> None:
                 prompt = talks.prompts[request]
                 cached = config.lengths(turn - 1)[request] if turn else 0
                 if cached:
-                    delivery.send_chunk(cached, [table])
+                    delivery.send_chunk(cached, [table], computed(member.device))
                 token: int | None = None
                 for start in range(cached, len(prompt), config.chunk_tokens):
                     stop = min(start + config.chunk_tokens, len(prompt))
                     step = endpoint.step({delivery.room: (stop, [table])})
                     # What is made wrong on purpose is made so after the pass: no layer may have left by then.
-                    cache.layer_ready = step.layer_ready if config.inject is None else None
+                    cache.layer_ready = partial(announce, step, member.device) if config.inject is None else None
                     token = stage.forward(f"prefill {request} {start}", prompt[start:stop], cache)
                     if wrong is not None:
                         wrong.swap_heads(member, pool, table, start, stop)
                     elif config.inject == "negate":
                         negate_rows(pool, table, start, stop)
-                    step.close()
+                    step.close(computed(member.device))
                 for slot in places[request]:
                     paged.write_states(cache, slot)
                     if config.inject == "negate":
@@ -78,6 +82,20 @@ def run(member: Member, store: Store) -> None:
         ended = now()
         rooms = wire.released(endpoint.poll, deliveries, member, "released")
         member.leave(PrefillResult(os.getpid(), heads(pool), ready, ended, rooms))
+
+
+def announce(step: Step, device: str, layer: LayerId) -> None:
+    """A layer's rows are final when what was asked of the GPU so far is done."""
+    step.layer_ready(layer, computed(device))
+
+
+def computed(device: str) -> Event | None:
+    """When what was asked of a GPU so far is done."""
+    if device == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _own(pool: PagedPool, cache: Cache) -> dict[str, npt.NDArray[np.float32]]:
@@ -95,15 +113,15 @@ def _own(pool: PagedPool, cache: Cache) -> dict[str, npt.NDArray[np.float32]]:
             at = 0
             for c in states[:-1]:
                 channels = c.units * c.unit_bytes // conv.element_size()
-                block = conv[0, at : at + channels].numpy()  # [channels, kernel]
+                block = conv[0, at : at + channels].cpu().numpy()  # [channels, kernel]
                 kept[c.name] = block.reshape(c.units, -1, c.rows).transpose(0, 2, 1)
                 at += channels
-            kept[states[-1].name] = recurrent[0].numpy()
+            kept[states[-1].name] = recurrent[0].cpu().numpy()
         if isinstance(own, DynamicLayer):
             names = [c.name for c in components if not c.rows]
             assert own.keys is not None
             assert own.values is not None
-            kept |= {name: tensor[0].numpy() for name, tensor in zip(names, (own.keys, own.values), strict=True)}
+            kept |= {name: tensor[0].cpu().numpy() for name, tensor in zip(names, (own.keys, own.values), strict=True)}
         for c in components:
             (units,) = site.shard.units(layer, c.name)
             found[f"{name_of(layer, c)}.{units.start}"] = kept[c.name]

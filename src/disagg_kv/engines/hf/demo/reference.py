@@ -18,14 +18,14 @@ from .results import ReferenceResult
 def run(member: Member, _: Store) -> None:
     """Generate every request's tokens; the cache never leaves the model."""
     config = member.config
-    model: Any = load_model(member.model, 1)
+    model: Any = load_model(member.model, 1, member.device)
     member.tell("ready")
     began = now()
     talks = Talks(config)
     tokens: list[tuple[int, ...]] = [()] * config.requests
     for turn in range(config.turns):
         for request, prompt in enumerate(talks.prompts):
-            ids = torch.tensor([prompt])
+            ids = torch.tensor([prompt], device=member.device)
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=config.max_new_tokens
             )

@@ -66,6 +66,7 @@ class Report:
         strategy: as asked for.
         paths: the paths that rooms took.
         transport: as asked for.
+        device: as asked for.
         model: as asked for.
         prefill_tp: processes of a prefill stage; prefill_pp: its stages.
         decode_tp: processes of a decode stage; decode_pp: its stages.
@@ -90,6 +91,7 @@ class Report:
     strategy: str
     paths: tuple[str, ...]
     transport: str
+    device: str
     model: str
     prefill_tp: int
     prefill_pp: int
@@ -144,6 +146,7 @@ def assemble(config: DemoConfig, results: Results, checked: Checked, started: fl
         strategy=config.strategy,
         paths=tuple(sorted({room.path for room in sent if room.path})),
         transport=config.transport,
+        device=config.device,
         model=config.model,
         prefill_tp=config.prefill_tp,
         prefill_pp=config.prefill_pp,

@@ -16,13 +16,15 @@ from importlib import import_module
 from pathlib import Path
 
 import msgspec
+import torch
 
 from .... import errors
 from ....channels import Keys
 from ....errors import ConfigurationError, DeadlineError, IntegrityError, PeerLostError
+from ....memory import spread
 from ....strategies import strategy
 from ....trace import Span, chrome_trace
-from ....transports import transport
+from ....transports import between_processes
 from ..optional import require_transformers
 from .check import check
 from .config import LOOPBACK, DemoConfig, Job, Told
@@ -54,6 +56,7 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
     """
     require_transformers()
     strategy(config.strategy)
+    visible = gpus(config)
     _check_transport(config)
     started = now()
     store = host()
@@ -63,7 +66,8 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
         with ExitStack() as running:
             launchers = []
             for number, (prefix, roles) in enumerate(config.launches):
-                job = Job(config, folder, os.getpid(), store.port, roles, str(work / f"model-{number}"), secret)
+                model = str(work / f"model-{number}")
+                job = Job(config, folder, os.getpid(), store.port, roles, model, visible, secret)
                 launchers.append(running.enter_context(_launched(job, number, prefix)))
             _listen(config, launchers, work, told, started + config.timeout_s)
         checking = now()
@@ -85,12 +89,25 @@ def _traces(work: Path, config: DemoConfig) -> dict[str, list[Span]]:
 def _check_transport(config: DemoConfig) -> None:
     if config.transport_module is not None:
         load_module(config.transport_module)
-    carrier = transport(config.transport)
+    carrier = between_processes(config.transport, config.device)
     caps = carrier.caps
     carrier.close(0.0)
-    if caps.in_process_only or "cpu" not in caps.devices:
-        reason = "works only within one process" if caps.in_process_only else f"moves {sorted(caps.devices)} memory"
-        raise ConfigurationError(f"transport {config.transport!r} {reason}; the demo's processes have CPU memory")
+    if caps.in_process_only:
+        raise ConfigurationError(f"transport {config.transport!r} works only within one process; the demo has several")
+
+
+def gpus(config: DemoConfig) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs that a demo has.
+
+    Raises:
+        ConfigurationError: it needs one, and there is none.
+    """
+    if config.device == "cpu":
+        return ()
+    count = torch.cuda.device_count()
+    spread(config.prefills, config.decodes, count)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(named.split(",")[:count]) if named else tuple(map(str, range(count)))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class Stage:
         self._member = member
         self._store = store
         self._first, self._last = member.stage == 0, member.stage == member.pp - 1
-        self._model: Any = load_model(member.model, member.tp)
+        self._model: Any = load_model(member.model, member.tp, member.device)
         self._hidden = self._model.config.hidden_size
         if member.pp > 1:
             _keep(self._model, member.stage, member.pp, last=self._last)
@@ -40,16 +40,17 @@ class Stage:
             cache: of this stage's layers.
         """
         if self._first:
-            given = {"input_ids": torch.tensor([list(tokens)])}
+            given = {"input_ids": torch.tensor([list(tokens)], device=self._member.device)}
         else:
             data = bytearray(wait_for(self._store, f"hidden {name} {self._member.stage - 1}"))
-            given = {"inputs_embeds": torch.from_numpy(np.frombuffer(data, np.float32).reshape(1, -1, self._hidden))}
+            hidden = torch.from_numpy(np.frombuffer(data, np.float32).reshape(1, -1, self._hidden))
+            given = {"inputs_embeds": hidden.to(self._member.device)}
         if self._last:
             output = self._model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return int(output.logits[0, -1].argmax())
         hidden = self._model.model(**given, past_key_values=cache, use_cache=True).last_hidden_state
         if self._member.tp_rank == 0:
-            self._store.set(f"hidden {name} {self._member.stage}", hidden.numpy().tobytes())
+            self._store.set(f"hidden {name} {self._member.stage}", hidden.cpu().numpy().tobytes())
         return None
 
     def learn(self, name: str, token: int | None) -> int:

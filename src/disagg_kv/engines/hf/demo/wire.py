@@ -17,7 +17,7 @@ from ....memory import PagedPool
 from ....protocol import Phase
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
-from ....transports import Transport, transport
+from ....transports import Transport, between_processes
 from .config import LOOPBACK, DemoConfig, Kind
 from .inject import WrongGather
 from .member import Member
@@ -56,8 +56,8 @@ def prefill(
 ) -> Iterator[tuple[PrefillEndpoint, PagedPool]]:
     """This rank's sender, and its pages; ``wrong`` in place of the right kernels, where something is to go wrong."""
     config = member.config
-    carrier = _carrier(config, config.prefill_host)
-    pool = make_pool(config, member.role, member.rank, config.prefill_page_size, carrier)
+    carrier = _carrier(config, config.prefill_host, member.device)
+    pool = make_pool(config, member.role, member.rank, config.prefill_page_size, carrier, member.device)
     endpoint = PrefillEndpoint(
         pool,
         transport=carrier,
@@ -83,8 +83,8 @@ def prefill(
 def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, PagedPool]]:
     """This rank's receiver, and its pages."""
     config = member.config
-    carrier = _carrier(config, config.decode_host)
-    pool = make_pool(config, member.role, member.rank, config.decode_page_size, carrier)
+    carrier = _carrier(config, config.decode_host, member.device)
+    pool = make_pool(config, member.role, member.rank, config.decode_page_size, carrier, member.device)
     endpoint = DecodeEndpoint(
         pool,
         transport=carrier,
@@ -136,12 +136,12 @@ def _channel(member: Member, host: str) -> ZmqChannel:
     return ZmqChannel(f"tcp://{host}:0", keys=None if secret is None else Keys(secret))
 
 
-def _carrier(config: DemoConfig, host: str) -> Transport:
+def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
     """The chosen transport, told under which address others reach it if that is one of its options."""
     try:
-        return transport(config.transport, **({} if host == LOOPBACK else {"host": host}))
+        return between_processes(config.transport, device, **({} if host == LOOPBACK else {"host": host}))
     except UnknownNameError:
-        return transport(config.transport)
+        return between_processes(config.transport, device)
 
 
 def _moved(handle: Handle) -> Moved:
