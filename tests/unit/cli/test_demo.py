@@ -17,7 +17,7 @@ SMALL = ["--requests", "2", "--max-new-tokens", "6", "--layers", "2", "--prefill
 FIELDS = {
     "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",
     "descriptors", "descriptors_slice", "strategy", "paths", "transport", "prefill_tp", "decode_tp", "inject",
-    "model", "prefill_pp", "decode_pp", "phases", "gb_per_s", "ranks", "turns",
+    "model", "prefill_pp", "decode_pp", "phases", "gb_per_s", "ranks", "turns", "device",
 }  # fmt: skip
 
 
