@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 import pytest
 
 from disagg_kv.errors import (
     AbortedError,
-    DeadlineError,
-    DisaggKVError,
     IntegrityError,
-    PeerLostError,
     RemoteProtocolError,
 )
 from disagg_kv.geometry import CacheSpec, shard
-from disagg_kv.ids import Epoch, Generation, Rank, RoomId, VirtualOffset
+from disagg_kv.ids import Rank
 from disagg_kv.planning import Intake, Segment
 from disagg_kv.protocol import (
-    Awaited,
     Cancel,
     Decided,
-    Effect,
     Free,
-    Gone,
     Introduced,
     Leased,
-    Lost,
-    Options,
     Phase,
     Quarantine,
-    ReceiveRoom,
     Receiving,
     Reserve,
-    RoomFrame,
     Scatter,
     Scattered,
     Send,
@@ -44,123 +31,34 @@ from disagg_kv.protocol import (
 )
 from disagg_kv.protocol.frames import (
     Abort,
-    AbortAck,
-    ChunkReady,
     Complete,
-    Done,
-    Drained,
-    DrainedAck,
     Expect,
     Expected,
     Grant,
-    Head,
     Landed,
     Queued,
-    Return,
     Returned,
-    StagingRequest,
-    WireTable,
 )
-from disagg_kv.protocol.wire import segment_to_wire
-from disagg_kv.staging import Lease
-
-ME = Epoch(bytes([9] * 16))
-P = [Epoch(bytes([r] * 16)) for r in range(3)]
-SPEC = CacheSpec.kv(2, 2, 64, "int8")
-INTAKE = Intake.build(SPEC, [shard(SPEC, tp=2, rank=r) for r in range(2)], shard(SPEC))
-TABLES = (WireTable("all", 0, bytes(8)),)
-A, B = Segment(0, 4, 0, 2), Segment(4, 8, 0, 2)
-LEASE = Lease(VirtualOffset(70000), 2048, 65536)
-OTHER_LEASE = Lease(VirtualOffset(75008), 2048, 65536)
-E_ = TypeVar("E_")
-
-
-def head(rank: int) -> Head:
-    return Head(src=P[rank], dst=ME, room=b"r", generation=1)
-
-
-def request(rank: int, s: Segment = A, *, ready: bool = True, path: str = "staged", ask: int = 0) -> StagingRequest:
-    return StagingRequest(**head(rank), segment=segment_to_wire(s), ask=ask, ready=ready, path=path)
-
-
-def back(rank: int, ask: int = 0, s: Segment = A) -> Return:
-    return Return(**head(rank), segment=segment_to_wire(s), ask=ask)
-
-
-def chunk(rank: int, s: Segment = A, lease: Lease | None = LEASE) -> ChunkReady:
-    start = None if lease is None else lease.start
-    return ChunkReady(**head(rank), segment=segment_to_wire(s), lease=start)
-
-
-def done(rank: int, stop: int = 8, *, aux: bytes | None = None, tag: bytes = b"tag") -> Done:
-    return Done(**head(rank), stop=stop, aux=aux, tag=tag)
-
-
-def abort(rank: int) -> Abort:
-    return Abort(**head(rank), reason="engine")
-
-
-def drained(rank: int) -> Drained:
-    return Drained(**head(rank), reason="engine")
-
-
-class Room:
-    """A room and what came out of it last."""
-
-    def __init__(self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16) -> None:
-        self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, 300.0)
-        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), TABLES if exposed else None, b"tag")
-        self.introduced = Introduced((P[0], P[1]), INTAKE)
-        if begun:
-            self.say(self.awaited, self.introduced)
-
-    def say(self, *events: object, now: float = 0.0) -> list[Effect]:
-        out: list[Effect] = []
-        for event in events:
-            out += self.machine.handle(event, now)
-            self.machine.check_integrity()
-        return out
-
-    def lease(self, s: Segment = A, lease: Lease = LEASE) -> list[Effect]:
-        """Both writers ask, the ring grants."""
-        return self.say(request(0, s), request(1, s), Leased(s, lease))
-
-    def land(self, s: Segment = A, lease: Lease = LEASE) -> None:
-        self.lease(s, lease)
-        self.say(chunk(0, s, lease), chunk(1, s, lease), Scattered(s))
-
-    def landed(self) -> None:
-        self.land(A)
-        self.land(B)
-        self.say(done(0, aux=b"zero"), done(1, aux=b"one"))
-        assert self.machine.state is Receiving.LANDED
-
-
-def state_of(room: Room) -> Receiving:
-    return room.machine.state
-
-
-def phase_of(room: Room) -> Phase:
-    return room.machine.phase
-
-
-def released(room: Room) -> bool:
-    return room.machine.released
-
-
-def only(effects: Sequence[Effect], kind: type[E_]) -> list[E_]:
-    return [e for e in effects if isinstance(e, kind)]
-
-
-def sent(effects: Sequence[Effect]) -> list[tuple[int, type[RoomFrame]]]:
-    return [(P.index(e.to), type(e.frame)) for e in effects if isinstance(e, Send) and isinstance(e.frame, RoomFrame)]
-
-
-def failed(room: Room, kind: type[DisaggKVError], *words: str) -> None:
-    assert phase_of(room) is Phase.FAILED
-    assert type(room.machine.error) is kind
-    for word in words:
-        assert word in str(room.machine.error)
+from tests.support.receive_room import (
+    LEASE,
+    OTHER_LEASE,
+    A,
+    B,
+    P,
+    Room,
+    abort,
+    back,
+    chunk,
+    done,
+    drained,
+    failed,
+    head,
+    only,
+    phase_of,
+    request,
+    sent,
+    state_of,
+)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -414,229 +312,3 @@ def test_a_fast_writer_may_run_far_ahead_of_a_slow_one() -> None:
     for row in range(8):
         room.say(chunk(1, Segment(row, row + 1, 0, 2), None))
     assert only(room.say(done(0), done(1)), Vote) == [Vote(True, "")]
-
-
-# Failing.
-
-
-@pytest.mark.parametrize(
-    ("event", "kind"),
-    [
-        (abort(0), AbortedError),
-        (drained(0), AbortedError),
-        (Lost(P[0], PeerLostError("silent")), PeerLostError),
-        (Cancel(AbortedError("engine")), AbortedError),
-        (Cancel(ValueError("foreign")), DisaggKVError),
-        (Decided(False, "rank 1"), AbortedError),
-    ],
-    ids=str,
-)
-def test_after_any_failure_all_hear_abort_until_there_is_evidence(event: object, kind: type[DisaggKVError]) -> None:
-    room = Room()
-    effects = room.say(event)
-    failed(room, kind)
-    assert len(only(effects, Vote)) == 1
-    told = {rank for rank, frame in sent(effects) if frame is Abort}
-    assert told == ({1} if isinstance(event, Drained) else {0, 1})
-    assert room.machine.released, "pages are nobody else's: they were not exposed"
-    assert {r for r, _ in sent(room.say(Tick(), now=0.3))} <= {0, 1}
-    assert sent(room.say(drained(0), drained(1))) == [(0, DrainedAck), (1, DrainedAck)]
-    assert state_of(room) is Receiving.CLOSED
-    assert room.machine.next_at() is None
-
-
-def test_a_leased_segment_stays_in_quarantine_until_each_asker_gives_evidence() -> None:
-    """E1: silence and loss free nothing."""
-    room = Room()
-    room.lease()
-    room.say(chunk(1))
-    assert only(room.say(Cancel(AbortedError("engine")), chunk(1)), Quarantine) == [Quarantine(A)]
-    assert only(room.say(Tick(), now=1e6), Free) == []
-    assert only(room.say(Lost(P[0], PeerLostError("silent"))), Free) == []
-    assert only(room.say(drained(1)), Free) == []
-    assert state_of(room) is Receiving.DRAINING
-    assert only(room.say(drained(0)), Free) == [Free(A)]
-    assert state_of(room) is Receiving.CLOSED
-
-
-@pytest.mark.parametrize("evidence", [chunk(0), drained(0), Gone(P[0])], ids=str)
-def test_landed_drained_and_gone_are_evidence(evidence: object) -> None:
-    """E1."""
-    room = Room()
-    room.say(request(0), Leased(A, LEASE), Cancel(AbortedError("engine")))
-    assert only(room.say(evidence), Free) == [Free(A)]
-    assert only(room.say(evidence), Free) == []
-    assert state_of(room) is Receiving.DRAINING
-    assert sent(room.say(Tick(), now=0.2))[-1] == (1, Abort)
-
-
-@pytest.mark.parametrize("no_evidence", [chunk(0, A, OTHER_LEASE), chunk(0, B), chunk(0, A, None), chunk(1)], ids=str)
-def test_a_late_notice_of_something_else_is_no_evidence(no_evidence: object) -> None:
-    """E1."""
-    room = Room()
-    room.say(request(0), Leased(A, LEASE), Cancel(AbortedError("engine")))
-    assert only(room.say(no_evidence, done(0)), Free) == []
-
-
-def test_a_lease_that_no_writer_was_told_of_is_free_at_once() -> None:
-    room = Room()
-    room.say(request(0))
-    assert only(room.say(Cancel(AbortedError("engine"))), Free) == [Free(A)]
-    assert room.say(Leased(A, LEASE)) == [Free(A)]
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("kernel")])
-def test_pages_and_lease_are_held_while_a_scatter_runs(error: Exception | None) -> None:
-    """E1: a scatter reads the lease and writes the pages."""
-    room = Room()
-    room.lease()
-    room.say(chunk(0), chunk(1), Cancel(AbortedError("engine")), drained(0), drained(1))
-    assert (state_of(room), room.machine.released) == (Receiving.DRAINING, False)
-    assert only(room.say(Scattered(A, error)), Free) == [Free(A)]
-    assert (state_of(room), room.machine.released) == (Receiving.CLOSED, True)
-
-
-def test_a_scatter_that_fails_fails_the_room_and_names_the_segment() -> None:
-    room = Room()
-    room.lease()
-    effects = room.say(chunk(0), chunk(1), Scattered(A, RuntimeError("kernel")))
-    failed(room, DisaggKVError, "scatter of Segment(start=0", "kernel")
-    assert only(effects, Free) == [Free(A)]
-
-
-def test_exposed_pages_are_released_on_evidence_only() -> None:
-    """E1: each writer may write to them until its Done, its Drained or its observed end."""
-    room = Room(exposed=True)
-    room.say(Cancel(AbortedError("engine")), Lost(P[0], PeerLostError("silent")))
-    assert not released(room)
-    room.say(done(1))
-    assert not released(room)
-    room.say(Gone(P[0]))
-    assert released(room)
-    room.say(drained(1))
-    assert state_of(room) is Receiving.CLOSED
-
-
-def test_pages_that_no_expect_has_named_are_nobody_elses() -> None:
-    room = Room(begun=False, exposed=True)
-    room.say(room.awaited, Cancel(AbortedError("engine")))
-    assert room.machine.released
-    assert sent(room.say(room.introduced)) == [(0, Abort), (1, Abort)]
-    assert room.machine.released, "released is said once"
-    room.say(drained(0), drained(1))
-    assert state_of(room) is Receiving.CLOSED
-
-
-def test_exposed_and_staged_writers_may_share_a_segment() -> None:
-    room = Room(exposed=True)
-    room.say(request(0), Leased(A, LEASE), chunk(1, A, None))
-    assert only(room.say(chunk(0)), Scatter) == [Scatter(A, {Rank(0): 4464})]
-
-
-def test_an_abort_before_the_writers_are_known_is_told_once_they_are_or_ends_if_nobody_comes() -> None:
-    room = Room(begun=False)
-    room.say(Cancel(AbortedError("engine")))
-    assert state_of(room) is Receiving.DRAINING
-    room.say(room.awaited, Cancel(AbortedError("again")))
-    room.say(Lost(Epoch(b""), PeerLostError("nobody answers")))
-    assert (state_of(room), room.machine.released) == (Receiving.CLOSED, True)
-
-
-def test_a_loss_while_nobody_is_known_fails_the_room() -> None:
-    room = Room(begun=False)
-    room.say(Lost(Epoch(b""), PeerLostError("nobody answers")))
-    failed(room, PeerLostError, "nobody answers")
-    assert state_of(room) is Receiving.CLOSED
-
-
-@pytest.mark.parametrize("state", ["opened", "moving", "landed", "draining"])
-def test_the_loss_or_end_of_somebody_else_changes_nothing(state: str) -> None:
-    room = Room(begun=state != "opened")
-    if state == "opened":
-        room.say(room.introduced)
-    elif state == "landed":
-        room.landed()
-    elif state == "draining":
-        room.lease()
-        room.say(Cancel(AbortedError("engine")))
-    before = state_of(room)
-    assert room.say(Lost(P[2], PeerLostError("silent")), Gone(P[2])) == []
-    assert state_of(room) is before
-
-
-def test_a_writer_that_is_done_may_be_lost() -> None:
-    room = Room()
-    room.land(A)
-    room.land(B)
-    room.say(done(0), Lost(P[0], PeerLostError("silent")), Gone(P[0]))
-    assert phase_of(room) is Phase.MOVING
-    assert only(room.say(done(1)), Vote) == [Vote(True, "")]
-
-
-def test_a_writer_lost_while_all_has_landed_is_not_waited_for_if_the_room_fails_after_all() -> None:
-    room = Room()
-    room.landed()
-    assert room.say(Lost(P[0], PeerLostError("silent"))) == []
-    room.say(Decided(False, "rank 1"))
-    room.say(drained(1))
-    assert state_of(room) is Receiving.CLOSED
-
-
-@pytest.mark.parametrize(
-    ("event", "answer"), [(abort(0), AbortAck), (drained(0), DrainedAck), (Cancel(AbortedError("engine")), None)]
-)
-def test_doubt_after_landing_asks_the_others_and_the_agreement_stands(
-    event: object, answer: type[RoomFrame] | None
-) -> None:
-    """E16."""
-    room = Room()
-    room.landed()
-    effects = room.say(event)
-    assert [v.ok for v in only(effects, Vote)] == [False]
-    assert sent(effects) == ([] if answer is None else [(0, answer)])
-    room.say(Decided(True, ""))
-    assert phase_of(room) is Phase.DONE
-
-
-def test_landed_answers_late_frames_and_malformed_ones_do_no_harm() -> None:
-    room = Room()
-    room.landed()
-    late = [chunk(0), request(1), request(0, Segment(4, 4, 0, 0)), done(0), Expected(**head(0), parked=False)]
-    assert sent(room.say(*late)) == [(0, Landed), (1, Landed), (0, Landed)]
-
-
-def test_draining_answers_late_frames() -> None:
-    room = Room()
-    room.say(Cancel(AbortedError("engine")))
-    late = [request(0), request(0, Segment(4, 4, 0, 0)), chunk(0, Segment(4, 4, 0, 0)), abort(1)]
-    assert sent(room.say(*late, Decided(False, "x"))) == [(0, Abort), (0, Abort), (1, AbortAck)]
-
-
-def test_the_deadline_names_who_is_missing() -> None:
-    room = Room()
-    room.say(done(0))
-    room.say(Tick(), now=299.0)
-    room.say(Tick(), now=300.0)
-    failed(room, DeadlineError, "not complete within 300 s", "ranks [1] are not done")
-    room = Room(begun=False)
-    room.say(Tick(), now=300.0)
-    failed(room, DeadlineError, "the prefill ranks were not found")
-    assert state_of(room) is Receiving.CLOSED
-
-
-def test_no_agreement_in_time_is_a_vote_against_and_is_said_again() -> None:
-    """E2."""
-    room = Room()
-    room.landed()
-    assert room.say(Tick(), now=299.0) == []
-    assert [v.ok for v in only(room.say(Tick(), now=300.0), Vote)] == [False]
-    assert room.say(Tick(), now=301.0) == []
-    assert [v.ok for v in only(room.say(Tick(), now=600.0), Vote)] == [False]
-
-
-def test_nothing_is_taken_in_after_the_end() -> None:
-    room = Room()
-    room.landed()
-    room.say(Decided(True, ""))
-    assert room.say(Decided(False, "late"), Cancel(AbortedError("late")), Tick(), abort(0), Gone(P[0])) == []
-    assert phase_of(room) is Phase.DONE

@@ -12,7 +12,7 @@ from disagg_kv.ids import LayerId, VirtualOffset
 from disagg_kv.planning import Intake, Segment
 from disagg_kv.protocol import Introduced, Vote
 from disagg_kv.staging import Lease
-from tests.unit.protocol.test_receiving import OTHER_LEASE, SPEC, A, B, P, Room, done, only, request
+from tests.support.receive_room import OTHER_LEASE, SPEC, A, B, P, Room, done, only, request
 
 HYBRID = CacheSpec.uniform(2, [*SPEC.layers[LayerId(0)], Component("ssm", "int8", 2, 16, tokens_per_row=0, rows=1)])
 HYBRID_INTAKE = Intake.build(HYBRID, [shard(HYBRID, tp=2, rank=r) for r in range(2)], shard(HYBRID))
