@@ -1,4 +1,4 @@
-"""What README and docs show works: python blocks run, cheap commands too."""
+"""What README and docs show works: python blocks run, cheap commands too; and they leave nothing out."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
+import attrs
 import pytest
 
-from disagg_kv.cli.main import COMMANDS, run
+from disagg_kv.cli.main import COMMANDS, build, run
+from disagg_kv.protocol import AnyFrame, Options
 from disagg_kv.strategies import registry as strategies
 from disagg_kv.transports import registry as transports
 from tests.support.pages import PAGES, ROOT, Block, blocks, marked, parse
@@ -87,3 +90,34 @@ def test_marked_blocks_of_a_page_join_to_one_source(tmp_path: Path) -> None:
     page.write_text("<!-- test: transport -->\n```python\na = 1\n```\n\n```python\nb = 2\n```\n\n"
                     "<!-- test: transport -->\n```python\nc = 3\n```\n")  # fmt: skip
     assert marked(page, "transport") == "a = 1\n\nc = 3\n"
+
+
+def words(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def test_the_protocols_page_names_every_frame_and_option() -> None:
+    names = [kind.__name__ for kind in get_args(AnyFrame)] + [a.name for a in attrs.fields(Options)]
+    assert [name for name in names if f"`{name}`" not in words("docs/protocol.md")] == []
+
+
+def test_the_page_of_the_command_line_has_every_command() -> None:
+    groups = [g.typer_instance for g in build(["bench"]).registered_groups if g.typer_instance]
+    benches = [c.callback.__name__ for group in groups for c in group.registered_commands if c.callback]
+    assert len(benches) > 1
+    shown = [f"| `disagg-kv {name}` |" for name in COMMANDS] + [f"| `bench {name}` |" for name in benches]
+    assert [row for row in shown if row not in words("docs/cli.md")] == []
+
+
+def test_the_readme_has_every_transport() -> None:
+    assert [name for name in transports._BUILTIN if f"| `{name}` |" not in words("README.md")] == []
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    assert [page.name for page in PAGES[1:] if f" {page.name}\n" not in words("mkdocs.yml")] == []
+
+
+def test_the_reference_has_every_layer() -> None:
+    """What users do not import, the command line and its benchmarks, is left out."""
+    layers = {path.parent.name for path in (ROOT / "src/disagg_kv").glob("*/__init__.py")} - {"bench", "cli"}
+    assert [name for name in sorted(layers) if f"\n::: disagg_kv.{name}" not in words("docs/reference.md")] == []
