@@ -111,12 +111,13 @@ class _Instance:
 
 @define(eq=False)
 class _Scattering:
-    """A scatter and, where there is one, the comparison of what it brought."""
+    """A scatter and, where there is one, the comparison of what it brought; ``error``: that could not begin."""
 
     key: RoomKey
     segment: Segment
     event: Event | None
     started: float
+    error: Exception | None = None
     check: Callable[[], IntegrityError | None] | None = None
     comparing: float = 0.0
 
@@ -439,10 +440,10 @@ class DecodeRole:
             if effect.sums:
                 self._compare(room, effect, one)
         except Exception as exc:
-            self._handle(room, Scattered(effect.segment, exc))
-            return
+            # A scatter that has begun reads the lease and writes pages until its event, whatever failed behind it.
+            one.error = exc
         if one.event is None:
-            self._scattered(room, one)
+            self._scattered(room, one, one.error)
         else:
             self._scattering.append(one)
 
@@ -493,7 +494,7 @@ class DecodeRole:
             try:
                 if one.event is not None and not one.event.query():
                     continue
-                error = None
+                error = one.error
             except Exception as exc:
                 error = exc
             self._scattering.remove(one)

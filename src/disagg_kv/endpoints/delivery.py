@@ -62,6 +62,7 @@ class DeliveryHandle(RoomHandle):
         self._stop = 0
         self._given = 0
         self._finished = False
+        self._ended = False
         self._again: Mapping[GroupId, PageTable] | None = None
         self._turns = 0
         self._withdrawals = 0
@@ -89,7 +90,7 @@ class DeliveryHandle(RoomHandle):
 
         After a withdrawal they begin where the first chunk given again began: its edges need not be the earlier ones.
         """
-        if self._finished and stop > self._stop:
+        if self._ended and stop > self._stop:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish at {self._stop}")
         if stop <= self._given:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
@@ -128,7 +129,7 @@ class DeliveryHandle(RoomHandle):
             if self._pool.aux_bytes > MAX_AUX:
                 raise UnsupportedError(f"aux rows of {self._pool.aux_bytes} bytes; at most {MAX_AUX} are moved yet")
             self._pool.read_aux(aux)
-        self._finished = True
+        self._finished = self._ended = True
 
         life = self._withdrawals
 

@@ -19,6 +19,7 @@ from ..errors import AbortedError, ConfigurationError, DeadlineError, DisaggKVEr
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RoomId
 from ..protocol import Options, Phase
+from ..protocol.machine import ours
 from ..rendezvous import Source
 from .base import Receiver, Reception, Report
 
@@ -47,7 +48,8 @@ class Recovery(Protocol):
         """Where the room is to be sent from now; None: it fails. Called once for each failed attempt; must not block.
 
         Whoever is named must have been given the request, or be about to be: this says nothing to prefill. It may be
-        the same instance. Asked at once when an attempt fails, so that prefill can compute while pages come back.
+        the same instance. Asked at once when an attempt fails, so that prefill can compute while pages come back. What
+        it raises ends the room.
         """
         ...
 
@@ -198,7 +200,12 @@ class Recovering:
         if not life.asked:
             life.asked = True
             if not self._aborted and left > 0:
-                life.following = self._policy.again(Attempt(self.room, life.number, life.source, error))
+                try:
+                    life.following = self._policy.again(Attempt(self.room, life.number, life.source, error))
+                except Exception as exc:
+                    # A policy is somebody else's code: its errors end this room alone, and the others are still told.
+                    self._error = ours(exc, f"room {self.room.hex()}: the policy failed after attempt {life.number}")
+                    return
         if self._aborted or life.following is None:
             self._error = error
         elif left <= 0:

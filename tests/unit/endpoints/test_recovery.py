@@ -270,3 +270,26 @@ def test_a_room_is_open_once_and_awaited_once() -> None:
     assert (inner.confirmed, room.report) == ([bytes(16)], inner.rooms[0].report)
     end.close(0.0)
     assert (inner.closed, inner.rooms[0].aborted) == (True, "the endpoint closes")
+
+
+def test_a_policy_that_raises_ends_its_room_alone() -> None:
+    """E8: what became of the other rooms is told by the same call."""
+
+    class Broken:
+        def again(self, failed: Attempt) -> Source | None:
+            if failed.room == ROOM:
+                raise OSError("no router")
+            return None
+
+    stub = Stub()
+    receiver = RecoveringReceiver(stub, Broken(), clock=FakeClock())
+    rooms = [receiver.open(room, Source("P")) for room in (RoomId(b"first"), ROOM, RoomId(b"last"))]
+    for held in stub.rooms:
+        held.phase, held.released, held.error = Phase.FAILED, True, AbortedError("gone")
+    assert receiver.poll() == rooms
+    assert [str(room.error) for room in rooms] == [
+        "gone",
+        f"room {ROOM.hex()}: the policy failed after attempt 1: no router",
+        "gone",
+    ]
+    assert all(room.released for room in rooms)

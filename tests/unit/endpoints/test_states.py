@@ -209,6 +209,20 @@ def test_states_that_were_withdrawn_after_finish_are_given_again(path: str) -> N
     rig.quiet()
 
 
+def test_rows_after_the_end_are_refused_also_when_a_room_is_to_be_finished_again() -> None:
+    """E9: the caller hears of it, and no other room does."""
+    rig = Rig(HYBRID)
+    prefills, decodes = rig.prefill(tp_shards(HYBRID, 1)), rig.decode(tp_shards(HYBRID, 1))
+    other = rig.request("other", prefills, decodes, 8).open_prefill().send(8)
+    request = rig.request("room", prefills, decodes, 8).open_prefill().send(8).finish()
+    request.sends[0].withdraw()
+    with pytest.raises(LocalProtocolError, match="rows up to 12 after finish at 8"):
+        request.sends[0].send_chunk(12, [prefills[0].take(12)])
+    request.send(8).finish().open_decode().expect(8).landed()
+    other.finish().open_decode().expect(8).landed()
+    rig.quiet()
+
+
 def test_a_state_that_fits_no_slot_fails_the_room_with_both_sizes() -> None:
     """A3: on both sides, not a hang; the fallback is a path without staging (A16)."""
     rig = Rig(HYBRID)

@@ -255,6 +255,29 @@ def test_sums_that_cannot_be_made_fail_the_room(side: str, path: str) -> None:
     rig.quiet()
 
 
+def test_a_scatter_that_has_begun_keeps_lease_and_pages_though_its_sums_cannot_be_made() -> None:
+    """E15, section 6: a kernel reads the ring and writes pages until its event, whatever was to follow it."""
+
+    class Failing(CountingKernels):
+        def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+            raise OSError("out of memory")
+
+    rig, kernels = Rig(KV), Failing()
+    kernels.events = []
+    prefills = rig.prefill(tp_shards(KV, 1), strategy="staged")
+    decodes = rig.decode(tp_shards(KV, 1), strategy="staged", verify=FULL, kernels=kernels)
+    request = rig.request("room", prefills, decodes, 8).start()
+    rig.until(lambda: bool(kernels.events), "the scatter")
+    rig.wait(1.0)
+    assert not request.receives[0].released
+    assert decodes[0].endpoint.leased_bytes
+    for event in kernels.events:
+        event.fired = True
+    request.failed()
+    assert "out of memory" in str(request.receives[0].error)
+    rig.quiet()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [(None, "sent no checksums of"), (b"", "sent checksums of 0 bytes for 4 layers of")],
