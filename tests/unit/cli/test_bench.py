@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def test_the_group_asks_for_its_command(capsys: pytest.CaptureFixture[str]) -> N
 def test_nothing_is_left_behind(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    util.get_temp_dir()  # multiprocessing's own, made once for each process and removed at its end
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     bench(capsys, "--strategies", "staged", "--prefill-tp", "2")
     assert os.listdir(tmp_path) == []

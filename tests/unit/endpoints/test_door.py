@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from disagg_kv.errors import PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec, Frame, Options
 from disagg_kv.protocol import frames as f
-from tests.support.rig import Decodes, Memory, Prefills, Request, Rig, tp_shards
+from tests.support.rig import Decodes, Member, Memory, Prefills, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 ROWS = 40
@@ -74,6 +75,10 @@ def counted(*sides: Prefills | Decodes, name: str) -> int:
     return sum(member.observer.counters[name] for side in sides for member in side)
 
 
+def knows(member: Member[Any], other: Member[Any]) -> bool:
+    return any(peer.address == other.channel.address for peer in member.endpoint.peers())
+
+
 def heartbeat(src: bytes, dst: bytes) -> bytes:
     return Codec().encode(f.Heartbeat(src=src, dst=dst))
 
@@ -119,6 +124,9 @@ def test_nobody_speaks_in_the_name_of_a_peer_that_has_another_key(
     prefills, decodes = sides
     request = rig.request("room", prefills, decodes, ROWS).open_decode().expect().open_prefill()
     rig.until(lambda: all(h.held is not None for h in request.sends), "the expectation")
+    # That is over when one rank of decode has asked, and rank 0 may be the other.
+    pair = prefills[0], decodes[0]
+    rig.until(lambda: all(knows(a, b) for a, b in (pair, pair[::-1])), "both to know each other")
     victim = next(peer for peer in prefills[0].endpoint.peers() if peer.instance == "D" and peer.rank == 0)
     target = prefills[0].channel.address
     epoch = next(p.epoch for p in decodes[0].endpoint.peers() if p.address == target)
