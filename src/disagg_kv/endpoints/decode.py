@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-
-from attrs import define, field
+from collections.abc import Sequence
 
 from ..errors import (
     AbortedError,
     DisaggKVError,
     IncompatiblePeerError,
-    IntegrityError,
     LocalProtocolError,
     OversizeError,
     PeerLostError,
@@ -20,7 +17,7 @@ from ..errors import (
 )
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..kernels import Kernels, Move
-from ..memory import Buffer, Event, MemoryPool
+from ..memory import Buffer, MemoryPool
 from ..planning import PartView, RowRange, Segment
 from ..protocol import (
     MAX_ENTRIES,
@@ -68,6 +65,7 @@ from ..strategies import Job, Path
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
+from .decode_room import DecodeRoom, PrefillInstance, Scattering
 from .handles import Changes
 from .introduction import Remote
 from .node import LOOKUP_S, Node
@@ -85,41 +83,6 @@ MAX_TABLES = 4 * MAX_ENTRIES
 PEER_QUARANTINE = 0.25
 ALL_QUARANTINE = 0.5
 """Parts of the ring that may wait for evidence before new rooms are refused: of one peer's doing, and in all."""
-
-
-@define(eq=False)
-class _Room:
-    key: RoomKey
-    machine: ReceiveRoom
-    handle: ReceptionHandle
-    source: Source
-    silence_s: float
-    opened: float
-    routes: Routes | None = None
-    remotes: tuple[Remote, ...] = ()
-    wanted: Wanted | None = None
-
-
-@define(eq=False)
-class _Instance:
-    """A prefill instance, as far as we know it."""
-
-    addresses: tuple[str, ...] | None = None
-    look_at: float = 0.0
-    waiting: list[_Room] = field(factory=list)
-
-
-@define(eq=False)
-class _Scattering:
-    """A scatter and, where there is one, the comparison of what it brought; ``error``: that could not begin."""
-
-    key: RoomKey
-    segment: Segment
-    event: Event | None
-    started: float
-    error: Exception | None = None
-    check: Callable[[], IntegrityError | None] | None = None
-    comparing: float = 0.0
 
 
 class DecodeRole:
@@ -146,11 +109,11 @@ class DecodeRole:
         self._changes = changes
         self._verify: Verify = verify
         self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
-        self._rooms: dict[RoomKey, _Room] = {}
-        self._instances: dict[Source, _Instance] = {}
+        self._rooms: dict[RoomKey, DecodeRoom] = {}
+        self._instances: dict[Source, PrefillInstance] = {}
         self._routes: dict[tuple[Epoch, ...], Routes] = {}
         self._paces: dict[Epoch, WirePace] = {}
-        self._scattering: list[_Scattering] = []
+        self._scattering: list[Scattering] = []
         self._pace = pace
         self._paced: deque[tuple[RoomKey, Scatter]] = deque()
         self._tick_at = 0.0
@@ -167,10 +130,10 @@ class DecodeRole:
         """Begin a room: find its prefill ranks."""
         now = self._node.now
         machine = ReceiveRoom(key.room, key.generation, self._node.me.epoch, self._node.options, now, total_s)
-        room = _Room(key, machine, handle, source, silence_s, now)
+        room = DecodeRoom(key, machine, handle, source, silence_s, now)
         self._rooms[key] = room
         self._node.vote(key, None, "")
-        instance = self._instances.setdefault(source, _Instance())
+        instance = self._instances.setdefault(source, PrefillInstance())
         instance.waiting.append(room)
         instance.look_at = now
         self._find(source, instance)
@@ -199,7 +162,7 @@ class DecodeRole:
 
     # Finding prefill.
 
-    def _find(self, source: Source, instance: _Instance) -> None:
+    def _find(self, source: Source, instance: PrefillInstance) -> None:
         node = self._node
         instance.look_at = node.now + LOOKUP_S
         try:
@@ -214,7 +177,7 @@ class DecodeRole:
                     node.dial(address)
             self._introduce(instance)
 
-    def _introduce(self, instance: _Instance) -> None:
+    def _introduce(self, instance: PrefillInstance) -> None:
         """Once all ranks are there, begin the rooms that wait for them."""
         epochs = [self._node.peers.at(a) for a in instance.addresses or ()]
         remotes = [self._node.remotes.get(e) for e in epochs if e is not None]
@@ -243,7 +206,7 @@ class DecodeRole:
             pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
             self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
 
-    def _turn_away(self, room: _Room, remotes: Sequence[Remote], reason: str) -> None:
+    def _turn_away(self, room: DecodeRoom, remotes: Sequence[Remote], reason: str) -> None:
         """Tell whoever is there that nothing comes of the room; they would wait for their deadline."""
         for remote in remotes:
             head = room_head(self._node.me.epoch, remote.epoch, room.key.room, room.key.generation)
@@ -285,7 +248,7 @@ class DecodeRole:
             if instance.addresses and address in instance.addresses:
                 self._unreachable(instance, error)
 
-    def _unreachable(self, instance: _Instance, error: DisaggKVError) -> None:
+    def _unreachable(self, instance: PrefillInstance, error: DisaggKVError) -> None:
         instance.addresses = None
         waiting, instance.waiting = instance.waiting, []
         for room in waiting:
@@ -306,7 +269,7 @@ class DecodeRole:
         for room in self._with(epoch):
             self._handle(room, Gone(epoch))
 
-    def _with(self, epoch: Epoch) -> list[_Room]:
+    def _with(self, epoch: Epoch) -> list[DecodeRoom]:
         return [r for r in self._rooms.values() if epoch in r.machine.writers]
 
     # Frames.
@@ -358,11 +321,11 @@ class DecodeRole:
 
     # Effects.
 
-    def _handle(self, room: _Room, event: object) -> None:
+    def _handle(self, room: DecodeRoom, event: object) -> None:
         if room.machine.state is not Receiving.CLOSED:
             self._apply(room, room.machine.handle(event, self._node.now))
 
-    def _apply(self, room: _Room, effects: Sequence[Effect]) -> None:
+    def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
         moved = freed = False
         for effect in effects:
             match effect:
@@ -393,7 +356,7 @@ class DecodeRole:
             self._grant()
         self._publish(room)
 
-    def _reserve(self, room: _Room, effect: Reserve) -> None:
+    def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:
         key = (room.key, effect.segment)
         try:
             lease = self._queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
@@ -413,24 +376,24 @@ class DecodeRole:
             else:
                 self._handle(room, Leased(segment, lease))
 
-    def _store(self, room: _Room, slot: int, data: bytes) -> None:
+    def _store(self, room: DecodeRoom, slot: int, data: bytes) -> None:
         if len(data) > self._pool.aux_bytes:
             error = RemoteProtocolError(f"aux data of {len(data)} bytes for rows of {self._pool.aux_bytes}")
             self._handle(room, Cancel(error))
         else:
             self._pool.write_aux(slot, data)
 
-    def _scatter(self, room: _Room, effect: Scatter) -> None:
+    def _scatter(self, room: DecodeRoom, effect: Scatter) -> None:
         """Now, or when the pace allows it: arrivals must not hold up what is being decoded (C7)."""
         if self._paced or (self._pace is not None and not self._pace.ready(self._node.now)):
             self._paced.append((room.key, effect))
         else:
             self._begin_scatter(room, effect)
 
-    def _begin_scatter(self, room: _Room, effect: Scatter) -> None:
+    def _begin_scatter(self, room: DecodeRoom, effect: Scatter) -> None:
         assert room.routes is not None
         assert room.wanted is not None
-        one = _Scattering(room.key, effect.segment, None, self._node.clock())
+        one = Scattering(room.key, effect.segment, None, self._node.clock())
         try:
             if effect.parts:
                 moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
@@ -447,7 +410,7 @@ class DecodeRole:
         else:
             self._scattering.append(one)
 
-    def _compare(self, room: _Room, effect: Scatter, one: _Scattering) -> None:
+    def _compare(self, room: DecodeRoom, effect: Scatter, one: Scattering) -> None:
         """Sum our pages behind the scatter; compared is when the sums are there."""
         assert room.wanted is not None
         began = self._node.clock()
@@ -462,7 +425,7 @@ class DecodeRole:
         one.event = sums.event
         one.check = lambda: compare(where, site, segment, tables, layouts, effect.sums, sums.read(), paths)
 
-    def _move(self, room: _Room, segment: Segment, rank: Rank, base: int) -> Move:
+    def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
         assert room.routes is not None
         assert room.wanted is not None
         site = self._pool.site
@@ -472,14 +435,14 @@ class DecodeRole:
         job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
         return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
 
-    def _view(self, room: _Room, rank: Rank) -> PartView:
+    def _view(self, room: DecodeRoom, rank: Rank) -> PartView:
         """What a prefill rank was elected to send of what this room awaits, in our pool."""
         assert room.routes is not None
         assert room.wanted is not None
         rows = RowRange(room.wanted.start, room.wanted.stop)
         return room.routes.view(room.key.room, rank, self._pool.site).for_rows(rows)
 
-    def _scattered(self, room: _Room, one: _Scattering, error: Exception | None = None) -> None:
+    def _scattered(self, room: DecodeRoom, one: Scattering, error: Exception | None = None) -> None:
         now = self._node.clock()
         room.handle.report.spend("scatter", now - one.started - one.comparing)
         labels = one.segment.labels()
@@ -520,7 +483,7 @@ class DecodeRole:
             else:
                 self._begin_scatter(room, effect)
 
-    def _publish(self, room: _Room) -> None:
+    def _publish(self, room: DecodeRoom) -> None:
         machine, report = room.machine, room.handle.report
         report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
         landed = "exposed pages" if machine.segments_landed else ""
@@ -559,7 +522,7 @@ class DecodeRole:
             self._check_silence(room, now)
         self._grant()
 
-    def _check_silence(self, room: _Room, now: float) -> None:
+    def _check_silence(self, room: DecodeRoom, now: float) -> None:
         if not room.machine.writers and now - room.opened >= room.silence_s:
             # A room that was declined ends here too: there is nobody to tell it.
             error = PeerLostError(f"prefill instance {room.source.instance!r} was not found in {room.silence_s:g} s")

@@ -1,0 +1,53 @@
+"""What a decode rank keeps per room, per prefill instance and per scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import define, field
+
+from ..errors import IntegrityError
+from ..memory import Event
+from ..planning import Segment
+from ..protocol import ReceiveRoom, RoomKey
+from ..rendezvous import Source
+from .introduction import Remote
+from .reception import ReceptionHandle, Wanted
+from .routes import Routes
+
+
+@define(eq=False)
+class DecodeRoom:
+    """A room, with what is known of its other side and of where its rows go."""
+
+    key: RoomKey
+    machine: ReceiveRoom
+    handle: ReceptionHandle
+    source: Source
+    silence_s: float
+    opened: float
+    routes: Routes | None = None
+    remotes: tuple[Remote, ...] = ()
+    wanted: Wanted | None = None
+
+
+@define(eq=False)
+class PrefillInstance:
+    """A prefill instance, as far as we know it."""
+
+    addresses: tuple[str, ...] | None = None
+    look_at: float = 0.0
+    waiting: list[DecodeRoom] = field(factory=list)
+
+
+@define(eq=False)
+class Scattering:
+    """A scatter and, where there is one, the comparison of what it brought; ``error``: that could not begin."""
+
+    key: RoomKey
+    segment: Segment
+    event: Event | None
+    started: float
+    error: Exception | None = None
+    check: Callable[[], IntegrityError | None] | None = None
+    comparing: float = 0.0
