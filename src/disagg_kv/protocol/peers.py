@@ -95,6 +95,8 @@ class PeerTable:
     """
 
     MAX_RETIRED = 4096
+    MAX_REFUSED = 64
+    """Connections that are kept towards those whom we refused, so that the answer gets there."""
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class PeerTable:
         self._retired: OrderedDict[Epoch, None] = OrderedDict()
         self._answered: OrderedDict[str, float] = OrderedDict()
         self._absent: OrderedDict[str, None] = OrderedDict()
+        self._refused: OrderedDict[str, None] = OrderedDict()
         self._beat_at = 0.0
         self.dropped = 0
 
@@ -254,10 +257,21 @@ class PeerTable:
             ours=words(exc.theirs),
             theirs=words(exc.ours),
         )
-        out: list[PeerEffect] = [SendTo(hello.address, refused)] if self._may_answer(hello.address, now) else []
+        out: list[PeerEffect] = []
+        if self._may_answer(hello.address, now):
+            out += [SendTo(hello.address, refused), *self._forget_refused(hello.address)]
         if self._dials.pop(hello.address, None) is not None:
             out.append(Unreachable(hello.address, exc))
         return out
+
+    def _forget_refused(self, address: str) -> list[PeerEffect]:
+        """Every answer opens a connection, and who is refused may come again and again from other addresses."""
+        self._refused[address] = None
+        self._refused.move_to_end(address)
+        if len(self._refused) <= self.MAX_REFUSED:
+            return []
+        oldest, _ = self._refused.popitem(last=False)
+        return [] if oldest in self._at or oldest in self._dials else [Forget(oldest)]
 
     def on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
         """Somebody that we dialled cannot work with us. Its own ``Hello`` may say so first; then this is late."""

@@ -405,3 +405,16 @@ def test_a_lost_peer_whose_connection_is_broken_is_forgotten_soon() -> None:
     assert Forget("b") not in a.tick(o.silence_s - 0.1)
     assert Forget("b") in a.tick(o.silence_s)
     assert a.address(epoch(2)) is None
+
+
+def test_whoever_is_refused_from_ever_new_addresses_leaves_a_bounded_number_of_connections() -> None:
+    """E13, E14: an answer opens a connection; one to a peer that was admitted since is not dropped."""
+    a = table(1, "a")
+    connected: set[str] = set()
+    for n in range(3 * PeerTable.MAX_REFUSED):
+        for effect in a.on_hello(hello(epoch(2), b"", f"s{n}", role="strange"), float(n)):
+            (connected.add if isinstance(effect, SendTo) else connected.remove)(effect.address)  # type: ignore[union-attr]
+        if n == 5:
+            assert a.on_hello(hello(epoch(3), epoch(1), "s3"), float(n))
+    assert len(connected) == PeerTable.MAX_REFUSED + 1
+    assert {"s3", f"s{n}"} <= connected
