@@ -1,9 +1,10 @@
-"""Hypothesis profiles, and loud deadlocks in child processes too."""
+"""Hypothesis profiles, interpreted Triton where there is no GPU, and loud deadlocks in child processes too."""
 
 from __future__ import annotations
 
 import os
 
+import torch
 from hypothesis import HealthCheck, settings
 
 # One slow example is a noisy neighbour, not a bug: no profile has a deadline.
@@ -13,6 +14,11 @@ settings.register_profile(
 )
 settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+# On a host without a GPU, Triton interprets its kernels, and they move the CPU's memory. It asks where functions are
+# decorated, its own ones too: before anything imports it, as some models do.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Children dump their stacks on a crash as the test process itself does.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")

@@ -24,7 +24,7 @@ def forward(request: Request, start: int, stop: int, chance: random.Random, shar
     rig, waiting = request.rig, []
     announced = []
     for m, table in zip(request.prefills, request.pages(start, stop), strict=True):
-        step = m.endpoint.step({request.room: (stop, [table])})
+        step = m.endpoint.step({request.room: (stop, m.pages(table))})
         announced += [(step, layer) for layer in m.pool.site.shard.layers() if share == 1.0 or chance.random() < share]
     steps = list(dict.fromkeys(step for step, _ in announced))
     chance.shuffle(announced)
