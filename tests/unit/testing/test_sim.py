@@ -88,7 +88,7 @@ def test_what_is_not_reached_is_named() -> None:
     """A run that has reached nothing misses every fault, cell and release."""
     missing = Summary().missing()
     assert {"fault:drop", "cell:moving/sending/Grant", *MARKS} <= set(missing)
-    assert len(UNREACHED) == 6
+    assert len(UNREACHED) == 7
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,13 +44,15 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
         (Receiving.OPENED, Gone),
         (Sending.MOVING, Gone),
         (Sending.FINISHED, Gone),
+        (Sending.DRAINING, Gone),
         (Receiving.DRAINING, Leased),
         (Sending.ABORTING, Finished),
         (Sending.DRAINING, Finished),
     }
 )
-"""Cells that endpoints do not enter today, and that stay as a second line of defence: ``Lost`` comes before ``Gone``,
-leases are asked for and given by rooms that are open, and engines cannot finish what has ended. Unit tests enter them.
+"""Cells that endpoints do not enter today, or hardly ever, and that stay as a second line of defence: ``Lost`` comes
+before ``Gone``, leases are asked for and given by rooms that are open, and engines cannot finish what has ended. Unit
+tests enter them.
 """
 
 BATCH = 25
