@@ -343,11 +343,11 @@ class PeerTable:
         out: list[PeerEffect] = []
         for address, dial in list(self._dials.items()):
             if now - dial.since >= dial.patience_s:
-                self._give_up(address)
+                out += self._give_up(address)
                 error = PeerLostError(f"nobody answered at {address} within {dial.patience_s:g} s")
                 out.append(Unreachable(address, error))
             elif dial.closed is not None and now - dial.closed >= o.closed_s:
-                self._give_up(address)
+                out += self._give_up(address)
                 gone = f"its connection broke {now - dial.closed:.1f} s ago, before it said who it is"
                 out.append(Unreachable(address, PeerLostError(f"peer at {address}: {gone}")))
             elif now >= dial.next_at:
@@ -379,9 +379,11 @@ class PeerTable:
                 out.append(SendTo(peer.hello.address, self._hello(epoch)))
         return out
 
-    def _give_up(self, address: str) -> None:
+    def _give_up(self, address: str) -> list[PeerEffect]:
+        """Nobody is there: without a life that was, nothing else would ever drop the connection."""
         del self._dials[address]
         self._note_absent(address)
+        return [] if address in self._at else [Forget(address)]
 
     def _note_absent(self, address: str) -> None:
         self._absent[address] = None

@@ -103,7 +103,9 @@ def test_a_dial_is_repeated_until_somebody_names_our_epoch_or_silence_is_over() 
     assert any(isinstance(e, SendTo) and isinstance(e.frame, Hello) for e in a.tick(3.3))
     c = table(3, "c")
     c.dial("b", 0.0)
-    (effect,) = [e for e in c.tick(30.0) if isinstance(e, Unreachable)]
+    forget, effect = c.tick(30.0)[:2]
+    assert forget == Forget("b"), "nothing else would drop the connection"
+    assert isinstance(effect, Unreachable)
     assert (effect.address, str(effect.error)) == ("b", "nobody answered at b within 30 s")
     assert not c.tick(31.0)
 
