@@ -61,7 +61,7 @@ def doctor(as_json: JsonFlag = False) -> None:
     """Say what works on this host; for what does not, the reason and the remedy."""
     with _stdout_is_stderr():
         found = examine()
-        troubles = problems(os.environ)
+        troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
     lacking = [kind for kind in NEEDED if not any(f.works for f in found[kind])]
     lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
     host = {"python": platform.python_version(), "platform": platform.platform(), "disagg_kv": version("disagg_kv")}
@@ -166,6 +166,14 @@ def problems(environment: Mapping[str, str]) -> Sequence[str]:
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", "")
     ]
+
+
+def rivals(module: str, installed: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Packages that bring the same module: the last one to be installed has replaced the files of the others."""
+    names = sorted(set(installed.get(module, ())))
+    if len(names) < 2:
+        return []
+    return [f"{' and '.join(names)} all install the module {module!r}: uninstall all of them, and install one"]
 
 
 def _ipc() -> str | None:

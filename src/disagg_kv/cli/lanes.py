@@ -21,26 +21,36 @@ TIMEOUT_S = 60.0
 _LANE = re.compile(r"\w+/[\w.:-]+")
 
 
-def ucx_lanes() -> str:
+CRAWLS = " (slow within a host; faster is cma: UCX_TLS must allow it, and containers one PID namespace and SYS_PTRACE)"
+"""Said where sockets alone carry the writes."""
+
+WRITE = (sys.executable, "-m", __name__)
+"""The program that makes a write."""
+
+
+def ucx_lanes(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S) -> str:
     """Which UCX lanes carry NIXL's writes of CPU memory between two processes of this host; or why nobody knows."""
     with tempfile.TemporaryDirectory() as folder:
         told = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
         try:
             done = subprocess.run(
-                [sys.executable, "-m", __name__],
+                program,
                 env={**os.environ, **told},
                 capture_output=True,
                 text=True,
-                timeout=TIMEOUT_S,
+                timeout=timeout_s,
                 check=True,
             )
         except subprocess.TimeoutExpired:
-            return f"not known: a write between two processes did not end within {TIMEOUT_S:g} s"
+            return f"not known: a write between two processes did not end within {timeout_s:g} s"
         except subprocess.CalledProcessError as error:
             return f"not known: a write between two processes failed: {(error.stderr.splitlines() or ['?'])[-1]}"
         log = Path(folder) / done.stdout.strip()
         lanes = found(log.read_text()) if log.is_file() else []
-    return ", ".join(lanes) if lanes else "not known: UCX does not log them"
+    if not lanes:
+        return "not known: UCX does not log them"
+    crawls = all(lane.startswith("tcp/") for lane in lanes)
+    return ", ".join(lanes) + (CRAWLS if crawls else "")
 
 
 def found(log: str) -> Sequence[str]:

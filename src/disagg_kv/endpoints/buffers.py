@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from ..errors import ConfigurationError
 from ..kernels import Kernels, SupportsWarmUp, kernels_for
 from ..memory import Buffer, MemoryPool, new_buffer
 from ..transports import SupportsAllocate, Transport
 
 
 def new_staging(transport: Transport, nbytes: int, device: str) -> Buffer:
-    """Staging memory: the transport's own where it has a say in that (A15), else plain memory on ``device``."""
-    if isinstance(transport, SupportsAllocate):
-        return transport.allocate(nbytes)
-    return new_buffer(nbytes, device)
+    """Staging memory: the transport's own where it has a say in that (A15), else plain memory on ``device``.
+
+    Raises:
+        ConfigurationError: the transport gives memory of another kind than the pages on ``device``.
+    """
+    if not isinstance(transport, SupportsAllocate):
+        return new_buffer(nbytes, device)
+    staging = transport.allocate(nbytes)
+    if staging.device.partition(":")[0] != device.partition(":")[0]:
+        raise ConfigurationError(
+            f"transport {transport.name!r} gives staging memory on {staging.device!r}, and the pool's pages lie on "
+            f"{device!r}: gather and scatter copy within one kind of memory"
+        )
+    return staging
 
 
 def exposable(transport: Transport, buffers: list[Buffer]) -> bool:

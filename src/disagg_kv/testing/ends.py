@@ -82,6 +82,10 @@ class End:
         """Deregister; the memory can still be read."""
         self.transport.deregister([region])
 
+    def release(self, region: RegionId) -> object:
+        """Forget the buffer, and return what keeps its memory alive; it is still registered."""
+        return self._buffers.pop(region).owner
+
     def read(self, region: RegionId) -> U8:
         """What lies in the region's memory."""
         return self._memory.read(self._buffers[region])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import weakref
 
 import numpy as np
 import pytest
@@ -75,6 +77,14 @@ class MemoryCases(TransportCases):
         buffer = self.memory().allocate(end.transport, 4096)
         for _ in range(3):
             end.transport.deregister(end.transport.register([buffer]))
+
+    def test_registered_memory_lives_although_its_owner_lets_go(self, end: End) -> None:
+        """Peers may write to it until it is deregistered (E1, D3)."""
+        region = end.add(noise(4096))
+        owner = weakref.ref(end.release(region))
+        gc.collect()
+        assert owner() is not None
+        end.drop(region)
 
     def test_no_write_uses_a_region_after_it_was_deregistered(self, pair: Pair) -> None:
         """New writes from it are refused."""

@@ -95,6 +95,8 @@ class Transport(Protocol):
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """Make buffers readable as sources and, where possible, writable for peers; ids in the same order.
 
+        Their owners are kept alive until they are deregistered.
+
         Raises:
             RegistrationError: memory of another kind, unreadable, or overlapping a live region.
         """

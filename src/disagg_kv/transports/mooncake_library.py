@@ -38,6 +38,9 @@ PACKAGES = {
 }
 """System libraries that the wheels leave out, and the Debian packages that have them."""
 
+NEEDED = ("TransferEngine", "SUPPORT_CUDA", "SUPPORT_INTRA_NVLINK")
+"""Names in the module; 0.3.10 has only the first."""
+
 SWITCHES: Mapping[str, Mapping[str, str]] = {
     "tcp": {"MC_FORCE_TCP": "1"},
     "rdma": {},
@@ -94,10 +97,10 @@ def load() -> ModuleType:
     """Import ``mooncake.engine``.
 
     Raises:
-        MissingDependencyError: it is not installed, or a system library that it needs is not.
+        MissingDependencyError: it is not installed, is too old, or a system library that it needs is not there.
     """
     try:
-        return importlib.import_module("mooncake.engine")
+        module = importlib.import_module("mooncake.engine")
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             "transport 'mooncake'",
@@ -117,6 +120,14 @@ def load() -> ModuleType:
             f"mooncake.engine cannot be loaded: {error}",
             "install the libraries it names; without CUDA, pip install mooncake-transfer-engine-non-cuda",
         ) from error
+    lacking = [name for name in NEEDED if not hasattr(module, name)]
+    if lacking:
+        raise MissingDependencyError(
+            "transport 'mooncake'",
+            f"the library is too old: mooncake.engine has no {', '.join(lacking)}",
+            "upgrade its package to 0.3.13 or later: pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'",
+        )
+    return module
 
 
 class Engine:

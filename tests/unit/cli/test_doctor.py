@@ -7,15 +7,18 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from disagg_kv.cli.doctor import Finding, channel, mover, package, problems, system_libraries
+from disagg_kv.cli.doctor import Finding, channel, mover, package, problems, rivals, system_libraries
+from disagg_kv.cli.lanes import CRAWLS, ucx_lanes
 from disagg_kv.cli.lanes import found as found_lanes
 from disagg_kv.cli.main import run
 from disagg_kv.errors import MissingDependencyError
 from disagg_kv.transports import Transport, registry
 from disagg_kv.transports.mooncake_library import PACKAGES
+from disagg_kv.transports.nixl_library import MODULES
 from tests.support.needs import needs_mooncake, needs_nixl
 
 
@@ -93,6 +96,100 @@ def test_lanes_are_those_of_writes_to_another_process() -> None:
     """Not those within a process, nor those of messages."""
     assert found_lanes(LOG) == ["sysv/memory", "tcp/eth0", "tcp/lo"]
     assert found_lanes("") == []
+
+
+@needs_nixl
+def test_a_lane_that_crawls_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what allows the faster one; a real write, with UCX held to sockets."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    lanes = ucx_lanes()
+    assert re.match(r"tcp/\S+", lanes), lanes
+    assert lanes.endswith(CRAWLS)
+
+
+@needs_nixl
+def test_a_lane_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real write between processes, with UCX allowed nothing that leaves a process."""
+    monkeypatch.setenv("UCX_TLS", "self")
+    assert re.match(
+        r"not known: a write between two processes failed: .*UCX_TLS='self' must leave it 'tcp'", ucx_lanes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import time; time.sleep(60)", "a write between two processes did not end within 2 s"),
+        ("raise SystemExit('no agent')", "a write between two processes failed: no agent"),
+        ("raise SystemExit(3)", "a write between two processes failed: ?"),
+        ("import os; print(os.getpid())", "UCX does not log them"),
+    ],
+)
+def test_lanes_that_cannot_be_known_have_their_reason(code: str, says: str) -> None:
+    """Whatever becomes of the process that writes."""
+    assert ucx_lanes([sys.executable, "-S", "-c", code], timeout_s=2.0) == f"not known: {says}"
+
+
+def put(folder: Path, name: str, version: str, module: str, text: str) -> None:
+    """A package as pip installs it."""
+    where = folder / Path(*module.split("."))
+    if where.parent != folder:
+        where.parent.mkdir()
+        (where.parent / "__init__.py").touch()
+    where.with_suffix(".py").write_text(text)
+    about = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (about / "top_level.txt").write_text(module.partition(".")[0])
+
+
+def carriers(folder: Path) -> dict[str, dict[str, str]]:
+    """What ``doctor --json`` says of transports where these packages come before all others."""
+    hidden = [name for name in MODULES if not (folder / f"{name}.py").exists()]
+    code = f"import sys; sys.modules |= dict.fromkeys({hidden})\nfrom disagg_kv.cli.main import main; main()"
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--json"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return {f["name"]: f for f in json.loads(done.stdout)["transports"]}
+
+
+def test_libraries_that_are_too_old_are_told_with_what_to_install(tmp_path: Path) -> None:
+    """A NIXL that cannot be told to be safe for threads, a Mooncake that does not say what it was built with."""
+    put(tmp_path, "nixl-cu12", "0.4.1", "nixl_cu12", "class nixl_agent_config: pass")
+    put(tmp_path, "mooncake-transfer-engine", "0.3.7", "mooncake.engine", "class TransferEngine: pass")
+    found = carriers(tmp_path)
+    assert not found["nixl"]["works"]
+    assert "NIXL 0.4 is too old" in found["nixl"]["detail"]
+    assert found["nixl"]["remedy"] == "pip install 'nixl>=1.5'"
+    assert not found["mooncake"]["works"]
+    assert "too old: mooncake.engine has no SUPPORT_CUDA, SUPPORT_INTRA_NVLINK" in found["mooncake"]["detail"]
+    assert "0.3.13 or later" in found["mooncake"]["remedy"]
+
+
+def test_libraries_that_are_missing_or_lack_a_system_library_are_told_with_what_to_install(tmp_path: Path) -> None:
+    """The Debian package, in the dynamic linker's own case."""
+    linker = "raise ImportError('libnuma.so.1: cannot open shared object file: No such file or directory')"
+    put(tmp_path, "mooncake-transfer-engine", "0.3.13", "mooncake.engine", linker)
+    found = carriers(tmp_path)
+    assert "nixl_cu13: " in found["nixl"]["detail"]
+    assert found["nixl"]["remedy"] == "pip install nixl (or nixl-cu13, nixl-cu12)"
+    assert "system library libnuma.so.1 is missing (Debian package libnuma1)" in found["mooncake"]["detail"]
+    assert found["mooncake"]["remedy"] == "apt-get install --no-install-recommends libnuma1"
+
+
+def test_packages_that_replace_each_others_files_are_a_problem() -> None:
+    """Mooncake with CUDA and without it are one module."""
+    both = ["mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"]
+    (trouble,) = rivals("mooncake", {"mooncake": both})
+    assert trouble.startswith("mooncake-transfer-engine and mooncake-transfer-engine-non-cuda all install the module")
+    assert rivals("mooncake", {"mooncake": both[:1] * 2}) == []
+    assert rivals("mooncake", {}) == []
 
 
 def test_a_system_library_that_is_missing_is_named_by_its_debian_package(monkeypatch: pytest.MonkeyPatch) -> None:

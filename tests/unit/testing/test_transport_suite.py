@@ -113,6 +113,13 @@ class Generous(InprocTransport):
         return [super(Generous, self).register([buffer])[0] for buffer in buffers]
 
 
+class LetsGo(InprocTransport):
+    """Keeps addresses, and not what lies there."""
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        return super().register([attrs.evolve(buffer, owner=None) for buffer in buffers])
+
+
 class Raises(InprocTransport):
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         raise OSError("no")
@@ -128,6 +135,10 @@ def bad_range(rig: Pair) -> None:
 
 def bad_deregister(rig: Pair) -> None:
     memory.test_unknown_regions_cannot_be_deregistered(rig.source)
+
+
+def freed_memory(rig: Pair) -> None:
+    memory.test_registered_memory_lives_although_its_owner_lets_go(rig.source)
 
 
 def overlap(rig: Pair) -> None:
@@ -153,6 +164,7 @@ def overlap_in_one_call(rig: Pair) -> None:
         (WritesGoodOnesFirst, bad_range),
         (WritesGoodOnesFirst, data.test_unknown_regions_are_refused_before_anything_is_written),
         (Forgetful, bad_deregister),
+        (LetsGo, freed_memory),
         (Generous, overlap),
         (Generous, overlap_in_one_call),
         (Raises, peers.test_poll_never_raises),

@@ -90,6 +90,46 @@ def test_what_is_missing_is_named_with_the_command() -> None:
     assert "libcudart.so.12: cannot open" in other
 
 
+ARRAYS = """
+import numpy as np, sys, types
+import mooncake.engine as real
+
+class WithArrays(real.TransferEngine):
+    calls = 0
+
+    def batch_transfer_sync_write_arrays(self, session, source, target, nbytes):
+        assert all(a.dtype == np.uint64 and a.flags.c_contiguous for a in (source, target, nbytes))
+        type(self).calls += 1
+        return super().batch_transfer_sync_write(session, source.tolist(), target.tolist(), nbytes.tolist())
+
+    def batch_transfer_sync_write(self, session, source, target, nbytes):
+        raise AssertionError("there is a call for arrays")
+
+module = types.ModuleType("mooncake.engine")
+module.__dict__.update(vars(real), TransferEngine=WithArrays)
+sys.modules["mooncake.engine"] = module
+"""
+
+SCATTERED = """
+where = np.arange(0, 1 << 20, 1 << 16)
+ones, many = np.zeros(len(where), np.int32), np.full(len(where), 100)
+memory[0][:] = 7
+ticket = sides[0].submit(peer, Writes(ones, where, ones, where, many))
+while not any(isinstance(e, Ended) and e.ticket == ticket and e.error is None for e in sides[0].poll()):
+    pass
+assert all((memory[1][at : at + 100] == 7).all() and memory[1][at + 100] == 0 for at in where)
+"""
+
+
+@needs_mooncake
+@pytest.mark.parametrize("arrays", [True, False])
+def test_writes_of_whole_arrays_are_used_where_the_build_has_them(arrays: bool) -> None:
+    """Asked of the engine, not of its version: 0.3.14 has them, 0.3.13 not. The bytes cross for real either way."""
+    checked = "assert WithArrays.calls > 0, WithArrays.calls\n" if arrays else ""
+    done = run((ARRAYS if arrays else "") + TRANSFER.format(options="") + SCATTERED + checked)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @needs_mooncake
 def test_nothing_is_written_to_stdout_and_stderr() -> None:
     """Neither when it works nor when it fails; what the library says of a failed start is in the error."""

@@ -1,0 +1,149 @@
+"""Host and device memory of one request: what a transport registers is decided by its capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import pytest
+
+from disagg_kv.channels import Channel
+from disagg_kv.errors import ConfigurationError, DisaggKVError, RegistrationError
+from disagg_kv.geometry import CacheSpec, Shard
+from disagg_kv.ids import RegionId
+from disagg_kv.kernels import Move, Sums, kernels_for
+from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
+from disagg_kv.trace import Recorder
+from disagg_kv.transports import InprocTransport, ShmTransport, Transport
+from tests.support.rig import AUX_BYTES, POISON, E, Member, Memory, Rig, tp_shards
+from tests.unit.endpoints.test_states import HYBRID
+
+DEVICE = "cuda:0"
+
+
+def on(buffer: Buffer, device: str) -> Buffer:
+    """The same memory, said to be of another device."""
+    return attrs.evolve(buffer, device=device)
+
+
+def host_view(pool: MemoryPool) -> PagedPool:
+    """A pool of the device as the test, and kernels of the device, see its memory."""
+    site = pool.site
+    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, [on(b, "cpu") for b in pool.buffers])
+
+
+class DeviceTransport(InprocTransport):
+    """Registers device memory alone, as Mooncake does over NVLink."""
+
+    caps = attrs.evolve(InprocTransport.caps, devices=frozenset({"cuda"}))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registered: list[Buffer] = []
+
+    def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        """Note and pass on."""
+        regions = super().register(buffers)
+        self.registered += buffers
+        return regions
+
+
+class AllocatingTransport(DeviceTransport):
+    """The same, and it gives device memory."""
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Of the device that is none."""
+        return on(new_buffer(nbytes, "cpu"), DEVICE)
+
+    def allocated(self, buffer: Buffer) -> bool:
+        """All that is of the device."""
+        return buffer.device == DEVICE
+
+
+class DeviceKernels:
+    """Kernels that refuse what is not of the device, and do the work on the CPU."""
+
+    name = "device"
+
+    def __init__(self) -> None:
+        self._inner = kernels_for("cpu")
+
+    def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
+        """From the device to the device."""
+        assert {staging.device, *(b.device for b in pool.buffers)} == {DEVICE}
+        return self._inner.gather(host_view(pool), moves, on(staging, "cpu"), after)
+
+    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """From the device to the device."""
+        assert {staging.device, *(b.device for b in pool.buffers)} == {DEVICE}
+        return self._inner.scatter(host_view(pool), moves, on(staging, "cpu"))
+
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        """Of the device."""
+        return self._inner.checksum(host_view(pool), moves, after)
+
+
+class DeviceRig(Rig):
+    """Pools lie on the device; their aux rows, as ever, on the host."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        super().__init__(spec)
+        self.pools: list[PagedPool] = []
+
+    def _pool(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+        drawn = PagedPool.allocate(self.spec, held, pages=of.pages, page_size=of.page_size, state_slots=8)
+        for buffer in drawn.buffers:
+            bytes_of(buffer)[:] = POISON
+        return PagedPool(drawn.site, [on(b, DEVICE) for b in drawn.buffers], aux_slots=4, aux_bytes=AUX_BYTES)
+
+    def _member(
+        self, endpoint: E, pool: PagedPool, transport: Transport, channel: Channel, observer: Recorder
+    ) -> Member[E]:
+        self.pools.append(pool)
+        return super()._member(endpoint, host_view(pool), transport, channel, observer)
+
+
+class HostRig(Rig):
+    """Pools lie in plain memory, whatever the transport would give."""
+
+    def _pool(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+        return super()._pool(held, of, InprocTransport())
+
+
+@pytest.mark.parametrize("path", ["staged", "slice", "auto"])
+def test_a_request_with_aux_and_states_crosses_where_no_host_memory_can_be_registered(path: str) -> None:
+    """A15, D3: pages, slots of states and the ring are registered; aux rows go in frames."""
+    rig, memory = DeviceRig(HYBRID), Memory(transport=AllocatingTransport)
+    prefills = rig.prefill(tp_shards(HYBRID, 2), memory=memory, strategy=path, kernels=DeviceKernels())
+    decodes = rig.decode(tp_shards(HYBRID, 1), memory=memory, strategy=path, kernels=DeviceKernels())
+    *sources, target = rig.pools
+    for pool in sources:
+        pool.write_aux(1, b"first tk")
+    request = rig.request("room", prefills, decodes, 21).open_decode().expect(21, aux=2).open_prefill()
+    request.send(9).send(21, 9).finish(aux=1).landed()
+    assert target.read_aux(2) == b"first tk"
+    for member in rig.members:
+        assert isinstance(member.transport, DeviceTransport)
+        assert {b.device for b in member.transport.registered} == {DEVICE}
+    rig.quiet()
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "rig", "error", "says"),
+    [
+        (DeviceTransport, HostRig, RegistrationError, "on 'cpu': this transport registers cuda memory only"),
+        (AllocatingTransport, HostRig, ConfigurationError, "staging memory on 'cuda:0', and the pool's pages .* 'cpu'"),
+        (ShmTransport, DeviceRig, ConfigurationError, "staging memory on 'cpu', and the pool's pages .* 'cuda:0'"),
+    ],
+)
+def test_memory_that_a_transport_cannot_carry_is_refused_when_an_endpoint_is_made(
+    transport: type[Transport], rig: type[HostRig | DeviceRig], error: type[DisaggKVError], says: str
+) -> None:
+    """D3: with the reason, on both sides, also where only the ring would be written to."""
+    made, memory, shards = rig(HYBRID), Memory(transport=transport), tp_shards(HYBRID, 1)
+    with pytest.raises(error, match=says):
+        made.prefill(shards, memory=memory, kernels=DeviceKernels())
+    with pytest.raises(error, match=says):
+        made.decode(shards, memory=memory, strategy="staged", kernels=DeviceKernels())
+    assert made.members == []
