@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import pytest
 
-from disagg_kv.channels import Channel, News
+from disagg_kv.channels import Channel, InprocChannel, News
 from disagg_kv.errors import (
     ConfigurationError,
     GeometryError,
@@ -105,6 +105,25 @@ def test_decode_restarts() -> None:
     assert request.sends[0].phase is Phase.FAILED
     assert isinstance(request.sends[0].error, PeerLostError)
     assert len(prefills[0].endpoint.peers()) == 1
+    rig.quiet()
+
+
+def test_a_second_endpoint_of_the_same_name_takes_new_rooms_and_leaves_open_ones_alone() -> None:
+    """E10: an address is nobody else's while it is used; under another one the newer endpoint has the name."""
+    rig = Rig(SPEC)
+
+    def elsewhere(given: Channel) -> Channel:
+        given.close()
+        return InprocChannel(rig.hub, "elsewhere")
+
+    first, decodes = rig.prefill(tp_shards(SPEC, 1), memory=Memory(channel=elsewhere)), rig.decode(tp_shards(SPEC, 1))
+    early = rig.request("early", first, decodes, 8).open_decode().expect(8).open_prefill()
+    rig.until(lambda: early.sends[0].phase is Phase.READY, "the expectation")
+    second = rig.prefill(tp_shards(SPEC, 1))
+    with pytest.raises(ConfigurationError, match="P0: the address is in use"):
+        rig.prefill(tp_shards(SPEC, 1))
+    rig.request("late", second, decodes, 8).start().landed()
+    early.send(8).finish().landed()
     rig.quiet()
 
 
