@@ -170,19 +170,22 @@ class PeerTable:
         if epoch == self._epoch or epoch in self._retired:
             self.dropped += 1
             return []
-        try:
-            if hello.version != VERSION:
-                raise IncompatiblePeerError("version", VERSION, hello.version)
-            self._admit(hello)
-        except IncompatiblePeerError as exc:
-            return self._refuse(hello, exc, now)
-        except RemoteProtocolError as exc:
-            return self._refuse(hello, IncompatiblePeerError("hello", "valid", str(exc)), now)
-        out: list[PeerEffect] = []
         known = self._peers.get(epoch)
-        if self._stale(hello):
-            self.dropped += 1
-            return []
+        # Whoever repeats what was admitted need not be looked at again; all of it is compared, but for whom it is to.
+        if known is None or structs.replace(known.hello, dst=hello.dst) != hello:
+            try:
+                if hello.version != VERSION:
+                    raise IncompatiblePeerError("version", VERSION, hello.version)
+                self._admit(hello)
+            except IncompatiblePeerError as exc:
+                return self._refuse(hello, exc, now)
+            except RemoteProtocolError as exc:
+                return self._refuse(hello, IncompatiblePeerError("hello", "valid", str(exc)), now)
+            # A life never changes.
+            if known is not None or self._stale(hello):
+                self.dropped += 1
+                return []
+        out: list[PeerEffect] = []
         if known is None:
             out += self._replace(hello.address, epoch)
             if not self._make_room(out):
@@ -204,10 +207,7 @@ class PeerTable:
         return out
 
     def _stale(self, hello: Hello) -> bool:
-        """A life never changes, and an older life does not take the address back from one that is there."""
-        known = self._peers.get(Epoch(hello.src))
-        if known is not None:
-            return structs.replace(known.hello, dst=hello.dst) != hello
+        """An older life does not take the address back from one that is there."""
         there = self.at(hello.address)
         if there is None:
             return False

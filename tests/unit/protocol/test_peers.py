@@ -420,3 +420,16 @@ def test_whoever_is_refused_from_ever_new_addresses_leaves_a_bounded_number_of_c
             assert a.on_hello(hello(epoch(3), epoch(1), "s3"), float(n))
     assert len(connected) == PeerTable.MAX_REFUSED + 1
     assert {"s3", f"s{n}"} <= connected
+
+
+def test_a_hello_that_is_repeated_is_admitted_once_and_one_that_differs_is_looked_at() -> None:
+    """E14: who repeats its ``Hello`` costs a comparison; who says something else of itself is looked at again."""
+    asked: list[Hello] = []
+    a = PeerTable(epoch(1), "a", lambda dst: hello(epoch(1), dst, "a"), asked.append, Options())
+    a.on_hello(hello(epoch(2), b"", "b"), 0.0)
+    again = a.on_hello(hello(epoch(2), epoch(1), "b"), 1.0)
+    assert (len(asked), again, a.dropped) == (1, [], 0)
+    assert a.silent_for(epoch(2), 1.0) == 0
+    changed = msgspec.structs.replace(hello(epoch(2), epoch(1), "b"), ring_bytes=4096)
+    assert a.on_hello(changed, 2.0) == []
+    assert (asked[1:], a.dropped, a.silent_for(epoch(2), 2.0)) == ([changed], 1, 1.0)
