@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal
 
 import attrs
@@ -11,8 +12,9 @@ from attrs import frozen
 from ..errors import ConfigurationError, GeometryError, IncompatiblePeerError, RemoteProtocolError
 from ..geometry import CacheSpec, Shard, Site
 from ..ids import Epoch, Rank, RegionId
-from ..planning import Intake
+from ..planning import intake_of
 from ..protocol import VERSION, Hello
+from ..protocol.frames import WireHolding
 from ..protocol.wire import (
     shard_from_wire,
     shard_to_wire,
@@ -26,6 +28,17 @@ from ..transports import Transport
 from .life import Life
 
 Role = Literal["prefill", "decode"]
+
+KEPT = 64
+"""Specs, instances and sites that are kept decoded, by value: the ranks of an instance say much the same."""
+
+_spec = lru_cache(KEPT)(spec_from_wire)
+_site = lru_cache(KEPT)(site_from_wire)
+
+
+@lru_cache(KEPT)
+def _shards(wire: tuple[tuple[WireHolding, ...], ...], spec: CacheSpec) -> tuple[Shard, ...]:
+    return tuple(shard_from_wire(one, spec) for one in wire)
 
 
 @frozen
@@ -106,12 +119,12 @@ class Self:
             IncompatiblePeerError: names the one field that differs.
             RemoteProtocolError: what it says of itself cannot be.
         """
-        spec = spec_from_wire(hello.spec)
+        spec = _spec(hello.spec)
         check_spec(self.site.spec, spec)
-        shards = tuple(shard_from_wire(s, spec) for s in hello.shards)
+        shards = _shards(hello.shards, spec)
         if not hello.rank < len(shards):
             raise IncompatiblePeerError("rank", f"below {len(shards)}", hello.rank)
-        site = site_from_wire(hello.site, spec, shards[hello.rank])
+        site = _site(hello.site, spec, shards[hello.rank])
         if len(hello.regions) not in (0, len(site.buffers)):
             raise RemoteProtocolError(f"{len(hello.regions)} regions for a pool of {len(site.buffers)} buffers")
         if hello.lease_bytes > hello.ring_bytes:
@@ -130,7 +143,7 @@ class Self:
         decode = self.role == "decode"
         writers, target = (shards, self.site.shard) if decode else (self.shards, shards[hello.rank])
         try:
-            Intake.build(spec, writers, target, 0)
+            intake_of(spec, writers, target, 0)
         except ConfigurationError as exc:
             raise IncompatiblePeerError("shards", "a split that decode's boxes can be made of", str(exc)) from exc
 
@@ -149,6 +162,8 @@ def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
         raise IncompatiblePeerError("spec.model", ours.model.hex(), theirs.model.hex())
     if len(ours.layers) != len(theirs.layers):
         raise IncompatiblePeerError("spec.layers", len(ours.layers), len(theirs.layers))
+    if ours == theirs:
+        return
     for layer, components in ours.layers.items():
         others = theirs.layers.get(layer)
         where = f"spec.layers[{layer}]"
@@ -175,9 +190,9 @@ class Remote:
     @classmethod
     def of(cls, hello: Hello) -> Remote:
         """From a ``Hello`` that was admitted."""
-        spec = spec_from_wire(hello.spec)
-        shards = tuple(shard_from_wire(s, spec) for s in hello.shards)
-        return cls(hello, spec, shards, site_from_wire(hello.site, spec, shards[hello.rank]))
+        spec = _spec(hello.spec)
+        shards = _shards(hello.shards, spec)
+        return cls(hello, spec, shards, _site(hello.site, spec, shards[hello.rank]))
 
     @property
     def epoch(self) -> Epoch:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..geometry import Shard, Site
 from ..geometry.election import rotations
 from ..ids import Rank, RoomId
-from ..planning import Intake, PartView
+from ..planning import Intake, PartView, intake_of, part_view
 
 
 class Routes:
@@ -25,15 +25,14 @@ class Routes:
         """What the target gets from each writer for this room: the room decides which replica takes which piece."""
         turn = self.turn(room)
         if turn not in self._intakes:
-            self._intakes[turn] = Intake.build(self.target.spec, self._writers, self.target.shard, turn)
+            self._intakes[turn] = intake_of(self.target.spec, self._writers, self.target.shard, turn)
         return self._intakes[turn]
 
     def view(self, room: RoomId, writer: Rank, site: Site) -> PartView:
         """A writer's parts in the pool of ``site``: the writer's own or the target's."""
         key = (self.turn(room), writer, site is self.target)
         if key not in self._views:
-            parts = self.intake(room).parts[writer]
-            self._views[key] = PartView(site, parts, site.spec)
+            self._views[key] = part_view(site, tuple(self.intake(room).parts[writer]), site.spec)
         return self._views[key]
 
     def turn(self, room: RoomId) -> int:

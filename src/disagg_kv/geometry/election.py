@@ -18,7 +18,7 @@ from .shard import Holding, Shard
 from .spec import CacheSpec
 
 
-@frozen
+@frozen(cache_hash=True)
 class Part:
     """A box that one writer sends to one target: one run of units in each plane of either side.
 

@@ -116,7 +116,7 @@ def _buffers(buffers: Iterable[int]) -> tuple[int, ...]:
     return tuple(buffers)
 
 
-@frozen
+@frozen(cache_hash=True)
 class Site:
     """Everything about one rank's pool that planning needs, and nothing that needs its memory; it crosses the wire.
 

@@ -49,7 +49,7 @@ def _holdings(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
     return tuple(holdings)
 
 
-@frozen
+@frozen(cache_hash=True)
 class Shard:
     """A set of boxes: everything one rank owns. No cell is in two of its holdings.
 

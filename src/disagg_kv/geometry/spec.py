@@ -114,7 +114,11 @@ def _freeze(
     return {layer: tuple(layers[layer]) for layer in sorted(layers)}
 
 
-@frozen
+def _items(layers: Mapping[LayerId, tuple[Component, ...]]) -> tuple[tuple[LayerId, tuple[Component, ...]], ...]:
+    return tuple(layers.items())
+
+
+@frozen(cache_hash=True)
 class CacheSpec:
     """The cache of a whole model, before any parallelism: the same on every rank of both sides.
 
@@ -123,7 +127,7 @@ class CacheSpec:
         model: identifies weights, adapter, RoPE and quantisation scales; equal bytes mean equal caches.
     """
 
-    layers: Mapping[LayerId, tuple[Component, ...]] = field(converter=_freeze)
+    layers: Mapping[LayerId, tuple[Component, ...]] = field(converter=_freeze, eq=_items)
     model: bytes = b""
 
     def __attrs_post_init__(self) -> None:

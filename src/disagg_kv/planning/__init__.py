@@ -15,8 +15,8 @@ from .descriptors import (
 )
 from .explain import Explanation, PairPlan, explain, plain_site
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
-from .intake import Intake
-from .staged import PartView
+from .intake import Intake, intake_of
+from .staged import PartView, part_view
 
 __all__ = [
     "EVERY",
@@ -45,6 +45,8 @@ __all__ = [
     "explain",
     "exposed_s",
     "fastest",
+    "intake_of",
+    "part_view",
     "plain_site",
     "refuse_direct",
     "runs",

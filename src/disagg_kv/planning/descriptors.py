@@ -11,7 +11,7 @@ from ..errors import GeometryError
 from ..geometry import I64, Group, PageTable, Part, Plane, Site
 from ..ids import GroupId
 from .base import EVERY, RowRange, Segment, Writes
-from .staged import PartView
+from .staged import part_view
 
 Tables = Mapping[GroupId, PageTable]
 
@@ -49,7 +49,8 @@ def runs(source: Site, target: Site, parts: Sequence[Part], segment: Segment, ro
     Raises:
         GeometryError: a pool does not have what the parts name.
     """
-    ours, theirs = (PartView(site, parts, source.spec).for_rows(rows).layout(segment) for site in (source, target))
+    given = tuple(parts)
+    ours, theirs = (part_view(site, given, source.spec).for_rows(rows).layout(segment) for site in (source, target))
     source_groups, target_groups = ({g.id: g for g in site.groups} for site in (source, target))
     columns = (ours.plane, theirs.plane, ours.first_unit, theirs.first_unit, ours.units, ours.row_start, ours.row_stop)
     for a, b, source_unit, target_unit, units, start, stop in zip(*(c.tolist() for c in columns), strict=True):

@@ -6,6 +6,7 @@ Both sides compute this from the same shards, so that only ranges ever cross the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 import attrs
@@ -16,6 +17,9 @@ from ..errors import GeometryError, OversizeError
 from ..geometry import I64, CacheSpec, Extent, Part, Shard, elect
 from ..ids import LayerId, Rank
 from .base import EVERY, RowRange, Segment
+
+INTAKES = 256
+"""Intakes that are kept, those used last."""
 
 ALIGN = 256
 """Bytes to which writers' parts are aligned in a lease."""
@@ -311,6 +315,12 @@ class Intake:
             else:
                 low = middle
         return low
+
+
+@lru_cache(INTAKES)
+def intake_of(spec: CacheSpec, writers: tuple[Shard, ...], target: Shard, rotation: int) -> Intake:
+    """An intake that is kept, by value: pairs of instances that are split alike share it. As :meth:`Intake.build`."""
+    return Intake.build(spec, writers, target, rotation)
 
 
 @frozen

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
 
 import numpy as np
 
 from ..errors import GeometryError
 from ..geometry import CacheSpec, Extent, Part, Site
 from .base import EVERY, RowRange, Segment, StagedLayout
+
+VIEWS = 256
+"""Views that are kept, those used last."""
 
 
 class PartView:
@@ -78,6 +82,12 @@ class PartView:
         return StagedLayout(
             self._plane[keep], self._first_unit[keep], self._units[keep], start, stop, offset, nbytes=total
         )
+
+
+@lru_cache(VIEWS)
+def part_view(site: Site, parts: tuple[Part, ...], spec: CacheSpec) -> PartView:
+    """A view that is kept, by value: rooms, rotations and peers that are alike share it. As :class:`PartView`."""
+    return PartView(site, parts, spec)
 
 
 def _local(runs: Sequence[range], part: Part, layer: int) -> int:

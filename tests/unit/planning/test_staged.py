@@ -8,7 +8,7 @@ import pytest
 from disagg_kv.errors import GeometryError
 from disagg_kv.geometry import CacheSpec, Holding, Part, Shard, elect, shard
 from disagg_kv.ids import LayerId
-from disagg_kv.planning import PartView, Segment, plain_site
+from disagg_kv.planning import Intake, PartView, Segment, intake_of, part_view, plain_site
 
 SPEC = CacheSpec.kv(3, 4, 2, "int8", v_head_dim=1)
 
@@ -59,3 +59,16 @@ def test_a_pool_that_does_not_have_the_parts_is_refused() -> None:
         PartView(site, [Part("k", (LayerId(1),), range(1))], SPEC)
     with pytest.raises(GeometryError, match=r"layer 0, 'k': units \[1, 3\) are not in one of .* \[\(0, 2\)\]"):
         PartView(site, [Part("k", (LayerId(0),), range(1, 3))], SPEC)
+
+
+def test_views_and_intakes_of_equal_values_are_built_once_and_others_are_not_mistaken_for_them() -> None:
+    """What is kept goes by value: equal specs, shards and sites that were made apart find it, one that differs not."""
+    one, same, other = (CacheSpec.kv(2, 4, 8, "float16", model=model) for model in (b"kept", b"kept", b"not that one"))
+    parts = elect(one, [shard(one)], shard(one))[0]
+    views = [part_view(plain_site(s, shard(s), 16, 4), tuple(parts), s) for s in (one, same, other)]
+    assert views[0] is views[1] is not views[2]
+    larger = part_view(plain_site(one, shard(one), 32, 4), tuple(parts), one)
+    assert larger is not views[0]
+    intakes = [intake_of(s, (shard(s),), shard(s), 0) for s in (one, same, other)]
+    assert intakes[0] is intakes[1] is not intakes[2]
+    assert intakes[0] == Intake.build(one, [shard(one)], shard(one))
