@@ -194,6 +194,16 @@ def test_a_checksum_waits_for_the_engines_event_and_nobody_waits_for_the_checksu
         assert _summed(sums[page]) == [[sum(cells) % 2**64]]
 
 
+def test_sums_that_nobody_reads_cost_no_memory() -> None:
+    """However many there are: what they were launched with serves later calls."""
+    pool, _ = _small()
+    _wait(TRITON.checksum(pool, [_page(0, 0)], None).event)
+    before = torch.cuda.memory_allocated()
+    for page in range(300):
+        _wait(TRITON.checksum(pool, [_page(page % 64, 0)], None).event)
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_arguments_in_flight_are_not_written_over() -> None:
     """A2: calls queued behind one event keep their own page ids, however many there are."""
     pool, memory = _small()

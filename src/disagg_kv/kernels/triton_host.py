@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -82,6 +83,12 @@ OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": 
 STREAMS = 4
 """Launches take turns on so many streams: one that waits for its event delays only those that wait behind it."""
 
+SLOTS = 128
+"""Slots of one allocation: to allocate pinned memory may wait for all of the GPU, so calls in flight must not do it."""
+
+SLOT_WORDS = 4096
+"""What nearly all calls fit."""
+
 
 @define(eq=False)
 class _Slot:
@@ -104,7 +111,7 @@ class _Lane:
         self._device = device
         self._neighbours_together = neighbours_together
         self._lock = threading.Lock()
-        self._slots: list[_Slot] = []
+        self._slots: dict[int, deque[_Slot]] = {SLOT_WORDS: deque(self._cut(SLOT_WORDS, SLOTS))}
         self._planes: WeakKeyDictionary[MemoryPool, tuple[Planes, torch.Tensor, torch.cuda.Event]] = WeakKeyDictionary()
 
     def stream(self) -> torch.cuda.Stream:
@@ -133,25 +140,33 @@ class _Lane:
 
     def take(self, words: int) -> _Slot:
         """A slot that no launch reads, for at least that many words."""
+        size = max(SLOT_WORDS, 1 << (words - 1).bit_length())
         with self._lock:
-            for i, slot in enumerate(self._slots):
+            slots = self._slots.setdefault(size, deque())
+            for _ in range(len(slots)):
+                slot = slots.popleft()
                 if slot.event.query():
-                    del self._slots[i]
-                    if len(slot.words) >= words:
-                        return slot
-                    break  # it is too small for what calls need by now: a larger one takes its place
-        size = max(4096, 1 << (words - 1).bit_length())
-        pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        # Of a stream on which nothing of the engine's is queued that may still use the memory.
-        with torch.cuda.stream(self._streams[0]):
-            device = torch.empty(size, dtype=torch.int64, device=self._device)
-        return _Slot(pinned, pinned.numpy(), device, device.data_ptr(), torch.cuda.Event())
+                    return slot
+                slots.append(slot)
+        taken, *others = self._cut(size, SLOTS if size == SLOT_WORDS else 1)
+        slots.extend(others)
+        return taken
 
     def give(self, slot: _Slot, event: torch.cuda.Event) -> None:
-        """Return a slot that is read until ``event``."""
+        """Return a slot that is read until ``event``. Takes no lock: a finalizer may call it, whoever holds one."""
         slot.event = event
-        with self._lock:
-            self._slots.append(slot)
+        self._slots[len(slot.words)].append(slot)
+
+    def _cut(self, words: int, count: int) -> list[_Slot]:
+        """New slots, of one allocation on either side."""
+        pinned = torch.empty((count, words), dtype=torch.int64, pin_memory=True)
+        # Of a stream on which nothing of the engine's is queued that may still use the memory.
+        with torch.cuda.stream(self._streams[0]):
+            device = torch.empty((count, words), dtype=torch.int64, device=self._device)
+        return [
+            _Slot(host, host.numpy(), there, there.data_ptr(), torch.cuda.Event())
+            for host, there in zip(pinned.unbind(), device.unbind(), strict=True)
+        ]
 
 
 class Host:
@@ -210,6 +225,7 @@ class Host:
     def warm(self, pool: MemoryPool) -> None:
         """Compile for every number of units that a peer may take of this pool, on memory that is not touched.
 
+        Also allocates what calls need, and uploads the pool's table: a call must not wait for the GPU's allocator.
         What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
         """
         device = pool.buffers[0].device
@@ -217,7 +233,8 @@ class Host:
             return
         lane = self._lane(device)
         with torch.cuda.device(device):
-            for shape in shapes(Planes(pool, self._tuning.neighbours_together), pool, self._tuning.tile_bytes):
+            planes, _ = lane.planes(pool, lane.stream())
+            for shape in shapes(planes, pool, self._tuning.tile_bytes):
                 constants = shape.aligned, shape.pieces, shape.columns
                 if constants not in lane.compiled:
                     nothing = torch.empty(1, dtype=torch.int64, device=device)

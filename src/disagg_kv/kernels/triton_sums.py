@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -48,8 +49,6 @@ class Summer(Host):
             return Sums(None, lambda: begin)
         sums = slice(call.words, call.words + call.entries)
         slot = lane.take(sums.stop)
-        # Nobody may ask for the sums: then the slot is dropped while the GPU works with it.
-        slot.device.record_stream(stream)
         shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
@@ -60,10 +59,10 @@ class Summer(Host):
             event.record(stream)
 
         def read() -> Sequence[U64]:
-            found = slot.words[sums].view(np.uint64).copy()
-            lane.give(slot, event)
-            return _split(found, lengths)
+            return _split(slot.words[sums].view(np.uint64).copy(), lengths)
 
+        # Nobody may ask for the sums; the slot comes back when nobody can any more.
+        finalize(read, lane.give, slot, event).atexit = False
         return Sums(event, read)
 
     def _interpreted(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
