@@ -30,10 +30,17 @@ class Gates:
 
     def __init__(self) -> None:
         self._gates: list[_Gate] = []
+        self._most = 1
 
     def add(self, start: int, stop: int, layers: Collection[LayerId] | None, event: Event) -> None:
-        """These layers (None: all) of the rows ``[start, stop)`` are final at ``event``. Past ones are forgotten."""
-        self._gates = [gate for gate in self._gates if not gate.event.query()]
+        """These layers (None: all) of the rows ``[start, stop)`` are final at ``event``.
+
+        Past ones are forgotten when there are twice as many as were pending the last time, so that a call asks about
+        one event or two on average, however many are pending.
+        """
+        if len(self._gates) >= self._most:
+            self._gates = [gate for gate in self._gates if not gate.event.query()]
+            self._most = max(1, 2 * len(self._gates))
         self._gates.append(_Gate(start, stop, None if layers is None else frozenset(layers), event))
 
     def before(self, segment: Segment) -> Event | None:

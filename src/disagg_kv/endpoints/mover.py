@@ -57,6 +57,10 @@ class Rooms(Protocol):
         """Begin a transfer: from now on it reads and writes. None: it has become void."""
         ...
 
+    def broken(self, rooms: Sequence[RoomKey], exc: Exception) -> None:
+        """An event of theirs raised: the rooms fail."""
+        ...
+
     def reading(self, room: RoomKey, by: int) -> None:
         """So many more (or fewer) reads of the room's pages are under way."""
         ...
@@ -206,7 +210,13 @@ class Mover:
             transfer = self._queue.get(key)
             if transfer is None:
                 continue
-            if self._waits(key[0], transfer):
+            try:
+                waits = self._waits(key[0], transfer)
+            except Exception as exc:
+                del self._queue[key]
+                self._rooms.broken([key[0]], exc)
+                continue
+            if waits:
                 waiting = True
             elif transfer.offset is None:
                 del self._queue[key]

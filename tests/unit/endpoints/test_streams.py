@@ -191,6 +191,29 @@ def test_an_event_of_the_gpu_that_raises_fails_its_room() -> None:
     assert "the engine's event raised" in str(request.sends[0].error)
 
 
+def test_an_event_that_raises_before_pages_are_written_fails_only_its_room() -> None:
+    """Nothing of the room is posted, and the endpoint's other rooms go on."""
+    rig = Rig(SPEC)
+    sent = RecordingTransport(InprocTransport())
+    prefills = rig.prefill(
+        tp_shards(SPEC, 1), memory=Memory(transport=lambda: sent), strategy="slice", kernels=StreamKernels()
+    )
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="slice")
+    broken = Gather(prefills[0].pool, [], prefills[0].pool.buffers[0], None)
+    other = rig.request("other", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(4)
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
+    request.send(4, ready=broken).send(9, 4, ready=broken)
+    rig.wait(2.0)
+    sent.batches.clear()
+    broken.error = RuntimeError("illegal address")
+    request.failed()
+    assert "the engine's event raised" in str(request.sends[0].error)
+    assert not sent.batches
+    request.forgive()
+    other.send(9, 4).finish().landed()
+    assert not prefills[0].observer.counters["errors.unforeseen"]
+
+
 def test_pages_are_not_written_before_the_event_by_a_transport_that_does_not_wait() -> None:
     """Then it is the endpoint that looks at the event."""
     rig = Rig(SPEC)
@@ -209,7 +232,7 @@ def test_pages_are_not_written_before_the_event_by_a_transport_that_does_not_wai
 
 
 def test_a_copy_comes_after_the_events_of_its_own_rows_and_layers() -> None:
-    """Those of other rows or layers do not delay it, and what has happened is forgotten."""
+    """Those of other rows or layers do not delay it."""
     gates = Gates()
     first, second, late = Flag(), Flag(), Flag()
     layers = [LayerId(0), LayerId(1)]
@@ -221,6 +244,33 @@ def test_a_copy_comes_after_the_events_of_its_own_rows_and_layers() -> None:
     both = gates.before(Segment(4, 12, 0, 2))
     assert isinstance(both, All)
     assert set(both.events) == {first, second, late}
-    first.fired = True
-    gates.add(0, 8, [layers[0]], second)
-    assert gates.before(Segment(0, 8, 0, 1)) is second
+
+
+class Asked(Flag):
+    """An event that counts how often it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def query(self) -> bool:
+        """True once fired."""
+        self.times += 1
+        return super().query()
+
+
+def test_events_that_are_pending_are_asked_a_few_times_each_and_past_ones_are_forgotten() -> None:
+    """A room of many chunks and layers costs in proportion to them; what is kept is at most twice what is pending."""
+    gates, events = Gates(), [Asked() for _ in range(1000)]
+    for row, event in enumerate(events):
+        gates.add(row, row + 1, None, event)
+    assert sum(event.times for event in events) <= 2 * len(events)
+    for event in events:
+        event.fired = True
+    later = [Asked() for _ in range(len(events) + 1)]
+    for row, one in enumerate(later):
+        one.fired = row < len(later) - 1
+        gates.add(row, row + 1, None, one)
+    left = [before for row in range(len(later)) if (before := gates.before(Segment(row, row + 1, 0, 1))) is not None]
+    assert left[-1] is later[-1]
+    assert len(left) <= 2
