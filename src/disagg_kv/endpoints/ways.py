@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 
 import numpy as np
 from attrs import frozen
@@ -91,7 +92,8 @@ class Ways:
         caps = me.transport.caps
         self._costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
         self._routes: dict[Epoch, Routes] = {}
-        self._shares: dict[tuple[Part, ...], int] = {}
+        self._shares: OrderedDict[tuple[Part, ...], int] = OrderedDict()
+        self._numbers = count()
         self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[Path, str]] = OrderedDict()
 
     def forget(self, epoch: Epoch) -> None:
@@ -132,7 +134,7 @@ class Ways:
         if not path.exposes_pages and (stuck := self._stuck(remote.epoch)) >= quota:
             raise QuarantineFullError(f"peer {remote.epoch.hex()[:8]}: {stuck} staging slots wait for evidence")
         pair = pair.fitted()
-        share = self._shares.setdefault(tuple(pair.parts), len(self._shares))
+        share = self._share(tuple(pair.parts))
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
         way = Way(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
@@ -152,6 +154,13 @@ class Ways:
             self._measured,
         )
         return way, plan
+
+    def _share(self, parts: tuple[Part, ...]) -> int:
+        """A number for these parts, never used for others: what was forgotten is only gathered once more."""
+        if parts not in self._shares:
+            self._shares[parts] = next(self._numbers)
+            bound(self._shares, CHOICES)
+        return self._shares[parts]
 
     def _measured(self) -> WirePace | None:
         pace = self._pace()

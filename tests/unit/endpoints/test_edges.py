@@ -424,3 +424,18 @@ def test_cells_of_the_tables_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> 
     rig.decode(tp_shards(SPEC, 1))
     rig.request("r", rig.prefills, rig.decodes, 8).start().landed()
     assert {(Receiving.MOVING, Done), (Sending.FINISHED, Complete)} <= seen <= {*RECEIVING, *SENDING}
+
+
+def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E14: peers of ever other shapes cost no memory, and no two parts are taken for each other."""
+    monkeypatch.setattr("disagg_kv.endpoints.ways.CHOICES", 2)
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
+    instances = [
+        rig.decode(tp_shards(SPEC, size), name, strategy="staged") for size, name in ((1, "A"), (2, "B"), (4, "C"))
+    ]
+    for turn in range(2):
+        for number, decodes in enumerate(instances):
+            rig.request(f"{turn} {number}", prefills, decodes, 8).start().landed()
+    assert len(prefills[0].endpoint._role._ways._shares) <= 2
+    rig.quiet()
