@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from attrs import define, field
 
-from ..ids import Epoch, RoomId
+from ..ids import Epoch, Generation, RoomId
 from ..protocol import Options
 
 K = TypeVar("K")
@@ -23,23 +23,41 @@ class Unmet:
     answered: set[Epoch] = field(factory=set)
 
 
+@define
+class Declined:
+    """A room that decode gave up before it was opened; ``by``: who says so, and of which of its lives."""
+
+    until: float
+    reason: str
+    by: dict[Epoch, Generation] = field(factory=dict)
+
+
 class Missed:
     """Rooms that decode gave up before they were opened, and rooms that ended before it had asked for them. Bounded."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._unmet: OrderedDict[RoomId, Unmet] = OrderedDict()
-        self._declined: OrderedDict[RoomId, tuple[str, float]] = OrderedDict()
+        self._declined: OrderedDict[RoomId, Declined] = OrderedDict()
 
-    def decline(self, room: RoomId, reason: str, now: float) -> None:
-        """Decode gave the room up before it was opened."""
-        self._declined[room] = (reason, now + self._options.total_s)
+    def decline(self, room: RoomId, reason: str, by: Epoch, generation: Generation, now: float) -> None:
+        """A decode rank gave the room up before it was opened."""
+        others = self._declined[room].by if room in self._declined else {}
+        self._declined[room] = Declined(now + self._options.total_s, reason, {**others, by: generation})
         bound(self._declined, self._options.parked)
+
+    def awaited(self, room: RoomId, by: Epoch, generation: Generation) -> None:
+        """A decode rank awaits the room: that it gave up an earlier life of it says nothing of this one."""
+        found = self._declined.get(room)
+        if found is not None and found.by.get(by, generation) < generation:
+            del found.by[by]
+            if not found.by:
+                del self._declined[room]
 
     def declined(self, room: RoomId) -> str | None:
         """Why decode gave the room up, once; None: it did not."""
         found = self._declined.pop(room, None)
-        return None if found is None else found[0]
+        return None if found is None else found.reason
 
     def miss(self, room: RoomId, reason: str, answered: set[Epoch], now: float) -> None:
         """The room has failed, and only these decode ranks know."""
@@ -59,7 +77,7 @@ class Missed:
         """Forget what has been kept for long enough."""
         for name in [n for n, u in self._unmet.items() if u.until <= now]:
             del self._unmet[name]
-        for name in [n for n, (_, until) in self._declined.items() if until <= now]:
+        for name in [n for n, d in self._declined.items() if d.until <= now]:
             del self._declined[name]
 
 

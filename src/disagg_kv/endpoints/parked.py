@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from ..ids import Epoch, RoomId
 from ..protocol import Options
 from ..protocol.frames import Expect
 
+SHARE = 4
+"""A peer's part of the places: one in so many."""
+
 
 class Parked:
-    """At most ``options.parked``, which name ``options.parked_pages`` pages together: peers decide how large one is."""
+    """At most ``options.parked``, which name ``options.parked_pages`` pages together: peers decide how large one is.
+
+    One peer takes at most a quarter of either while others are known, so that none keeps the others out.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._waiting: OrderedDict[tuple[RoomId, Epoch], tuple[Expect, float]] = OrderedDict()
         self._pages = 0
+        self._held: Counter[Epoch] = Counter()
+        self._held_pages: Counter[Epoch] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, expect: Expect, until: float) -> bool:
-        """Keep it, instead of what its sender said of the room before; False: there is no space for it."""
+    def add(self, expect: Expect, until: float, *, alone: bool) -> bool:
+        """Keep it, instead of what its sender said of the room before; False: there is no space for it.
+
+        Args:
+            expect: what a peer awaits.
+            until: when it is forgotten.
+            alone: no other peer is known.
+        """
         room, peer = RoomId(expect.room), Epoch(expect.src)
         self.pop(room, peer)
-        full = len(self._waiting) >= self._options.parked
-        if full or self._pages + _pages(expect) > self._options.parked_pages:
+        most, most_pages, pages = self._options.parked, self._options.parked_pages, _pages(expect)
+        if len(self._waiting) >= most or self._pages + pages > most_pages:
+            return False
+        # The first of a peer may be large.
+        held, share = self._held[peer], 1 if alone else SHARE
+        if held and (held >= max(1, most // share) or self._held_pages[peer] + pages > most_pages // share):
             return False
         self._waiting[room, peer] = (expect, until)
-        self._pages += _pages(expect)
+        self._count(expect, 1)
         return True
+
+    def _count(self, expect: Expect, by: int) -> None:
+        peer, pages = Epoch(expect.src), by * _pages(expect)
+        self._pages += pages
+        self._held_pages[peer] += pages
+        self._held[peer] += by
+        if not self._held[peer]:
+            del self._held[peer], self._held_pages[peer]
 
     def pop(self, room: RoomId, peer: Epoch) -> Expect | None:
         """Take out what a peer awaits of a room."""
         found = self._waiting.pop((room, peer), None)
         if found is None:
             return None
-        self._pages -= _pages(found[0])
+        self._count(found[0], -1)
         return found[0]
 
     def take(self, room: RoomId) -> list[Expect]:

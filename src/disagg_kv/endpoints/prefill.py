@@ -246,10 +246,11 @@ class PrefillRole:
             reason = "the room has ended" if unmet is None else unmet.reason
             node.send(Send(epoch, Abort(**head, reason=reason)))
             return
+        self._missed.awaited(name, epoch, Generation(frame.generation))
         room = self._newest.get(name)
         if room is not None and not room.machine.released and epoch not in room.machine.flows:
             self._begin(room, frame)
-        elif self._parked.add(frame, node.now + node.options.silence_s):
+        elif self._parked.add(frame, node.now + node.options.silence_s, alone=len(node.remotes) == 1):
             node.send(Send(epoch, Expected(**head, parked=True)))
         else:
             node.observer.count("frames.not_parked")
@@ -270,7 +271,7 @@ class PrefillRole:
             if unmet is not None:
                 unmet.answered.add(epoch)
             elif room is None:
-                self._missed.decline(name, frame.reason, node.now)
+                self._missed.decline(name, frame.reason, epoch, generation, node.now)
         head = room_head(node.me.epoch, epoch, name, generation)
         node.send(Send(epoch, Drained(**head, reason=frame.reason)))
 

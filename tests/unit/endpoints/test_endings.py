@@ -122,6 +122,50 @@ def test_parked_expectations_are_bounded(options: Options) -> None:
     rig.until(lambda: all(r.all(Phase.DONE) for r in requests), "all rooms")
 
 
+def test_a_peer_does_not_take_the_places_of_others() -> None:
+    """E14: one parks at most a quarter of what may be parked, in number and in pages, while others are known."""
+    rig = Rig(SPEC, options=Options(parked=8))
+    prefills, greedy = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    other = rig.decode(tp_shards(SPEC, 1), "E")
+    rig.request("first", prefills, other, 8).start().landed()
+    taken = [rig.request(f"{i}", prefills, greedy, 8).open_decode().expect() for i in range(12)]
+    rig.wait(1.0)
+    before = prefills[0].observer.counters["frames.not_parked"]
+    assert before
+    for member in greedy:
+        member.frozen = True
+    modest = [rig.request(f"of another {i}", prefills, other, 8).open_decode().expect() for i in range(2)]
+    rig.wait(1.0)
+    assert prefills[0].observer.counters["frames.not_parked"] == before
+    for member in greedy:
+        member.frozen = False
+    for request in taken + modest:
+        request.open_prefill().send(8).finish()
+    rig.until(lambda: all(r.all(Phase.DONE) for r in taken + modest), "all rooms")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_room_that_decode_awaits_again_is_not_one_that_it_gave_up(ranks: int) -> None:
+    """E11: what is retried before prefill has opened the room succeeds; one rank that still gives up ends it."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, ranks))
+    for name in ("again", "given up"):
+        first = rig.request(name, prefills, decodes, 8).open_decode().expect(8)
+        rig.wait(1.0)
+        for handle in first.receives:
+            handle.abort("not yet")
+        rig.until(lambda first=first: all(h.released for h in first.receives), "the first attempt's end")  # type: ignore[misc]
+        second = rig.request(name, prefills, decodes, 8)
+        if name == "again":
+            second.open_decode().expect(8)
+            rig.wait(1.0)
+            second.open_prefill().send(8).finish().landed()
+        else:
+            second.open_prefill()
+            rig.until(lambda second=second: second.sends[0].released, "prefill's end")  # type: ignore[misc]
+            assert "decode gave up: " in str(second.sends[0].error)
+
+
 def test_a_room_id_is_used_again_at_once() -> None:
     """E11: a room's next life begins as soon as its last is released, whatever became of it."""
     rig = Rig(SPEC)
