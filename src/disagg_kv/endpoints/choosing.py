@@ -99,10 +99,10 @@ def choose_path(
         return able[0], "this rank was not elected to send anything"
     rows = rows or NOMINAL_ROWS
     segments = pair.fitted().cut(0, rows)
+    jobs = [Job(pair.source, pair.target, pair.parts, pair.view, s, {}, {}, pair.intake.room) for s in segments]
+    nbytes = sum(pair.intake.part_bytes(s, pair.rank) for s in segments)
     estimates = []
     for path in able:
-        jobs = [Job(pair.source, pair.target, pair.parts, pair.view, s, {}, {}, pair.intake.room) for s in segments]
-        nbytes = sum(pair.intake.part_bytes(s, pair.rank) for s in segments)
         staged = 0 if path.exposes_pages else len(segments)
         estimates.append(costs.estimate(path.name, sum(map(path.count, jobs)), nbytes, staged))
     choice = choose(estimates, refusals)

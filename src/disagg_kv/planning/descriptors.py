@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from attrs import frozen
@@ -14,6 +15,9 @@ from .base import EVERY, RowRange, Segment, Writes
 from .staged import part_view
 
 Tables = Mapping[GroupId, PageTable]
+
+REFUSALS, COUNTS = 256, 1024
+"""Answers about pairs of pools, and about segments of such pairs, that are kept, those used last."""
 
 
 @frozen
@@ -120,8 +124,19 @@ def slice_count(run: Run) -> int:
     return (run.stop - run.start) * (1 if run.dense() else run.units)
 
 
+@lru_cache(COUNTS)
+def slice_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
+    """How many writes :func:`slice_writes` makes of a segment; kept, by value."""
+    return sum(slice_count(run) for run in runs(source, target, parts, segment, rows))
+
+
 def refuse_direct(source: Site, target: Site, parts: Sequence[Part]) -> str | None:
     """Why the two pools cannot exchange whole pages of these parts, with the numbers; None: they can."""
+    return _refuse_direct(source, target, tuple(parts))
+
+
+@lru_cache(REFUSALS)
+def _refuse_direct(source: Site, target: Site, parts: tuple[Part, ...]) -> str | None:
     layers = [layer for part in parts for layer in part.layers]
     if not layers:
         return None
@@ -177,6 +192,12 @@ def direct_writes(
                 np.tile(nbytes, len(here)),
             )
     return coalesce(batch.writes)
+
+
+@lru_cache(COUNTS)
+def direct_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
+    """At most how many writes :func:`direct_writes` makes of a segment; kept, by value."""
+    return sum(direct_count(run) for run in runs(source, target, parts, segment, rows))
 
 
 def direct_count(run: Run) -> int:

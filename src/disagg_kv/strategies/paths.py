@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import LocalProtocolError
 from ..geometry import Part, Site
 from ..planning import StagedLayout, Writes, direct_writes, refuse_direct, slice_writes
-from ..planning.descriptors import direct_count, runs, slice_count
+from ..planning.descriptors import direct_total, slice_total
 from .base import Job
 
 
@@ -34,7 +34,7 @@ class DirectPath:
 
     def count(self, job: Job) -> int:
         """At most one write per page and plane."""
-        return sum(direct_count(run) for run in runs(job.source, job.target, job.parts, job.segment, job.rows))
+        return direct_total(job.source, job.target, tuple(job.parts), job.segment, job.rows)
 
 
 class SlicePath:
@@ -60,7 +60,7 @@ class SlicePath:
 
     def count(self, job: Job) -> int:
         """One write per row and run of units."""
-        return sum(slice_count(run) for run in runs(job.source, job.target, job.parts, job.segment, job.rows))
+        return slice_total(job.source, job.target, tuple(job.parts), job.segment, job.rows)
 
 
 class StagedPath:
