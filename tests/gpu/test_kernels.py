@@ -204,6 +204,20 @@ def test_sums_that_nobody_reads_cost_no_memory() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+def test_kernels_that_are_warmed_in_inference_mode_work_outside_of_it() -> None:
+    """An engine makes endpoints in whatever mode it is in; their own thread is in none."""
+    from disagg_kv.kernels.triton_host import Launcher
+
+    pool, memory = _small()
+    memory.fill_(3)
+    staging = _staging(4096)
+    gather = Launcher("gather")
+    with torch.inference_mode():
+        gather.warm(pool)
+    _wait(gather(pool, [_page(0, 0)], staging, None))
+    assert content_of(staging).tolist() == [3] * 4096
+
+
 def test_arguments_in_flight_are_not_written_over() -> None:
     """A2: calls queued behind one event keep their own page ids, however many there are."""
     pool, memory = _small()

@@ -157,8 +157,9 @@ class _Lane:
         slot.event = event
         self._slots[len(slot.words)].append(slot)
 
+    @torch.inference_mode(False)
     def _cut(self, words: int, count: int) -> list[_Slot]:
-        """New slots, of one allocation on either side."""
+        """New slots, of one allocation on either side; whoever makes an endpoint may be in inference mode."""
         pinned = torch.empty((count, words), dtype=torch.int64, pin_memory=True)
         # Of a stream on which nothing of the engine's is queued that may still use the memory.
         with torch.cuda.stream(self._streams[0]):
