@@ -364,6 +364,9 @@ class PeerTable:
                     del self._at[peer.hello.address]
                     self._note_absent(peer.hello.address)
                     out.append(Forget(peer.hello.address))
+                elif beat and not peer.proved:
+                    # It may never have heard of us; then it cannot answer what rooms that end still ask of it.
+                    out.append(SendTo(peer.hello.address, self._hello(epoch)))
                 continue
             if now - peer.heard >= o.silence_s:
                 peer.lost = True

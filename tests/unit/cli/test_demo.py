@@ -170,7 +170,7 @@ def made(**changes: Any) -> Report:
         "tokens_equal": True, "wrong_bytes": 0, "stray_bytes": 0, "requests": 1, "prompt_tokens": 9, "new_tokens": 1,
         "kv_bytes": 9, "descriptors": 1, "descriptors_slice": 9, "strategy": "staged", "paths": ("staged",),
         "transport": "shm", "prefill_tp": 1, "decode_tp": 1, "inject": None, "phases": {}, "gb_per_s": 0.0, "ranks": (),
-        "model": "llama", "prefill_pp": 1, "decode_pp": 1,
+        "model": "llama", "device": "cpu", "prefill_pp": 1, "decode_pp": 1,
         "turns": (),
     }  # fmt: skip
     return Report(**{**values, **changes})

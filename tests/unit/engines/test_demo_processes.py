@@ -37,12 +37,17 @@ def ended(pidfds: list[int], within_s: float) -> bool:
     return True
 
 
+def shared() -> set[str]:
+    """Files in /dev/shm; not multiprocessing's semaphores, which any process has there for a moment."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def run(
     config: DemoConfig, then: Callable[[Told], None] = lambda _: None, within_s: float = 0.0
 ) -> tuple[Report | Exception, list[Told]]:
     """Run a demo; whatever comes of it, its processes must have ended and /dev/shm must be as it was."""
     lines: list[Told] = []
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared()
 
     def told(line: Told) -> None:
         lines.append(line)
@@ -53,7 +58,7 @@ def run(
     except Exception as error:
         result = error
     assert ended(watch({line.pid for line in lines}), within_s)
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert shared() <= shm
     return result, lines
 
 
@@ -341,7 +346,7 @@ PARENT = """
 def test_an_interrupted_or_killed_parent_leaves_no_process_and_no_file(tmp_path: Path, blow: signal.Signals) -> None:
     """Ctrl-C in the middle; and where not even that is possible, the kernel tells the children."""
     (tmp_path / "parent.py").write_text(textwrap.dedent(PARENT))
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared()
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
@@ -365,4 +370,4 @@ def test_an_interrupted_or_killed_parent_leaves_no_process_and_no_file(tmp_path:
     if blow == signal.SIGINT:
         assert not list(temporary.iterdir())
     assert ended(pidfds, 0.0 if blow == signal.SIGINT else 60.0)
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert shared() <= shm

@@ -226,6 +226,18 @@ def test_a_peer_that_missed_three_heartbeats_gets_nothing_new() -> None:
     assert a.silent_for(epoch(9), 0.0) == float("inf")
 
 
+def test_a_lost_peer_that_may_never_have_heard_of_us_still_hears_who_we_are() -> None:
+    """E2: our only Hello may have been lost; without one it could never say that a failed room is drained."""
+    a = table(1, "a")
+    a.on_hello(hello(epoch(2), b"", "b"), 0.0)
+    assert losses(a.tick(30.0)) == [(epoch(2), "peer 02020202 at b: silent for 30.0 s")]
+    assert [e.frame.dst for e in a.tick(31.0) if isinstance(e, SendTo) and isinstance(e.frame, Hello)] == [epoch(2)]
+    b = met()
+    b.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 0.0)
+    b.tick(30.0)
+    assert b.tick(31.0) == [], "it knows us"
+
+
 def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
     a = met()
     assert losses(a.tick(29.9)) == []
