@@ -102,11 +102,15 @@ class _Slot:
 
 
 class _Lane:
-    """One kernel on one GPU: its streams, its argument slots, its pools' tables. Any thread."""
+    """One kernel on one GPU: its streams, its argument slots, its pools' tables. Any thread.
+
+    ``reading`` is for what the host waits for: nothing is enqueued there behind an event.
+    """
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
         self.compiled: dict[tuple[int, int, int], Compiled] = {}
         self._streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+        self.reading = torch.cuda.Stream(device)
         self._turn = 0
         self._device = device
         self._neighbours_together = neighbours_together

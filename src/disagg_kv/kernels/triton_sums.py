@@ -24,7 +24,7 @@ class Summer(Host):
         super().__init__("checksum", tuning)
 
     def __call__(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None = None) -> Sums:
-        """Enqueue one launch for all ``moves`` behind ``after``, and the copy of the sums to the host behind that.
+        """Enqueue one launch for all ``moves`` behind ``after``; the sums are brought to the host when they are read.
 
         Does not wait, unless ``after`` is no CUDA event and has not happened.
 
@@ -55,11 +55,13 @@ class Summer(Host):
             self._upload(slot, sums.stop)
             behind(stream, after)
             self._enqueue(lane, stream, call.entries * shape.tiles, shape, (table, slot.device))
-            slot.pinned[sums].copy_(slot.device[sums], non_blocking=True)
             event.record(stream)
 
         def read() -> Sequence[U64]:
-            return _split(slot.words[sums].view(np.uint64).copy(), lengths)
+            # Enqueued with the launch, this copy can make the caller wait for the kernel. Here it waits for nothing.
+            with torch.cuda.stream(lane.reading):
+                found = slot.device[sums].cpu()
+            return _split(found.numpy().view(np.uint64), lengths)
 
         # Nobody may ask for the sums; the slot comes back when nobody can any more.
         finalize(read, lane.give, slot, event).atexit = False
