@@ -119,7 +119,8 @@ class PrefillRole:
             self._apply(room, machine.cancel(error, now))
             return
         for expect in self._parked.take(key.room):
-            self._begin(room, expect)
+            # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
+            self._on_expect(expect)
 
     def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
         """Have a room's machine do something, if the room is still there."""
@@ -413,8 +414,9 @@ class PrefillRole:
     def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:
         """Post to a destination."""
         link = self._node.links.get(to)
-        if link is None:
-            raise TransportError(f"peer {to.hex()[:8]} is not connected")
+        if link is None or to not in self._node.remotes:
+            # Evidence counts from the moment when a peer's end was seen: nothing may begin to read or write after it.
+            raise TransportError(f"peer {to.hex()[:8]} is lost")
         return self._node.me.transport.submit(link, writes, after=after)
 
     def submitted(self) -> None:
@@ -513,6 +515,7 @@ class PrefillRole:
         """Raise AssertionError if the accounts contradict each other."""
         assert self.mover is not None
         self.mover.check_integrity()
+        assert all(self._rooms.get(room.key) is room for room in self._flows.values())
         assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():
             room.machine.check_integrity()

@@ -26,7 +26,8 @@ class Capabilities:
         detects_peer_death: a killed peer is reported as ``Heard(data=None)`` or as a failed ticket.
         late_writes: bytes may still land after a ticket ended with ``quiesced=False``.
         max_batch: descriptors of one ``submit``; None: no limit.
-        drain_s: seconds after a peer's observed exit in which its last writes have landed; None: unknown.
+        drain_s: seconds after a peer's observed exit in which its last writes have landed, and those posted to it
+            before read and write nothing more; None: unknown.
         write_s: rough cost of one more descriptor, seconds; for the cost model only.
         bytes_per_s: rough bulk speed; for the cost model only.
     """

@@ -15,7 +15,7 @@ from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Prefills, Request, Rig, put, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag
+from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 
@@ -94,6 +94,29 @@ def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest
     request.failed()
     assert "not this one" in str(request.sends[0].error)
     rig.quiet()
+
+
+def test_nothing_is_posted_to_a_peer_whose_end_was_seen() -> None:
+    """E1: evidence counts from then on, so a gather that ends later must not begin a write that nobody waits for."""
+    rig = Rig(SPEC)
+    kernels = CountingKernels()
+    memory = Memory(transport=lambda: RecordingTransport(FaultyTransport(InprocTransport(), lambda number: None)))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    kernels.events = []
+    request = rig.request("room", prefills, decodes, 8).start()
+    rig.until(lambda: bool(kernels.gathers), "the gather")
+    (peer,) = prefills[0].endpoint.peers()
+    decodes[0].closed = True
+    prefills[0].endpoint.confirm_terminated(peer.epoch)
+    rig.until(lambda: request.sends[0].phase is Phase.FAILED, "the loss")
+    assert not request.sends[0].released
+    kernels.events[0].fired = True
+    rig.until(lambda: request.sends[0].released, "the end of the gather")
+    rig.quiet()
+    transport = prefills[0].transport
+    assert isinstance(transport, RecordingTransport)
+    assert not transport.batches
 
 
 @pytest.mark.parametrize("path", ["slice", "direct"])

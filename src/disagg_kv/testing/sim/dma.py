@@ -235,6 +235,8 @@ class Dma:
             world.hit(FaultClass.SLOW)
         self._schedule(op, mode, self._random.choice((0.02, 0.2, 1.0)) if slow else 0.0)
         if not target.alive:
+            # Whoever posts to it has not seen its end yet, and waits for the bound from when it does.
+            self._doom(op)
             self._target_died(op)
 
     def _place(self, target: SimTransport, ranges: list[Range]) -> tuple[Lease | None, int, list[int]]:
@@ -349,16 +351,20 @@ class Dma:
 
     def died(self, dead: SimTransport) -> None:
         """A process has ended: what it posted lands within the drain bound or never."""
-        world, rng = self._world, self._random
+        world = self._world
         dead.alive = False
-        bound = world.scenario.drain_s
         for op in list(self.live):
             if op.source is dead or op.target is dead:
-                op.doomed = world.now + (rng.choice((0.0, 0.05, 0.2)) if bound is None else rng.random() * bound)
+                self._doom(op)
             if op.source is dead and op.doomed is not None:
                 world.later(op.doomed - world.now + 0.0005, partial(self._forget, op))
             elif op.target is dead:
                 self._target_died(op)
+
+    def _doom(self, op: Op) -> None:
+        """One side has ended: nothing of it moves after the drain bound."""
+        bound, rng = self._world.scenario.drain_s, self._random
+        op.doomed = self._world.now + (rng.choice((0.0, 0.05, 0.2)) if bound is None else rng.random() * bound)
 
     def _forget(self, op: Op) -> None:
         if not op.quiet:
