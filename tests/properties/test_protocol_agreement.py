@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,49 +18,63 @@ CODEC = Codec()
 
 
 class Instance:
-    """Some ranks, a network between them, and what each was told of each life of one room."""
+    """Some ranks, a network between them, and what each was told of each life of each room."""
 
-    def __init__(self, world: int, seed: int, drop: float, duplicate: float) -> None:
+    def __init__(self, world: int, seed: int, drop: float, duplicate: float, options: Options | None = None) -> None:
         self.random = random.Random(seed)
         self.drop, self.duplicate = drop, duplicate
         self.now = 0.0
         self.epochs = [Epoch(bytes([r] * 16)) for r in range(world)]
-        self.ranks = [Agreement(Rank(r), world, e, Options()) for r, e in enumerate(self.epochs)]
+        self.options = options or Options()
+        self.ranks = [Agreement(Rank(r), world, e, self.options) for r, e in enumerate(self.epochs)]
         self.network: list[tuple[int, AnyFrame]] = []
-        self.told: list[dict[Generation, bool]] = [{} for _ in range(world)]
+        self.told: list[dict[RoomKey, bool]] = [{} for _ in range(world)]
 
     def meet(self, rank: int) -> None:
         if rank:
             self.act(0, list(self.ranks[0].joined(self.epochs[rank], Rank(rank), self.now)))
             self.act(rank, list(self.ranks[rank].joined(self.epochs[0], Rank(0), self.now)))
 
-    def vote(self, rank: int, generation: Generation, ok: bool | None) -> None:
-        self.act(rank, self.ranks[rank].vote(RoomKey(ROOM, generation), ok, f"rank {rank}", self.now))
+    def restart(self) -> None:
+        """Another process takes rank 0's place; nobody has met it."""
+        self.epochs[0] = Epoch(b"again".ljust(16))
+        self.ranks[0] = Agreement(Rank(0), len(self.ranks), self.epochs[0], self.options)
+        self.told[0] = {}
+
+    def miss(self, rank: int, epoch: Epoch) -> None:
+        """A rank notices that a life of rank 0 is lost."""
+        self.act(rank, self.ranks[rank].lost(epoch, self.now))
+
+    def vote(self, rank: int, key: RoomKey, ok: bool | None) -> None:
+        if key not in self.told[rank]:
+            self.act(rank, self.ranks[rank].vote(key, ok, f"rank {rank}", self.now))
 
     def act(self, rank: int, effects: list[Send | Outcome]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
                 frame = CODEC.decode(CODEC.encode(effect.frame))
+                if effect.to not in self.epochs:
+                    continue
                 self.network += [(self.epochs.index(effect.to), frame)] * (1 + (self.random.random() < self.duplicate))
             else:
                 ok = effect.decided.ok
-                assert self.told[rank].setdefault(effect.key.generation, ok) is ok, "an outcome changed"
+                assert self.told[rank].setdefault(effect.key, ok) is ok, "an outcome changed"
 
     def deliver(self) -> None:
         to, frame = self.network.pop(self.random.randrange(len(self.network)))
-        if self.random.random() < self.drop:
+        if self.random.random() < self.drop or frame.dst != self.epochs[to]:
             return
         one = self.ranks[to]
         if isinstance(frame, Ballot):
             self.act(to, one.on_ballot(frame))
         else:
             assert isinstance(frame, Verdict)
-            self.act(to, one.on_verdict(frame))
+            self.act(to, one.on_verdict(frame, self.now))
 
     def tick(self) -> None:
         self.now += 0.5
         for rank, one in enumerate(self.ranks):
-            self.act(rank, list(one.tick(self.now)))
+            self.act(rank, one.tick(self.now))
 
     def settle(self) -> None:
         self.drop = self.duplicate = 0.0
@@ -96,10 +112,9 @@ def test_all_ranks_reach_the_same_outcome_and_any_failure_fails_all(
             generation, ok = todo[rank][0]
             # The engine uses an id again when its earlier life has ended here.
             earlier = [g for g in generations[rank] if g < generation]
-            if ok is not None or all(g in instance.told[rank] for g in earlier):
+            if ok is not None or all(RoomKey(ROOM, g) in instance.told[rank] for g in earlier):
                 todo[rank].pop(0)
-                if generation not in instance.told[rank]:
-                    instance.vote(rank, generation, ok)
+                instance.vote(rank, RoomKey(ROOM, generation), ok)
         elif what == 5:
             instance.tick()
         elif instance.network:
@@ -107,6 +122,73 @@ def test_all_ranks_reach_the_same_outcome_and_any_failure_fails_all(
     assert not any(todo), "the steps did not suffice"
     instance.settle()
     for n, life in enumerate(lives):
-        outcomes = {instance.told[r][generations[r][n]] for r in range(world)}
+        outcomes = {instance.told[r][RoomKey(ROOM, generations[r][n])] for r in range(world)}
         assert outcomes == {all(life[:world])}
     assert not any(one.undecided for one in instance.ranks)
+
+
+votes = st.lists(st.sampled_from([True, True, True, False]), min_size=3, max_size=3)
+OLD, ALONE, NEW = (RoomKey(RoomId(name), Generation(n)) for n, name in enumerate((b"old", b"alone", b"new"), 1))
+Step = Callable[[], None]
+
+
+def shuffled(instance: Instance, scripts: list[list[Step]], most: int) -> None:
+    """At most so many steps, each rank's in order, frames and a few seconds between them."""
+    ticks = 8
+    for _ in range(most):
+        what, script = instance.random.randrange(4), instance.random.choice(scripts)
+        if what < 2 and script:
+            script.pop(0)()
+        elif what == 2 and instance.network:
+            instance.deliver()
+        elif what == 3 and ticks and instance.random.randrange(2):
+            ticks -= 1
+            instance.tick()
+
+
+@given(
+    st.integers(2, 3),
+    st.tuples(votes, votes),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.3, 0.6]),
+    st.sampled_from([3.0, 40.0]),
+    st.booleans(),
+)
+def test_ranks_agree_on_what_begins_when_rank_0_has_restarted_and_nothing_waits_for_ever(
+    world: int, ballots: tuple[list[bool], list[bool]], seed: int, drop: float, closed_s: float, back: bool
+) -> None:
+    """C8, E10, E16: another process takes rank 0's place at any moment, and the others notice at any later one.
+
+    One room begins before that; one is never opened on rank 0; one begins after that. With ``closed_s`` long enough for
+    all ranks to meet, the last one has the outcome that it has without a restart.
+    """
+    instance = Instance(world, seed, drop, drop, Options(closed_s=closed_s))
+    others = range(1, world)
+    for rank in others:
+        instance.meet(rank)
+
+    def room(rank: int, key: RoomKey, ok: bool) -> list[Step]:
+        return [partial(instance.vote, rank, key, None), partial(instance.vote, rank, key, ok)]
+
+    before, after = ballots
+    scripts = [room(r, OLD, before[r]) + (room(r, ALONE, before[r]) if r else []) for r in range(world)]
+    shuffled(instance, scripts, instance.random.randrange(60))
+    first, counted = instance.epochs[0], instance.told[0].get(OLD)
+    instance.restart()
+    scripts[0] = room(0, NEW, after[0]) if back else []
+    for rank in others:
+        scripts[rank] += room(rank, NEW, after[rank])
+        notices = sorted(instance.random.choices(range(len(scripts[rank]) + 1), k=2), reverse=True)
+        steps = [partial(instance.meet, rank), partial(instance.miss, rank, first)]
+        for at, step in zip(notices, steps if back else steps[1:], strict=False):
+            scripts[rank].insert(at, step)
+    shuffled(instance, scripts, 200)
+    while any(scripts):
+        next(script for script in scripts if script).pop(0)()
+    instance.settle()
+    assert not any(one.undecided for one in instance.ranks)
+    assert not any(instance.told[r][ALONE] for r in others)
+    assert counted or not any(instance.told[r][OLD] for r in others), "nobody can have counted a success"
+    (outcome,) = {instance.told[r][NEW] for r in range(0 if back else 1, world)}
+    expected = back and all(after[:world])
+    assert outcome is expected if closed_s > 3.0 else outcome <= expected

@@ -276,12 +276,6 @@ class _Member:
         """Give a room up."""
         self._rooms[room].abort("the test gives it up")
 
-    def knows(self, pid: int) -> int:
-        """How many endpoints of that process it is connected to."""
-        end = self._sender or self._receiver
-        assert end is not None
-        return sum(peer.pid == pid for peer in end.peers())
-
     def rss(self) -> int:
         """Bytes of memory that this process occupies."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -384,7 +378,7 @@ class Node:
     def ask(self, name: Literal["footprint"]) -> Footprint: ...
     @overload
     def ask(
-        self, name: Literal["wrong", "differing", "open_rooms", "quarantined", "held", "rss", "knows"], *args: object
+        self, name: Literal["wrong", "differing", "open_rooms", "quarantined", "held", "rss"], *args: object
     ) -> int: ...
     @overload
     def ask(

@@ -92,7 +92,7 @@ class Node:
         if isinstance(frame, Ballot):
             self.agree(self.agreement.on_ballot(frame))
         elif isinstance(frame, Verdict):
-            self.agree(self.agreement.on_verdict(frame))
+            self.agree(self.agreement.on_verdict(frame, self.now))
         else:
             assert isinstance(frame, RoomFrame)
             self.on_room_frame(frame)
@@ -227,7 +227,7 @@ class DecodeNode(Node):
             self.handle(key, event)
 
     def tick(self) -> None:
-        self.outbox += self.agreement.tick(self.now)
+        self.agree(self.agreement.tick(self.now))
         for key in list(self.rooms):
             self.handle(key, Tick())
 
@@ -367,7 +367,7 @@ class PrefillNode(Node):
                 self.act(key, lambda room: room.handle(event.peer, event, self.now))
 
     def tick(self) -> None:
-        self.outbox += self.agreement.tick(self.now)
+        self.agree(self.agreement.tick(self.now))
         for key, _ in list(self.rooms.values()):
             self.act(key, lambda room: room.tick(self.now))
 

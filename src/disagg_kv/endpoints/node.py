@@ -269,8 +269,7 @@ class Node:
     def _tick(self) -> None:
         assert self.role is not None
         self._peer_effects(self.peers.tick(self.now))
-        for send in self.agreement.tick(self.now):
-            self.send(send)
+        self.agree(self.agreement.tick(self.now))
         if self._look_at is not None and self.now >= self._look_at:
             self._find_leader()
         self.role.tick()
@@ -324,7 +323,7 @@ class Node:
         elif isinstance(frame, Ballot):
             self.agree(self.agreement.on_ballot(frame))
         elif isinstance(frame, Verdict):
-            self.agree(self.agreement.on_verdict(frame))
+            self.agree(self.agreement.on_verdict(frame, self.now))
         elif not isinstance(frame, Heartbeat):
             if frame.src in self._siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")

@@ -4,6 +4,11 @@ Rank 0 counts. Every other rank tells it when a room opens and when its own outc
 is decided: rarely once rank 0 knows that the room is open. Generations number a room's lives on each rank separately,
 so rank 0 pairs them in the order in which they come: the n-th unpaired life of a room on one rank belongs to the n-th
 life of it on the others. For that, a rank speaks of a later life of a room only when the earlier one is decided.
+
+Rank 0 says of each room whether its own engine has opened it. Where it has, the room ends with that life of rank 0.
+Where it has not said so and is lost, the room may be one of its next life, which nobody else has met yet: the others
+wait ``closed_s`` for one that has the room, then vote against it. A room that begins while rank 0 is lost waits
+``silence_s``. How such rooms end here, the next life hears.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from .base import Decided, Options, RoomKey, Send
 from .frames import Ballot, Verdict, words
 from .retry import Repeater
 
+LATE = "rank 0 of our instance was lost, and no other life of it has opened the room in time"
 LIVES = 8
 """So many decided lives of one room id are remembered."""
 
@@ -41,10 +47,17 @@ class _Life:
 
 @define
 class _Said:
-    """A ballot of ours without a verdict; ``alone``: we ended the room without one."""
+    """A ballot of ours without a verdict.
+
+    Args:
+        ballot: what we say.
+        alone: we ended the room without a verdict.
+        shared: a life of rank 0 has opened the room too, and the room ends with it.
+    """
 
     ballot: Ballot
     alone: bool = False
+    shared: bool = False
 
 
 class Agreement:
@@ -66,6 +79,7 @@ class Agreement:
         self._left: Epoch | None = None
         self._repeat = Repeater(options)
         self._waiting: OrderedDict[RoomId, OrderedDict[Generation, _Said]] = OrderedDict()
+        self._unclaimed: dict[RoomKey, float] = {}
         self._lives: OrderedDict[RoomId, list[_Life]] = OrderedDict()
         self._forgotten: dict[Epoch, int] = {}
         self._ranks: dict[Epoch, Rank] = {}
@@ -87,12 +101,12 @@ class Agreement:
         if rank != 0 or self._rank == 0:
             return []
         if self._left not in (None, epoch):
-            self._drop_alone()
+            self._drop_ended()
         self._leader = epoch
         return [self._tell(room, now) for room in self._waiting]
 
     def lost(self, epoch: Epoch, now: float) -> list[Send | Outcome]:
-        """A rank of our instance is lost: rooms that need it fail."""
+        """A rank of our instance is lost: rooms that need it fail; ours that may be its next life's wait for that."""
         rank = self._ranks.pop(epoch, None)
         out: list[Send | Outcome] = []
         if rank is None:
@@ -107,7 +121,11 @@ class Agreement:
             self._repeat.clear()
             for room, line in self._waiting.items():
                 for generation, said in line.items():
-                    out += self._end_alone(RoomKey(room, generation), said, "rank 0 of our instance is lost")
+                    key = RoomKey(room, generation)
+                    if said.shared or said.ballot.ok is False:
+                        out += self._end_alone(key, said, "rank 0 of our instance is lost")
+                    elif not said.alone:
+                        self._unclaimed.setdefault(key, now + self._options.closed_s)
         return out
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str, now: float) -> list[Send | Outcome]:
@@ -124,10 +142,15 @@ class Agreement:
             # The first may be lost or wait for an earlier life: a success after it would be all that rank 0 hears.
             return []
         ballot = Ballot(src=self._epoch, dst=b"", room=key.room, generation=key.generation, ok=ok, reason=words(reason))
-        said = line[key.generation] = _Said(ballot)
-        self._waiting[key.room] = line
+        if said is None:
+            said = line[key.generation] = _Said(ballot)
+            self._waiting[key.room] = line
+        else:
+            said.ballot = ballot
         if self._leader is not None:
             return [self._tell(key.room, now)] if next(iter(line)) == key.generation else []
+        if self._left is not None:
+            self._unclaimed.setdefault(key, now + self._options.silence_s)
         # Nobody can have counted our success without rank 0, and it hears of the failure should it come.
         out = self._end_alone(key, said, reason) if ok is False else []
         while len(self._waiting) > self._options.tombstones:
@@ -149,10 +172,10 @@ class Agreement:
         if not any(isinstance(e, Send) and e.to == peer for e in out):
             life = self._find(room, rank, peer, generation)
             assert life is not None
-            out.append(self._verdict(peer, room, generation, life.decided))
+            out.append(self._verdict(peer, room, generation, life.decided, self._rank in life.lives))
         return out
 
-    def on_verdict(self, verdict: Verdict, now: float = 0.0) -> list[Send | Outcome]:
+    def on_verdict(self, verdict: Verdict, now: float) -> list[Send | Outcome]:
         """Other ranks: rank 0's answer."""
         key = RoomKey(RoomId(verdict.room), Generation(verdict.generation))
         line = self._waiting.get(key.room, OrderedDict())
@@ -160,13 +183,17 @@ class Agreement:
         if said is None or Epoch(verdict.src) != self._leader:
             return []
         if verdict.ok is None:
-            if said.ballot.ok is None:
+            if verdict.shared:
+                said.shared = True
+                self._unclaimed.pop(key, None)
+            if said.ballot.ok is None and key not in self._unclaimed:
                 self._repeat.slow(key)
             return []
         out: list[Send | Outcome] = []
         if not said.alone:
             out.append(Outcome(key, Decided(verdict.ok, verdict.reason)))
         self._repeat.stop(key)
+        self._unclaimed.pop(key, None)
         del line[key.generation]
         if line:
             out.append(self._tell(key.room, now))
@@ -174,13 +201,18 @@ class Agreement:
             del self._waiting[key.room]
         return out
 
-    def tick(self, now: float) -> list[Send]:
-        """Repeat what is unanswered."""
-        return self._repeat.tick(now)
+    def tick(self, now: float) -> list[Send | Outcome]:
+        """Repeat what is unanswered, and vote against what no life of rank 0 has opened in time."""
+        out: list[Send | Outcome] = [*self._repeat.tick(now)]
+        for key in [key for key, until in self._unclaimed.items() if until <= now]:
+            del self._unclaimed[key]
+            out += self.vote(key, False, LATE, now)
+        return out
 
     def next_at(self) -> float | None:
         """When a tick is due."""
-        return self._repeat.next_at()
+        times = (self._repeat.next_at(), min(self._unclaimed.values(), default=None))
+        return min((at for at in times if at is not None), default=None)
 
     # Other ranks.
 
@@ -196,13 +228,14 @@ class Agreement:
         if said.alone:
             return []
         said.alone = True
+        self._unclaimed.pop(key, None)
         said.ballot = msgspec.structs.replace(said.ballot, ok=False, reason=words(reason))
         return [Outcome(key, Decided(False, reason))]
 
-    def _drop_alone(self) -> None:
+    def _drop_ended(self) -> None:
         """Another life of rank 0 knows nothing of the rooms that its earlier life took with it."""
         for room, line in list(self._waiting.items()):
-            for generation in [g for g, said in line.items() if said.alone]:
+            for generation in [g for g, said in line.items() if said.alone and said.shared]:
                 del line[generation]
             if not line:
                 del self._waiting[room]
@@ -251,7 +284,9 @@ class Agreement:
         if life.decided is not None:
             return [Outcome(RoomKey(room, generation), life.decided)] if rank == self._rank else []
         if ok is None:
-            return []
+            # Until they know that the room is open here too, they would take it for one of our next life.
+            others = [] if rank != self._rank else [one for r, one in life.lives.items() if r != rank]
+            return [self._verdict(e, room, g, None, shared=True) for e, g in others if e in self._ranks]
         life.votes[rank] = ok
         if not ok:
             return self._decide(room, life, Decided(False, reason))
@@ -276,9 +311,13 @@ class Agreement:
         while len(lives) > LIVES and lives[0].decided is not None:
             lives.pop(0)
 
-    def _verdict(self, to: Epoch, room: RoomId, generation: Generation, decided: Decided | None) -> Send:
+    def _verdict(
+        self, to: Epoch, room: RoomId, generation: Generation, decided: Decided | None, shared: bool = False
+    ) -> Send:
         ok, reason = (None, "") if decided is None else (decided.ok, decided.reason)
         return Send(
             to,
-            Verdict(src=self._epoch, dst=to, room=room, generation=generation, ok=ok, reason=words(reason)),
+            Verdict(
+                src=self._epoch, dst=to, room=room, generation=generation, ok=ok, shared=shared, reason=words(reason)
+            ),
         )

@@ -269,9 +269,13 @@ class Ballot(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
 
 class Verdict(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):
-    """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the ballot is known, the outcome is not."""
+    """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the ballot is known, the outcome is not.
+
+    ``shared``: the room is open on rank 0 too.
+    """
 
     ok: bool | None
+    shared: bool
     reason: Text
 
 

@@ -131,20 +131,11 @@ class Field:
         """A process has ended, and another takes its place; the libraries of the others may keep something of it."""
         for pid, (before, rss) in self._before.items():
             self._before[pid] = attrs.evolve(before, ended=before.ended + self._kept), rss
-        fresh = self._cluster.again(victim)
-        # Engines of an instance begin to use a rank that came back once all of them have found it.
-        for node in self.prefill if victim in self.prefill else self.decode:
-            if node is not victim:
-                wait(partial(_introduced, node, fresh), lambda: "the ranks to know each other", SETTLED_S)
-        return fresh
+        return self._cluster.again(victim)
 
 
 def _nothing(node: Node, of: Literal["open_rooms", "quarantined"]) -> bool:
     return node.ask(of) == 0
-
-
-def _introduced(node: Node, fresh: Node) -> bool:
-    return node.ask("knows", fresh.pid) == fresh.ask("knows", node.pid) == 1
 
 
 def _clean(node: Node, before: Footprint) -> bool:

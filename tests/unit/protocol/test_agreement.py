@@ -34,8 +34,8 @@ def ballot(src: int, generation: int, ok: bool | None, room: RoomId = ROOM) -> B
     return Ballot(src=E[src], dst=E[0], room=room, generation=generation, ok=ok, reason="because")
 
 
-def verdict(generation: int, ok: bool | None, src: int = 0) -> Verdict:
-    return Verdict(src=E[src], dst=E[1], room=ROOM, generation=generation, ok=ok, reason="because")
+def verdict(generation: int, ok: bool | None, src: int = 0, shared: bool = False) -> Verdict:
+    return Verdict(src=E[src], dst=E[1], room=ROOM, generation=generation, ok=ok, shared=shared, reason="because")
 
 
 def outcomes(effects: list[Send | Outcome]) -> list[tuple[int, bool]]:
@@ -85,8 +85,8 @@ def test_ballots_of_strangers_and_to_other_ranks_are_dropped() -> None:
     assert follower().on_ballot(ballot(2, 1, True)) == []
     one = follower()
     one.vote(key(1), None, "", 0.0)
-    assert one.on_verdict(verdict(1, True, src=2)) == []
-    assert one.on_verdict(verdict(9, True)) == []
+    assert one.on_verdict(verdict(1, True, src=2), 0.0) == []
+    assert one.on_verdict(verdict(9, True), 0.0) == []
 
 
 def test_a_ballot_is_repeated_until_it_is_decided_and_rarely_once_it_is_known() -> None:
@@ -94,13 +94,13 @@ def test_a_ballot_is_repeated_until_it_is_decided_and_rarely_once_it_is_known() 
     one = follower()
     assert said(one.vote(key(1), None, "", 0.0)) == [(1, None)]
     assert said(one.tick(0.2)) == [(1, None)]
-    assert one.on_verdict(verdict(1, None)) == []
+    assert one.on_verdict(verdict(1, None), 0.0) == []
     assert one.tick(5.0) == []
     assert said(one.tick(11.0)) == [(1, None)]
     assert said(one.vote(key(1), True, "", 12.0)) == [(1, True)]
-    assert one.on_verdict(verdict(1, None)) == []
+    assert one.on_verdict(verdict(1, None), 0.0) == []
     assert said(one.tick(12.2)) == [(1, True)]
-    assert outcomes(one.on_verdict(verdict(1, True))) == [(1, True)]
+    assert outcomes(one.on_verdict(verdict(1, True), 0.0)) == [(1, True)]
     assert (one.next_at(), one.undecided) == (None, 0)
     assert one.vote(key(1), False, "too late", 13.0) == []
 
@@ -121,7 +121,7 @@ def test_failure_is_not_taken_back_by_a_success_that_comes_after_it() -> None:
     assert said(one.tick(0.2)) == [(1, False)]
     assert one.vote(key(2), False, "waits for the first life's verdict", 0.3) == []
     assert one.vote(key(2), True, "", 0.3) == []
-    assert said([e for e in one.on_verdict(verdict(1, False)) if isinstance(e, Send)]) == [(2, False)]
+    assert said([e for e in one.on_verdict(verdict(1, False), 0.0) if isinstance(e, Send)]) == [(2, False)]
 
 
 def test_a_rank_that_is_lost_fails_the_rooms_that_need_it() -> None:
@@ -151,8 +151,9 @@ def test_a_rank_that_succeeded_and_then_was_lost_does_not_fail_the_room() -> Non
 def test_without_rank_0_open_rooms_fail_and_it_hears_of_that_when_it_is_heard_again() -> None:
     """E16: it may have counted a success of ours that is none any more."""
     one = follower()
-    one.vote(key(1), True, "", 0.0)
     one.vote(key(1), None, "", 0.0)
+    one.on_verdict(verdict(1, None, shared=True), 0.0)
+    one.vote(key(1), True, "", 0.0)
     assert outcomes(one.lost(E[0], 1.0)) == [(1, False)]
     assert one.tick(9.0) == []
     assert one.vote(key(1), True, "", 1.0) == []
@@ -160,19 +161,91 @@ def test_without_rank_0_open_rooms_fail_and_it_hears_of_that_when_it_is_heard_ag
     assert said(one.joined(E[0], Rank(0), 2.0)) == [(1, False)]
     assert one.lost(E[0], 3.0) == []
     assert said(one.joined(E[0], Rank(0), 4.0)) == [(1, False)]
-    assert outcomes(one.on_verdict(verdict(1, False))) == []
+    assert outcomes(one.on_verdict(verdict(1, False), 0.0)) == []
     assert one.remembered == 0
 
 
 def test_another_life_of_rank_0_hears_nothing_of_the_rooms_that_the_first_took_with_it() -> None:
     one = follower()
     one.vote(key(1), None, "", 0.0)
+    one.on_verdict(verdict(1, None, shared=True), 0.0)
     one.lost(E[0], 1.0)
     one.vote(key(2), None, "", 1.0)
     one.vote(key(3, RoomId(b"3")), None, "", 1.0)
     one.vote(key(3, RoomId(b"3")), False, "why", 1.0)
     assert outcomes(one.lost(E[0], 1.0)) == []
-    assert said(one.joined(E[4], Rank(0), 2.0)) == [(2, None)]
+    assert said(one.joined(E[4], Rank(0), 2.0)) == [(2, None), (3, False)]
+
+
+def test_a_room_that_no_life_of_rank_0_has_opened_waits_for_the_next_one() -> None:
+    """E10, E16: it began when rank 0 had restarted and nobody had noticed yet."""
+    one = follower()
+    one.vote(key(1), None, "", 0.0)
+    assert one.on_verdict(verdict(1, None), 0.0) == []
+    one.vote(key(1), True, "", 0.0)
+    assert one.lost(E[0], 1.0) == []
+    assert one.next_at() == 4.0
+    assert said(one.joined(E[4], Rank(0), 2.0)) == [(1, True)]
+    assert one.on_verdict(verdict(1, None, src=4, shared=True), 2.0) == []
+    assert outcomes(one.tick(9.0)) == []
+    assert outcomes(one.on_verdict(verdict(1, True, src=4), 9.0)) == [(1, True)]
+    assert one.next_at() is None
+
+
+def test_a_room_that_the_next_life_of_rank_0_does_not_have_is_voted_against() -> None:
+    """E1: within ``closed_s``; rank 0 may have counted our success, so it has the last word."""
+    one = follower()
+    one.vote(key(1), None, "", 0.0)
+    one.vote(key(1), True, "", 0.0)
+    one.lost(E[0], 1.0)
+    one.joined(E[4], Rank(0), 2.0)
+    assert one.on_verdict(verdict(1, None, src=4), 2.0) == []
+    effects = one.tick(4.0)
+    assert (outcomes(effects), said(effects)[-1]) == ([], (1, False))
+    assert outcomes(one.on_verdict(verdict(1, False, src=4), 4.0)) == [(1, False)]
+
+
+def test_a_room_fails_when_no_life_of_rank_0_comes_and_the_one_that_comes_later_hears_of_it() -> None:
+    """E1, E16."""
+    one = follower()
+    one.vote(key(1), None, "", 0.0)
+    one.lost(E[0], 1.0)
+    one.vote(key(2, RoomId(b"2")), None, "", 1.5)
+    one.vote(key(2, RoomId(b"2")), False, "why", 1.5)
+    assert outcomes(one.tick(3.9)) == []
+    assert outcomes(one.tick(4.0)) == [(1, False)]
+    assert said(one.joined(E[4], Rank(0), 9.0)) == [(1, False), (2, False)]
+
+
+def test_a_room_that_begins_while_rank_0_is_lost_waits_for_it_as_long_as_for_anybody_silent() -> None:
+    """E10: within ``silence_s`` it is there again and has the room, or the room fails."""
+    one = follower()
+    one.lost(E[0], 1.0)
+    for n in (1, 2):
+        assert one.vote(key(n, RoomId(b"%d" % n)), None, "", 2.0) == []
+        assert one.vote(key(n, RoomId(b"%d" % n)), True, "", 3.0) == []
+    assert one.tick(31.9) == []
+    assert outcomes(one.tick(32.0)) == [(1, False), (2, False)]
+    assert (one.next_at(), one.undecided) == (None, 0)
+
+
+def test_a_failure_that_the_lost_life_of_rank_0_did_not_answer_is_told_to_the_next() -> None:
+    """E16: else the next one would wait for our vote until its deadline."""
+    one = follower()
+    one.vote(key(1), None, "", 0.0)
+    one.vote(key(1), False, "why", 0.0)
+    assert outcomes(one.lost(E[0], 1.0)) == [(1, False)]
+    assert said(one.joined(E[4], Rank(0), 2.0)) == [(1, False)]
+
+
+def test_rank_0_says_when_its_engine_has_opened_the_room_too() -> None:
+    """Before or after the other rank's: from then on the room ends with that life of rank 0."""
+    one = leader(2)
+    (first,) = one.on_ballot(ballot(1, 11, None))
+    (then,) = one.vote(key(1), None, "", 0.0)
+    (again,) = one.on_ballot(ballot(1, 11, None))
+    shared = [e.frame.shared for e in (first, then, again) if isinstance(e, Send) and isinstance(e.frame, Verdict)]
+    assert shared == [False, True, True]
 
 
 def test_a_room_that_fails_before_rank_0_is_known_fails_at_once_and_a_success_waits() -> None:
@@ -192,7 +265,7 @@ def test_a_later_life_of_a_room_is_not_spoken_of_before_the_earlier_one_is_decid
     one.vote(key(2), None, "", 0.0)
     assert said(one.joined(E[0], Rank(0), 1.0)) == [(1, False)]
     assert one.vote(key(2), True, "", 1.0) == []
-    assert said(one.on_verdict(verdict(1, False))) == [(2, True)]
+    assert said(one.on_verdict(verdict(1, False), 0.0)) == [(2, True)]
 
 
 def test_lives_of_one_room_are_paired_in_order() -> None:

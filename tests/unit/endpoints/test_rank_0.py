@@ -1,0 +1,101 @@
+"""Rank 0 of an instance counts its votes; here another process takes its place while rooms are open or begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.protocol import Options, Phase
+from tests.support.rig import Prefills, Request, Rig, tp_shards
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+OPTIONS = Options(silence_s=10.0, total_s=1000.0)
+SECONDS = 15.0
+"""Every rank knows by then how a room ended: far below ``total_s``."""
+
+
+def restarted(rig: Rig) -> Prefills:
+    """Prefill's ranks once the first was killed and replaced; the second has not noticed yet."""
+    rig.prefills[0].crash()
+    rig.prefills[:1] = rig.prefill(tp_shards(SPEC, 2), only=[0])
+    del rig.prefills[2:]
+    return rig.prefills
+
+
+def agreed(request: Request) -> Phase:
+    """How a room ended, on all ranks."""
+    rig = request.rig
+    end = rig.clock() + SECONDS
+    rig.until(lambda: all(h.released for h in request.handles) or rig.clock() > end, f"room {request.room.decode()}")
+    (phase,) = {h.phase for h in request.handles}
+    assert phase in (Phase.DONE, Phase.FAILED), request.errors()
+    return phase
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5, 50, 200, 500, 700, 1000])
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_room_that_begins_when_rank_0_has_restarted_succeeds_on_all_ranks(turns: int, first: str) -> None:
+    """C8, E10, E16: the other rank finds the new rank 0 before, while, or after the room's bytes have moved."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    rig.request("warm", prefills, decodes, 8).start().landed()
+    prefills = restarted(rig)
+    for _ in range(turns):
+        rig.turn()
+    request = rig.request("fresh", prefills, decodes, 8)
+    if first == "prefill":
+        request.open_prefill().send(8).finish()
+        rig.turn()
+        request.open_decode().expect(None)
+    else:
+        request.open_decode().expect(None)
+        rig.turn()
+        request.open_prefill().send(8).finish()
+    assert agreed(request) is Phase.DONE
+    request.done()
+    rig.check()
+    rig.quiet()
+
+
+def test_a_room_that_the_lost_rank_0_had_too_fails_and_the_next_one_succeeds() -> None:
+    """E1, E10: the surviving rank's room ended with the life of rank 0 that had it."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    old = rig.request("old", prefills, decodes, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: all(h.phase is Phase.READY for h in old.sends), "the expectation")
+    prefills = restarted(rig)
+    new = rig.request("new", prefills, decodes, 8).start()
+    assert agreed(new) is Phase.DONE
+    assert (old.sends[1].phase, old.receives[0].phase) == (Phase.FAILED, Phase.FAILED)
+
+
+def test_a_room_that_the_new_rank_0_never_opens_fails_within_seconds() -> None:
+    """E1, E10: nobody has told decode of it, so nothing but the agreement ends it."""
+    rig = Rig(SPEC, options=OPTIONS)
+    rig.prefill(tp_shards(SPEC, 2))
+    rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")
+    prefills = restarted(rig)
+    request = rig.request("room", prefills[1:], [], 8).open_prefill()
+    assert agreed(request) is Phase.FAILED
+    assert "rank 0 of our instance was lost" in request.errors()
+    late = rig.request("room", prefills[:1], [], 8).open_prefill()
+    assert agreed(late) is Phase.FAILED
+    rig.quiet()
+
+
+def test_a_room_that_has_failed_elsewhere_ends_as_it_begins() -> None:
+    """C8, E14: rank 0 opens it when the other's vote against it is known; what decode asked before is answered."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(None)
+    rig.wait(1.0)
+    decodes[0].frozen = True
+    request.sends = [prefills[1].endpoint.open(request.room)]
+    request.sends[0].abort("the user went away")
+    rig.wait(0.5)
+    request.sends.append(prefills[0].endpoint.open(request.room))
+    rig.wait(0.5)
+    assert request.sends[1].released
+    decodes[0].frozen = False
+    assert agreed(request) is Phase.FAILED
+    rig.quiet()
