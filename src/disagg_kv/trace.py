@@ -16,9 +16,11 @@ from .ids import RoomId
 
 @frozen
 class Span:
-    """One piece of work on one room: ``name`` is ``compute``, ``gather``, ``wire``, ``scatter``, ``groups``, ``room``.
+    """One piece of work on one room.
 
-    Times are seconds of the endpoint's clock; ``nbytes`` and ``descriptors`` are 0 where they mean nothing.
+    ``name`` is ``pass`` (a forward pass, from its announcement until it is closed), ``compute`` (layers of it),
+    ``groups`` (how they are cut), ``gather``, ``wire``, ``scatter`` or ``room``. Times are seconds of the endpoint's
+    clock; ``nbytes`` and ``descriptors`` are 0 where they mean nothing.
     """
 
     name: str

@@ -45,6 +45,10 @@ class Office(Protocol):
         """These layers (None: all) of what was handed over are final once ``ready`` has happened."""
         ...
 
+    def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
+        """The forward pass that computes what was handed over has ended once ``ready`` has happened."""
+        ...
+
     def withdraw(self, key: RoomKey, fired: Happened) -> None:
         """Stop reading a room's pages."""
         ...
@@ -192,6 +196,7 @@ class ForwardPass:
         self._closed = True
         self._add(self._layers - self._seen, ready)
         self._flush()
+        self._office.closed(self._handed, ready)
 
     def _flush(self) -> None:
         for layers, event in self._ready:

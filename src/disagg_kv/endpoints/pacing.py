@@ -29,10 +29,12 @@ LONG_S = 0.1
 @define
 class _Pass:
     tokens: int
+    began: float
     last: float
     left: int
     first: float | None = None
     rest: int = 0
+    closed: bool = False
 
 
 class Pacer:
@@ -60,13 +62,13 @@ class Pacer:
             return None
         return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + FRAMES_S)
 
-    def begin(self, handed: Sequence[Handed]) -> None:
+    def begin(self, handed: Sequence[Handed], at: float) -> None:
         """A forward pass begins."""
         if handed:
-            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), self._clock(), self._layers)
+            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), at, at, self._layers)
             bound(self._passes, PASSES)
 
-    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId]) -> float | None:
+    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> float | None:
         """Layers of a pass became final; since when they can have been computed (None: the pass is not known).
 
         How long the first ones took is not counted: the pass may have begun late.
@@ -74,17 +76,29 @@ class Pacer:
         known = self._passes.get(_name(handed)) if handed else None
         if known is None:
             return None
-        now = self._clock()
-        before, known.last = known.last, now
+        before, known.last = known.last, at
         known.left -= len(layers)
         if known.first is None:
-            known.first, known.rest = now, known.left
-        if known.left <= 0:
-            del self._passes[_name(handed)]
-            if known.rest and known.tokens and now > known.first:
-                took = (now - known.first) / (known.rest * known.tokens)
-                self._layer_token_s = _mixed(self._layer_token_s, took)
+            known.first, known.rest = at, known.left
+        elif known.left <= 0 and known.rest and known.tokens and at > known.first:
+            took = (at - known.first) / (known.rest * known.tokens)
+            self._layer_token_s = _mixed(self._layer_token_s, took)
+        self._forget(handed, known)
         return before
+
+    def closed(self, handed: Sequence[Handed]) -> float | None:
+        """A pass has ended; when it began, if it is known."""
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is None:
+            return None
+        known.closed = True
+        self._forget(handed, known)
+        return known.began
+
+    def _forget(self, handed: Sequence[Handed], known: _Pass) -> None:
+        """A pass of which nothing more can be told: the events of its layers may happen after it was closed."""
+        if known.closed and known.left <= 0:
+            del self._passes[_name(handed)]
 
     def planned(self, seconds: float) -> None:
         """A segment was planned."""

@@ -128,9 +128,9 @@ class PrefillRole:
         if room is not None:
             self._apply(room, act(room.machine, self._node.now))
 
-    def announce(self, handed: Sequence[Handed]) -> None:
-        """Rows that are about to be computed: their grants are asked for already (A4)."""
-        self._pacer.begin(handed)
+    def announce(self, handed: Sequence[Handed], at: float) -> None:
+        """Rows that are computed from now on: their grants are asked for already (A4)."""
+        self._pacer.begin(handed, at)
         for one in handed:
             self._add(one, ready=False)
 
@@ -146,7 +146,7 @@ class PrefillRole:
             return
         self._add(handed, ready=final)
         if not final:
-            self.final_at([handed], None, ready)
+            self.final_at([handed], None, ready, self._node.now)
 
     def _add(self, one: Handed, *, ready: bool) -> None:
         room = self._rooms.get(one.key)
@@ -156,8 +156,10 @@ class PrefillRole:
                 room, room.machine.add(one.turn, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch)
             )
 
-    def final_at(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
-        """These layers (None: all) of what was handed over are final once ``ready`` has happened."""
+    def final_at(
+        self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None, said: float
+    ) -> None:
+        """The engine ``said`` when these layers (None: all) of what was handed over are final: at ``ready``, or now."""
         gated = ready is not None and self._gated(handed, layers, ready)
         broken = partial(self.broken, [one.key for one in handed])
         if gated:
@@ -165,15 +167,30 @@ class PrefillRole:
         else:
             self._node.when(ready, partial(self._final, handed, layers), broken)
         if layers is not None and handed and handed[0].batch.layered:
-            self._node.when(ready, partial(self._computed, handed, layers), broken)
+            at = said if ready is None else None
+            self._node.when(ready, partial(self._computed, handed, layers, at), broken)
 
-    def _computed(self, handed: Sequence[Handed], layers: Collection[LayerId]) -> None:
-        start, now = self._pacer.computed(handed, layers), self._node.clock()
+    def closed_at(self, handed: Sequence[Handed], ready: Event | None, said: float) -> None:
+        """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
+        broken = partial(self.broken, [one.key for one in handed])
+        self._node.when(ready, partial(self._ended, handed, said if ready is None else None), broken)
+
+    def _computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float | None) -> None:
+        at = self._node.clock() if at is None else at
+        start = self._pacer.computed(handed, layers, at)
         if start is not None and layers:
-            named = f"{min(layers)}-{max(layers) + 1}"
-            for one in handed:
-                labels = {"layers": named, "rows": f"{one.start}-{one.stop}"}
-                self._node.observer.span(Span("compute", one.key.room, start, now, labels=labels))
+            self._span_of("compute", handed, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
+
+    def _ended(self, handed: Sequence[Handed], at: float | None) -> None:
+        start = self._pacer.closed(handed)
+        if start is not None:
+            self._span_of("pass", handed, start, self._node.clock() if at is None else at)
+
+    def _span_of(self, name: str, handed: Sequence[Handed], start: float, stop: float, **labels: str) -> None:
+        """Tell of work on all rooms of a forward pass."""
+        for one in handed:
+            rows = {"rows": f"{one.start}-{one.stop}"}
+            self._node.observer.span(Span(name, one.key.room, start, stop, labels={**labels, **rows}))
 
     def _gated(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""

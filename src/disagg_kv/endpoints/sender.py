@@ -155,7 +155,7 @@ class PrefillEndpoint:
         tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
         batch = Batch(tokens, self._uses | frozenset(uses), layered)
         handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-        self._node.post(partial(self._role.announce, handed))
+        self._node.post(partial(self._role.announce, handed, self._node.clock()))
         return ForwardPass(handed, self._pool.site.shard.layers(), self, layered=layered)
 
     def poll(self) -> Sequence[DeliveryHandle]:
@@ -201,7 +201,11 @@ class PrefillEndpoint:
 
     def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""
-        self._node.post(partial(self._role.final_at, handed, layers, ready))
+        self._node.post(partial(self._role.final_at, handed, layers, ready, self._node.clock()))
+
+    def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        self._node.post(partial(self._role.closed_at, handed, ready, self._node.clock()))
 
     def withdraw(self, key: RoomKey, fired: Happened) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""

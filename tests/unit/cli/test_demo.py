@@ -48,7 +48,7 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("sizes", "ranks", "groups"),
     [
-        (["--prefill-tp", "2", "--layers", "3"], 2, {"0-2", "2-3"}),
+        (["--prefill-tp", "2", "--layers", "5"], 2, {"0-2", "2-4", "4-5"}),
         (["--prefill-tp", "1", "--prefill-pp", "2", "--layers", "6"], 2, {"0-2", "2-3", "3-5", "5-6"}),
     ],
     ids=["tp", "pp"],
@@ -56,7 +56,10 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
 def test_layers_cross_while_others_are_computed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[str], ranks: int, groups: set[str]
 ) -> None:
-    """A12, B1, B6: the trace has every group of every chunk, on every rank; tokens and bytes are right."""
+    """A12, B1, B6: the trace has every group of every chunk, on every rank; tokens and bytes are right.
+
+    No group leaves before its last layer is final, and on every rank bytes leave while later layers are computed.
+    """
     file = tmp_path / "out.json"
     more = ["--layer-group", "2", "--strategy", "staged+layer_pipelined", "--trace", str(file), "--json"]
     assert run(["demo", *SMALL, *sizes, *more]) == 0
@@ -78,6 +81,37 @@ def test_layers_cross_while_others_are_computed(
     computed = {e["args"]["layers"] for e in events if e["name"] == "compute"}
     assert computed >= {f"{layer}-{layer + 1}" for layer in range(last)}
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+    hidden = [_hidden(events, f"prefill {rank}") for rank in range(ranks)]
+    assert all(overlapping for _, overlapping, _ in hidden), "on every rank some wire overlaps a later group's compute"
+    assert any(inside for inside, _, _ in hidden), "some wire lies inside the next group's compute"
+    assert all(early for _, _, early in hidden), "on every rank some bytes have left before the pass was closed"
+
+
+def _hidden(events: list[dict[str, Any]], rank: str) -> tuple[int, int, int]:
+    """What one rank's spans show: wires inside, and overlapping, a later group's compute, or ended with more to come.
+
+    Spans are compared within one room and pass, on the one clock of the trace.
+    """
+    (pid,) = (e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == rank)
+    spans: dict[tuple[str, str], dict[str, dict[str, tuple[float, float]]]] = {}
+    for e in events:
+        if e["pid"] == pid and e["name"] in ("compute", "wire", "pass"):
+            of = spans.setdefault((e["args"]["room"], e["args"]["rows"]), {})
+            of.setdefault(e["name"], {})[e["args"].get("layers", "all")] = (e["ts"], e["ts"] + e["dur"])
+    inside = overlapping = early = 0
+    for of in spans.values():
+        groups = sorted((tuple(map(int, layers.split("-"))), wire) for layers, wire in of["wire"].items())
+        computed = [  # from the end of the layer before it until its last layer is final
+            (of["compute"][f"{first}-{first + 1}"][0], of["compute"][f"{last - 1}-{last}"][1])
+            for (first, last), _ in groups
+        ]
+        for number, (_, (start, stop)) in enumerate(groups):
+            assert start >= computed[number][1] - 1.0, "a group left before it was final"  # times are rounded to 1 us
+            after = computed[number + 1 :]
+            inside += any(a - 1.0 <= start and stop <= b + 1.0 for a, b in after[:1])
+            overlapping += any(start < b and a < stop for a, b in after)
+            early += bool(after) and stop <= of["pass"]["all"][1]
+    return inside, overlapping, early
 
 
 def test_a_conversation_moves_only_what_is_new(capsys: pytest.CaptureFixture[str]) -> None:

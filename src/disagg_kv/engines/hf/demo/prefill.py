@@ -53,6 +53,7 @@ def run(member: Member, store: Store) -> None:
                     talks.answered(request, turn - 1, wire.answer(store, request, turn - 1))
                 delivery = endpoint.open(wire.room(request, turn))
                 deliveries.append(delivery)
+                wire.awaited(delivery)
                 prompt = talks.prompts[request]
                 cached = config.lengths(turn - 1)[request] if turn else 0
                 if cached:

@@ -110,6 +110,12 @@ def _schedule(config: DemoConfig) -> Schedule | None:
     return LayerPipelined(fixed=config.layer_group) if layered else None
 
 
+def awaited(handle: Handle) -> None:
+    """Wait until decode has said what it wants: engines too compute a prompt only then, and so that bytes can leave."""
+    while handle.phase is Phase.CONNECTING:
+        time.sleep(PAUSE_S)
+
+
 def released(
     poll: Callable[[], Sequence[Handle]], handles: Sequence[Handle], member: Member, kind: Kind
 ) -> tuple[Moved, ...]:
