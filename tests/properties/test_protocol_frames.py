@@ -119,6 +119,8 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.Verdict, ok=st.none() | st.booleans(), shared=st.booleans(), reason=texts),
     room_frame(f.Return, segment=boxes, ask=numbers),
     room_frame(f.Returned, segment=boxes, ask=numbers),
+    room_frame(f.AuxPart, offset=numbers, total=numbers, data=st.binary(min_size=1, max_size=40)),
+    room_frame(f.AuxTaken, upto=numbers),
 )
 codec = Codec()
 
@@ -148,7 +150,7 @@ def test_garbage_is_refused(data: bytes) -> None:
         codec.decode(data)
 
 
-@given(any_frame, st.integers(20, 2**31))
+@given(any_frame, st.integers(22, 2**31))
 def test_an_unknown_kind_of_frame_is_refused(frame: Frame, tag: int) -> None:
     fields = msgspec.msgpack.decode(codec.encode(frame))
     with pytest.raises(RemoteProtocolError, match="not a frame of version 1"):
@@ -182,6 +184,15 @@ def test_fields_out_of_bounds_are_refused(change: dict[str, object]) -> None:
     assert codec.decode(codec.encode(done)) == done
     with pytest.raises(RemoteProtocolError):
         codec.decode(codec.encode(msgspec.structs.replace(done, **change)))
+
+
+@pytest.mark.parametrize("change", [{"data": b""}, {"data": bytes(MAX_AUX + 1)}, {"offset": -1}, {"total": 2**62 + 1}])
+def test_parts_of_aux_data_out_of_bounds_are_refused(change: dict[str, object]) -> None:
+    """E14."""
+    part = f.AuxPart(src=bytes(16), dst=bytes(16), room=b"r", generation=1, offset=0, total=1, data=bytes(MAX_AUX))
+    assert codec.decode(codec.encode(part)) == part
+    with pytest.raises(RemoteProtocolError):
+        codec.decode(codec.encode(msgspec.structs.replace(part, **change)))
 
 
 def introduction(**change: object) -> f.Hello:

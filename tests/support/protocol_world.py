@@ -110,7 +110,7 @@ class World:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.random = random.Random(setup.seed)
-        self.options = Options(window=4)
+        self.options = Options(window=4, aux_part=2)
         self.codec = Codec()
         self.now = 0.0
         self.faults = True
@@ -228,7 +228,7 @@ class World:
                 script += [at(lambda room: room.withdraw(self.now)), *[pause] * 6, adds(0, stop)]
         self.random.shuffle(readies)
         script += readies
-        aux = bytes([node.rank])
+        aux = bytes([node.rank] * 5)
         script.append(at(lambda room: room.finish(s.rows, aux, b"tag", self.now)))
         return script
 
@@ -243,7 +243,8 @@ class World:
             tables = (WireTable(GROUP, 0, bytes(4)),) if s.exposed else None
             stop = None if s.open_end else s.rows
             node.handle(
-                life.keys["decode", node.rank], Awaited(s.held, stop, s.rows, ("direct", "staged"), tables, b"tag")
+                life.keys["decode", node.rank],
+                Awaited(s.held, stop, s.rows, ("direct", "staged"), tables, b"tag", aux_bytes=5),
             )
 
         def introduces() -> None:
@@ -532,7 +533,7 @@ class World:
             assert isinstance(target, DecodeNode)
             if target.tombstones.outcome(epoch, key.room, key.generation) is not None and self._succeeded(target, key):
                 assert set(pages) == self.needed(target)
-                assert target.aux[key] == bytes([0])
+                assert target.aux[key] == bytes(5)
 
     @staticmethod
     def _succeeded(node: DecodeNode, key: RoomKey) -> bool:

@@ -24,6 +24,7 @@ from disagg_kv.protocol import (
 )
 from disagg_kv.protocol.frames import (
     Abort,
+    AuxPart,
     ChunkReady,
     Done,
     Drained,
@@ -71,6 +72,10 @@ def abort(rank: int) -> Abort:
     return Abort(**head(rank), reason="engine")
 
 
+def aux_part(rank: int, offset: int, data: bytes, total: int = 8) -> AuxPart:
+    return AuxPart(**head(rank), offset=offset, total=total, data=data)
+
+
 def drained(rank: int) -> Drained:
     return Drained(**head(rank), reason="engine")
 
@@ -78,9 +83,12 @@ def drained(rank: int) -> Drained:
 class Room:
     """A room and what came out of it last."""
 
-    def __init__(self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16) -> None:
+    def __init__(
+        self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16, aux_bytes: int = 9
+    ) -> None:
         self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, 300.0)
-        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), TABLES if exposed else None, b"tag")
+        tables = TABLES if exposed else None
+        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), tables, b"tag", aux_bytes=aux_bytes)
         self.introduced = Introduced((P[0], P[1]), INTAKE)
         if begun:
             self.say(self.awaited, self.introduced)

@@ -155,7 +155,6 @@ class Delivery(Handle, Protocol):
         Raises:
             GeometryError: not one slot of every group of states.
             LocalProtocolError: called twice, or ``stop`` is not where the chunks ended.
-            UnsupportedError: aux rows above 64 KiB.
         """
         ...
 

@@ -152,7 +152,9 @@ class DecodeRole:
             self._handle(room, Cancel(OversizeError("the page ids that one frame can name", named, MAX_TABLES)))
             return
         tables = tables_to_wire(wanted.tables.values()) if exposed else None
-        self._handle(room, Awaited(wanted.start, wanted.stop, wanted.most, paths, tables, wanted.tag, self._verify))
+        aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
+        rows = (wanted.start, wanted.stop, wanted.most)
+        self._handle(room, Awaited(*rows, paths, tables, wanted.tag, self._verify, aux_bytes))
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""

@@ -7,12 +7,12 @@ from typing import Protocol
 
 from attrs import frozen
 
-from ..errors import AbortedError, GeometryError, LocalProtocolError, UnsupportedError
+from ..errors import AbortedError, GeometryError, LocalProtocolError
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
 from ..memory import Event, MemoryPool
 from ..planning import Batch
-from ..protocol import MAX_AUX, Effect, RoomKey, SendRoom
+from ..protocol import Effect, RoomKey, SendRoom
 from .handles import Happened, RoomHandle, check_states, check_tables, joined
 
 Act = Callable[[SendRoom, float], list[Effect]]
@@ -130,8 +130,6 @@ class DeliveryHandle(RoomHandle):
         if len(tag) > 256:
             raise LocalProtocolError(f"room {self.room.hex()}: a tag of {len(tag)} bytes; at most 256 are allowed")
         if aux is not None:
-            if self._pool.aux_bytes > MAX_AUX:
-                raise UnsupportedError(f"aux rows of {self._pool.aux_bytes} bytes; at most {MAX_AUX} are moved yet")
             self._pool.read_aux(aux)
         self._finished = self._ended = True
 

@@ -91,6 +91,9 @@ class PrefillRole:
         self._parked = Parked(node.options)
         self._missed = Missed(node.options)
         self._verify: Verify = verify
+        site = pool.site
+        tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
+        self._tokenless = frozenset(site.shard.layers()) - tokens
         self._newest: dict[RoomId, _Room] = {}
         self._rooms: dict[RoomKey, _Room] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
@@ -109,7 +112,8 @@ class PrefillRole:
     def open(self, key: RoomKey, handle: DeliveryHandle, silence_s: float, total_s: float) -> None:
         """Begin a room, and whatever was parked for it."""
         now = self._node.now
-        machine = SendRoom(key.room, key.generation, self._node.me.epoch, self._node.options, now, total_s)
+        me, options = self._node.me.epoch, self._node.options
+        machine = SendRoom(key.room, key.generation, me, options, now, total_s, self._tokenless)
         room = _Room(key, machine, handle, silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
         self._node.vote(key, None, "")

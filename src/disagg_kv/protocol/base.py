@@ -12,7 +12,7 @@ from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from ..staging import Lease
-from .frames import Frame, WirePace, WireTable
+from .frames import MAX_AUX, Frame, WirePace, WireTable
 from .verify import Verify
 
 
@@ -39,6 +39,7 @@ class Options:
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
         known_s: how often a ballot is repeated that is known already, should the verdict be lost.
         window: segments of one room that may be between request and acknowledgement towards one destination.
+        aux_part: bytes of aux data in one frame; what is longer crosses in several.
         tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.
         parked: ``Expect`` frames that may wait for the engine to open their room.
             parked_pages: page ids that they may name together.
@@ -55,6 +56,7 @@ class Options:
     retry_most_s: float = 2.0
     known_s: float = 10.0
     window: int = 16
+    aux_part: int = MAX_AUX
     tombstones: int = 4096
     parked: int = 4096
     parked_pages: int = 1 << 24
@@ -64,6 +66,8 @@ class Options:
         for name, value in attrs.asdict(self).items():
             if not 0 < value < float("inf"):
                 raise ConfigurationError(f"option {name}: {value} is not a positive number")
+        if self.aux_part > MAX_AUX:
+            raise ConfigurationError(f"option aux_part: {self.aux_part} bytes in one frame; at most {MAX_AUX}")
         if not self.heartbeat_s < self.silence_s:
             raise ConfigurationError(
                 f"options: a peer that beats every {self.heartbeat_s:g} s (heartbeat_s) would be lost after "
@@ -99,6 +103,7 @@ class Awaited:
         tables: the pages, where a path exposes them to the peer's writes; None: they are not exposed.
         tag: must equal prefill's, if both have one.
         verify: how much is to be compared.
+        aux_bytes: bytes of the aux row that is to be filled; 0: none is.
     """
 
     start: int
@@ -108,6 +113,7 @@ class Awaited:
     tables: tuple[WireTable, ...] | None
     tag: bytes
     verify: Verify = "off"
+    aux_bytes: int = 0
 
     @property
     def rows(self) -> RowRange:

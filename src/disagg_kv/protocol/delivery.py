@@ -17,10 +17,26 @@ from .tables import Sending
 
 
 class SendRoom:
-    """All flows of a room. Any failure fails all of them; success needs ``Complete`` from every decode rank."""
+    """All flows of a room. Any failure fails all of them; success needs ``Complete`` from every decode rank.
+
+    Args:
+        room, generation: its name and life.
+        epoch: ours.
+        options: times and bounds.
+        now: when it was opened.
+        total_s: how long it may take.
+        tokenless: see :class:`Rows`.
+    """
 
     def __init__(
-        self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, now: float, total_s: float
+        self,
+        room: RoomId,
+        generation: Generation,
+        epoch: Epoch,
+        options: Options,
+        now: float,
+        total_s: float,
+        tokenless: Collection[LayerId] = (),
     ) -> None:
         self.room = room
         self.generation = generation
@@ -29,7 +45,7 @@ class SendRoom:
         self.reads = 0
         self.flows: dict[Epoch, Flow] = {}
         self.world: int | None = None
-        self.rows = Rows()
+        self.rows = Rows(tokenless)
         self._epoch = epoch
         self._options = options
         self._total_s = total_s
@@ -89,6 +105,7 @@ class SendRoom:
         if chunk is not None:
             for flow in self._planned():
                 out += _offer(flow, [chunk], now)
+                out += self._offer_states(flow, now)
         return self._reviewed(out, now) + self._all(Offered(), now)
 
     def ready(self, turn: int, layers: Collection[LayerId] | None, now: float) -> list[Effect]:
@@ -128,7 +145,7 @@ class SendRoom:
         if states:
             self.rows.give_states(states)
             for flow in self._planned():
-                out += _offer_states(flow, now)
+                out += self._offer_states(flow, now)
             out = self._reviewed(out, now) + self._all(Offered(), now)
         return out + self._all(self._finished, now)
 
@@ -144,8 +161,7 @@ class SendRoom:
             return self._reviewed(flow.handle(Cancel(error), now), now)
         self.world = world
         out = _offer(flow, self.rows.chunks, now)
-        if self.rows.states is not None and flow.state is Sending.MOVING:
-            out += _offer_states(flow, now)
+        out += self._offer_states(flow, now)
         out += flow.handle(Offered(), now)
         if self._finished is not None:
             out += flow.handle(self._finished, now)
@@ -239,6 +255,20 @@ class SendRoom:
             out.append(Vote(True, ""))
         return out
 
+    def _offer_states(self, flow: Flow, now: float) -> list[Effect]:
+        """Add the states to a flow: with the last rows that it awaits, so that their leases are there in time (A4).
+
+        What no slot or lease can hold ends it.
+        """
+        known = self.rows.states is not None or flow.awaits_no_more(self.rows.stop)
+        if flow.state is not Sending.MOVING or not known:
+            return []
+        try:
+            flow.offer_states()
+        except OversizeError as exc:
+            return flow.handle(Cancel(exc), now)
+        return []
+
     def _planned(self) -> list[Flow]:
         return [f for f in self.flows.values() if f.plan is not None and f.state is Sending.MOVING]
 
@@ -257,14 +287,5 @@ def _offer(flow: Flow, chunks: Sequence[Chunk], now: float) -> list[Effect]:
             flow.offer(chunk.start, chunk.stop, chunk.batch)
     except Exception as exc:
         # A schedule may be somebody else's code: its errors fail this room alone.
-        return flow.handle(Cancel(exc), now)
-    return []
-
-
-def _offer_states(flow: Flow, now: float) -> list[Effect]:
-    """Add the states to a flow; what no slot or lease can hold ends it."""
-    try:
-        flow.offer_states()
-    except OversizeError as exc:
         return flow.handle(Cancel(exc), now)
     return []

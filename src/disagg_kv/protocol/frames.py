@@ -18,7 +18,7 @@ VERSION = 1
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
-"""Bytes of aux data that ride in ``Done``."""
+"""Bytes of aux data in one frame: what is longer does not ride in ``Done`` but comes before it, in ``AuxPart``."""
 
 MAX_DESCRIPTOR = 512 * 1024
 """Bytes of what a transport says of itself in ``Hello``."""
@@ -293,6 +293,20 @@ class Returned(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
     ask: U
 
 
+class AuxPart(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=20):
+    """Prefill -> decode: bytes from ``offset`` on of ``total`` bytes of aux data, in order."""
+
+    offset: U
+    total: U
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_AUX)]
+
+
+class AuxTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=21):
+    """Answer to ``AuxPart``: everything before ``upto`` is there; ``total``, too, where decode wants none."""
+
+    upto: U
+
+
 AnyFrame = (
     Hello
     | Refused
@@ -314,6 +328,8 @@ AnyFrame = (
     | Verdict
     | Return
     | Returned
+    | AuxPart
+    | AuxTaken
 )
 
 

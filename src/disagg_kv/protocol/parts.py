@@ -6,12 +6,20 @@ from attrs import define, field
 
 from ..ids import Epoch, Rank
 from ..staging import Lease
-from .frames import Done
+from .frames import AuxPart, Done
 
 
 @define
 class Writer:
-    """One prefill rank, elected or not; ``open``: segments that it has asked for and not announced."""
+    """One prefill rank, elected or not.
+
+    Args:
+        epoch, rank: who.
+        done: what it said last.
+        drained, gone, lost: how it ended.
+        open: segments that it has asked for and not announced.
+        aux: what has come of aux data that it sends in parts, of ``aux_total`` bytes; 0: it sends none so.
+    """
 
     epoch: Epoch
     rank: Rank
@@ -20,6 +28,27 @@ class Writer:
     gone: bool = False
     lost: bool = False
     open: int = 0
+    aux: bytearray = field(factory=bytearray)
+    aux_total: int = 0
+
+    def take(self, part: AuxPart, most: int) -> str | None:
+        """Add a part of its aux data, if it is the next; what is wrong with it, where something is."""
+        end = part.offset + len(part.data)
+        if part.total > most:
+            return f"aux data of {part.total} bytes for rows of {most}"
+        if end > part.total or self.aux_total not in (0, part.total):
+            return f"bytes {part.offset}-{end} of {part.total} of aux data, after {len(self.aux)} of {self.aux_total}"
+        self.aux_total = part.total
+        if part.offset == len(self.aux):
+            self.aux += part.data
+        return None
+
+    @property
+    def results(self) -> bytes | None:
+        """All of its aux data, once it is done; None: it has none."""
+        if self.aux_total:
+            return bytes(self.aux)
+        return None if self.done is None else self.done.aux
 
     @property
     def evidence(self) -> bool:

@@ -38,6 +38,8 @@ from .base import (
 from .frames import (
     Abort,
     AbortAck,
+    AuxPart,
+    AuxTaken,
     Box,
     ChunkReady,
     Complete,
@@ -61,7 +63,7 @@ from .machine import Machine, ours, overlap
 from .parts import Part, Writer
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
-from .verify import SUM_BYTES, verified
+from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire
 
 
@@ -292,7 +294,7 @@ class ReceiveRoom(Machine[Receiving]):
         if event.lease is not None and not part.granted(w.rank, event.lease):
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} used lease {event.lease} of {segment}"))
             return
-        if problem := self._unlike(segment, event.sums):
+        if problem := unlike(self.room, segment, event.sums, self._awaited.verify):
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} sent {problem} of {segment}"))
             return
         self._landed(w, segment)
@@ -310,15 +312,6 @@ class ReceiveRoom(Machine[Receiving]):
             self._out.append(Scatter(segment, part.places(), part.sums))
         else:
             self._finish_part(segment)
-
-    def _unlike(self, segment: Segment, sums: bytes | None) -> str | None:
-        """What is wrong with the checksums that came with a segment."""
-        assert self._awaited is not None
-        if sums is None:
-            return "no checksums" if verified(self.room, segment, self._awaited.verify) else None
-        if len(sums) != SUM_BYTES * len(segment.layers):
-            return f"checksums of {len(sums)} bytes for {len(segment.layers)} layers"
-        return None
 
     def _arrive(self, part: Part, w: Writer) -> None:
         part.arrived.add(w.rank)
@@ -339,6 +332,14 @@ class ReceiveRoom(Machine[Receiving]):
         self._out.append(Free(segment))
         self._check_landed()
 
+    def _on_aux_part(self, event: AuxPart) -> None:
+        assert self._awaited is not None
+        w, most = self._writers[Epoch(event.src)], self._awaited.aux_bytes
+        if most and (problem := w.take(event, most)):
+            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} sent {problem}"))
+        else:
+            self._send(w, AuxTaken(**self._to(w), upto=len(w.aux) if most else event.total))
+
     def _on_done(self, event: Done) -> None:
         assert self._awaited is not None
         w = self._writers[Epoch(event.src)]
@@ -348,6 +349,9 @@ class ReceiveRoom(Machine[Receiving]):
         a = self._awaited
         if event.tag and a.tag and event.tag != a.tag:
             self._fail(IntegrityError(f"{self._name()}: prefill's tag {event.tag.hex()} is not {a.tag.hex()}"))
+            return
+        if len(w.aux) != w.aux_total:
+            self._fail(RemoteProtocolError(f"{self._name()}: done after {len(w.aux)} of {w.aux_total} aux bytes"))
             return
         stops = {v.done.stop for v in self._writers.values() if v.done is not None}
         if len(stops) > 1:
@@ -376,7 +380,7 @@ class ReceiveRoom(Machine[Receiving]):
                 what = f"{'states of ' if box.state else ''}layers {box.layers}"
                 self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))
                 return
-        aux = next((w.done.aux for w in self._writers.values() if w.done and w.done.aux is not None), None)
+        aux = next((w.results for w in self._writers.values() if w.results is not None), None)
         if aux is not None:
             self._out.append(Store(aux))
         self._repeat.clear()

@@ -32,8 +32,8 @@ class _Turn:
     whole: bool = False
     layers: set[LayerId] = field(factory=set)
 
-    def final(self, segment: Segment) -> bool:
-        return self.whole or self.layers.issuperset(segment.layers)
+    def final(self, segment: Segment, tokenless: Collection[LayerId]) -> bool:
+        return self.whole or all(layer in self.layers or layer in tokenless for layer in segment.layers)
 
 
 @define(eq=False)
@@ -59,9 +59,13 @@ class Rows:
 
     After a withdrawal the engine hands rows over again, by calls that need not end where the earlier ones did. So each
     call has a number, and a chunk is final when all calls are final that its rows came by.
+
+    Args:
+        tokenless: layers that keep nothing of a token, but a state alone: no row waits for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokenless: Collection[LayerId] = ()) -> None:
+        self._tokenless = frozenset(tokenless)
         self.chunks: list[Chunk] = []
         self.states: Chunk | None = None
         self._turns: dict[int, _Turn] = {}
@@ -142,11 +146,14 @@ class Rows:
         return self.chunks[bisect_right(self.chunks, segment.start, key=lambda c: c.start) - 1]
 
     def readiness(self, segment: Segment) -> Readiness:
-        """Whether a segment can be read."""
+        """Whether a segment can be read. States that are to come lie ahead as long as the room has its pages."""
+        if segment.state and self.states is None:
+            withdrawn = bool(self.chunks) and self.chunks[-1].tables is None
+            return Readiness.WITHDRAWN if withdrawn else Readiness.AHEAD
         chunk = self.chunk(segment)
         if chunk.tables is None:
             return Readiness.WITHDRAWN
-        return Readiness.READY if all(t.final(segment) for t in chunk.turns) else Readiness.AHEAD
+        return Readiness.READY if all(t.final(segment, self._tokenless) for t in chunk.turns) else Readiness.AHEAD
 
     def missing(self, layers: Collection[LayerId]) -> str:
         """The first rows that are not final, and in which of these layers; empty if there are none."""
@@ -158,7 +165,7 @@ class Rows:
                     else f"rows {chunk.start}-{chunk.stop} were withdrawn"
                 )
             for turn in chunk.turns:
-                late = [] if turn.whole else sorted(set(layers) - turn.layers)
+                late = [] if turn.whole else sorted(set(layers) - turn.layers - self._tokenless)
                 if late:
                     return f"rows {turn.start}-{turn.stop} never became final in layers {late}"
         return ""

@@ -28,6 +28,8 @@ from .base import (
 from .frames import (
     Abort,
     AbortAck,
+    AuxPart,
+    AuxTaken,
     ChunkReady,
     Complete,
     Done,
@@ -53,6 +55,9 @@ from .wire import segment_to_wire
 
 WRITE_TRIES = 3
 """How often a write is posted that fails with a retryable error and is quiet."""
+
+AUX_AHEAD = 8
+"""Parts of aux data that may be on their way at a time."""
 
 
 Grouping = Callable[[range, int, int, Batch], Sequence[range]]
@@ -135,7 +140,10 @@ class Flow(Machine[Sending]):
         self._parts: dict[Segment, _Part] = {}
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
+        self._stated = False
         self._lost = False
+        self._aux_sent = 0
+        self._aux_taken = 0
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
@@ -159,10 +167,18 @@ class Flow(Machine[Sending]):
                 ):
                     self._plan(segment)
 
+    def awaits_no_more(self, stop: int) -> bool:
+        """Whether rows up to ``stop`` are known to be all that the decode rank awaits."""
+        assert self.plan is not None
+        return self.plan.stop is not None and 0 < stop >= self.plan.stop
+
     def offer_states(self) -> None:
-        """Add the rows of the room's states."""
+        """Add the rows of the room's states, once."""
         assert self.plan is not None
         p = self.plan
+        if self._stated:
+            return
+        self._stated = True
         for layers in p.intake.ranges(p.rank):
             for segment in p.intake.cut_states(layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes):
                 self._plan(segment)
@@ -300,15 +316,44 @@ class Flow(Machine[Sending]):
 
     def _on_finished(self, event: Finished) -> None:
         self._finished = event
+        self._send_aux()
+        self._check_finished()
+
+    def _long_aux(self) -> bytes:
+        """Aux data that do not ride in ``Done``."""
+        aux = None if self._finished is None else self._finished.aux
+        return aux if aux is not None and len(aux) > self._options.aux_part else b""
+
+    def _send_aux(self) -> None:
+        """Send the next parts of long aux data, a few at a time."""
+        aux, size = self._long_aux(), self._options.aux_part
+        for offset in range(self._aux_sent, min(len(aux), self._aux_taken + AUX_AHEAD * size), size):
+            data = aux[offset : offset + size]
+            part = AuxPart(**self._head, offset=offset, total=len(aux), data=data)
+            self._out.append(self._repeat.start(("aux", offset), Send(self.peer, part), self.now))
+            self._aux_sent = offset + len(data)
+
+    def _on_aux_taken(self, event: AuxTaken) -> None:
+        aux, size = self._long_aux(), self._options.aux_part
+        upto = event.upto if event.upto == len(aux) else event.upto // size * size
+        if not self._aux_taken < upto <= event.upto <= len(aux):
+            self.ignored += 1
+            return
+        for offset in range(self._aux_taken, upto, size):
+            self._repeat.stop(("aux", offset))
+        self._aux_taken = upto
+        self._aux_sent = max(self._aux_sent, upto)
+        self._send_aux()
         self._check_finished()
 
     def _check_finished(self) -> None:
-        if self._finished is None or self._parts or self.state is not Sending.MOVING:
+        long = self._long_aux()
+        if self._finished is None or self._parts or self._aux_taken < len(long) or self.state is not Sending.MOVING:
             return
         assert self.plan is not None
         f = self._finished
         self.state = Sending.FINISHED
-        done = Done(**self._head, stop=f.stop, aux=f.aux, tag=f.tag, pace=self.plan.pace())
+        done = Done(**self._head, stop=f.stop, aux=None if long else f.aux, tag=f.tag, pace=self.plan.pace())
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
 
     def _on_complete(self, event: Complete) -> None:

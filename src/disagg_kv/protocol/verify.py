@@ -25,6 +25,15 @@ def check_verify(verify: str) -> None:
         raise UnknownNameError("verify", verify, get_args(Verify))
 
 
+def unlike(room: RoomId, segment: Segment, sums: bytes | None, asked: Verify) -> str | None:
+    """What is wrong with the checksums that came with a segment, where something is."""
+    if sums is None:
+        return "no checksums" if verified(room, segment, asked) else None
+    if len(sums) != SUM_BYTES * len(segment.layers):
+        return f"checksums of {len(sums)} bytes for {len(segment.layers)} layers"
+    return None
+
+
 def verified(room: RoomId, segment: Segment, *asked: Verify) -> bool:
     """True if a segment is compared where the sides ask for so much: a stable hash draws the samples."""
     if "full" in asked:

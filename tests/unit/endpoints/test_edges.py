@@ -9,6 +9,7 @@ from enum import Enum
 
 import attrs
 import msgspec
+import numpy as np
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
@@ -16,11 +17,11 @@ from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint, decode
 from disagg_kv.endpoints.exits import Exits
 from disagg_kv.endpoints.handles import UNREAD, Changes, RoomHandle
 from disagg_kv.endpoints.introduction import check_instance
-from disagg_kv.errors import GeometryError, OversizeError, PeerLostError, UnsupportedError
+from disagg_kv.errors import GeometryError, OversizeError, PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
-from disagg_kv.protocol import Codec, Hello, Options, Phase
+from disagg_kv.protocol import MAX_AUX, Codec, Hello, Options, Phase
 from disagg_kv.protocol.frames import Complete, Done, Expect, Grant, Head, Refused, WireTable
 from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.sending import room_head
@@ -327,39 +328,51 @@ def test_ranks_of_one_instance_must_fit(change: dict[str, object], field: str) -
     assert not rig.decodes[0].endpoint.peers()
 
 
-def test_aux_rows_that_do_not_fit() -> None:
-    """More aux than a frame takes is refused by prefill; more than decode's row fails the room."""
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("sizes", [(64, 8), (3 * MAX_AUX, 2 * MAX_AUX), (20 * MAX_AUX - 1, 20 * MAX_AUX)])
+def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], wanted: bool) -> None:
+    """B5: what no frame takes comes in several; more than decode's row fails the room; what it does not want, not."""
     rig = Rig(SPEC)
     pools = [
-        PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4, aux_slots=1, aux_bytes=n)
-        for n in (1 << 17, 64)
+        PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4, aux_slots=1, aux_bytes=n) for n in sizes
     ]
-    endpoints = [
-        PrefillEndpoint(
-            pool,
-            transport=InprocTransport(),
-            channel=InprocChannel(rig.hub, f"aux{i}"),
-            rendezvous=rig.rendezvous,
-            instance=f"aux{i}",
-            clock=rig.clock,
-            thread=False,
-        )
-        for i, pool in enumerate(pools)
-    ]
-    with pytest.raises(UnsupportedError, match="131072 bytes"):
-        endpoints[0].open(RoomId(b"room")).finish(0, aux=0)
-    rig.decode(tp_shards(SPEC, 1))
-    receive = rig.decodes[0].endpoint.open(RoomId(b"room"), Source("aux1"))
-    receive.expect(0, [], aux=1)
-    send = endpoints[1].open(RoomId(b"room"))
+    aux = rig.rng.integers(0, 255, sizes[0], dtype=np.uint8).tobytes()
+    pools[0].write_aux(0, aux)
+    room, channels = RoomId(b"room"), [InprocChannel(rig.hub, f"aux{i}") for i in range(2)]
+    send_end = PrefillEndpoint(
+        pools[0],
+        transport=InprocTransport(),
+        channel=channels[0],
+        rendezvous=rig.rendezvous,
+        instance="aux0",
+        clock=rig.clock,
+        thread=False,
+    )
+    receive_end = DecodeEndpoint(
+        pools[1],
+        transport=InprocTransport(),
+        channel=channels[1],
+        rendezvous=rig.rendezvous,
+        instance="aux1",
+        clock=rig.clock,
+        thread=False,
+    )
+    receive = receive_end.open(room, Source("aux0"))
+    receive.expect(0, [], aux=0 if wanted else None)
+    send = send_end.open(room)
     send.finish(0, aux=0)
 
     def ended() -> bool:
-        endpoints[1].driver.turn()
+        send_end.driver.turn()
+        receive_end.driver.turn()
         return send.released and receive.released
 
-    rig.until(ended, "the failure")
-    assert "aux data of 64 bytes for rows of 8" in str(receive.error)
+    rig.until(ended, "the end")
+    if wanted and sizes[0] > sizes[1]:
+        assert f"aux data of {sizes[0]} bytes for rows of {sizes[1]}" in str(receive.error)
+    else:
+        assert (send.phase, receive.phase) == (Phase.DONE, Phase.DONE)
+        assert pools[1].read_aux(0) == (aux if wanted else b"").ljust(sizes[1], b"\0")
 
 
 def test_changes_that_nobody_reads_are_bounded() -> None:

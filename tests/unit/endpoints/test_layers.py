@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import pytest
+from msgspec import structs
 
 from disagg_kv.endpoints.delivery import ForwardPass
-from disagg_kv.errors import DeadlineError, GeometryError, LocalProtocolError
+from disagg_kv.errors import ConfigurationError, DeadlineError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId
-from disagg_kv.planning import Groups, LayerRun
-from disagg_kv.protocol import Phase
+from disagg_kv.planning import Groups, LayerRun, Pace
+from disagg_kv.protocol import Codec, Phase, RoomFrame
 from disagg_kv.strategies import Feature, LayerPipelined
 from disagg_kv.trace import chrome_trace
 from disagg_kv.transports import InprocTransport, emulate
 from tests.support.rig import Memory, PrefillOptions, Request, Rig, put, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag
+from tests.support.rig_parts import CountingKernels, Flag, Listening
 
 SPEC = CacheSpec.kv(6, 4, 8, "float16")
 MLA = CacheSpec.mla(6, 24, "int8")
@@ -221,6 +224,153 @@ def test_a_layer_that_never_comes_is_named_by_the_deadline() -> None:
     rig.quiet()
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_is_announced_wrongly_is_an_error_and_changes_nothing(ended: bool) -> None:
+    """Twice, unknown, after ``close`` or after an abort: the engine's mistakes are errors, an abort is not one."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy=PIPELINED, schedule=PAIRS)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    (step,) = begin(request, 0, 8)
+    for layer in (3, 2):  # out of order is none
+        compute(request, [step], layer, 0, 8)
+    with pytest.raises(LocalProtocolError, match="layer 3 announced twice"):
+        step.layer_ready(LayerId(3))
+    for unknown in (-1, 6):
+        with pytest.raises(GeometryError, match=f"layer {unknown} is not on this rank, which has"):
+            step.layer_ready(LayerId(unknown))
+    if ended:
+        request.sends[0].abort("enough")
+        request.failed()
+    for layer in (0, 1, 4, 5):
+        compute(request, [step], layer, 0, 8)
+    step.close()
+    with pytest.raises(LocalProtocolError, match="layer 0 announced after close"):
+        step.layer_ready(LayerId(0))
+    with pytest.raises(LocalProtocolError, match="closed already"):
+        step.close()
+    if not ended:
+        request.finish().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_group_of_no_layers_is_refused_wherever_it_is_asked_for(size: int) -> None:
+    """A fixed size when it is given; a schedule's own answer when it comes, for its room alone."""
+    with pytest.raises(ConfigurationError, match=f"a fixed size must be at least 1, not {size}"):
+        LayerPipelined(fixed=size)
+
+    class Wrong(LayerPipelined):
+        def groups(self, run: LayerRun) -> Groups:
+            return Groups(run.layers, size, "none")
+
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy=PIPELINED, schedule=Wrong())
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).start().failed()
+    assert f"groups of {size} layers out of 6" in str(request.sends[0].error)
+    rig.quiet()
+
+
+def test_layers_that_cache_nothing_are_in_no_segment_and_named_when_announced() -> None:
+    """A model whose layers do not all cache: a spec has those that do; a model of which none does is refused."""
+    with pytest.raises(GeometryError, match="at least one layer"):
+        CacheSpec({})
+    every = SPEC.layers[LayerId(0)]
+    gaps = CacheSpec({LayerId(n): every for n in (0, 1, 4)})
+    rig = Rig(gaps)
+    prefills = rig.prefill(tp_shards(gaps, 2), strategy=PIPELINED, schedule=PAIRS)
+    decodes = rig.decode(tp_shards(gaps, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    steps = begin(request, 0, 8)
+    with pytest.raises(GeometryError, match=r"layer 2 is not on this rank, which has \[0, 1, 4\]"):
+        steps[0].layer_ready(LayerId(2))
+    for layer in (0, 1, 4):
+        compute(request, steps, layer, 0, 8)
+        rig.wait(0.5)
+    for step in steps:
+        step.close()
+    request.finish().landed()
+    assert request.sends[0].report.segments == 2, "layers 0 and 1 together, layer 4 alone"
+    rig.quiet()
+
+
+def frames_of(**more: Unpack[PrefillOptions]) -> tuple[list[bytes], str]:
+    """Every frame about one room and its chunks that either side sends, in order, and why they are cut so."""
+    heard: list[RoomFrame] = []
+    rig = Rig(SPEC)
+    memory = Memory(channel=lambda inner: Listening(inner, heard))
+    prefills = rig.prefill(tp_shards(SPEC, 2), memory=memory, **more)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged")
+    request = rig.request("room", prefills, decodes, 40).open_decode().expect(40, aux=1).open_prefill()
+    for start, stop in ((0, 30), (30, 40)):
+        steps = begin(request, start, stop)
+        for layer in range(6):
+            compute(request, steps, layer, start, stop)
+            rig.wait(0.1)
+        for step in steps:
+            step.close()
+        rig.wait(0.5)
+    request.finish(aux=0).landed()
+    rig.quiet()
+    epochs = {e: bytes([n] * 16) for n, e in enumerate(dict.fromkeys(f.src for f in heard))}
+    codec = Codec()
+    said = [codec.encode(structs.replace(f, src=epochs[f.src], dst=epochs[f.dst])) for f in heard]
+    return said, request.sends[0].report.schedule
+
+
+def test_where_one_group_is_chosen_the_path_is_that_of_whole_chunks_frame_by_frame() -> None:
+    """B3: never slower than per chunk, because it is the same: the same frames and segments, in the same order."""
+    slow = Pace(layer_token_s=1e-9, bytes_per_s=1e12, group_s=1.0)
+    per_chunk, _ = frames_of(strategy="staged+per_chunk")
+    for schedule in (LayerPipelined(), LayerPipelined(pace=slow)):
+        grouped, why = frames_of(strategy=PIPELINED, schedule=schedule)
+        assert grouped == per_chunk, why
+    several, _ = frames_of(strategy=PIPELINED, schedule=PAIRS)
+    assert several != per_chunk
+
+
+def peak(rows: int) -> tuple[int, int, int]:
+    """The most bytes of the ring, and the most slots, that a request takes at a time; and its segments."""
+    rig = Rig(SPEC)
+    memory = Memory(pages=400)
+    prefills = rig.prefill(
+        tp_shards(SPEC, 1), memory=memory, strategy=PIPELINED, schedule=PAIRS, slot_bytes=2048, slots=2
+    )
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=32 << 10)
+    request = rig.request("room", prefills, decodes, rows).open_decode().expect(rows).open_prefill()
+    leased = pinned = 0
+
+    def look() -> None:
+        nonlocal leased, pinned
+        rig.turn()
+        leased = max(leased, decodes[0].endpoint.leased_bytes)
+        pinned = max(pinned, prefills[0].endpoint.pinned_slots)
+
+    for start in range(0, rows, 100):
+        steps = begin(request, start, start + 100)
+        for layer in range(6):
+            compute(request, steps, layer, start, start + 100)
+            for _ in range(3):
+                look()
+        steps[0].close()
+    request.finish()
+    while not all(h.released for h in request.handles):
+        look()
+    request.landed()
+    rig.quiet()
+    return leased, pinned, request.receives[0].report.segments
+
+
+def test_staging_of_a_long_prompt_is_that_of_a_short_one() -> None:
+    """Extra memory: two slots and a ring, whatever the prompt's length; the segments of a pass go through them."""
+    short, long = peak(100), peak(400)
+    assert short[:2] == long[:2]
+    assert short[0] <= 32 << 10
+    assert short[1] <= 2
+    assert long[2] == 4 * short[2] > 50
+
+
 @pytest.mark.parametrize("declared", ["endpoint", "pass"])
 def test_a_declared_conflict_sends_per_chunk(declared: str) -> None:
     """B4: the engine may say so for good, or for one pass; the report has the reason."""
@@ -349,6 +499,7 @@ def test_a_group_crosses_inside_the_computation_of_the_next_and_the_trace_shows_
         "compute",
         "gather",
         "groups",
+        "pass",
         "room",
         "wire",
     }

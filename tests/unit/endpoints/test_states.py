@@ -8,13 +8,15 @@ import pytest
 from attrs import evolve
 
 from disagg_kv.errors import GeometryError, LocalProtocolError, OversizeError
-from disagg_kv.geometry import CacheSpec, Component, PageTable, attention_tp
+from disagg_kv.geometry import CacheSpec, Component, PageTable, attention_tp, shard
 from disagg_kv.ids import LayerId, Rank
 from disagg_kv.planning import Intake, Segment
-from disagg_kv.protocol import Phase
+from disagg_kv.protocol import Phase, RoomFrame
+from disagg_kv.protocol.frames import ChunkReady, StagingRequest
+from disagg_kv.strategies import LayerPipelined
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import KV, STATE, Memory, Rig, put_states, tp_shards
-from tests.support.rig_parts import Flag
+from tests.support.rig_parts import Flag, Listening
 
 ATTENTION = (Component("k", "int8", 4, 8), Component("v", "float16", 4, 8))
 CONV = tuple(Component(f"conv.{block}", "int8", 4, 6, tokens_per_row=0, rows=3) for block in "qkv")
@@ -287,3 +289,117 @@ def test_a_state_changed_on_the_way_is_found() -> None:
     cells[0, 0, 0] ^= 1
     with pytest.raises(AssertionError, match="1 bytes are wrong"):
         decodes[0].check()
+
+
+def watching(heard: list[RoomFrame]) -> Memory:
+    """Ranks whose frames about rooms are noted."""
+    return Memory(channel=lambda inner: Listening(inner, heard))
+
+
+@pytest.mark.parametrize("stop", [16, None])
+def test_leases_of_states_are_there_before_the_last_layers_are_computed(stop: int | None) -> None:
+    """A4, B7: after the last group nothing is asked for; only where decode knows no end, states wait for ``finish``."""
+    heard: list[RoomFrame] = []
+    rig = Rig(HYBRID)
+    prefills = rig.prefill(tp_shards(HYBRID, 2), memory=watching(heard), strategy="staged+layer_pipelined")
+    decodes = rig.decode(tp_shards(HYBRID, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 16).open_decode().expect(stop).open_prefill()
+    rig.turn()
+    for start, end in ((0, 7), (7, 16)):
+        tables = request.pages(start, end)
+        steps = [m.endpoint.step({request.room: (end, [table])}) for m, table in zip(prefills, tables, strict=True)]
+        rig.wait(0.5)
+        asked = {f.segment[4] for f in heard if isinstance(f, StagingRequest)}
+        assert (True in asked) == (end == stop), "states are asked for with the last rows"
+        for step in steps:
+            step.close()
+        rig.wait(0.5)
+    heard.clear()
+    request.finish().landed()
+    asked_late = [f for f in heard if isinstance(f, StagingRequest)]
+    assert bool(asked_late) == (stop is None)
+    written = [f for f in heard if isinstance(f, ChunkReady)]
+    assert {f.segment[4] for f in written} == {True}, "nothing but states is left after the last group"
+    rig.quiet()
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_preempted_room_gives_back_the_leases_of_states_that_are_to_come(ready: bool) -> None:
+    """E12: they are asked for early, and must not keep bytes of the ring from others meanwhile."""
+    rig = Rig(HYBRID)
+    prefills, decodes = rig.prefill(tp_shards(HYBRID, 2)), rig.decode(tp_shards(HYBRID, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
+    event = Flag()
+    event.fired = ready
+    request.send(8, ready=event)
+    rig.wait(0.5)
+    assert decodes[0].endpoint.leased_bytes > 0
+    fired = [handle.withdraw() for handle in request.sends]
+    rig.until(lambda: all(e.query() for e in fired), "the end of all reads")
+    rig.until(lambda: decodes[0].endpoint.leased_bytes == 0, "the return of all leases")
+    request.send(8)
+    rig.until(lambda: decodes[0].endpoint.leased_bytes > 0, "leases for what is given again")
+    request.finish().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_does_not_wait_for_layers_that_keep_a_state_alone(size: int) -> None:
+    """B1, B7: no hook tells of them, and none needs to: attention's rows leave before the pass is closed."""
+    rig = Rig(HYBRID)
+    prefills = rig.prefill(tp_shards(HYBRID, 1), strategy="staged+layer_pipelined", schedule=LayerPipelined(fixed=size))
+    decodes = rig.decode(tp_shards(HYBRID, 1), strategy="staged")
+    request = rig.request("room", prefills, decodes, 16).open_decode().expect(16).open_prefill()
+    step = prefills[0].endpoint.step({request.room: (16, request.pages(0, 16))})
+    rig.wait(0.5)
+    assert request.receives[0].report.segments == 0
+    for number, layer in enumerate((1, 3), 1):
+        step.layer_ready(LayerId(layer))
+        rig.wait(0.5)
+        assert request.receives[0].report.segments == number
+    step.close()
+    request.finish().landed()
+    rig.quiet()
+
+
+def test_a_state_that_tensor_parallelism_does_not_divide_is_refused_with_its_numbers() -> None:
+    """A6: or each rank says what it holds, and then it crosses like any other."""
+    odd = CacheSpec.uniform(2, (*ATTENTION, Component("ssm", "float32", 3, 64, tokens_per_row=0, rows=2)))
+    with pytest.raises(GeometryError, match="3 units do not divide over 2 ranks"):
+        tp_shards(odd, 2)
+    uneven = [shard(odd, tp=2, rank=r, units={"ssm": units}) for r, units in enumerate((range(2), range(2, 3)))]
+    rig = Rig(odd)
+    prefills, decodes = rig.prefill(uneven), rig.decode(tp_shards(odd, 1))
+    rig.request("room", prefills, decodes, 9).start(9).landed()
+    rig.quiet()
+
+
+INDEX = (
+    Component("latent", "bfloat16", 1, 16),
+    Component("index", "float8_e4m3fn", 1, 12),
+    Component("index.scale", "float32", 1, 4),
+)
+"""Sparse attention over latents: every token has a key of the index and its scale."""
+
+
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_a_sparse_attention_index_has_rows_like_any_other_component(path: str) -> None:
+    """B7, A11: replicas divide it; it crosses in layer groups and between page sizes."""
+    spec = CacheSpec.uniform(3, INDEX)
+    rig = Rig(spec)
+    prefills = rig.prefill(
+        tp_shards(spec, 2), strategy=f"{path}+layer_pipelined", schedule=LayerPipelined(fixed=1), verify="full"
+    )
+    decodes = rig.decode(tp_shards(spec, 1), memory=Memory(page_size=16), strategy=path)
+    request = rig.request("room", prefills, decodes, 21).open_decode().expect(21).open_prefill()
+    for start, stop in ((0, 10), (10, 21)):
+        tables = request.pages(start, stop)
+        steps = [m.endpoint.step({request.room: (stop, [table])}) for m, table in zip(prefills, tables, strict=True)]
+        for step in steps:
+            for layer in range(3):
+                step.layer_ready(LayerId(layer))
+            step.close()
+        rig.turn()
+    request.finish().landed()
+    assert request.receives[0].report.nbytes == 3 * 21 * (16 + 12 + 4)
+    rig.quiet()

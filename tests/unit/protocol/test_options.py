@@ -23,6 +23,12 @@ def test_times_that_contradict_each_other_are_refused() -> None:
         Options(retry_most_s=0.1)
 
 
+def test_aux_data_in_one_frame_are_bounded() -> None:
+    """E14."""
+    with pytest.raises(ConfigurationError, match="option aux_part: 65537 bytes in one frame; at most 65536"):
+        Options(aux_part=65537)
+
+
 def test_a_room_s_own_times_are_checked_and_zero_is_not_the_default() -> None:
     own = Options().of_room(2.0, None)
     assert (own.silence_s, own.total_s) == (2.0, 300.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from disagg_kv.errors import (
@@ -15,6 +17,7 @@ from disagg_kv.planning import Intake, Segment
 from disagg_kv.protocol import (
     Cancel,
     Decided,
+    Effect,
     Free,
     Introduced,
     Leased,
@@ -22,6 +25,7 @@ from disagg_kv.protocol import (
     Quarantine,
     Receiving,
     Reserve,
+    RoomFrame,
     Scatter,
     Scattered,
     Send,
@@ -31,6 +35,7 @@ from disagg_kv.protocol import (
 )
 from disagg_kv.protocol.frames import (
     Abort,
+    AuxTaken,
     Complete,
     Expect,
     Expected,
@@ -47,6 +52,7 @@ from tests.support.receive_room import (
     P,
     Room,
     abort,
+    aux_part,
     back,
     chunk,
     done,
@@ -312,3 +318,41 @@ def test_a_fast_writer_may_run_far_ahead_of_a_slow_one() -> None:
     for row in range(8):
         room.say(chunk(1, Segment(row, row + 1, 0, 2), None))
     assert only(room.say(done(0), done(1)), Vote) == [Vote(True, "")]
+
+
+def taken(effects: Sequence[Effect]) -> list[int]:
+    return [e.frame.upto for e in effects if isinstance(e, Send) and isinstance(e.frame, AuxTaken)]
+
+
+def test_aux_data_in_parts_are_put_together_whatever_is_lost_or_doubled() -> None:
+    """B5, E2: a part that is not the next is answered with what is there; the lowest rank's data count."""
+    room = Room(stop=0)
+    assert taken(room.say(aux_part(0, 3, b"def"))) == [0]
+    assert taken(room.say(aux_part(0, 0, b"abc"))) == [3]
+    assert taken(room.say(aux_part(0, 0, b"abc"))) == [3]
+    assert taken(room.say(aux_part(0, 3, b"def"), aux_part(0, 6, b"gh"))) == [6, 8]
+    assert only(room.say(done(1, aux=b"one"), done(0)), Store) == [Store(b"abcdefgh")]
+    assert room.say(aux_part(0, 6, b"gh")) == []
+
+
+def test_aux_data_that_the_engine_does_not_want_are_not_kept() -> None:
+    room = Room(stop=0, aux_bytes=0)
+    assert taken(room.say(aux_part(0, 0, b"abc", total=1 << 40))) == [1 << 40]
+    assert only(room.say(done(0), done(1)), Store) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([aux_part(0, 0, b"a", total=10)], "rank 0 sent aux data of 10 bytes for rows of 9"),
+        ([aux_part(0, 7, b"ab")], "rank 0 sent bytes 7-9 of 8 of aux data, after 0 of 0"),
+        ([aux_part(0, 0, b"a"), aux_part(0, 1, b"b", total=9)], "bytes 1-2 of 9 of aux data, after 1 of 8"),
+        ([aux_part(0, 0, b"a"), done(0)], "done after 1 of 8 aux bytes"),
+    ],
+)
+def test_aux_data_that_cannot_be_are_the_peers_error(events: list[RoomFrame], message: str) -> None:
+    """E14: decode keeps no more than its own row holds, and no row that is not whole."""
+    room = Room(stop=0)
+    room.say(*events)
+    assert isinstance(room.machine.error, RemoteProtocolError)
+    assert message in str(room.machine.error)

@@ -38,6 +38,8 @@ from disagg_kv.protocol.diagram import diagram
 from disagg_kv.protocol.frames import (
     Abort,
     AbortAck,
+    AuxPart,
+    AuxTaken,
     ChunkReady,
     Complete,
     Done,
@@ -56,8 +58,8 @@ from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.sending import room_head
 from disagg_kv.protocol.tables import Table
 
-TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, Done, Abort, Drained}
-TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, Complete, Abort, AbortAck, DrainedAck}
+TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, AuxPart, Done, Abort, Drained}
+TO_PREFILL = {Expect, Queued, Grant, Returned, Landed, AuxTaken, Complete, Abort, AbortAck, DrainedAck}
 HERE = {Lost, Gone, Cancel, Tick}
 
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {

@@ -12,6 +12,8 @@ from ...protocol import Codec
 from ...protocol.frames import (
     Abort,
     AbortAck,
+    AuxPart,
+    AuxTaken,
     ChunkReady,
     Complete,
     Done,
@@ -49,6 +51,8 @@ def _frames(head: Head) -> Mapping[type, Frame]:
         StagingRequest(**head, segment=BOX, ask=0, ready=True),
         ChunkReady(**head, segment=BOX, lease=0),
         Done(**head, stop=1, aux=None, tag=b""),
+        AuxPart(**head, offset=0, total=1, data=b"a"),
+        AuxTaken(**head, upto=1),
         Return(**head, segment=BOX, ask=0),
         Returned(**head, segment=BOX, ask=0),
         Queued(**head, segment=BOX),

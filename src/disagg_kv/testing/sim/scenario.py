@@ -175,6 +175,7 @@ class Scenario:
             window=rng.choice((1, 2, 4, 16)),
             tombstones=64,
             parked=rng.choice((1, 64)),
+            aux_part=AUX_BYTES // 3 if seed % 2 else AUX_BYTES,
         )
         lease = slot + 256 * max(p.world for p in prefills)
         slow_kernels = rng.random() < 0.5
