@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
+from typing import Protocol, runtime_checkable
 
 from attrs import frozen
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A function behind :func:`functools.lru_cache`."""
+
+    def cache_clear(self) -> None:
+        """Forget every result."""
+        ...
 
 
 @frozen
@@ -50,7 +61,18 @@ class Mutant:
         code = compile(f"from __future__ import annotations\n{body}", inspect.getfile(function), "exec")
         exec(code, module.__dict__, scope)
         setattr(owner, last, scope[last])
+        _forget()
         try:
             yield
         finally:
             setattr(owner, last, found)
+            _forget()
+
+
+def _forget() -> None:
+    """Drop what the library remembers of its own results: with a bug they are others than without it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("disagg_kv."):
+            for kept in vars(module).values():
+                if isinstance(kept, Remembering):
+                    kept.cache_clear()
