@@ -262,7 +262,7 @@ class Node:
 
     def _notice_exits(self) -> None:
         for epoch in self._exits.ended():
-            self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its process has ended"))
+            self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its process has ended"), ended=True)
         for epoch in self._exits.drained(self.me.transport.caps.drain_s):
             self._gone(epoch)
 
@@ -399,9 +399,9 @@ class Node:
         """Get to know who is at an address."""
         self._peer_effects(self.peers.dial(address, self.now))
 
-    def lose(self, epoch: Epoch, error: DisaggKVError) -> None:
-        """A peer is lost for a reason that the peer table does not see by itself."""
-        self._peer_effects(self.peers.lose(epoch, error))
+    def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> None:
+        """A peer is lost for a reason that the peer table does not see by itself; ``ended``: for good."""
+        self._peer_effects(self.peers.lose(epoch, error, ended=ended))
 
     def _on_lost(self, lost: Lost) -> None:
         assert self.role is not None
@@ -420,7 +420,7 @@ class Node:
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator saw a process end: that is evidence once its last writes must have landed."""
-        self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its end was confirmed"))
+        self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its end was confirmed"), ended=True)
         self._exits.confirm(epoch)
 
     def _gone(self, epoch: Epoch) -> None:

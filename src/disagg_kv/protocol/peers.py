@@ -3,7 +3,8 @@
 An endpoint's life is its epoch. ``Hello`` is repeated towards an address until the endpoint there answers with one that
 names our epoch. Whatever arrives for another life of ours, or from a life we do not know, is counted, dropped and
 answered with ``Hello``, at most once a second and address. A life that is lost stays lost when another life takes its
-address, but one that was only silent may be heard again. A life says the same of itself for ever.
+address, but one that was only silent may be heard again; one whose process has ended is not, whatever of it is still
+under way. A life says the same of itself for ever.
 
 Anybody may send a ``Hello``, so the number of peers is bounded. Who has never named our epoch has perhaps not even the
 address that it gave: it is the first to make room.
@@ -68,6 +69,7 @@ class _Peer:
     proved: bool
     closed: float | None = None
     lost: bool = False
+    ended: bool = False
 
 
 FORGET_AFTER = 20
@@ -171,6 +173,9 @@ class PeerTable:
             self.dropped += 1
             return []
         known = self._peers.get(epoch)
+        if known is not None and known.ended:
+            self.dropped += 1
+            return []
         # Whoever repeats what was admitted need not be looked at again; all of it is compared, but for whom it is to.
         if known is None or structs.replace(known.hello, dst=hello.dst) != hello:
             try:
@@ -287,9 +292,9 @@ class PeerTable:
         """Any other frame: is it from a life we know, to this life of ours?"""
         epoch = Epoch(frame.src)
         peer = self._peers.get(epoch)
-        if peer is None or frame.dst != self._epoch:
+        if peer is None or peer.ended or frame.dst != self._epoch:
             self.dropped += 1
-            if peer is not None and self._may_answer(peer.hello.address, now):
+            if peer is not None and not peer.ended and self._may_answer(peer.hello.address, now):
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
             return False, []
         peer.heard, peer.proved = now, True
@@ -329,10 +334,13 @@ class PeerTable:
             if one is not None:
                 one.closed = None
 
-    def lose(self, epoch: Epoch, error: DisaggKVError) -> list[PeerEffect]:
-        """A transport's report, or an observed exit."""
+    def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> list[PeerEffect]:
+        """A transport's report, or (``ended``) an observed exit: then nothing revives this life."""
         peer = self._peers.get(epoch)
-        if peer is None or peer.lost:
+        if peer is None:
+            return []
+        peer.ended |= ended
+        if peer.lost:
             return []
         peer.lost = True
         return [Lost(epoch, error)]
@@ -360,11 +368,14 @@ class PeerTable:
         for epoch, peer in list(self._peers.items()):
             if peer.lost:
                 if now - peer.heard >= o.silence_s * (FORGET_AFTER if peer.closed is None else 1):
-                    del self._peers[epoch]
+                    if peer.ended:
+                        self._retire(epoch)
+                    else:
+                        del self._peers[epoch]
                     del self._at[peer.hello.address]
                     self._note_absent(peer.hello.address)
                     out.append(Forget(peer.hello.address))
-                elif beat and not peer.proved:
+                elif beat and not peer.proved and not peer.ended:
                     # It may never have heard of us; then it cannot answer what rooms that end still ask of it.
                     out.append(SendTo(peer.hello.address, self._hello(epoch)))
                 continue

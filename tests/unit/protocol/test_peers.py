@@ -274,6 +274,20 @@ def test_a_transports_report_is_loss_once() -> None:
     assert a.lose(epoch(7), error) == []
 
 
+def test_a_life_that_has_ended_is_not_revived_by_what_of_it_is_still_under_way() -> None:
+    """E10: lost by silence or not, known or forgotten by now; another life at its address is welcome."""
+    a = met()
+    assert losses(a.tick(40.0)) != []
+    assert a.lose(epoch(2), PeerLostError("it has ended"), ended=True) == []
+    late = Heartbeat(src=epoch(2), dst=epoch(1))
+    for now in (40.1, 40.1 + FORGET_AFTER * Options().silence_s):
+        assert a.on_frame(late, now) == (False, [])
+        assert a.on_hello(hello(epoch(2), epoch(1), "b"), now) == []
+        a.tick(now)
+    assert (a.epochs(), a.dropped) == ((), 4)
+    assert [e for e in a.on_hello(hello(epoch(3), epoch(1), "b"), 700.0) if isinstance(e, Up)]
+
+
 def test_a_peer_that_stays_lost_is_forgotten_and_may_come_back() -> None:
     """E6: nobody is kept for ever; a long partition is no death."""
     a = met()
