@@ -11,6 +11,7 @@ FLOW = "protocol.sending:Flow."
 MOVER = "endpoints.mover:Mover."
 PREFILL = "endpoints.prefill:PrefillRole."
 DECODE = "endpoints.decode:DecodeRole."
+CLAIM = "prefix.cache:Claim."
 
 BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight", "E1",
@@ -75,5 +76,24 @@ BUGS: Sequence[Mutant] = (
     Mutant("a room that failed succeeds after all", "I6",
            "protocol.delivery:SendRoom.decided", "if self.error is not None or self.done:\n        return []",
            "self.error = None"),
+    Mutant("what a failed room brought is kept as a prefix", "C4",
+           CLAIM + "settle", "if handle.phase is Phase.DONE:", "if True:"),
+    Mutant("rows are kept as a prefix before they have arrived", "C4",
+           CLAIM + "begin", "self._state = _State.AWAITED",
+           "self._state = _State.AWAITED\n    self._insert(self._tokens)"),
+    Mutant("a prefix that a room holds may be evicted", "C4",
+           "prefix.index:HashPrefixIndex._is_free_leaf", "self._refs[page] == 0 and ", ""),
+    Mutant("a claim lets its prefix go when its transfer begins", "C4",
+           CLAIM + "begin", "self._mine = set(taken.tolist())",
+           "self._mine = set(taken.tolist())\n    self._cache.index._drop(self._lock.ids)\n    self._lock.ids = []"),
+    Mutant("ranks agree on the longest prefix", "C3",
+           "rendezvous.minimum:StoreMinimum.agreed", "return min(", "return max("),
+    Mutant("who reads an answer last counts itself twice", "C3",
+           "rendezvous.minimum:StoreMinimum._values", "if question not in self._read:", "if True:"),
+    Mutant("equal hashes are taken for equal prefixes", "C4",
+           "prefix.index:HashPrefixIndex.match",
+           "page is None or self._before[page] != before or self._content[page] != content", "page is None"),
+    Mutant("what is held is sent again", "C1",
+           "endpoints.reception:ReceptionHandle.expect", "Wanted(start, stop,", "Wanted(0, stop,"),
 )  # fmt: skip
 """At least one for each of E1 to E16."""

@@ -30,7 +30,7 @@ class Mutant:
     Args:
         name: what goes wrong, in words.
         where: ``module:Class.method`` or ``module:function``; a property counts as a method.
-        item: which promise it breaks: E1 to E16 of the requirements, or I1 to I8 of the simulator.
+        item: which promise it breaks: a letter and a number of the requirements, or I1 to I8 of the simulator.
     """
 
     name: str

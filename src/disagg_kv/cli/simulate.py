@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError
-from ..testing.sim import EVERY, GATE, FaultClass, Summary, simulate_many, trace
+from ..testing.sim import EVERY, GATE, FaultClass, Kind, Summary, simulate_many, trace
 from ..testing.sim.fault import named
 from .output import Json, JsonFlag, emit, log, progress
 
@@ -77,6 +77,7 @@ def document(
         "ranks_per_seed": s.ranks / s.seeds,
         "segments_per_room": s.landed / max(1, s.finished),
         "faults": {f.name.lower(): s.faults[f] for f in FaultClass if f in allowed},
+        "kinds": {k.name.lower(): s.kinds[k] for k in Kind},
         "trace_digest": s.trace_digest,
     }
 

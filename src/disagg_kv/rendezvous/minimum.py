@@ -16,10 +16,6 @@ _MOST = 1 << 62
 class SharedStore(Store, Protocol):
     """What is used of a ``torch.distributed.Store``, besides what finding each other takes."""
 
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter that begins at 0; what it is then."""
-        ...
-
     def delete_key(self, key: str, /) -> bool:
         """Forget a key."""
         ...
@@ -29,7 +25,7 @@ class StoreMinimum:
     """Settles, per question, on the smallest number that any rank says. Not thread-safe; nothing waits for a rank.
 
     Every rank says its number, then asks until there is an answer. The last one that got it removes the question
-    from the store.
+    from the store. A call that raised ``PeerLostError`` may be repeated, whatever of it had happened.
 
     Args:
         store: a store that every rank reaches.
@@ -52,6 +48,8 @@ class StoreMinimum:
         self._world = world
         self._prefix = prefix
         self._open: dict[str, int] = {}
+        self._read: dict[str, list[bytes]] = {}
+        self._last: set[str] = set()
 
     def say(self, question: str, number: int) -> None:
         """Our number.
@@ -85,18 +83,36 @@ class StoreMinimum:
         """
         if question not in self._open:
             raise LocalProtocolError(f"{question!r}: nothing was said, or it is answered already")
-        keys = [self._key(question, rank) for rank in range(self._world)]
         try:
-            if not self._store.check(keys):
+            values = self._values(question)
+            if values is None:
                 return None
-            values = [self._store.get(key) for key in keys]
-            if self._store.add(self._key(question, "read"), 1) == self._world:
-                for key in (*keys, self._key(question, "read")):
-                    self._store.delete_key(key)
+            self._forget(question)
         except RuntimeError as exc:
             raise self._unreachable(question, exc) from exc
-        del self._open[question]
+        del self._open[question], self._read[question]
         return min(self._number(question, value) for value in values)
+
+    def _values(self, question: str) -> list[bytes] | None:
+        """What all ranks said; read once, as the store may have lost a part of it when we are called again."""
+        if question not in self._read:
+            keys = [self._key(question, rank) for rank in range(self._world)]
+            if not self._store.check(keys):
+                return None
+            self._read[question] = [self._store.get(key) for key in keys]
+        return self._read[question]
+
+    def _forget(self, question: str) -> None:
+        """We have read it, which is marked rank by rank: a counter would count twice who has to try twice."""
+        keys = [self._key(question, f"read {rank}") for rank in range(self._world)]
+        if question not in self._last:
+            self._store.set(keys[self._rank], "1")
+            if not self._store.check(keys):
+                return
+            self._last.add(question)
+        for key in (*keys, *(self._key(question, rank) for rank in range(self._world))):
+            self._store.delete_key(key)
+        self._last.discard(question)
 
     def _key(self, question: str, what: int | str) -> str:
         return f"{self._prefix}/{json.dumps([self._instance, question, what])}"

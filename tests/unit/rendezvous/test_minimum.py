@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -115,3 +116,71 @@ def test_a_store_that_went_away_is_a_lost_peer() -> None:
         ranks.agreed("room")
     with pytest.raises(PeerLostError, match="'other'"):
         ranks.say("other", 5)
+
+
+class Flaky:
+    """A store of which a drawn share of operations fails, before it has happened or after it."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.store = HashStore()
+        self.broken = True
+        self._chance = chance
+
+    def _reach(self) -> None:
+        if self.broken and self._chance.random() < 0.3:
+            raise RuntimeError("not reached")
+
+    def set(self, key: str, value: str, /) -> None:
+        """As the store."""
+        self._reach()
+        self.store.set(key, value)
+        self._reach()
+
+    def get(self, key: str, /) -> bytes:
+        """As the store, which has the key."""
+        self._reach()
+        return bytes(self.store.get(key))
+
+    def check(self, keys: list[str], /) -> bool:
+        """As the store."""
+        self._reach()
+        return bool(self.store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """As the store."""
+        return bytes(self.store.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str, /) -> bool:
+        """As the store."""
+        self._reach()
+        there = self.store.delete_key(key)
+        self._reach()
+        return bool(there)
+
+
+def said(ranks: StoreMinimum, number: int) -> None:
+    """Say it until the store has taken it."""
+    while True:
+        try:
+            return ranks.say("room", number)
+        except PeerLostError:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_tries_again_gets_the_answer(seed: int) -> None:
+    """C3, E7: a store that fails in the middle of any call keeps no rank from the answer, and tells none another."""
+    chance = random.Random(seed)
+    numbers = [chance.randrange(99) for _ in range(1 + seed % 4)]
+    store = Flaky(chance)
+    ranks = [StoreMinimum(store, "decode", Rank(rank), len(numbers)) for rank in range(len(numbers))]
+    for rank, number in zip(ranks, numbers, strict=True):
+        said(rank, number)
+    answers: dict[int, int | None] = {}
+    for turn in range(200):
+        number = turn % len(ranks)
+        store.broken = turn < 100
+        if number not in answers:
+            with suppress(PeerLostError):
+                answers[number] = ranks[number].agreed("room")
+    assert answers == dict.fromkeys(range(len(ranks)), min(numbers))

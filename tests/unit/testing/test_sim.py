@@ -11,7 +11,7 @@ import pytest
 
 from disagg_kv.cli.main import run
 from disagg_kv.errors import UnknownNameError
-from disagg_kv.testing.sim import EVERY, FaultClass, Scenario, Summary, simulate, simulate_many, trace
+from disagg_kv.testing.sim import EVERY, FaultClass, Kind, Scenario, Summary, simulate, simulate_many, trace
 from disagg_kv.testing.sim.fault import named
 from disagg_kv.testing.sim.report import MARKS, UNREACHED
 
@@ -36,6 +36,7 @@ def test_worlds_are_large_enough(summary: Summary) -> None:
     assert summary.rooms >= 3.5 * SEEDS
     assert summary.landed >= 2 * summary.finished
     assert len(summary.faults) >= len(FaultClass) - 2
+    assert len(summary.kinds) >= len(Kind) - 2
     assert len(summary.missing()) < 40
 
 
@@ -87,7 +88,7 @@ def test_a_trace_tells_the_events() -> None:
 def test_what_is_not_reached_is_named() -> None:
     """A run that has reached nothing misses every fault, cell and release."""
     missing = Summary().missing()
-    assert {"fault:drop", "cell:moving/sending/Grant", *MARKS} <= set(missing)
+    assert {"fault:drop", "kind:prefix", "cell:moving/sending/Grant", *MARKS} <= set(missing)
     assert len(UNREACHED) == 7
 
 
@@ -101,6 +102,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["trace_digest"] == second["trace_digest"]
     assert (first["ok"], first["violations"], first["coverage_missing"], first["seeds"]) == (True, 0, None, 10)
     assert first["seeds_per_second"] > 0
+    assert first["kinds"]["prefix"] > 0
     assert run(["simulate", "--seeds", "5", "--faults", "drop,crash"]) == 2
     assert run(["simulate", "--seeds", "2", "--trace"]) == 2
     capsys.readouterr()

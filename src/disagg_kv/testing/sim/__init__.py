@@ -6,6 +6,7 @@ promised and how it is tested".
 """
 
 from .fault import EVERY, FaultClass
+from .kind import Kind
 from .report import GATE, Found, Summary, simulate_many
 from .run import Outcome, simulate, trace
 from .scenario import Scenario
@@ -16,6 +17,7 @@ __all__ = [
     "GATE",
     "FaultClass",
     "Found",
+    "Kind",
     "Outcome",
     "Scenario",
     "Summary",

@@ -101,15 +101,30 @@ class Checks:
         return not isinstance(entry.handle, DeliveryHandle) or entry.handle.held is not None
 
     def _bytes(self, entry: Entry) -> None:
-        """I2: every page of the room holds exactly its rows."""
+        """I2: every page of the room holds exactly its rows, whoever brought them."""
+        name = entry.room.name(entry)
         wrong = entry.node.memory.wrong(entry.pages) if entry.pages else None
         if wrong is not None:
             self._fail(
                 "I2",
                 f"{entry.room.name(entry)}: succeeded with a wrong byte at {wrong} of its pool",
             )
+        self._wire(entry)
+        if entry.room.turn is not None:
+            wrong = entry.node.memory.differs(entry.pages, entry.room.plan.rows, entry.room.truth)
+            if wrong is not None:
+                self._fail("I2", f"{name}: succeeded with a byte at {wrong} that is not its prompt's")
         if entry.aux is not None and entry.node.memory.pool.read_aux(entry.aux) != entry.room.aux:
             self._fail("I2", f"{entry.room.name(entry)}: succeeded with wrong aux data")
+
+    def _wire(self, entry: Entry) -> None:
+        """I2: exactly the bytes of the rows that decode did not hold have landed."""
+        handle, memory = entry.handle, entry.node.memory
+        assert handle is not None
+        lacked = (entry.room.plan.rows - entry.held) * len(memory.lens.columns)
+        if handle.report.nbytes != lacked:
+            moved = f"{handle.report.nbytes} bytes landed, {lacked} were lacking"
+            self._fail("I2", f"{entry.room.name(entry)}: {moved} ({entry.held} rows were held)")
 
     def _decode_succeeds(self, entry: Entry) -> None:
         """I2: prefill learns of success only after decode has everything."""
@@ -197,11 +212,12 @@ class Checks:
             self._fail("I3", f"{len(world.dma.live)} writes are still under way")
         for node in world.nodes:
             self.untouched(node)
-            if not node.memory.check_pages() or len(node.memory.free) != len(node.memory.owners):
-                self._fail(
-                    "I3",
-                    f"{node.address}: {len(node.memory.free)} of {len(node.memory.owners)} pages are free",
-                )
+            kept = 0 if node.prefixes is None else len(node.prefixes.index)
+            free, pages = len(node.memory.free), len(node.memory.owners)
+            if not node.memory.check_pages() or free + kept != pages:
+                self._fail("I3", f"{node.address}: {free} of {pages} pages are free, and {kept} in a cache")
+            if node.prefixes is not None and node.prefixes.index.evictable != kept:
+                self._fail("I3", f"{node.address}: {kept} pages are in a cache, some of them locked")
             ghosts = [t.node.address for t in node.transport.linked() if t.node.confirmed and not t.alive]
             if ghosts and world.scenario.drain_s is not None:
                 self._fail(

@@ -256,7 +256,7 @@ class Dma:
         memory = target.node.memory
         owner = memory.owner_of(ranges[0][3], ranges[0][4])
         pages = sorted({int(memory.lens.page_of[to]) for _, _, _, to, _ in ranges})
-        if owner == 0 or any(memory.owner_of(to, n) != owner for _, _, _, to, n in ranges):
+        if owner <= 0 or any(memory.owner_of(to, n) != owner for _, _, _, to, n in ranges):
             world.violation(
                 "I5",
                 f"{target.node.address}: a write into pages {pages}, which are not one room's",

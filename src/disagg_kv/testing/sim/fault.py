@@ -36,6 +36,7 @@ class FaultClass(Enum):
     CLOCK = "the clock of a process jumps ahead"
     RING = "the ring holds only a few leases"
     QUARANTINE = "writes that are never quiet fill slots and rings"
+    STORE = "the store through which ranks agree is not reached"
     ABORT = "an engine gives a room up, in any state"
     WITHDRAW = "an engine takes pages away and gives others"
 
@@ -88,6 +89,7 @@ _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.UNREACHABLE: (0.1, 0.4),
     FaultClass.KERNEL: (0.01, 0.05),
     FaultClass.QUARANTINE: (0.3, 0.6),
+    FaultClass.STORE: (0.05, 0.3),
     FaultClass.ABORT: (0.1, 0.3, 0.6),
     FaultClass.WITHDRAW: (0.2, 0.5),
 }

@@ -18,6 +18,9 @@ AUX_SLOTS = 8
 FREE = 0
 """Owner of a page that nobody has."""
 
+CACHED = -1
+"""Owner of a page that a prefix cache has: rooms read it, and nothing writes to it."""
+
 
 @lru_cache(1)
 def _noise() -> U8:
@@ -31,12 +34,18 @@ def content(what: bytes, nbytes: int) -> U8:
     return noise[start : start + nbytes]
 
 
+@lru_cache(1024)
+def width_of(model: Model) -> int:
+    """Bytes of a row of the whole cache."""
+    return sum(c.units * c.unit_bytes for cs in spec_of(model).layers.values() for c in cs)
+
+
 def truth(model: Model, room: bytes, life: int, epoch: bytes, rows: int) -> U8:
     """Every byte of a room, ``[rows, bytes of a row]``: a function of room, life, epoch, row, layer, head and byte.
 
     The columns of a row are its layers, in them the components, in those the units.
     """
-    width = sum(c.units * c.unit_bytes for cs in spec_of(model).layers.values() for c in cs)
+    width = width_of(model)
     return content(b"%b %d %b" % (room, life, epoch), rows * width).reshape(rows, width)
 
 
@@ -97,8 +106,9 @@ def lens_of(model: Model, split: Split, rank: int) -> Lens:
 class RankMemory:
     """The pool of one life of a rank.
 
-    ``owners`` says whose each page is (:data:`FREE`, or the number of a room), and ``want`` what every byte should
-    hold once its owner's room has succeeded; pages of nobody keep the noise that they were given when they were freed.
+    ``owners`` says whose each page is (:data:`FREE`, :data:`CACHED`, or the number of a room), and ``want`` what every
+    byte should hold once its owner's room has succeeded; pages of nobody keep the noise that they were given when they
+    were freed.
     """
 
     def __init__(self, model: Model, split: Split, rank: int, name: bytes) -> None:
@@ -158,17 +168,24 @@ class RankMemory:
         bad = self.cells[where] != self.want[where]
         return int(where[bad][0]) if bad.any() else None
 
+    def differs(self, pages: list[int], stop: int, room: U8) -> int | None:
+        """The first byte of the rows ``[0, stop)`` in these pages that is not the room's; None: all are."""
+        rows = np.arange(stop)
+        where = self.lens.places[np.asarray(pages)[rows // self.page_rows], rows % self.page_rows]
+        bad = self.cells[where] != room[:stop, self.lens.columns]
+        return int(where[bad][0]) if bad.any() else None
+
     def touched(self) -> int | None:
-        """The first byte, outside pages that somebody has, that is not as it should be; None: all are."""
+        """The first byte, outside pages that a room has, that is not as it should be; None: all are."""
         if np.array_equal(self.cells, self.want):
             return None
         wrong = np.flatnonzero(self.cells != self.want)
         page = self.lens.page_of[wrong]
-        bad = wrong[(page < 0) | (self.owners[page] == FREE)]
+        bad = wrong[(page < 0) | (self.owners[page] <= FREE)]
         return int(bad[0]) if len(bad) else None
 
     def owner_of(self, offset: int, nbytes: int) -> int:
-        """Whose these bytes are; :data:`FREE` if they are nobody's, or not of one room."""
+        """Whose these bytes are; :data:`FREE` if they are nobody's, or not of one owner."""
         of = self.lens.page_of[offset : offset + nbytes]
         if len(of) == 0 or int(of.min()) < 0:
             return FREE

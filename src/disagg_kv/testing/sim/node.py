@@ -24,6 +24,7 @@ from .network import SimChannel
 from .scenario import Split, shards_of
 
 if TYPE_CHECKING:
+    from .prefixes import Prefixes
     from .world import World
 
 CPU = KERNELS["cpu"]
@@ -155,6 +156,7 @@ class SimNode:
     role: PrefillRole | DecodeRole
     _queue: Sized
     exposes: bool = False
+    prefixes: Prefixes | None = None
     _live: dict[int, Lease]
 
     def __init__(

@@ -19,10 +19,12 @@ from attrs import define, field, frozen
 from ...protocol.base import Finished, Gone, Leased
 from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from .fault import EVERY, FaultClass
+from .kind import Kind
 from .run import Outcome, simulate
 
 GATE = 2000
-"""Seeds from which on everything must have been reached: every fault, every cell of the tables, every release."""
+"""Seeds from which on everything must have been reached: every fault, every kind of request, every cell of the
+tables, every release."""
 
 MARKS = frozenset(
     {
@@ -87,6 +89,7 @@ class Summary:
         found: the first of those.
         events, simulated_s: in all.
         faults: how often each class happened.
+        kinds: how often requests were of each kind.
         rooms, ranks: in all, for the averages.
         landed, finished: segments that landed, and the pairs of room and decode rank that they landed in.
         wall_s, cpu_s: what it took.
@@ -98,6 +101,7 @@ class Summary:
     events: int = 0
     simulated_s: float = 0.0
     faults: Counter[FaultClass] = field(factory=Counter)
+    kinds: Counter[Kind] = field(factory=Counter)
     rooms: int = 0
     ranks: int = 0
     landed: int = 0
@@ -119,6 +123,7 @@ class Summary:
         self.events += outcome.events
         self.simulated_s += outcome.seconds
         self.faults += outcome.faults
+        self.kinds += outcome.kinds
         self.rooms += outcome.rooms
         self.ranks += outcome.ranks
         self.landed += sum(outcome.segments)
@@ -136,7 +141,8 @@ class Summary:
         """Everything that a gate run must have reached and this one has not."""
         cells = [f"cell:{s.value}/{type(s).__name__.lower()}/{e.__name__}" for s, e in self._unseen()]
         faults = [f"fault:{f.name.lower()}" for f in FaultClass if f not in self.faults]
-        return [*faults, *cells, *sorted(MARKS - self.marks)]
+        kinds = [f"kind:{k.name.lower()}" for k in Kind if k not in self.kinds]
+        return [*faults, *kinds, *cells, *sorted(MARKS - self.marks)]
 
     def _unseen(self) -> Iterator[tuple[Enum, type]]:
         return (cell for cell in chain(RECEIVING, SENDING) if cell not in self.cells and cell not in UNREACHED)

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from ...protocol.machine import Machine
 from .fault import EVERY, FaultClass
+from .kind import Kind
 from .scenario import Scenario
 from .world import Violation, World
 
@@ -27,6 +28,7 @@ class Outcome:
         events: how many there were.
         seconds: simulated.
         faults: how often each class happened.
+        kinds: how often requests were of each kind.
         marks: which releases and rare ways were seen.
         cells: of the transition tables, as ``(state, event)``.
         rooms, ranks: how many.
@@ -39,6 +41,7 @@ class Outcome:
     events: int
     seconds: float
     faults: Counter[FaultClass]
+    kinds: Counter[Kind]
     marks: frozenset[str]
     cells: frozenset[tuple[Enum, type]]
     rooms: int
@@ -70,6 +73,7 @@ def simulate(
         world.events,
         world.now,
         world.hits,
+        world.kinds,
         frozenset(world.marks),
         frozenset(cells),
         len(scenario.requests),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ...geometry import CacheSpec, Component, Shard, Site, shard, stages
 from ...ids import RoomId
@@ -13,8 +13,12 @@ from ...memory import PagedPool
 from ...memory.paged import Layout
 from ...protocol import Options, Verify
 from .fault import FaultClass, survives, swarm
+from .talks import Prompt, Talk, converse
 
 AUX_BYTES = 8
+
+PREFIXES = 0.25
+"""Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
 
 @frozen
@@ -92,6 +96,7 @@ class Request:
         abort_decode, abort_prefill: seconds after which one rank of that side gives up; None: never.
         withdraw: seconds after which prefill is preempted; None: never.
         total_s: its deadline.
+        prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
 
     room: RoomId
@@ -109,12 +114,14 @@ class Request:
     abort_prefill: float | None
     withdraw: float | None
     total_s: float
+    prompt: Prompt | None = None
 
 
 @frozen
 class Scenario:
     """Everything that is drawn before the first event; equal seeds and faults give equal scenarios.
 
+    ``talks`` are empty where nobody keeps prefixes; with ``collisions``, unequal prefixes have equal hashes.
     Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
     """
 
@@ -139,6 +146,8 @@ class Scenario:
     faults: dict[FaultClass, float]
     faults_until: float
     requests: tuple[Request, ...]
+    talks: tuple[Talk, ...]
+    collisions: bool
 
     @property
     def ranks(self) -> int:
@@ -182,13 +191,20 @@ class Scenario:
         decode_path = rng.choice(("auto", "auto", "staged"))
         prefill_paths = ("auto", "staged") if decode_path == "staged" else ("auto", "staged", "staged", "slice")
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
+        talks: tuple[Talk, ...] = ()
+        if rng.random() < PREFIXES:
+            space = min(split.pages * split.page_rows for split in (*prefills, decode))
+            talks, requests = converse(rng, requests, space, decode.page_rows)
+            if not survives(faults):
+                decode = evolve(decode, pages=decode.pages // rng.choice((1, 2, 4)))
+        selection = "+incremental" if talks else ""
         return cls(
             seed=seed,
             model=model,
             prefills=prefills,
             decode=decode,
-            prefill_paths=tuple(rng.choice(prefill_paths) for _ in prefills),
-            decode_path=decode_path,
+            prefill_paths=tuple(rng.choice(prefill_paths) + selection for _ in prefills),
+            decode_path=decode_path + selection,
             layers_together=rng.choice((None, None, 1, 2)),
             verify="off" if slow_kernels else rng.choice(("off", "sampled", "full")),
             slot_bytes=slot,
@@ -204,6 +220,8 @@ class Scenario:
             faults=faults,
             faults_until=2.0 if stuck else rng.choice((0.1, 0.5, 2.0)),
             requests=requests,
+            talks=talks,
+            collisions=rng.random() < 0.1,
         )
 
 

@@ -16,12 +16,15 @@ from ...errors import DisaggKVError, QuarantineFullError
 from ...geometry import PageTable
 from ...ids import GroupId, LayerId
 from ...memory import U8, Event
+from ...prefix import Claim
 from ...protocol import Phase
 from ...rendezvous import Source
 from .fault import FaultClass
 from .memory import truth
 from .node import SimEvent, SimNode
+from .prefixes import said
 from .scenario import AUX_BYTES, Request
+from .turns import Turn
 
 if TYPE_CHECKING:
     from .world import World
@@ -41,6 +44,8 @@ class Entry:
     pages: list[int] = field(factory=list)
     given: int = 0
     aux: int | None = None
+    claim: Claim | None = None
+    held: int = 0
     phase: Phase | None = None
     error: DisaggKVError | None = None
     freed: bool = False
@@ -55,7 +60,7 @@ class Entry:
     @property
     def over(self) -> bool:
         """Nothing more happens to it: it is ended and free, was never opened, or its process is gone."""
-        return self.freed or self.refused or not self.node.alive
+        return (self.freed and self.claim is None) or self.refused or not self.node.alive
 
 
 class Room:
@@ -70,7 +75,12 @@ class Room:
         self.given_up = False
         head = self.prefill[0].node
         self.source = Source(head.instance)
-        self.truth: U8 = truth(world.scenario.model, plan.room, number, head.epoch, plan.rows)
+        model, prompt, self.turn = world.scenario.model, plan.prompt, None
+        if prompt is None:
+            self.truth: U8 = truth(model, plan.room, number, head.epoch, plan.rows)
+        else:
+            talk = said(model, world.scenario.talks, prompt.talk, world.scenario.seed)
+            self.truth, self.turn = talk.truth, Turn(self, prompt, talk)
         self.tag = self.truth[0].tobytes()[:8] if plan.rows else b"empty"
         self.aux = (plan.room + bytes([number]))[:AUX_BYTES]
         self._begin()
@@ -84,6 +94,13 @@ class Room:
     def over(self) -> bool:
         """Every rank has ended and freed its pages."""
         return all(entry.over for entry in self.entries)
+
+    def before(self, plan: Request) -> bool:
+        """Whether another request begins only after this one is over."""
+        if plan.room == self.plan.room:
+            return True
+        mine, prompt = self.plan.prompt, plan.prompt
+        return mine is not None and prompt is not None and prompt.waits and prompt.talk == mine.talk
 
     def _begin(self) -> None:
         world, plan, rng = self.world, self.plan, self.world.random
@@ -130,6 +147,9 @@ class Room:
             return
         assert isinstance(handle, ReceptionHandle)
         memory = node.memory
+        if self.turn is not None and (memory.aux or not plan.aux):
+            self.turn.match(entry)
+            return
         need = -(-plan.rows // memory.page_rows)
         pages = memory.take(self.number, need)
         if pages is None or (plan.aux and not memory.aux):
@@ -356,9 +376,13 @@ class Room:
             entry.freed = True
             if entry.aux is not None:
                 entry.node.memory.aux.append(entry.aux)
-            entry.node.memory.give(entry.pages)
+            if entry.claim is not None and self.turn is not None:
+                self.turn.released(entry)
+            else:
+                entry.node.memory.give(entry.pages)
             entry.pulling = None
-            entry.pages = []
+            if entry.claim is None:
+                entry.pages = []
             world.entries.pop(id(handle), None)
             entry.handle = None
             world.check.freed(entry)

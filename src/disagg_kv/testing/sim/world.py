@@ -20,8 +20,10 @@ from ...transports.process import Process
 from .check import Checks
 from .dma import Dma, SimTransport
 from .fault import FaultClass
+from .kind import Kind
 from .network import Network
 from .node import SimNode
+from .prefixes import Prefixes, SimStore
 from .rumours import Rumours
 from .scenario import Scenario, Split
 from .workload import Entry, Room
@@ -71,6 +73,7 @@ class World:
         self.known_at = 0.0
         self.bound = scenario.faults_until + SETTLE_S
         self.hits: Counter[FaultClass] = Counter()
+        self.kinds: Counter[Kind] = Counter()
         self.marks: set[str] = set()
         self.violations: list[Violation] = []
         self.segments: list[int] = []
@@ -82,6 +85,7 @@ class World:
         self.rooms: list[Room] = []
         self.dead: list[SimNode] = []
         self.rendezvous = StaticRendezvous()
+        self.store = SimStore(self)
         self.check = Checks(self)
         self._trace = trace
         self._digest = blake2b(digest_size=16)
@@ -150,6 +154,11 @@ class World:
         if self._trace is not None:
             self._trace(f"{self.now:9.4f} FAULT {fault.name.lower()}: {fault.value}")
 
+    def saw(self, kind: Kind) -> None:
+        """A request did something of this kind."""
+        self.kinds[kind] += 1
+        self.note("kind", kind.name.lower(), "", b"")
+
     def mark(self, name: str) -> None:
         """Something that a gate run must have seen."""
         self.marks.add(name)
@@ -189,10 +198,18 @@ class World:
         for rank in range(split.world):
             node = SimNode(self, first + rank, side, f"{group} life {life}", split, rank, life)
             self.places[node.address] = node
+            if self.scenario.talks and side == "decode":
+                self._keep_prefixes(node)
             self.network.opened(node.address)
             self.touch(node)
             nodes.append(node)
         self._groups[group] = nodes
+
+    def _keep_prefixes(self, node: SimNode) -> None:
+        """A decode rank has a cache of its own, which forgets things at bad moments."""
+        node.prefixes = prefixes = Prefixes(self, node)
+        for _ in range(self.random.choice((0, 2, 6, 12))):
+            self.later(self.random.random() * self.random.choice((0.1, 0.6)), prefixes.evict)
 
     def _plan_faults(self) -> None:
         faults, rng = self.scenario.faults, self.random
@@ -319,7 +336,7 @@ class World:
     def _next_room(self) -> None:
         """The next request whose id is not in use begins; the others wait."""
         for plan in self._waiting:
-            if all(room.over for room in self.rooms if room.plan.room == plan.room):
+            if all(room.over for room in self.rooms if room.before(plan)):
                 self._waiting.remove(plan)
                 if any(room.plan.room == plan.room for room in self.rooms):
                     self.mark("room:id used again")
@@ -333,6 +350,12 @@ class World:
 
     def run(self) -> None:
         """Until everything is at rest, a rule does not hold, or it takes too long."""
+        try:
+            self._run()
+        except Exception as exc:
+            self.violation("I7", f"a call of an engine failed: {exc!r}")
+
+    def _run(self) -> None:
         heap = self._heap
         self._turns()
         while not self.violations:

@@ -1,0 +1,20 @@
+"""What requests can be like: each kind must occur in a run that is held to its coverage."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(Enum):
+    """Something that requests of some worlds do. The value says what."""
+
+    PREFIX = "only what follows a held prefix crosses"
+    FULL_HIT = "nothing of the tokens crosses, as all of them are held"
+    UNEQUAL = "ranks of decode hold different prefixes, and settle on the shortest"
+    SHARED = "a prefix that another conversation brought is held"
+    TWICE = "a page arrives that the cache has already"
+    EVICTED = "a cache forgets pages that nobody holds"
+    EVICTED_FOR = "a cache forgets pages because a request needs them"
+    EVICTED_DURING = "a cache forgets pages while requests hold others of it"
+    GENERATED = "rows that decode computed itself are held later"
+    FAILED = "a request with a held prefix fails, and what it brought is not held"

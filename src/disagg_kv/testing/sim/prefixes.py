@@ -1,0 +1,175 @@
+"""The prefix cache of a simulated decode rank: the real index, claims and agreement, over shadowed pages."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from ...geometry import I32
+from ...ids import Rank
+from ...memory import U8
+from ...prefix import HashPrefixIndex, PrefixCache, blake, namespace_of
+from ...rendezvous import StoreMinimum
+from .fault import FaultClass
+from .kind import Kind
+from .memory import CACHED, RankMemory, content, width_of
+from .scenario import Model
+from .talks import MOST, Talk
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+
+ROWS = MOST + 56
+"""More rows than a prompt and its answer have."""
+
+
+@frozen(eq=False)
+class Said:
+    """What is said in a conversation, and the bytes that belong to it.
+
+    Args:
+        tokens: ids ``[ROWS]``; two conversations have one in common exactly where all before it are common too.
+        truth: ``[ROWS, bytes of a row]``: a function of the tokens so far, layer, head and byte.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    truth: U8
+
+
+@lru_cache(64)
+def said(model: Model, talks: tuple[Talk, ...], number: int, seed: int) -> Said:
+    """All that could be said in a conversation."""
+    width = width_of(model)
+    tokens = ROWS * (number + 1) + np.arange(ROWS)
+    truth = content(b"talk %d %d" % (number, seed), ROWS * width).reshape(ROWS, width)
+    fork = talks[number].fork
+    if fork:
+        before = said(model, talks, talks[number].parent, seed)
+        tokens = np.concatenate([before.tokens[:fork], tokens[fork:]])
+        truth = np.concatenate([before.truth[:fork], truth[fork:]])
+    return Said(tokens, truth)
+
+
+class SimStore:
+    """A store that every process reaches, or as a fault does not; satisfies ``SharedStore``."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.values: dict[str, bytes] = {}
+
+    def _reach(self) -> None:
+        """An operation may fail before it has happened, and after it."""
+        if self._world.faulty and self._world.chance(FaultClass.STORE):
+            self._world.hit(FaultClass.STORE)
+            raise RuntimeError("sim: the store was not reached")
+
+    def set(self, key: str, value: str, /) -> None:
+        """Keep a value."""
+        self._reach()
+        self.values[key] = value.encode()
+        self._reach()
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Keep a value where another one is, or where none is and none is expected; what is there then."""
+        self._reach()
+        if self.values.get(key, b"").decode() == expected:
+            self.values[key] = value.encode()
+        return self.values.get(key, expected.encode())
+
+    def get(self, key: str, /) -> bytes:
+        """A value that is there."""
+        self._reach()
+        return self.values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        self._reach()
+        return all(key in self.values for key in keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
+        self._reach()
+        there = self.values.pop(key, None) is not None
+        self._reach()
+        return there
+
+
+class SimPages:
+    """The free pages of a rank; satisfies :class:`~disagg_kv.prefix.Pages`. Who takes some is said in ``owner``."""
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._memory = memory
+        self.owner = 0
+
+    @property
+    def free(self) -> int:
+        """How many there are."""
+        return len(self._memory.free)
+
+    def take(self, count: int, /) -> I32:
+        """Pages for ``owner``."""
+        taken = self._memory.take(self.owner, count)
+        assert taken is not None
+        return np.array(taken, np.int32)
+
+    def give(self, pages: I32, /) -> None:
+        """Pages are nobody's again, and hold noise at once."""
+        if len(pages):
+            self._memory.give(pages.tolist())
+
+
+def _few(data: bytes) -> bytes:
+    """A digest of two bits: unequal prefixes collide all the time."""
+    return bytes([blake(data)[0] & 3])
+
+
+class Prefixes:
+    """What one life of a decode rank holds."""
+
+    def __init__(self, world: World, node: SimNode) -> None:
+        site = node.memory.pool.site
+        digest = _few if world.scenario.collisions else blake
+        split = node.split
+        self._world = world
+        self._node = node
+        self.pages = SimPages(node.memory)
+        self.index = HashPrefixIndex(split.page_rows, split.pages, namespace_of(site.spec), digest)
+        self.cache = PrefixCache(self.index, self.pages, site)
+        self.minimum = StoreMinimum(world.store, node.instance, Rank(node.rank), split.world)
+
+    def known(self) -> list[int]:
+        """The pages that the index has."""
+        return sorted(self.index._at.values())
+
+    def settled(self) -> None:
+        """Claims have changed: the index's pages are its own from now on, and its accounts agree with themselves."""
+        self._node.memory.owners[self.known()] = CACHED
+        self.check()
+
+    def check(self) -> None:
+        """I3: the index agrees with itself, and every page is free, known, or some room's."""
+        try:
+            self.index.check_integrity()
+        except AssertionError as exc:
+            self._world.violation("I3", f"{self._node.address}: the prefix index: {exc!r}")
+        memory = self._node.memory
+        if not memory.check_pages() or set(self.known()) & set(memory.free):
+            self._world.violation("I3", f"{self._node.address}: pages are free and in the index, or neither")
+
+    def evict(self) -> None:
+        """Forget one page, a few, or all that nobody holds."""
+        if not self._node.alive or not self.index.evictable:
+            return
+        held = len(self.index) > self.index.evictable
+        most = self._world.random.choice((1, 1, 2, 5, len(self.index)))
+        self.pages.give(self.index.evict(most))
+        self._world.saw(Kind.EVICTED)
+        if held:
+            self._world.saw(Kind.EVICTED_DURING)
+        self.check()

@@ -1,0 +1,71 @@
+"""Conversations: prompts that begin like earlier ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attrs import evolve, frozen
+
+if TYPE_CHECKING:
+    from .scenario import Request
+
+MOST = 200
+"""Rows of a prompt."""
+
+
+@frozen
+class Talk:
+    """A conversation: up to row ``fork`` it is the one with number ``parent``, and different from all others after."""
+
+    parent: int
+    fork: int
+
+
+@frozen
+class Prompt:
+    """Which prompt a request has.
+
+    Args:
+        talk: the number of its conversation; its rows say how far that has come.
+        waits: until the earlier requests of the conversation are over.
+        answer: rows that decode computes after it, which stay in its pages.
+    """
+
+    talk: int
+    waits: bool
+    answer: int
+
+
+def converse(
+    rng: random.Random, requests: Sequence[Request], space: int, page: int
+) -> tuple[tuple[Talk, ...], tuple[Request, ...]]:
+    """Make requests turns of conversations, of which some begin like others (a system prompt, or an edited message).
+
+    Args:
+        rng: of the scenario.
+        requests: as drawn; their rows become those of the first turns.
+        space: rows of the smallest pool: all prompts together must fit.
+        page: rows of a page of decode.
+    """
+    most = min(MOST, space // len(requests) - 16)
+    talks: list[Talk] = []
+    reached: list[int] = []
+    turns: list[Request] = []
+    for request in requests:
+        if not talks or rng.random() < 0.35:
+            parent = rng.randrange(len(talks)) if talks else 0
+            fork = rng.randint(0, reached[parent]) if talks else 0
+            talks.append(Talk(parent, fork))
+            reached.append(fork)
+            talk, more = len(talks) - 1, max(1, request.rows * rng.choice((1, 1, 2)) // 2)
+        else:
+            talk = rng.randrange(len(talks))
+            more = rng.choice((0, 1, page, rng.randint(1, 3 * page), 1 + request.rows // 3))
+        reached[talk] = rows = max(1, min(most, reached[talk] + more))
+        cuts = rng.randint(0, len(request.edges))
+        edges = sorted({rng.randint(1, rows) for _ in range(cuts)} | {rows})
+        prompt = Prompt(talk, waits=rng.random() < 0.75, answer=rng.choice((0, 0, 1, page, 2 * page + 1)))
+        turns.append(evolve(request, rows=rows, edges=tuple(edges), prompt=prompt))
+    return tuple(talks), tuple(turns)
