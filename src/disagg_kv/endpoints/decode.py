@@ -329,12 +329,13 @@ class DecodeRole:
 
     def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
         moved = freed = False
+        votes: list[Vote] = []
         for effect in effects:
             match effect:
                 case Send():
                     self._node.send(effect)
-                case Vote(ok, reason):
-                    self._node.vote(room.key, ok, reason)
+                case Vote():
+                    votes.append(effect)
                 case Reserve():
                     self._reserve(room, effect)
                 case Free(segment):
@@ -357,6 +358,9 @@ class DecodeRole:
         if freed:
             self._grant()
         self._publish(room)
+        # May be decided, and told to the engine, at once: not before everything else has been done.
+        for vote in votes:
+            self._node.vote(room.key, vote.ok, vote.reason)
 
     def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:
         key = (room.key, effect.segment)

@@ -448,17 +448,21 @@ class PrefillRole:
 
     def _apply(self, room: _Room, effects: Sequence[Effect]) -> None:
         assert self.mover is not None
+        votes: list[Vote] = []
         for effect in effects:
             match effect:
                 case Send():
                     self._node.send(effect)
-                case Vote(ok, reason):
-                    self._node.vote(room.key, ok, reason)
+                case Vote():
+                    votes.append(effect)
                 case Transfer():
                     self.mover.add(room.key, effect)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
+        # May be decided, and told to the engine, at once: not before everything else has been done.
+        for vote in votes:
+            self._node.vote(room.key, vote.ok, vote.reason)
 
     def _publish(self, room: _Room) -> None:
         machine = room.machine

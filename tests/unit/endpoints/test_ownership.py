@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
+from disagg_kv.channels import Channel
 from disagg_kv.errors import DeadlineError, QuarantineFullError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
@@ -15,7 +19,7 @@ from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Prefills, Request, Rig, put, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
+from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport, Unreliable
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 
@@ -40,6 +44,45 @@ def poison(request: Request) -> None:
 
 
 HELD = [Fault.LATE, Fault.DELAYED, Fault.UNACKNOWLEDGED]
+
+
+class _Sending(Unreliable):
+    """A channel that does something before each frame: what another thread could do at that moment."""
+
+    def __init__(self, inner: Channel, look: Callable[[], None]) -> None:
+        super().__init__(inner, lambda number, address: (0,))
+        self._look = look
+
+    def send(self, address: str, frame: bytes) -> bool:
+        self._look()
+        return super().send(address, frame)
+
+
+def test_whoever_sees_a_room_fail_sees_its_leases_in_quarantine() -> None:
+    """E1: the outcome is not told, to no thread, before all that follows from it is done."""
+    seen: list[tuple[Phase, bool, int]] = []
+
+    def look() -> None:
+        for handle in request.receives:
+            seen.append((handle.phase, handle.released, decodes[0].endpoint.quarantined_bytes))
+
+    rig = Rig(SPEC)
+    transports, memory = faulty({0: Fault.DELAYED}.get)
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=Memory(channel=partial(_Sending, look=look)), strategy="staged")
+    request = rig.request("room", prefills, decodes, 12)
+    request.start(12)
+    rig.until(lambda: bool(transports[0].held), "the held write")
+    request.receives[0].abort("changed my mind")
+    request.failed()
+    rig.wait(2.0)
+    look()
+    lease = decodes[0].endpoint.leased_bytes
+    assert {one for one in seen if one[0] is Phase.FAILED} == {(Phase.FAILED, True, lease)}
+    assert lease > 0
+    transports[0].release()
+    rig.quiet()
+    rig.close()
 
 
 @pytest.mark.parametrize("fault", HELD)
