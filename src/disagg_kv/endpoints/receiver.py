@@ -48,7 +48,8 @@ class DecodeEndpoint:
         strategy: the path that prefill may take, or ``"auto"``: any that works with our memory. A path that exposes
             pages keeps an aborted room's pages until there is evidence that nobody writes to them. With
             ``"+incremental"``, :meth:`~disagg_kv.endpoints.base.Reception.expect` takes held prefixes.
-        ring_bytes: bytes of the staging ring; None: 64 MiB on a CPU, 4 GiB on a GPU.
+        ring_bytes: bytes of the staging ring, of which a segment takes an eighth at most; None: 256 MiB on a CPU, 4 GiB
+            on a GPU.
         verify: how many segments we compare with checksums of prefill's, ``"off"``, ``"sampled"`` or ``"full"``;
             those that prefill's own wish makes it send are compared too.
         scatter_bytes_per_s: how fast what arrives may be scattered into pages, so that it does not hold up what is
@@ -96,7 +97,7 @@ class DecodeEndpoint:
         pace = None if scatter_bytes_per_s is None else ScatterPace(scatter_bytes_per_s)
         movers = ready_kernels(pool, kernels)
         if ring_bytes is None:
-            ring_bytes = 64 << 20 if device == "cpu" else 4 << 30
+            ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
         ring = RingStagingAllocator(ring_bytes)
         memory = new_staging(transport, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)

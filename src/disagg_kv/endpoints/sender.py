@@ -48,7 +48,7 @@ class PrefillEndpoint:
         schedule: in place of the one that ``strategy`` names, for example ``LayerPipelined(fixed=4)``; equal on all
             ranks.
         uses: what the engine does in every forward pass that may forbid to send single layers.
-        slot_bytes: bytes of a staging slot; None: 4 MiB on a CPU, 64 MiB on a GPU. Equal on all ranks.
+        slot_bytes: bytes of a staging slot; None: 16 MiB on a CPU, 64 MiB on a GPU. Equal on all ranks.
         slots: how many there are.
         verify: how many segments decode shall compare with checksums of ours, ``"off"``, ``"sampled"`` or ``"full"``;
             decode's own wish counts too.
@@ -91,7 +91,7 @@ class PrefillEndpoint:
         device = pool.buffers[0].device
         movers = ready_kernels(pool, kernels)
         if slot_bytes is None:
-            slot_bytes = 4 << 20 if device == "cpu" else 64 << 20
+            slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
         staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
         regions = transport.register([*pool.buffers, staging])
         known = paths()
