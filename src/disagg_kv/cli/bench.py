@@ -11,14 +11,13 @@ from rich.text import Text
 
 from .bench_pipeline import pipeline
 from .bench_prefix import prefix
+from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Transport, Verify
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
     from ..bench import TransferReport
 
 Order = Literal["NHD", "HND"]
-Device = Literal["cpu", "cuda"]
-Verify = Literal["off", "sampled", "full"]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,9 +35,7 @@ def bench() -> None:
 
 
 def transfer(
-    transport: Annotated[
-        str | None, typer.Option(help="A registered transport's name; else shm for the CPU, cuda_ipc for GPUs.")
-    ] = None,
+    transport: Transport = None,
     device: Annotated[
         Device, typer.Option(help="Where the caches lie: cpu, or cuda: as many GPUs as there are.")
     ] = "cpu",
@@ -46,12 +43,12 @@ def transfer(
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel prefill ranks.")] = 4,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel decode ranks.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")] = 1024,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, help="K and V heads of a layer.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Elements of one head.")] = 128,
+    layers: Layers = 32,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 128,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
-    decode_page_size: Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")] = None,
+    page_size: PageSize = 64,
+    decode_page_size: DecodePageSize = None,
     layout: Annotated[Order, typer.Option(help="Order inside a page.")] = "NHD",
     decode_layout: Annotated[Order | None, typer.Option(help="The same for decode, where it differs.")] = None,
     announced: Annotated[

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from .options import HeadDim, KvHeads, Layers
 from .output import JsonFlag, emit, progress
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ def pipeline(
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel prefill ranks.")] = 2,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel decode ranks.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request whose ratios are set.")] = 1024,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, help="K and V heads of a layer.")] = 4,
-    head_dim: Annotated[int, typer.Option(min=1, help="Elements of one head.")] = 64,
+    layers: Layers = 32,
+    kv_heads: KvHeads = 4,
+    head_dim: HeadDim = 64,
     compute: Annotated[float, typer.Option(help="Emulated seconds to compute that request.")] = 0.4,
     ratios: Annotated[str, typer.Option(help="Comma-separated: seconds of wire per second of compute.")] = "0.5,1,2",
     lengths: Annotated[str, typer.Option(help="Comma-separated: prompts of the sweep, in tokens.")] = (

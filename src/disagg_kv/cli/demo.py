@@ -5,21 +5,18 @@ from __future__ import annotations
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from .options import DecodePageSize, Device, Layers, PageSize, Transport, Verify
 from .output import Json, JsonFlag, emit, progress
 
 if TYPE_CHECKING:
     from ..engines.hf.demo import DemoConfig, Report
-
-
-Verify = Literal["off", "sampled", "full"]
-Device = Literal["cpu", "cuda"]
 
 
 class Inject(StrEnum):
@@ -39,52 +36,54 @@ class Model(StrEnum):
     window = "window"
 
 
+ModelOption = Annotated[
+    Model, typer.Option(help="Llama; latents (DeepSeek-V3); states (Qwen3-Next, Falcon-H1); a window (Qwen3).")
+]
+PrefillHost = Annotated[
+    str, typer.Option(help="Prefill's address for decode; off 127.0.0.1 only control frames are encrypted.")
+]
+DecodeLaunch = Annotated[
+    str, typer.Option(help="Words before decode's command, for another network here: 'ip netns exec b'.")
+]
+Turns = Annotated[
+    int, typer.Option(min=1, help="Prompts of each; a later one is all that was said before, and 48 tokens more.")
+]
+InjectOption = Annotated[
+    Inject | None,
+    typer.Option(help="Make it wrong on purpose: KV heads 0 and 1 are gathered for each other; signs change."),
+]
+LayerGroup = Annotated[int, typer.Option(min=1, help="Layers that cross together, with the schedule layer_pipelined.")]
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command()(demo)
 
 
 def demo(
-    model: Annotated[
-        Model, typer.Option(help="Llama; latents (DeepSeek-V3); states (Qwen3-Next, Falcon-H1); a window (Qwen3).")
-    ] = Model.llama,
+    model: ModelOption = Model.llama,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a prefill stage.")] = 4,
     prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of prefill.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a decode stage.")] = 1,
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
     strategy: Annotated[str, typer.Option(help="How the cache crosses: staged, slice, direct, auto ...")] = "staged",
-    transport: Annotated[
-        str | None, typer.Option(help="A registered transport's name; else shm for the CPU, cuda_ipc for GPUs.")
-    ] = None,
+    transport: Transport = None,
     device: Annotated[Device, typer.Option(help="Where models and caches lie; cuda: on all GPUs there are.")] = "cpu",
-    transport_module: Annotated[
-        str | None, typer.Option(help="A module to import first, which registers the transport.")
-    ] = None,
-    prefill_host: Annotated[
-        str, typer.Option(help="Prefill's address for decode; off 127.0.0.1 only control frames are encrypted.")
-    ] = "127.0.0.1",
+    transport_module: Annotated[str | None, typer.Option(help="A module that registers the transport.")] = None,
+    prefill_host: PrefillHost = "127.0.0.1",
     decode_host: Annotated[str, typer.Option(help="Decode's address for prefill.")] = "127.0.0.1",
-    decode_launch: Annotated[
-        str, typer.Option(help="Words before decode's command, for another network here: 'ip netns exec b'.")
-    ] = "",
+    decode_launch: DecodeLaunch = "",
     requests: Annotated[int, typer.Option(min=1, help="How many conversations.")] = 4,
-    turns: Annotated[
-        int, typer.Option(min=1, help="Prompts of each; a later one is all that was said before, and 48 tokens more.")
-    ] = 1,
+    turns: Turns = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the shortest prompt.")] = 384,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass of prefill.")] = 150,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 16,
-    decode_page_size: Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
+    page_size: PageSize = 16,
+    decode_page_size: DecodePageSize = None,
+    layers: Layers = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the model; both TP sizes divide it.")] = 8,
-    inject: Annotated[
-        Inject | None,
-        typer.Option(help="Make it wrong on purpose: KV heads 0 and 1 are gathered for each other; signs change."),
-    ] = None,
-    layer_group: Annotated[
-        int, typer.Option(min=1, help="Layers that cross together, with the schedule layer_pipelined.")
-    ] = 1,
+    inject: InjectOption = None,
+    layer_group: LayerGroup = 1,
     trace: Annotated[Path | None, typer.Option(help="Write what the endpoints did when, for ui.perfetto.dev.")] = None,
     verify: Annotated[Verify, typer.Option(help="Compare what arrives with checksums.")] = "off",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until it gives up.")] = 300.0,
@@ -95,7 +94,7 @@ def demo(
     A model with random weights runs prefill on some processes and decode on others; one more
     process runs the whole model. Exit code 0: the same tokens, and every byte where it belongs.
     """
-    from ..engines.hf.demo import DemoConfig, run_demo, steps
+    from ..engines.hf.demo import DemoConfig
     from ..transports import default_transport
 
     config = DemoConfig(
@@ -126,12 +125,23 @@ def demo(
         verify=verify,
         timeout_s=timeout,
     )
+    _show(config, _run(config), as_json=as_json)
+
+
+def _run(config: DemoConfig) -> Report:
+    """Run it behind a progress bar."""
+    from ..engines.hf.demo import run_demo, steps
+
     with progress() as bar:
         task = bar.add_task("starting", total=steps(config))
-        report = run_demo(
+        return run_demo(
             config, lambda told: bar.update(task, advance=1, description=f"{told.role} {told.rank}: {told.kind}")
         )
-    tables = [_moved(config, report), _ranks(report), *([_turns(report)] if turns > 1 else ())]
+
+
+def _show(config: DemoConfig, report: Report, *, as_json: bool) -> None:
+    """Print the report; exit with 1 if anything was wrong."""
+    tables = [moved(config, report), _ranks(report), *([_turns(report)] if config.turns > 1 else ())]
     emit(document(report), *tables, verdict(report), as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -155,7 +165,8 @@ def verdict(report: Report) -> Text:
     return Text("OK: the tokens are those of one process, and every byte is right", "green")
 
 
-def _moved(config: DemoConfig, report: Report) -> Table:
+def moved(config: DemoConfig, report: Report) -> Table:
+    """What crossed, and how."""
     stages = "" if report.prefill_pp == report.decode_pp == 1 else f", PP {report.prefill_pp} -> {report.decode_pp}"
     split = f"TP {report.prefill_tp} -> {report.decode_tp}{stages}"
     table = Table("what", "", title=f"{report.model}, {split}, {report.strategy}, {report.transport}")

@@ -13,6 +13,7 @@ from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, shard, stages
 from ..planning import Batch, CostModel, Explanation, Groups, LayerRun, Pace, PairPlan, explain
 from ..strategies import LayerPipelined
+from .options import DecodePageSize, Layers, PageSize
 from .output import Json, JsonFlag, emit
 
 MIB = 1 << 20
@@ -26,15 +27,15 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")],
+    layers: Layers,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")],
     kv_heads: Annotated[int | None, typer.Option(min=1, help="K and V heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one K head.")] = None,
     v_head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one V head; default: as K.")] = None,
     mla_latent: Annotated[int | None, typer.Option(min=1, help="Elements of an MLA latent, in place of heads.")] = None,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 64,
-    decode_page_size: Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")] = None,
+    page_size: PageSize = 64,
+    decode_page_size: DecodePageSize = None,
     order: Annotated[str, typer.Option(help="Order inside a page: NHD (tokens first) or HND.")] = "NHD",
     decode_order: Annotated[str | None, typer.Option(help="The same for decode, where it differs.")] = None,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of prefill.")] = 1,
