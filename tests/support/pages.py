@@ -1,4 +1,4 @@
-"""Code blocks of README and docs, for tests that run them.
+"""Code blocks and tables of README and docs, for tests that run them or hold them against the code.
 
 A block may have a marker in the line before its fence: ``<!-- test: skip <reason> -->``, or a word by which
 :func:`marked` finds it.
@@ -63,3 +63,16 @@ def blocks(page: Path) -> Sequence[Block]:
 def marked(page: Path, marker: str) -> str:
     """The source of the page's blocks with that marker, as one text."""
     return "\n".join(block.source for block in blocks(page) if block.marker == marker)
+
+
+def tables(page: Path) -> dict[str, list[list[str]]]:
+    """The cells of every table below its head, under the head's first cell; a later table replaces one of that name."""
+    found: dict[str, list[list[str]]] = {}
+    rows: list[list[str]] = []
+    for line in (*page.read_text().splitlines(), ""):
+        if line[:1] == "|":
+            rows.append([cell.strip(" `") for cell in line.strip("|").split("|")])
+        elif rows:
+            found[rows[0][0]] = rows[2:]
+            rows = []
+    return found

@@ -161,13 +161,11 @@ class RecordingTransport:
         return self._inner.close(drain_s)
 
 
-class Listening:
-    """Notes the frames about rooms that go to the other side; the work is the inner one's."""
+class _Over:
+    """A channel over another one; all that a subclass does not say is the inner one's."""
 
-    def __init__(self, inner: Channel, heard: list[RoomFrame]) -> None:
+    def __init__(self, inner: Channel) -> None:
         self._inner = inner
-        self._heard = heard
-        self._codec = Codec()
 
     @property
     def address(self) -> str:
@@ -175,10 +173,7 @@ class Listening:
         return self._inner.address
 
     def send(self, address: str, frame: bytes) -> bool:
-        """Note and pass on."""
-        decoded = self._codec.decode(frame)
-        if isinstance(decoded, RoomFrame) and not isinstance(decoded, Ballot | Verdict):
-            self._heard.append(decoded)
+        """Pass on."""
         return self._inner.send(address, frame)
 
     def poll(self, timeout_s: float) -> Sequence[News]:
@@ -198,23 +193,34 @@ class Listening:
         self._inner.close()
 
 
+class Listening(_Over):
+    """Notes the frames about rooms that go to the other side; the work is the inner one's."""
+
+    def __init__(self, inner: Channel, heard: list[RoomFrame]) -> None:
+        super().__init__(inner)
+        self._heard = heard
+        self._codec = Codec()
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Note and pass on."""
+        decoded = self._codec.decode(frame)
+        if isinstance(decoded, RoomFrame) and not isinstance(decoded, Ballot | Verdict):
+            self._heard.append(decoded)
+        return self._inner.send(address, frame)
+
+
 Fate = Callable[[int, str], Sequence[int]]
 """What becomes of the n-th frame to an address: a copy after each so many later sends; () drops it."""
 
 
-class Unreliable:
+class Unreliable(_Over):
     """A channel whose frames are dropped, doubled or late, as ``fate`` says."""
 
     def __init__(self, inner: Channel, fate: Fate) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._fate = fate
         self._late: list[tuple[int, str, bytes]] = []
         self.sent = 0
-
-    @property
-    def address(self) -> str:
-        """The inner one's."""
-        return self._inner.address
 
     def send(self, address: str, frame: bytes) -> bool:
         """As fate wills; the sender does not learn it."""
@@ -228,19 +234,3 @@ class Unreliable:
         self._late = [one for one in self._late if one[0] > self.sent]
         for _, address, frame in due:
             self._inner.send(address, frame)
-
-    def poll(self, timeout_s: float) -> Sequence[News]:
-        """Pass on."""
-        return self._inner.poll(timeout_s)
-
-    def wake(self) -> None:
-        """Pass on."""
-        self._inner.wake()
-
-    def forget(self, address: str) -> None:
-        """Pass on."""
-        self._inner.forget(address)
-
-    def close(self) -> None:
-        """Pass on."""
-        self._inner.close()

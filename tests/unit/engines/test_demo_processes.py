@@ -127,7 +127,7 @@ def test_a_changed_sign_is_noticed_in_latents_states_and_windows(model: Model) -
     ("model", "prefill", "decode", "strategy"),
     [
         ("llama", (1, 2), (1, 1), "staged"),
-        ("llama", (2, 2), (2, 1), "slice"),
+        ("llama", (2, 2), (1, 1), "slice"),
         ("hybrid", (1, 2), (1, 2), "auto"),
         ("window", (1, 1), (1, 2), "staged"),
     ],

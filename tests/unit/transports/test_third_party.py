@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,9 @@ from disagg_kv.cli.main import run
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.testing.transport import TransportSuite
 from disagg_kv.transports import Transport, registry, transport
+from tests.support.pages import ROOT, marked
 from tests.support.rig import Memory, Rig, tp_shards
 
-ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "tests" / "support" / "package_with_entrypoint"
 MODULE = "third_party_pipes"
 PAGE = ROOT / "docs" / "write-a-transport.md"
@@ -107,11 +106,8 @@ def test_the_transport_of_the_documentation_carries_the_demo(
     on_the_path: Callable[[Path], None],
 ) -> None:
     """D2: the page's module, and the two lines of it that give it a name."""
-    page = PAGE.read_text()
-    (module,) = re.findall(r"^<!-- test: transport -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "documented_transport.py").write_text(
-        f'{module}\nfrom disagg_kv.transports import register_transport\n\nregister_transport("documented", make)\n'
-    )
+    name = 'from disagg_kv.transports import register_transport\n\nregister_transport("documented", make)\n'
+    (tmp_path / "documented_transport.py").write_text(f"{marked(PAGE, 'transport')}\n{name}")
     on_the_path(tmp_path)
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.delitem(sys.modules, "documented_transport", raising=False)

@@ -1,30 +1,28 @@
-"""The table of the documentation says what the classes say."""
+"""The tables of the pages about transports say what the classes say."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from pathlib import Path
 
 import attrs
 import pytest
 
 from disagg_kv.transports import Capabilities, InprocTransport, ShmTransport
+from disagg_kv.transports.cuda_ipc import CudaIpcTransport
+from disagg_kv.transports.mooncake import MooncakeTransport
+from disagg_kv.transports.mooncake_library import PACKAGES, SWITCHES
+from disagg_kv.transports.nixl import NixlTransport
+from disagg_kv.transports.nixl_library import ENVIRONMENT
+from tests.support.pages import ROOT, tables
 
-PAGE = Path(__file__).parents[3] / "docs" / "transports.md"
-
-
-def table() -> dict[str, dict[str, str]]:
-    """Row name to column name to cell."""
-    rows = [
-        [c.strip(" `") for c in line.strip("|").split("|")] for line in PAGE.read_text().splitlines() if line[:1] == "|"
-    ]
-    head = rows[0]
-    return {row[0]: dict(zip(head, row, strict=True)) for row in rows[2:]}
+DOCS = ROOT / "docs"
+MOONCAKE, NIXL = DOCS / "transports-mooncake.md", DOCS / "transports-nixl.md"
+Made = type[InprocTransport | ShmTransport | CudaIpcTransport | MooncakeTransport | NixlTransport]
 
 
 def said(value: object) -> str:
-    """A capability as the page writes it."""
+    """A capability as the pages write it."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -32,24 +30,46 @@ def said(value: object) -> str:
             return ", ".join(sorted(value))
         case None:
             return "none"
-    return str(value).replace("8000000000.0", "8e+09")
+    return f"{value:.2g}" if isinstance(value, float) and value > 1e6 else str(value)
 
 
-@pytest.mark.parametrize("made", [InprocTransport, ShmTransport])
-def test_the_capability_table_is_true(made: type[InprocTransport] | type[ShmTransport]) -> None:
+@pytest.mark.parametrize(
+    ("made", "page", "column"),
+    [
+        (InprocTransport, DOCS / "transports.md", 1),
+        (ShmTransport, DOCS / "transports.md", 2),
+        (CudaIpcTransport, DOCS / "transports-cuda-ipc.md", 1),
+        (MooncakeTransport, MOONCAKE, 1),
+        (NixlTransport, NIXL, 1),
+    ],
+)
+def test_the_capability_table_is_true(made: Made, page: Path, column: int) -> None:
     """Every capability has a row, and no row says anything else."""
     want = {name: said(value) for name, value in attrs.asdict(made.caps, recurse=False).items()}
     want["options"] = ", ".join(inspect.signature(made).parameters) or "none"
-    assert {row: cells[made.name] for row, cells in table().items()} == want
+    assert {row[0]: row[column] for row in tables(page)["capability"]} == want
 
 
-def test_the_code_of_the_page_runs() -> None:
-    """Every block."""
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, str(PAGE), "exec"), {})
+@pytest.mark.parametrize(("made", "page"), [(MooncakeTransport, MOONCAKE), (NixlTransport, NIXL)])
+def test_every_option_is_told_with_its_default(made: Made, page: Path) -> None:
+    """In the order of the signature."""
+    parameters = inspect.signature(made).parameters.values()
+    want = [(p.name, "time.monotonic" if callable(p.default) else repr(p.default)) for p in parameters]
+    assert [(row[0], row[1].replace('"', "'")) for row in tables(page)["option"]] == want
+
+
+def test_the_environment_for_nixl_is_what_is_set() -> None:
+    """Each variable and its value."""
+    assert {row[0]: row[1] for row in tables(NIXL)["variable"]} == ENVIRONMENT
+
+
+def test_every_protocol_and_debian_package_of_mooncake_is_named() -> None:
+    """Each of them."""
+    text = MOONCAKE.read_text()
+    assert [word for word in (*SWITCHES, *PACKAGES.values()) if f"`{word}`" not in text] == []
 
 
 def test_each_capability_is_explained_where_transports_are_written() -> None:
     """On the tutorial's page."""
-    text = (PAGE.parent / "write-a-transport.md").read_text()
+    text = (DOCS / "write-a-transport.md").read_text()
     assert [f.name for f in attrs.fields(Capabilities) if f"`{f.name}`" not in text] == []
