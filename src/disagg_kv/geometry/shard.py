@@ -54,6 +54,9 @@ class Shard:
     """A set of boxes: everything one rank owns. No cell is in two of its holdings.
 
     In a rank's memory the units of one (layer, component) lie in the order in which the holdings name them.
+
+    Raises:
+        GeometryError: a unit is in two holdings of one layer.
     """
 
     holdings: tuple[Holding, ...] = field(converter=_holdings)
@@ -119,6 +122,10 @@ def shard(
         rank: this rank's tensor-parallel index.
         layers: the layers of this pipeline stage; None: all.
         units: for heads that do not divide evenly, the units this rank holds, per component name.
+
+    Raises:
+        GeometryError: units that neither divide over ``tp`` ranks nor the other way round and are not in ``units``;
+            a rank, layer, component or unit that there is not.
     """
     stage = frozenset(spec.layers if layers is None else layers)
     groups: dict[tuple[str, range], set[LayerId]] = {}
@@ -134,14 +141,22 @@ def shard(
 
 
 def attention_tp(tp: int, dp: int) -> int:
-    """The tensor-parallel size of attention under attention data parallelism: ``tp / dp``."""
+    """The tensor-parallel size of attention under attention data parallelism: ``tp / dp``.
+
+    Raises:
+        GeometryError: ``dp`` does not divide ``tp``.
+    """
     if tp < 1 or dp < 1 or tp % dp:
         raise GeometryError(f"attention data parallelism {dp} does not divide tensor parallelism {tp}")
     return tp // dp
 
 
 def stages(spec: CacheSpec, pp: int) -> Sequence[tuple[LayerId, ...]]:
-    """The layers of each of ``pp`` pipeline stages; the first stages take one more where it is uneven."""
+    """The layers of each of ``pp`` pipeline stages; the first stages take one more where it is uneven.
+
+    Raises:
+        GeometryError: there are fewer layers than stages.
+    """
     every = tuple(spec.layers)
     if not 1 <= pp <= len(every):
         raise GeometryError(f"{pp} pipeline stages of {len(every)} layers")

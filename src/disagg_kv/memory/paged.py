@@ -32,6 +32,9 @@ class PagedPool:
         buffers: the allocations, all on one device.
         aux_slots: how many aux rows there are.
         aux_bytes: bytes of one.
+
+    Raises:
+        GeometryError: planes overlap, leave their buffer, or are not those of the shard; buffers on several devices.
     """
 
     def __init__(self, site: Site, buffers: Sequence[Buffer], *, aux_slots: int = 0, aux_bytes: int = 0) -> None:
@@ -82,6 +85,12 @@ class PagedPool:
             allocator: gives a buffer of at least that many bytes (a transport's, for memory it can write to); None:
                 zeroed memory on ``device``.
             device: where, if there is no ``allocator``.
+
+        Raises:
+            CapacityError: there is not that much memory.
+            ConfigurationError: there is no such device.
+            GeometryError: no pages or rows, an unknown layout, or the allocator gave too little.
+            UnsupportedError: a component that no pool can hold yet.
         """
         _check_layout(layout)
         spaces = [Group(group, page_size, pages)]
@@ -116,6 +125,9 @@ class PagedPool:
         """A pool over memory that somebody else allocated, by address; nothing is copied.
 
         The memory must stay allocated while the pool is in use, or be kept alive by each buffer's ``owner``.
+
+        Raises:
+            GeometryError: as for :class:`PagedPool`.
         """
         site = Site(spec, shard, groups, planes, tuple(b.nbytes for b in buffers))
         return cls(site, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
@@ -146,6 +158,11 @@ class PagedPool:
             state_group: the name of the space of slots, where there are states.
             aux_slots: how many aux rows.
             aux_bytes: bytes of one.
+
+        Raises:
+            GeometryError: a tensor whose shape, element type or strides are not what the shard needs; tensors of one
+                group with pages of several sizes.
+            UnsupportedError: a component that no pool can hold yet.
         """
         _check_layout(layout)
         buffers: list[Buffer] = []
@@ -193,11 +210,11 @@ class PagedPool:
         return plane_view(self._site, self._buffers, plane)
 
     def read_aux(self, slot: int) -> bytes:
-        """Copy out the aux row ``slot``, ``aux_bytes`` long."""
+        """Copy out the aux row ``slot``, ``aux_bytes`` long; a GeometryError if there is none of that number."""
         return self._aux_row(slot).tobytes()
 
     def write_aux(self, slot: int, data: bytes) -> None:
-        """Copy ``data`` into the aux row ``slot`` and clear the rest of the row."""
+        """Copy ``data`` into the aux row ``slot`` and clear the rest of the row; a GeometryError if it is longer."""
         row = self._aux_row(slot)
         if len(data) > len(row):
             raise GeometryError(f"aux slot {slot}: {len(data)} bytes for a row of {len(row)}")
@@ -278,7 +295,12 @@ def _fused(
 
 
 def new_buffer(nbytes: int, device: str) -> Buffer:
-    """Zeroed memory that the buffer owns, aligned for vector loads."""
+    """Zeroed memory that the buffer owns, aligned for vector loads.
+
+    Raises:
+        CapacityError: there is not that much of it.
+        ConfigurationError: there is no such device.
+    """
     try:
         if device == "cpu":
             memory = np.zeros(nbytes + ALIGNMENT, np.uint8)

@@ -129,6 +129,9 @@ class PagedHFCache:
             table: its pages; of sliding windows the last rows are read only.
             stop: its tokens.
             slot: its states; needed where the model keeps some.
+
+        Raises:
+            GeometryError: the model keeps states, and no slot was given.
         """
         cache = self.fresh()
         for number, layer in enumerate(self._layers):
