@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+import attrs
 import numpy as np
 import torch
 
+from disagg_kv.bench.machine import Machine
 from disagg_kv.geometry import I32, CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import CpuKernels, Move, ReferenceKernels
@@ -110,13 +109,6 @@ def _measure(layout: Layout, page_size: int, shuffled: bool, runs: int) -> dict[
     }
 
 
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def main() -> None:
     """Print the ratios for every layout, page size and order of pages."""
     parser = argparse.ArgumentParser(description="gather, scatter and checksum against copy_")
@@ -132,8 +124,7 @@ def main() -> None:
     worst = {name: max(float(str(case[f"{name}_ratio"])) for case in cases) for name in LIMITS}
     report = {
         "command": " ".join(["python", *sys.argv]),
-        "hardware": {"cpu": _cpu_model(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__},
+        "machine": attrs.asdict(Machine.here()),
         "threads": 1,
         "shape": {"tokens": TOKENS, "heads": HEADS, "heads_moved": SLICE, "head_dim": DIM, "dtype": "bfloat16"},
         "runs": runs,

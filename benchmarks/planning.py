@@ -9,16 +9,14 @@ least 1,000 times fewer writes than one per token and head slice for 8,192 token
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
+import attrs
 
+from disagg_kv.bench.machine import Machine
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
 from disagg_kv.planning import Intake, PartView, Segment, explain, plain_site
@@ -80,18 +78,12 @@ def main() -> int:
                 "slice_over_staged": ratio,
                 "limit_ratio": LIMIT_RATIO,
                 "runs": RUNS,
-                "hardware": {"cpu": _cpu(), "cores": os.cpu_count()},
-                "versions": {"python": platform.python_version(), "numpy": np.__version__},
+                "machine": attrs.asdict(Machine.here()),
             },
             indent=1,
         )
     )
     return 0 if total <= LIMIT_MS and ratio >= LIMIT_RATIO else 1
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

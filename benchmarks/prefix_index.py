@@ -10,17 +10,16 @@ token ids, whether pages form one chain or every one begins a prefix of its own.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 import tracemalloc
-from pathlib import Path
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
+from disagg_kv.bench.machine import Machine
 from disagg_kv.prefix import HashPrefixIndex
 
 TOKENS, PAGE = 128 * 1024, 64
@@ -85,18 +84,12 @@ def main() -> int:
                 "bytes_per_page": {name: round(size, 1) for name, size in sizes.items()},
                 "limit_bytes": LIMIT_BYTES,
                 "runs": RUNS,
-                "hardware": {"cpu": _cpu(), "cores": os.cpu_count()},
-                "versions": {"python": platform.python_version(), "numpy": np.__version__},
+                "machine": attrs.asdict(Machine.here()),
             },
             indent=1,
         )
     )
     return 0 if max(miss, hit) <= LIMIT_MS and max(sizes.values()) < LIMIT_BYTES else 1
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

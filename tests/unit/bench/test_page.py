@@ -264,6 +264,25 @@ def test_every_result_says_where_it_comes_from_and_is_named_on_the_page(result: 
     assert f"benchmarks/results/{result.name}" in PAGE.read_text()
 
 
+def test_the_readme_shows_what_was_measured() -> None:
+    """The pair of paths that one run held against each other on GPUs."""
+    cases = json.loads((RESULTS / "h200_transfer.json").read_text())["cases"]
+    (slices,) = (c for c in cases if c["strategy"] == "slice")
+    (staged,) = (
+        c
+        for c in cases
+        if c["strategy"] == "staged" and all(c[name] == slices[name] for name in ("transport", "tp", "tokens"))
+    )
+    assert (slices["transport"], slices["tp"], slices["tokens"], slices["bytes"]) == ("nixl", "2->1", 1024, 128 << 20)
+    rows = [
+        ["path", "writes", "ms"],
+        ["one write per token and head slice", f"{slices['writes']:,}", f"{slices['total_us'] / 1e3:.1f}"],
+        ["`staged`", f"{staged['writes']:,}", f"{staged['total_us'] / 1e3:.1f}"],
+    ]
+    plain = f"| plain copies of the same bytes | | {staged['copies_us'] / 1e3:.1f} |"
+    assert f"{table(rows)}\n{plain}\n" in (ROOT / "README.md").read_text()
+
+
 def test_the_committed_transfer_was_measured_at_a_commit_with_right_bytes_and_within_the_limit() -> None:
     """The limit: staged is faster than one write per token and head slice."""
     found = json.loads((RESULTS / "cpu_transfer_shm.json").read_text())
