@@ -21,6 +21,7 @@
     ├── DeadlineError                 the room's own time is over
     ├── AbortedError                  one of the two engines gave the room up
     └── IntegrityError                what arrived is not what was sent
+        └── PrefixChangedError        what decode held is not what it kept; says how many rows are still right
 
 Messages name the room, the peer, the field and the numbers. Exceptions of other libraries are mapped where they
 enter, with ``raise ... from exc``.
@@ -162,3 +163,16 @@ class AbortedError(DisaggKVError):
 
 class IntegrityError(DisaggKVError):
     """What arrived is not what was sent."""
+
+
+class PrefixChangedError(IntegrityError):
+    """Pages of a held prefix are not what they were when they were kept.
+
+    Args:
+        message: the room, the page, the layer and both sums.
+        rows: leading rows that are still right, whole pages.
+    """
+
+    def __init__(self, message: str, rows: int) -> None:
+        self.rows = rows
+        super().__init__(message)

@@ -18,6 +18,7 @@ from disagg_kv.errors import RegistrationError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import KERNELS, Kernels, Move, Sums, SupportsStreams, SupportsWarmUp, available, kernels_for
+from disagg_kv.kernels.select import _launcher
 from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
@@ -27,6 +28,7 @@ from tests.support.rig_parts import Flag
 
 SLICES = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 TRITON = KERNELS["triton"]
+SMALL = CacheSpec.kv(1, 2, 4, "float16")
 
 
 def test_a_gpu_is_served_by_triton_and_everything_works_here() -> None:
@@ -362,3 +364,14 @@ def test_memory_on_two_devices_is_refused() -> None:
     pool, _ = _small()
     with pytest.raises(RegistrationError, match=r"'cuda:0'.*'cpu'"):
         TRITON.gather(pool, [_page(0, 0)], new_buffer(4096, "cpu"), None)
+
+
+def test_what_arrives_is_scattered_on_streams_of_the_lowest_priority() -> None:
+    """C7: an engine's stream of a higher priority is served first; nothing is lower than ours."""
+    pool = PagedPool.allocate(SMALL, shard(SMALL), pages=2, page_size=4, device="cuda")
+    assert isinstance(TRITON, SupportsWarmUp)
+    TRITON.warm(pool)
+    lanes = [_launcher(name)._lane("cuda:0") for name in ("gather", "scatter")]
+    ours = {stream.priority for lane in lanes for stream in lane._streams}
+    assert ours == {torch.cuda.Stream(priority=1 << 20).priority}, "out of range is mapped to the lowest"
+    assert torch.cuda.Stream(priority=-1).priority < ours.pop()

@@ -89,6 +89,7 @@ class Landed:
 
     phase: Phase = Phase.DONE
     released: bool = True
+    error: None = None
 
 
 @define(eq=False)

@@ -1,6 +1,7 @@
 """Senders and receivers: the only place where core, pool, kernels, transport and channel meet."""
 
 from .base import Delivery, Handle, PeerInfo, Receiver, Reception, Report, Sender, Step
+from .keeping import KeptPages, PageSums, page_sums
 from .life import Life
 from .receiver import DecodeEndpoint
 from .recovery import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
@@ -12,7 +13,9 @@ __all__ = [
     "Delivery",
     "Fail",
     "Handle",
+    "KeptPages",
     "Life",
+    "PageSums",
     "PeerInfo",
     "PrefillEndpoint",
     "Receiver",
@@ -24,4 +27,5 @@ __all__ = [
     "Retry",
     "Sender",
     "Step",
+    "page_sums",
 ]

@@ -18,6 +18,7 @@ from ..memory import Event
 from ..protocol import Phase
 from ..rendezvous import Source
 from ..strategies import Feature
+from .keeping import KeptPages
 
 
 @define
@@ -172,6 +173,7 @@ class Reception(Handle, Protocol):
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
+        kept: Sequence[KeptPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",
@@ -187,6 +189,10 @@ class Reception(Handle, Protocol):
                 an instance must agree beforehand: they say the same, or the room fails. Returned as taken: the fewest
                 of any group, rounded down to a page's end in all of them. It only counts as held while this
                 endpoint's engine keeps it: see :class:`~disagg_kv.prefix.PrefixCache`.
+            kept: the held rows' pages with what each summed up to when it was kept: one per group, from row 0 on; see
+                :func:`~disagg_kv.endpoints.page_sums`. Where this endpoint verifies, nothing is asked of prefill before
+                they sum up to the same again; if they do not, the room fails with a
+                :class:`~disagg_kv.errors.PrefixChangedError`. Needed for held rows with ``verify="full"``.
             state: the room's slot in every group of states.
             aux: the aux row to fill.
             tag: see :meth:`Delivery.finish`.
@@ -194,7 +200,8 @@ class Reception(Handle, Protocol):
         Raises:
             GeometryError: tables that do not cover the rows, page ids out of range or twice, no such aux row; a held
                 prefix that is negative or longer than ``stop``.
-            ConfigurationError: a held prefix, but the endpoint's selection is not ``incremental``.
+            ConfigurationError: a held prefix, but the endpoint's selection is not ``incremental``; or ``verify`` is
+                ``full`` and nothing is known of its sums.
             LocalProtocolError: called twice.
         """
         ...

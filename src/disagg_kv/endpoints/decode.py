@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from ..errors import (
     AbortedError,
     DisaggKVError,
-    IncompatiblePeerError,
     LocalProtocolError,
     OversizeError,
     PeerLostError,
@@ -44,6 +43,7 @@ from ..protocol import (
     Tick,
     Verify,
     Vote,
+    verified,
 )
 from ..protocol.frames import (
     Abort,
@@ -65,9 +65,10 @@ from ..strategies import Job, Path
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
-from .decode_room import DecodeRoom, PrefillInstance, Scattering
+from .decode_room import DecodeRoom, PrefillInstance, Scattering, check_ranks
 from .handles import Changes
 from .introduction import Remote
+from .keeping import KeptCheck
 from .node import LOOKUP_S, Node
 from .reception import ReceptionHandle, Wanted
 from .routes import Routes
@@ -114,6 +115,7 @@ class DecodeRole:
         self._routes: dict[tuple[Epoch, ...], Routes] = {}
         self._paces: dict[Epoch, WirePace] = {}
         self._scattering: list[Scattering] = []
+        self._checking: list[DecodeRoom] = []
         self._pace = pace
         self._paced: deque[tuple[RoomKey, Scatter]] = deque()
         self._tick_at = 0.0
@@ -145,6 +147,35 @@ class DecodeRole:
         if room is None:
             return
         room.wanted = wanted
+        if wanted.kept and verified(key.room, Segment(0, wanted.start, 0, 0), self._verify):
+            room.checking = KeptCheck(_name(key), self._kernels, self._pool, wanted.kept)
+            self._checking.append(room)
+            self._check_kept()
+        else:
+            self._await(room, wanted)
+
+    def _check_kept(self) -> None:
+        """Nothing is asked of prefill before what a room builds on is known to be what was kept."""
+        for room in list(self._checking):
+            assert room.checking is not None
+            assert room.wanted is not None
+            began = self._node.clock()
+            error: DisaggKVError | None = None
+            try:
+                if not room.checking.done():
+                    continue
+            except DisaggKVError as exc:
+                error = exc
+            self._checking.remove(room)
+            room.checking = None
+            room.handle.report.spend("checksum", self._node.clock() - began)
+            if error is not None:
+                self._handle(room, Cancel(error))
+            elif room.machine.error is None:
+                self._await(room, room.wanted)
+            self._publish(room)
+
+    def _await(self, room: DecodeRoom, wanted: Wanted) -> None:
         named = 4 * sum(len(t.pages) for t in wanted.tables.values())
         exposed = self._exposed and named <= MAX_TABLES
         paths = tuple(p.name for p in self._paths.values() if exposed or not p.exposes_pages)
@@ -191,7 +222,7 @@ class DecodeRole:
             if self._rooms.get(room.key) is not room:
                 continue
             try:
-                self._check_instance(room.source, ready)
+                check_ranks(room.source, ready)
             except DisaggKVError as exc:
                 self._handle(room, Lost(Epoch(b""), exc))
                 self._turn_away(room, ready, str(exc))
@@ -213,20 +244,6 @@ class DecodeRole:
         for remote in remotes:
             head = room_head(self._node.me.epoch, remote.epoch, room.key.room, room.key.generation)
             self._node.send(Send(remote.epoch, Abort(**head, reason=reason[:1000])))
-
-    def _check_instance(self, source: Source, remotes: Sequence[Remote]) -> None:
-        """All ranks must say the same of their instance, and be where the rendezvous says they are."""
-        first = remotes[0]
-        for rank, remote in enumerate(remotes):
-            hello = remote.hello
-            said = (hello.instance, hello.rank, len(remote.shards), hello.slot_bytes)
-            wanted = (source.instance, rank, len(remotes), first.hello.slot_bytes)
-            names = ("instance", "rank", "ranks", "slot_bytes")
-            for name, ours, theirs in zip(names, wanted, said, strict=True):
-                if ours != theirs:
-                    raise IncompatiblePeerError(f"{name} of {hello.address}", ours, theirs)
-            if remote.shards != first.shards:
-                raise IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
 
     def _check_quarantine(self, remotes: Sequence[Remote]) -> None:
         for remote in remotes:
@@ -427,7 +444,7 @@ class DecodeRole:
         room.handle.report.spend("checksum", one.comparing)
         exposing = " or ".join(name for name, path in self._paths.items() if path.exposes_pages)
         paths = {rank: room.machine.paths.get(rank, exposing) for rank in effect.sums}
-        where = f"room {room.key.room.hex()} generation {room.key.generation}"
+        where = _name(room.key)
         one.event = sums.event
         one.check = lambda: compare(where, site, segment, tables, layouts, effect.sums, sums.read(), paths)
 
@@ -471,7 +488,8 @@ class DecodeRole:
             if room is not None:
                 self._scattered(room, one, error)
         self._begin_paced()
-        return bool(self._scattering)
+        self._check_kept()
+        return bool(self._scattering or self._checking)
 
     def _begin_paced(self) -> None:
         assert self._pace is not None or not self._paced
@@ -494,11 +512,12 @@ class DecodeRole:
         report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
         landed = "exposed pages" if machine.segments_landed else ""
         report.path = "+".join(sorted(set(machine.paths.values()))) or landed
-        if machine.released and "total" not in report.seconds:
+        released = machine.released and room.checking is None
+        if released and "total" not in report.seconds:
             report.spend("total", self._node.now - room.opened)
-        if room.handle.publish(machine.phase, machine.released, machine.error):
+        if room.handle.publish(machine.phase, released, machine.error):
             self._changes.add(room.handle)
-        if machine.state is Receiving.CLOSED and self._rooms.get(room.key) is room:
+        if machine.state is Receiving.CLOSED and room.checking is None and self._rooms.get(room.key) is room:
             del self._rooms[room.key]
             ended = Ended.DONE if machine.error is None else Ended.FAILED
             self._node.remember(machine.writers, room.key, ended)
@@ -561,6 +580,10 @@ class DecodeRole:
         self._queue.check_integrity()
         for room in self._rooms.values():
             room.machine.check_integrity()
+
+
+def _name(key: RoomKey) -> str:
+    return f"room {key.room.hex()} generation {key.generation}"
 
 
 def _key(frame: RoomFrame) -> RoomKey:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import define, field
 
-from ..errors import IntegrityError
+from ..errors import IncompatiblePeerError, IntegrityError
 from ..memory import Event
 from ..planning import Segment
 from ..protocol import ReceiveRoom, RoomKey
 from ..rendezvous import Source
 from .introduction import Remote
+from .keeping import KeptCheck
 from .reception import ReceptionHandle, Wanted
 from .routes import Routes
 
 
 @define(eq=False)
 class DecodeRoom:
-    """A room, with what is known of its other side and of where its rows go."""
+    """A room, with what is known of its other side and of where its rows go; ``checking``: what it builds on."""
 
     key: RoomKey
     machine: ReceiveRoom
@@ -29,6 +30,7 @@ class DecodeRoom:
     routes: Routes | None = None
     remotes: tuple[Remote, ...] = ()
     wanted: Wanted | None = None
+    checking: KeptCheck | None = None
 
 
 @define(eq=False)
@@ -51,3 +53,18 @@ class Scattering:
     error: Exception | None = None
     check: Callable[[], IntegrityError | None] | None = None
     comparing: float = 0.0
+
+
+def check_ranks(source: Source, remotes: Sequence[Remote]) -> None:
+    """All ranks must say the same of their instance, and be where the rendezvous says they are."""
+    first = remotes[0]
+    for rank, remote in enumerate(remotes):
+        hello = remote.hello
+        said = (hello.instance, hello.rank, len(remote.shards), hello.slot_bytes)
+        wanted = (source.instance, rank, len(remotes), first.hello.slot_bytes)
+        names = ("instance", "rank", "ranks", "slot_bytes")
+        for name, ours, theirs in zip(names, wanted, said, strict=True):
+            if ours != theirs:
+                raise IncompatiblePeerError(f"{name} of {hello.address}", ours, theirs)
+        if remote.shards != first.shards:
+            raise IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")

@@ -51,7 +51,8 @@ class DecodeEndpoint:
         ring_bytes: bytes of the staging ring, of which a segment takes an eighth at most; None: 256 MiB on a CPU, 4 GiB
             on a GPU.
         verify: how many segments we compare with checksums of prefill's, ``"off"``, ``"sampled"`` or ``"full"``;
-            those that prefill's own wish makes it send are compared too.
+            those that prefill's own wish makes it send are compared too. With ``"full"`` a room that builds on held
+            rows needs ``kept`` at ``expect``; with ``"sampled"`` about one in 16 of those that have it is compared.
         scatter_bytes_per_s: how fast what arrives may be scattered into pages, so that it does not hold up what is
             being decoded; None: as fast as it comes.
         options: times and bounds.
@@ -93,6 +94,7 @@ class DecodeEndpoint:
         check_verify(verify)
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
+        self._verify: Verify = verify
         device = pool.buffers[0].device
         pace = None if scatter_bytes_per_s is None else ScatterPace(scatter_bytes_per_s)
         movers = ready_kernels(pool, kernels)
@@ -141,7 +143,7 @@ class DecodeEndpoint:
                 f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
             )
         key = RoomKey(room, Generation(next(self._lives)))
-        handle = ReceptionHandle(key, self._pool, self, self._selection)
+        handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
         self._open[room] = handle
         self._node.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
         return handle

@@ -7,18 +7,22 @@ from typing import Protocol
 
 from attrs import frozen
 
-from ..errors import AbortedError, GeometryError, LocalProtocolError
+from ..errors import AbortedError, ConfigurationError, GeometryError, LocalProtocolError
 from ..geometry import ENDLESS, PageTable
 from ..ids import GroupId
 from ..memory import MemoryPool
-from ..protocol import RoomKey
+from ..protocol import RoomKey, Verify
 from .handles import RoomHandle, check_states, check_tables
 from .held import after, taken
+from .keeping import KeptPages, check_kept
 
 
 @frozen
 class Wanted:
-    """What an engine awaits: rows ``[start, stop)`` (stop None: prefill's, up to ``most``) in these pages."""
+    """What an engine awaits: rows ``[start, stop)`` (stop None: prefill's, up to ``most``) in these pages.
+
+    ``kept`` are the pages of the rows before ``start``, where their sums are known.
+    """
 
     start: int
     stop: int | None
@@ -26,6 +30,7 @@ class Wanted:
     tables: Mapping[GroupId, PageTable]
     aux: int | None
     tag: bytes
+    kept: tuple[KeptPages, ...] = ()
 
 
 class Office(Protocol):
@@ -43,8 +48,9 @@ class Office(Protocol):
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.base.Reception`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office, selection: str) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office, selection: str, verify: Verify = "off") -> None:
         super().__init__(key.room)
+        self._verify: Verify = verify
         self._selection = selection
         self._key = key
         self._pool = pool
@@ -57,6 +63,7 @@ class ReceptionHandle(RoomHandle):
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
+        kept: Sequence[KeptPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",
@@ -77,10 +84,16 @@ class ReceptionHandle(RoomHandle):
         starts = site.first_rows(start, stop)
         tables = after(site, check_tables(self.room, site, pages, starts, most), starts)
         slots = check_states(self.room, site, state)
+        if start and not kept and self._verify == "full":
+            raise ConfigurationError(
+                f"{where}: verify is 'full', but {start} rows are held whose pages have no sums to be compared with: "
+                "give them as kept"
+            )
+        proven = check_kept(where, site, kept, start) if start and kept else ()
         if aux is not None:
             self._pool.read_aux(aux)
         self._expected = True
-        self._office.expect(self._key, Wanted(start, stop, most, {**tables, **slots}, aux, tag))
+        self._office.expect(self._key, Wanted(start, stop, most, {**tables, **slots}, aux, tag, proven))
         return {g.id: start for g in site.token_groups}
 
     def abort(self, reason: str) -> None:

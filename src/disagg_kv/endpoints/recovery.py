@@ -22,6 +22,7 @@ from ..protocol import Options, Phase
 from ..protocol.machine import ours
 from ..rendezvous import Source
 from .base import Receiver, Reception, Report
+from .keeping import KeptPages
 
 
 @frozen
@@ -88,6 +89,7 @@ class _Expected:
     stop: int | None
     pages: Sequence[PageTable]
     held: Mapping[GroupId, int] | None
+    kept: Sequence[KeptPages]
     state: Sequence[PageTable]
     aux: int | None
     tag: bytes
@@ -163,6 +165,7 @@ class Recovering:
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
+        kept: Sequence[KeptPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",
@@ -172,7 +175,7 @@ class Recovering:
             raise LocalProtocolError(f"room {self.room.hex()}: expect was called already")
         own = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in pages)
         states = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in state)
-        expected = _Expected(stop, own, None if held is None else dict(held), states, aux, tag)
+        expected = _Expected(stop, own, None if held is None else dict(held), tuple(kept), states, aux, tag)
         taken = _expect(self._life.reception, expected)
         self._expected = expected
         return taken
@@ -225,7 +228,7 @@ class Recovering:
 
 def _expect(reception: Reception, expected: _Expected) -> Mapping[GroupId, int]:
     e = expected
-    return reception.expect(e.stop, e.pages, held=e.held, state=e.state, aux=e.aux, tag=e.tag)
+    return reception.expect(e.stop, e.pages, held=e.held, kept=e.kept, state=e.state, aux=e.aux, tag=e.tag)
 
 
 class RecoveringReceiver:

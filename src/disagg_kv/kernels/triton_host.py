@@ -83,6 +83,10 @@ OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": 
 STREAMS = 4
 """Launches take turns on so many streams: one that waits for its event delays only those that wait behind it."""
 
+PRIORITY = 0
+"""The lowest that CUDA has, and the default of an engine's own streams: where an engine decodes on a stream of
+``priority=-1``, its kernels go first whenever the GPU has to choose (C7)."""
+
 SLOTS = 128
 """Slots of one allocation: to allocate pinned memory may wait for all of the GPU, so calls in flight must not do it."""
 
@@ -109,7 +113,7 @@ class _Lane:
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
         self.compiled: dict[tuple[int, int, int], Compiled] = {}
-        self._streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+        self._streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(STREAMS)]
         self.reading = torch.cuda.Stream(device)
         self._turn = 0
         self._device = device

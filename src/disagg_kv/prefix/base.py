@@ -110,6 +110,17 @@ class PrefixIndex(Protocol):
         """
         ...
 
+    def forget(self, lock: PrefixLock, rows: int) -> None:
+        """What a lock holds beyond ``rows`` is wrong: match neither it nor what follows it, whoever holds it, again.
+
+        Those pages stay where they are until they are evicted.
+
+        Raises:
+            LocalProtocolError: a lock of another index, or that is open no more.
+            GeometryError: ``rows`` is negative, or more than the lock holds.
+        """
+        ...
+
     def evict(self, pages: int) -> I32:
         """Forget up to so many pages that nobody holds, and give them back: the least recently used leaves first."""
         ...

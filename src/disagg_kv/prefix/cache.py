@@ -7,11 +7,21 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import CapacityError, ConfigurationError, GeometryError, LocalProtocolError
+from ..endpoints import KeptPages
+from ..errors import (
+    CapacityError,
+    ConfigurationError,
+    DisaggKVError,
+    GeometryError,
+    LocalProtocolError,
+    PrefixChangedError,
+)
 from ..geometry import I32, PageTable, Site
+from ..memory import Event
 from ..protocol import Phase
 from .base import Pages, PrefixIndex, Tokens
 from .index import namespace_of
+from .sums import KeptSums
 
 
 class _State(Enum):
@@ -34,6 +44,11 @@ class Ending(Protocol):
         """True: nobody touches its pages any more."""
         ...
 
+    @property
+    def error(self) -> DisaggKVError | None:
+        """Why it failed."""
+        ...
+
 
 class PrefixCache:
     """An index and the pool's free pages, used as one. Not thread-safe.
@@ -41,17 +56,28 @@ class PrefixCache:
     Args:
         index: what is known of the pool's pages.
         pages: the pages that neither the index nor a claim has.
-        site: of the pool; one group of pages.
+        site: of the pool; one group of pages of tokens. States are no part of a prefix: each room brings its own.
         extra: as for :func:`~disagg_kv.prefix.namespace_of`.
+        sums: of the same pool: remembers what pages sum up to, so that they can be verified when they are built on.
 
     Raises:
-        ConfigurationError: an index for another model or of other pages, or a pool of several groups.
+        ConfigurationError: an index for another model or of other pages; sums of another pool; a pool of several
+            groups, or with a sliding window, whose rows each room writes afresh, into pages that others may hold.
     """
 
-    def __init__(self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"") -> None:
+    def __init__(
+        self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"", sums: KeptSums | None = None
+    ) -> None:
         if len(site.token_groups) != 1:
             groups = [g.id for g in site.token_groups]
             raise ConfigurationError(f"a prefix cache is of one group of pages, not {groups}")
+        if site.spec.slides():
+            raise ConfigurationError(
+                "a prefix cache is for layers that see all tokens: rows of a sliding window are written afresh by "
+                "every room, into pages that others may hold"
+            )
+        if sums is not None and sums.pool.site != site:
+            raise ConfigurationError("the sums of kept pages are of another pool")
         self.group = site.token_groups[0]
         wanted = namespace_of(site.spec, extra)
         if index.namespace != wanted:
@@ -62,6 +88,7 @@ class PrefixCache:
             raise ConfigurationError(f"an index of {index.page_rows} rows a page for {self.group.rows_per_page}")
         self.index = index
         self.pages = pages
+        self.sums = sums
 
     def claim(self, tokens: Tokens, adapter: bytes = b"") -> Claim:
         """Begin a request: its longest known prefix stays where it is until the claim has ended."""
@@ -101,6 +128,12 @@ class Claim:
         return self._lock.rows
 
     @property
+    def kept(self) -> tuple[KeptPages, ...]:
+        """Pages of the held rows with their sums, for ``expect``; none where the cache remembers no sums."""
+        sums = self._cache.sums
+        return () if sums is None or not self.rows else (sums.kept(self._lock.pages),)
+
+    @property
     def table(self) -> PageTable:
         """All pages of the request, from row 0 on."""
         return PageTable(self._cache.group.id, self._table)
@@ -136,7 +169,8 @@ class Claim:
         """Look whether the room has ended; True once it has and nobody touches its pages any more.
 
         After a success the rows are in the index, and the request keeps its pages until ``end``. After a failure
-        nothing has entered the index, and all pages are back: the claim has ended.
+        nothing has entered the index, and all pages are back: the claim has ended. What was held and has changed is
+        not matched again.
         """
         self._check(_State.AWAITED)
         if not handle.released:
@@ -145,6 +179,8 @@ class Claim:
             self._state = _State.THERE
             self._insert(self._tokens)
         else:
+            if isinstance(handle.error, PrefixChangedError):
+                self._cache.index.forget(self._lock, handle.error.rows)
             self._leave()
         return True
 
@@ -163,11 +199,12 @@ class Claim:
             self._mine.update(taken.tolist())
         return self.table
 
-    def end(self, tokens: Tokens | None = None) -> None:
+    def end(self, tokens: Tokens | None = None, ready: Event | None = None) -> None:
         """The request is over.
 
         Args:
-            tokens: of all rows that are in the pages now, generated ones included: those enter the index too.
+            tokens: of all rows that are in the pages, generated ones included: those enter the index too.
+            ready: when they are there; None: they are now.
 
         Raises:
             LocalProtocolError: the room is still open, or the claim has ended.
@@ -177,16 +214,20 @@ class Claim:
             self._check(_State.THERE)
         if tokens is not None:
             self._check(_State.THERE)
-            self._insert(np.asarray(tokens))
+            self._insert(np.asarray(tokens), ready)
         self._leave()
 
-    def _insert(self, tokens: Tokens) -> None:
+    def _insert(self, tokens: Tokens, ready: Event | None = None) -> None:
         whole = len(tokens) // self._cache.group.rows_per_page
         if whole > len(self._table):
             raise GeometryError(f"{len(tokens)} tokens, but {len(self._table)} pages")
-        given = self._table[len(self._lock.ids) : whole]
+        known = len(self._lock.ids)
+        given = self._table[known:whole]
         spare = self._cache.index.insert(self._lock, tokens, given)
-        self._mine -= set(given.tolist()) - set(spare.tolist())
+        taken = ~np.isin(given, spare)
+        self._mine -= set(given[taken].tolist())
+        if self._cache.sums is not None:
+            self._cache.sums.note(self.table, (known + np.flatnonzero(taken)).tolist(), ready)
 
     def _leave(self) -> None:
         self._cache.index.unlock(self._lock)

@@ -558,7 +558,7 @@ class ReceiveRoom(Machine[Receiving]):
                 self._repeat.stop(("abort", w.rank))
             else:
                 ended = False
-        told = bool(self._writers) or not isinstance(self.error, AbortedError | CapacityError)
+        told = bool(self._writers) or not isinstance(self.error, AbortedError | CapacityError | IntegrityError)
         if ended and told and not self._parts:
             self.state = Receiving.CLOSED
 

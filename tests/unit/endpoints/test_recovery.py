@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from disagg_kv.endpoints import Attempt, Fail, RecoveringReceiver, Recovery, Report, Retry
+from disagg_kv.endpoints import Attempt, Fail, KeptPages, RecoveringReceiver, Recovery, Report, Retry
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -44,6 +44,7 @@ class Held:
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
+        kept: Sequence[KeptPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",

@@ -9,8 +9,8 @@ from attrs import define
 
 from disagg_kv.endpoints.handles import RoomHandle
 from disagg_kv.errors import AbortedError, CapacityError, ConfigurationError, GeometryError, LocalProtocolError
-from disagg_kv.geometry import CacheSpec, Group, shard
-from disagg_kv.ids import GroupId, RoomId
+from disagg_kv.geometry import CacheSpec, Component, Group, shard
+from disagg_kv.ids import GroupId, LayerId, RoomId
 from disagg_kv.planning import plain_site
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Phase
@@ -146,6 +146,19 @@ def test_an_index_for_another_model_is_refused() -> None:
     two = attrs.evolve(SITE, groups=(*SITE.groups, Group(GroupId("other"), 4, 8)))
     with pytest.raises(ConfigurationError, match=r"one group of pages, not \['kv', 'other'\]"):
         PrefixCache(HashPrefixIndex(4, 8, namespace_of(SPEC)), PageAllocator(range(8)), two)
+
+
+def test_a_pool_with_windows_is_refused_and_one_with_states_is_not() -> None:
+    """C5: a window's rows are written afresh into pages that others may hold; states are no part of a prefix."""
+    window = CacheSpec.uniform(1, [Component("k", "float16", 1, 8, window=8)])
+    sliding = plain_site(window, shard(window), 32, 4)
+    with pytest.raises(ConfigurationError, match="sliding window are written afresh"):
+        PrefixCache(HashPrefixIndex(4, 8, namespace_of(window)), PageAllocator(range(8)), sliding)
+    state = Component("ssm", "float16", 1, 6, tokens_per_row=0, rows=1)
+    hybrid = CacheSpec({**SPEC.layers, LayerId(1): (state,)})
+    site = plain_site(hybrid, shard(hybrid), 32, 4)
+    claim = PrefixCache(HashPrefixIndex(4, 8, namespace_of(hybrid)), PageAllocator(range(8)), site).claim(TOKENS)
+    assert claim.begin().group == "kv"
 
 
 def test_calls_out_of_order_are_refused() -> None:

@@ -21,7 +21,7 @@ factors of rows and units those of a low-discrepancy sequence in three dimension
 from __future__ import annotations
 
 import hashlib
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -67,13 +67,17 @@ def places(site: Site, layout: StagedLayout) -> U64:
     Raises:
         GeometryError: an entry's units do not lie in one of the runs that the shard holds.
     """
-    found = np.empty(len(layout.plane), np.uint64)
-    columns = layout.plane, layout.first_unit, layout.units, layout.row_start
-    for i, (number, first, units, row) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        plane = site.planes[number]
-        unit = _whole(site.shard.units(plane.layer, plane.component), first, units)
-        found[i] = (plane_key(plane.layer, plane.component) + row * ROW + unit * UNIT) & _MASK
-    return found
+    columns = layout.plane.tolist(), layout.first_unit.tolist(), layout.units.tolist()
+    found = np.array([_place(site, *which) for which in zip(*columns, strict=True)], np.uint64)
+    return found + layout.row_start.astype(np.uint64) * np.uint64(ROW)
+
+
+@lru_cache(1 << 14)
+def _place(site: Site, number: int, first: int, units: int) -> int:
+    """Of row 0; parts of many pages name the same few planes and units again and again."""
+    plane = site.planes[number]
+    unit = _whole(site.shard.units(plane.layer, plane.component), first, units)
+    return (plane_key(plane.layer, plane.component) + unit * UNIT) & _MASK
 
 
 def _whole(runs: tuple[range, ...], first: int, units: int) -> int:

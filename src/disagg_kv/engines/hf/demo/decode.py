@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,11 @@ from attrs import define, field
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ....endpoints import DecodeEndpoint
+from ....endpoints import DecodeEndpoint, KeptPages
 from ....geometry import PageTable
 from ....ids import Rank
 from ....memory import PagedPool
-from ....prefix import Claim, HashPrefixIndex, PrefixCache, namespace_of
+from ....prefix import Claim, HashPrefixIndex, KeptSums, PrefixCache, namespace_of
 from ....rendezvous import StoreMinimum
 from ....strategies import strategy
 from .. import PageAllocator, PagedHFCache
@@ -25,7 +25,7 @@ from . import wire
 from .lifetime import now
 from .member import Member
 from .model import Talks
-from .pool import dump, heads, laid_out, shuffled
+from .pool import computed, dump, heads, laid_out, shuffled
 from .results import DecodeResult, Moved
 from .stage import Stage
 
@@ -37,12 +37,14 @@ class _Talk:
     """One conversation.
 
     Args:
-        claim: its pages in this turn.
+        claim: its pages in this turn, where prefixes are kept.
+        table: its pages in this turn.
         answers: tokens generated so far.
         kept: rows that this rank computed and still holds, with their bytes ``[layers, 2, heads, rows, dim]``.
     """
 
     claim: Claim | None = None
+    table: PageTable | None = None
     answers: tuple[int, ...] = ()
     kept: list[tuple[int, Own]] = field(factory=list)
 
@@ -56,7 +58,10 @@ class _Rank:
         free = PageAllocator(shuffled(self.paged.group.pages, self.config.seed + 1))
         group = self.paged.group
         index = HashPrefixIndex(group.rows_per_page, group.pages, namespace_of(pool.site.spec))
-        self.cache = PrefixCache(index, free, pool.site)
+        self.free = free
+        # A window's rows are sent afresh every time; such models have one turn.
+        sums = KeptSums(pool) if self.config.verify != "off" else None
+        self.cache = None if pool.site.spec.slides() else PrefixCache(index, free, pool.site, sums=sums)
         self.talks = Talks(self.config)
         self.each = [_Talk() for _ in range(self.config.requests)]
         self.rooms: list[Moved] = []
@@ -76,18 +81,26 @@ class _Rank:
         """Expect what is not held of every prompt, and wait for all of it."""
         receptions = []
         for request, (talk, prompt) in enumerate(zip(self.each, self.talks.prompts, strict=True)):
-            talk.claim = claim = self.cache.claim(prompt)
-            table = claim.begin(self._agreed(f"{request} {turn}", claim.rows if self._keeps else 0))
-            held = claim.rows
+            table, held, kept = self._begin(talk, prompt, f"{request} {turn}")
             receptions.append(self._endpoint.open(wire.room(request, turn), wire.SOURCE))
             state = self.slots[request : request + 1]
-            receptions[-1].expect(len(prompt), [table], held={table.group: held}, state=state, aux=request)
+            receptions[-1].expect(len(prompt), [table], held={table.group: held}, kept=kept, state=state, aux=request)
             self.held.append(held)
             talk.kept = [(start, own[..., : max(held - start, 0), :]) for start, own in talk.kept if start < held]
         self.rooms += wire.released(self._endpoint.poll, receptions, self._member, "arrived")
         for talk, reception in zip(self.each, receptions, strict=True):
-            assert talk.claim is not None
-            assert talk.claim.settle(reception)
+            assert talk.claim is None or talk.claim.settle(reception)
+
+    def _begin(self, talk: _Talk, prompt: Sequence[int], name: str) -> tuple[PageTable, int, tuple[KeptPages, ...]]:
+        """Pages for what is not held of a prompt, how much is, and its sums."""
+        if self.cache is None:
+            pages = self.free.take(-(-len(prompt) // self.paged.group.rows_per_page))
+            talk.table = PageTable(self.paged.group.id, pages)
+            return talk.table, 0, ()
+        talk.claim = claim = self.cache.claim(prompt)
+        table = claim.begin(self._agreed(name, claim.rows if self._keeps else 0))
+        talk.table = claim.table
+        return table, claim.rows, claim.kept
 
     def _agreed(self, question: str, rows: int) -> int:
         """The rows that all ranks of the group hold (C3)."""
@@ -100,14 +113,15 @@ class _Rank:
         """Answer every prompt; unless it was the last turn, the answers' rows stay in the pages too."""
         config = self.config
         for request, (talk, prompt) in enumerate(zip(self.each, list(self.talks.prompts), strict=True)):
-            assert talk.claim is not None
+            assert talk.table is not None
             generated = [int.from_bytes(self._pool.read_aux(request)[:4], "little")]
-            cache = self.paged.load(talk.claim.table, len(prompt), self.slots[request] if self.slots else None)
+            cache = self.paged.load(talk.table, len(prompt), self.slots[request] if self.slots else None)
             while len(generated) < config.max_new_tokens:
                 name = f"decode {request} {turn} {len(generated)}"
                 generated.append(stage.learn(name, stage.forward(name, generated[-1:], cache)))
             talk.answers += tuple(generated)
             if turn < config.turns - 1:
+                assert talk.claim is not None
                 self._keep(talk, talk.claim, [*prompt, *generated[:-1]], len(prompt), cache)
                 if self._member.rank == 0:
                     wire.say_answer(self._store, request, turn, generated)
@@ -127,7 +141,7 @@ class _Rank:
             own.append(torch.cat((keys, values)))
         talk.kept.append((start, torch.stack(own).cpu().numpy()))
         self.used.update(table.pages.tolist())
-        claim.end(tokens)
+        claim.end(tokens, computed(self._member.device))
 
 
 def run(member: Member, store: Store) -> None:
@@ -147,7 +161,7 @@ def run(member: Member, store: Store) -> None:
         for request, talk in enumerate(rank.each):
             if talk.kept:
                 member.save(f"kept-{request}", np.concatenate([own for _, own in talk.kept], axis=3))
-        tables = [talk.claim.table for talk in rank.each if talk.claim is not None]
+        tables = [talk.table for talk in rank.each if talk.table is not None]
         kept = [_runs(talk.kept) for talk in rank.each]
         layout = laid_out(pool, tables, rank.slots, sorted(rank.used), kept)
         tokens = tuple(talk.answers for talk in rank.each)

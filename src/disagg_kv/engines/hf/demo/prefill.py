@@ -7,21 +7,20 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from ....endpoints import Step
 from ....geometry import PageTable
 from ....ids import LayerId
-from ....memory import Event, PagedPool
+from ....memory import PagedPool
 from .. import PageAllocator, PagedHFCache
 from . import wire
 from .inject import WrongGather, negate_rows, negate_states
 from .lifetime import now
 from .member import Member
 from .model import Talks
-from .pool import heads, name_of, shuffled
+from .pool import computed, heads, name_of, shuffled
 from .results import PrefillResult
 from .stage import Stage
 
@@ -88,15 +87,6 @@ def run(member: Member, store: Store) -> None:
 def announce(step: Step, device: str, layer: LayerId) -> None:
     """A layer's rows are final when what was asked of the GPU so far is done."""
     step.layer_ready(layer, computed(device))
-
-
-def computed(device: str) -> Event | None:
-    """When what was asked of a GPU so far is done."""
-    if device == "cpu":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 def _own(pool: PagedPool, cache: Cache) -> dict[str, npt.NDArray[np.float32]]:

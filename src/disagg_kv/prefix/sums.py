@@ -1,0 +1,72 @@
+"""What the pages of an index summed up to when they entered it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..endpoints import KeptPages, PageSums, page_sums
+from ..endpoints.keeping import kept_layers
+from ..errors import ConfigurationError
+from ..geometry import I32, PageTable
+from ..kernels import Kernels, kernels_for
+from ..memory import Event, MemoryPool
+
+
+class KeptSums:
+    """Remembers eight bytes per page and layer. Not thread-safe.
+
+    Args:
+        pool: the rank's cache; one group of pages of tokens.
+        kernels: for its device; None: the fastest.
+
+    Raises:
+        ConfigurationError: a pool of several groups.
+    """
+
+    def __init__(self, pool: MemoryPool, kernels: Kernels | None = None) -> None:
+        if len(pool.site.token_groups) != 1:
+            raise ConfigurationError(
+                f"sums of kept pages are of one group of pages, not {[g.id for g in pool.site.token_groups]}"
+            )
+        (self._group,) = pool.site.token_groups
+        self.pool = pool
+        self._kernels = kernels_for(pool.buffers[0].device) if kernels is None else kernels
+        self._sums = np.zeros((self._group.pages, len(kept_layers(pool.site, self._group.id))), np.uint64)
+        self._pending: deque[tuple[I32, PageSums]] = deque()
+
+    def note(self, table: PageTable, which: Sequence[int], ready: Event | None = None) -> None:
+        """Sum pages whose rows are final, now or at ``ready``; nothing waits on a GPU.
+
+        Args:
+            table: a request's pages, from row 0 on.
+            which: of them, those to sum, counted from the first.
+            ready: when they are final.
+        """
+        self._collect(wait=False)
+        if len(which):
+            sums = page_sums(self._kernels, self.pool, table, which, ready)
+            self._pending.append((table.pages[list(which)], sums))
+            self._collect(wait=False)
+
+    def kept(self, pages: I32) -> KeptPages:
+        """Pages of a prefix, from row 0 on, for :meth:`~disagg_kv.endpoints.Reception.expect`.
+
+        Every one was given to ``note``. Waits for sums that are still under way.
+        """
+        self._collect(wait=True)
+        return KeptPages(PageTable(self._group.id, pages), self._sums[pages])
+
+    def _collect(self, *, wait: bool) -> None:
+        """Take in what is there, in the order in which it was noted: a page may have been noted twice."""
+        while self._pending:
+            pages, sums = self._pending[0]
+            if sums.event is not None:
+                if wait:
+                    sums.event.synchronize()
+                elif not sums.event.query():
+                    return
+            self._pending.popleft()
+            self._sums[pages] = sums.read()
