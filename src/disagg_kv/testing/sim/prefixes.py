@@ -12,7 +12,7 @@ from attrs import frozen
 from ...geometry import I32
 from ...ids import Rank
 from ...memory import U8
-from ...prefix import HashPrefixIndex, PrefixCache, blake, namespace_of
+from ...prefix import HashPrefixIndex, KeptSums, PrefixCache, blake, namespace_of
 from ...rendezvous import StoreMinimum
 from .fault import FaultClass
 from .kind import Kind
@@ -140,7 +140,8 @@ class Prefixes:
         self._node = node
         self.pages = SimPages(node.memory)
         self.index = HashPrefixIndex(split.page_rows, split.pages, namespace_of(site.spec), digest)
-        self.cache = PrefixCache(self.index, self.pages, site)
+        sums = None if world.scenario.verify == "off" else KeptSums(node.memory.pool)
+        self.cache = PrefixCache(self.index, self.pages, site, sums=sums)
         self.minimum = StoreMinimum(world.store, node.instance, Rank(node.rank), split.world)
 
     def known(self) -> list[int]:

@@ -100,7 +100,7 @@ class Turn:
         entry.exposed = entry.node.exposes and bool(len(table.pages))
         prefixes.check()
         stop = None if plan.open_end else plan.rows
-        taken = handle.expect(stop, [table], held={KV: claim.rows}, aux=entry.aux, tag=room.tag)
+        taken = handle.expect(stop, [table], held={KV: claim.rows}, kept=claim.kept, aux=entry.aux, tag=room.tag)
         if taken != {KV: agreed} or claim.rows != agreed:
             self._world.violation("I2", f"{room.name(entry)}: {agreed} rows were agreed on, {taken} are taken as held")
 
