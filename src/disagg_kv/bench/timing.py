@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ..channels import Arrived, Channel, News
+from ..channels import Arrived, News, ZmqChannel
 from ..ids import RoomId
 from ..kernels import Move, Sums, kernels_for
 from ..memory import Buffer, Event, MemoryPool
@@ -32,7 +32,7 @@ class Still:
 class Timed:
     """A channel that notes how long each segment's grant is under way; one thread calls all but ``taken``."""
 
-    def __init__(self, inner: Channel) -> None:
+    def __init__(self, inner: ZmqChannel) -> None:
         self._inner = inner
         self._codec = Codec()
         self._asked: dict[tuple[RoomId, Box], float] = {}
@@ -45,10 +45,14 @@ class Timed:
 
     def send(self, address: str, frame: bytes) -> bool:
         """Pass a frame on; the first request for a grant starts its clock."""
-        found = self._codec.decode(frame)
-        if isinstance(found, StagingRequest):
-            self._asked.setdefault((RoomId(found.room), found.segment), time.monotonic())
-        return self._inner.send(address, frame)
+        return self.send_all(address, (frame,))
+
+    def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
+        """The same for several frames."""
+        for found in map(self._codec.decode, frames):
+            if isinstance(found, StagingRequest):
+                self._asked.setdefault((RoomId(found.room), found.segment), time.monotonic())
+        return self._inner.send_all(address, frames)
 
     def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; a grant stops its clock."""

@@ -1,12 +1,25 @@
 """Control frames."""
 
-from .base import MAX_FRAME, Arrived, Channel, Closed, Denied, News, Opened, Rejected
+from .base import (
+    MAX_FRAME,
+    MAX_TOGETHER,
+    Arrived,
+    Channel,
+    Closed,
+    Denied,
+    News,
+    Opened,
+    Rejected,
+    SupportsBatches,
+    check_frame,
+)
 from .inproc import Hub, InprocChannel
 from .keys import Keys, key_of, write_keys
 from .zeromq import ZmqChannel
 
 __all__ = [
     "MAX_FRAME",
+    "MAX_TOGETHER",
     "Arrived",
     "Channel",
     "Closed",
@@ -17,7 +30,9 @@ __all__ = [
     "News",
     "Opened",
     "Rejected",
+    "SupportsBatches",
     "ZmqChannel",
+    "check_frame",
     "key_of",
     "write_keys",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 
@@ -11,6 +11,10 @@ from ..errors import ConfigurationError
 
 MAX_FRAME = 1 << 20
 """Bytes of the largest control frame."""
+
+
+MAX_TOGETHER = 64
+"""Frames that cross as one message at most."""
 
 
 def check_frame(address: str, frame: bytes) -> None:
@@ -59,7 +63,7 @@ class Rejected:
 
     Args:
         connections: without a key, with one that is not allowed, or that were no connections of this kind.
-        messages: too large, or of several parts.
+        messages: with a frame that is too large, or with too many frames.
     """
 
     connections: int = 0
@@ -103,4 +107,13 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards."""
+        ...
+
+
+@runtime_checkable
+class SupportsBatches(Protocol):
+    """A channel of which a message costs more than a frame: endpoints hand over together what goes to one address."""
+
+    def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
+        """Hand over 1 to MAX_TOGETHER frames; they arrive in this order, or none does. Else as :meth:`Channel.send`."""
         ...

@@ -16,7 +16,7 @@ from attrs import define
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
-from .base import MAX_FRAME, Arrived, Closed, Denied, News, Opened, Rejected, check_frame
+from .base import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, News, Opened, Rejected, check_frame
 from .gate import Gate
 from .keys import Keys, split_key, with_key
 
@@ -50,7 +50,9 @@ class _Link:
 
 
 class ZmqChannel:
-    """A PULL socket as inbox and a PUSH socket per destination; satisfies :class:`Channel`.
+    """A PULL socket as inbox and a PUSH socket per destination; satisfies :class:`Channel` and ``SupportsBatches``.
+
+    Frames that are sent together are the parts of one message: every message wakes ZeroMQ's own thread on both sides.
 
     The first frames to an address are kept until its connection stands. When a connection breaks, what was queued
     for it is thrown away, so that a process that comes back under the old address gets no old frames; the connection
@@ -143,7 +145,14 @@ class ZmqChannel:
         Raises:
             ConfigurationError: the frame is larger than MAX_FRAME.
         """
-        check_frame(address, frame)
+        return self.send_all(address, (frame,))
+
+    def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
+        """See :class:`~disagg_kv.channels.SupportsBatches`."""
+        if not 1 <= len(frames) <= MAX_TOGETHER:
+            raise ConfigurationError(f"{len(frames)} frames to {address}: 1 to {MAX_TOGETHER} go together")
+        for frame in frames:
+            check_frame(address, frame)
         if self._closed:
             return False
         link = self._links.get(address)
@@ -161,7 +170,7 @@ class ZmqChannel:
         if link.state is _State.LOST:
             return False
         try:
-            link.push.send(frame, zmq.NOBLOCK)
+            link.push.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -254,16 +263,19 @@ class ZmqChannel:
                 part = self._pull.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            frame, more = part.bytes, part.more
-            while self._pull.getsockopt(zmq.RCVMORE):
-                self._pull.recv(zmq.NOBLOCK)
+            # Our gate has put the key there that the connection has proved.
+            key = "" if self._keys is None else str(part.get("User-Id"))
+            frames = [part.bytes]
+            while part.more:
+                part = self._pull.recv(zmq.NOBLOCK, copy=False)
+                if len(frames) <= MAX_TOGETHER:
+                    frames.append(part.bytes)
             # Nothing is free, or a flood of empty messages would keep us here.
-            taken += len(frame) + 1024
-            if more or len(frame) > MAX_FRAME:
+            taken += sum(map(len, frames)) + 1024
+            if len(frames) > MAX_TOGETHER or max(map(len, frames)) > MAX_FRAME:
                 refused += 1
             else:
-                # Our gate has put the key there that the connection has proved.
-                came.append(Arrived(frame, "" if self._keys is None else str(part.get("User-Id"))))
+                came.extend(Arrived(frame, key) for frame in frames)
         return [*came, Rejected(messages=refused)] if refused else came
 
     def _news(self, address: str, link: _Link) -> Iterator[Closed | Denied | Opened]:

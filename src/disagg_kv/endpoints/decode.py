@@ -416,6 +416,7 @@ class DecodeRole:
     def _begin_scatter(self, room: DecodeRoom, effect: Scatter) -> None:
         assert room.routes is not None
         assert room.wanted is not None
+        self._node.flush()
         one = Scattering(room.key, effect.segment, None, self._node.clock())
         try:
             if effect.parts:

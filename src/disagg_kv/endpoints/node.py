@@ -11,7 +11,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from ..channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, key_of
+from ..channels import (
+    MAX_TOGETHER,
+    Arrived,
+    Channel,
+    Closed,
+    Denied,
+    News,
+    Opened,
+    Rejected,
+    SupportsBatches,
+    check_frame,
+    key_of,
+)
 from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError
 from ..ids import Epoch, Peer, Rank
 from ..memory import Event
@@ -139,6 +151,8 @@ class Node:
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
+        self._together = channel if isinstance(channel, SupportsBatches) else None
+        self._unsent: dict[str, list[bytes]] = {}
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
         self.tombstones = Tombstones(options.tombstones)
@@ -185,11 +199,13 @@ class Node:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
         self.now = self.clock()
         busy = self._guard(self._progress) is not False
+        self._guard(self.flush)
         wait = 0.0 if busy or self._commands or not timeout_s else self._wait(timeout_s)
         arrived = self._arrived(wait)
         self.now = self.clock()
         for event in arrived:
             self._guard(partial(self._on_channel, event))
+        self._guard(self.flush)
         if not busy or arrived:
             self._pause = SHORTEST_PAUSE_S
         else:
@@ -355,6 +371,7 @@ class Node:
                 case Unreachable(address, error):
                     self.role.on_unreachable(address, error)
                 case Forget(address):
+                    self._unsent.pop(address, None)
                     self.channel.forget(address)
         if any(isinstance(effect, Up | Lost) for effect in effects):
             self._known = tuple(self._info(epoch) for epoch in self.peers.epochs())
@@ -448,16 +465,32 @@ class Node:
             self._put(address, self.codec.encode(send.frame))
 
     def _put(self, address: str, frame: bytes) -> None:
+        check_frame(address, frame)
+        frames = self._unsent.setdefault(address, [])
+        frames.append(frame)
+        if self._together is None or len(frames) == MAX_TOGETHER:
+            self._hand_over(address)
+
+    def flush(self) -> None:
+        """Hand over all that was said: when a turn ends, and before this thread copies, which may take long."""
+        for address in list(self._unsent):
+            self._hand_over(address)
+
+    def _hand_over(self, address: str) -> None:
+        frames = self._unsent.pop(address)
         try:
-            sent = self.channel.send(address, frame)
+            if self._together is None:
+                sent = self.channel.send(address, frames[0])
+            else:
+                sent = self._together.send_all(address, frames)
         except ConfigurationError:
             raise
         except Exception as exc:
             # Whoever says how a room ends must get past this; a lost frame is repeated if it matters.
-            log.warning("a frame to %s could not be sent: %s", address, exc)
+            log.warning("%d frames to %s could not be sent: %s", len(frames), address, exc)
             sent = False
         if not sent:
-            self.observer.count("frames.dropped")
+            self.observer.count("frames.dropped", len(frames))
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
         """Tell our instance how a room ends here."""

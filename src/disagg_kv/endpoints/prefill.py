@@ -394,6 +394,7 @@ class PrefillRole:
         room = self._rooms.get(key)
         if room is None or not room.machine.flows[transfer.to].begin(transfer):
             return None
+        self._node.flush()
         self._pacer.began()
         way = room.ways[transfer.to]
         tables = room.machine.rows.chunk(transfer.segment).tables

@@ -247,7 +247,7 @@ class ReceiveRoom(Machine[Receiving]):
         if self._claimed[segment.state].overlaps(*_corners(segment)):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = self._intake.lease(segment)
-        return Part(self._intake.writers(segment), offsets, nbytes, w.epoch)
+        return Part(tuple(offsets), offsets, nbytes, w.epoch)
 
     def _on_leased(self, event: Leased) -> None:
         part = self._parts[event.segment]

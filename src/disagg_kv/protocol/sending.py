@@ -220,13 +220,13 @@ class Flow(Machine[Sending]):
         for segment, part in islice(self._parts.items(), self._options.window):
             if part.step is _Step.PLANNED and self.plan.exposed:
                 part.step = _Step.GRANTED
-            readiness = self._readiness(segment)
-            ready = readiness is Readiness.READY
-            new = part.step is _Step.PLANNED and readiness is not Readiness.WITHDRAWN
             if part.step is _Step.GRANTED:
                 self._use(segment, part)
-            elif new or (part.step is _Step.ASKED and ready and not part.asked_ready):
-                self._ask(segment, part, ready)
+            elif part.step is _Step.PLANNED or (part.step is _Step.ASKED and not part.asked_ready):
+                readiness = self._readiness(segment)
+                ready = readiness is Readiness.READY
+                if ready or (part.step is _Step.PLANNED and readiness is not Readiness.WITHDRAWN):
+                    self._ask(segment, part, ready)
         self._check_finished()
 
     def _ask(self, segment: Segment, part: _Part, ready: bool) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from disagg_kv.channels import MAX_FRAME, Arrived, Closed, Opened, Rejected, ZmqChannel
+from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Opened, Rejected, ZmqChannel
 from disagg_kv.errors import ConfigurationError
 from tests.support.channels import child_inbox, read_line, wait_for
 
@@ -67,6 +67,24 @@ class TestAnotherProcess:
         wait_for(channel, Arrived(b"last words"))
 
 
+class TestTogether:
+    def test_frames_for_one_address_arrive_each_in_order(self, channel: ZmqChannel) -> None:
+        frames = [b"%d" % i for i in range(MAX_TOGETHER)]
+        with closing(ZmqChannel()) as other:
+            assert other.send_all(channel.address, frames)
+            assert wait_for(channel, Arrived(frames[-1])) == [Arrived(frame) for frame in frames]
+
+    @pytest.mark.parametrize("frames", [[], [b""] * (MAX_TOGETHER + 1), [b"fine", b"x" * (MAX_FRAME + 1)]])
+    def test_what_the_other_side_would_refuse_is_refused_before_anything_is_sent(
+        self, channel: ZmqChannel, frames: list[bytes]
+    ) -> None:
+        with closing(ZmqChannel()) as other:
+            with pytest.raises(ConfigurationError):
+                other.send_all(channel.address, frames)
+            assert other.send(channel.address, b"next")
+            assert wait_for(channel, Arrived(b"next")) == [Arrived(b"next")]
+
+
 class TestStrangers:
     @pytest.fixture
     def stranger(self, channel: ZmqChannel) -> Iterator[zmq.Socket[bytes]]:
@@ -80,11 +98,13 @@ class TestStrangers:
     ) -> None:
         """E13."""
         stranger.send(b"x" * (MAX_FRAME + 1))
-        stranger.send_multipart([b"two", b"parts"])
+        stranger.send_multipart([b"fine", b"x" * (MAX_FRAME + 1)])
+        stranger.send_multipart([b"fine"] * (MAX_TOGETHER + 1))
+        stranger.send_multipart([b"fine"] * 100_000)
         stranger.send(b"fine")
         came = wait_for(channel, Arrived(b"fine"))
         assert [e for e in came if not isinstance(e, Rejected)] == [Arrived(b"fine")]
-        assert sum(e.messages for e in came if isinstance(e, Rejected)) == 2
+        assert sum(e.messages for e in came if isinstance(e, Rejected)) == 4
 
     def test_a_huge_message_is_cut_off_and_others_are_still_heard(
         self, channel: ZmqChannel, stranger: zmq.Socket[bytes]
