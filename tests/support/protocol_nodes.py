@@ -90,7 +90,7 @@ class Node:
         if frame.dst != self.epoch or frame.src in self.lost:
             return
         if isinstance(frame, Ballot):
-            self.agree(self.agreement.on_ballot(frame))
+            self.agree(self.agreement.on_ballot(frame, self.now))
         elif isinstance(frame, Verdict):
             self.agree(self.agreement.on_verdict(frame, self.now))
         else:

@@ -337,7 +337,7 @@ class Node:
         if not good:
             self.observer.count("frames.stale")
         elif isinstance(frame, Ballot):
-            self.agree(self.agreement.on_ballot(frame))
+            self.agree(self.agreement.on_ballot(frame, self.now))
         elif isinstance(frame, Verdict):
             self.agree(self.agreement.on_verdict(frame, self.now))
         elif not isinstance(frame, Heartbeat):

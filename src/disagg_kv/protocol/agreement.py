@@ -4,6 +4,7 @@ Rank 0 counts. Every other rank tells it when a room opens and when its own outc
 is decided: rarely once rank 0 knows that the room is open. Generations number a room's lives on each rank separately,
 so rank 0 pairs them in the order in which they come: the n-th unpaired life of a room on one rank belongs to the n-th
 life of it on the others. For that, a rank speaks of a later life of a room only when the earlier one is decided.
+Rank 0's own engine opens its part of a life within ``silence_s`` after that failed elsewhere, or never.
 
 Rank 0 says of each room whether its own engine has opened it. Where it has, the room ends with that life of rank 0.
 Where it has not said so and is lost, the room may be one of its next life, which nobody else has met yet: the others
@@ -14,6 +15,7 @@ wait ``closed_s`` for one that has the room, then vote against it. A room that b
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import inf
 
 import msgspec
 from attrs import Factory, define, frozen
@@ -43,6 +45,7 @@ class _Life:
     lives: dict[Rank, tuple[Epoch, Generation]] = Factory(dict)
     votes: dict[Rank, bool] = Factory(dict)
     decided: Decided | None = None
+    decided_at: float = inf
 
 
 @define
@@ -115,7 +118,7 @@ class Agreement:
             for room, lives in list(self._lives.items()):
                 for life in list(lives):
                     if life.decided is None and not life.votes.get(rank, False):
-                        out += self._decide(room, life, Decided(False, f"rank {rank} of our instance is lost"))
+                        out += self._decide(room, life, Decided(False, f"rank {rank} of our instance is lost"), now)
         elif rank == 0:
             self._left, self._leader = self._leader, None
             self._repeat.clear()
@@ -133,7 +136,7 @@ class Agreement:
         if self._world == 1:
             return [] if ok is None else [Outcome(key, Decided(ok, reason))]
         if self._rank == 0:
-            return self._count(key.room, self._rank, self._epoch, key.generation, ok, reason)
+            return self._count(key.room, self._rank, self._epoch, key.generation, ok, reason, now)
         line = self._waiting.get(key.room, OrderedDict())
         said = line.get(key.generation)
         if (said is None and ok is not None) or (said is not None and said.alone):
@@ -159,7 +162,7 @@ class Agreement:
                 out += self._end_alone(RoomKey(room, generation), one, "too many rooms wait for rank 0")
         return out
 
-    def on_ballot(self, ballot: Ballot) -> list[Send | Outcome]:
+    def on_ballot(self, ballot: Ballot, now: float) -> list[Send | Outcome]:
         """Rank 0: another rank's ballot; it is answered in any case."""
         peer = Epoch(ballot.src)
         rank = self._ranks.get(peer)
@@ -168,7 +171,7 @@ class Agreement:
         room, generation = RoomId(ballot.room), Generation(ballot.generation)
         if self._find(room, rank, peer, generation) is None and self._is_old(room, rank, peer, generation):
             return [self._verdict(peer, room, generation, Decided(False, "the outcome is forgotten"))]
-        out = self._count(room, rank, peer, generation, ballot.ok, ballot.reason)
+        out = self._count(room, rank, peer, generation, ballot.ok, ballot.reason, now)
         if not any(isinstance(e, Send) and e.to == peer for e in out):
             life = self._find(room, rank, peer, generation)
             assert life is not None
@@ -251,14 +254,15 @@ class Agreement:
         known = [life.lives[rank] for life in self._lives.get(room, []) if rank in life.lives]
         return generation <= self._forgotten.get(epoch, -1) or any(e == epoch and g > generation for e, g in known)
 
-    def _life(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> _Life:
+    def _life(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, now: float) -> _Life:
         """The life that a rank's generation belongs to: its own, else the earliest that this rank has no part in."""
         life = self._find(room, rank, epoch, generation)
         if life is not None:
             return life
         lives = self._lives.setdefault(room, [])
+        since = now - self._options.silence_s if rank == self._rank else -inf
         for life in lives:
-            if rank not in life.lives:
+            if rank not in life.lives and life.decided_at > since:
                 life.lives[rank] = (epoch, generation)
                 return life
         lives.append(_Life({rank: (epoch, generation)}))
@@ -278,9 +282,9 @@ class Agreement:
                         self._forgotten[epoch] = max(self._forgotten.get(epoch, 0), generation)
 
     def _count(
-        self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, ok: bool | None, reason: str
+        self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, ok: bool | None, reason: str, now: float
     ) -> list[Send | Outcome]:
-        life = self._life(room, rank, epoch, generation)
+        life = self._life(room, rank, epoch, generation, now)
         if life.decided is not None:
             return [Outcome(RoomKey(room, generation), life.decided)] if rank == self._rank else []
         if ok is None:
@@ -289,13 +293,13 @@ class Agreement:
             return [self._verdict(e, room, g, None, shared=True) for e, g in others if e in self._ranks]
         life.votes[rank] = ok
         if not ok:
-            return self._decide(room, life, Decided(False, reason))
+            return self._decide(room, life, Decided(False, reason), now)
         if sum(life.votes.values()) == self._world:
-            return self._decide(room, life, Decided(True, ""))
+            return self._decide(room, life, Decided(True, ""), now)
         return []
 
-    def _decide(self, room: RoomId, life: _Life, decided: Decided) -> list[Send | Outcome]:
-        life.decided = decided
+    def _decide(self, room: RoomId, life: _Life, decided: Decided, now: float) -> list[Send | Outcome]:
+        life.decided, life.decided_at = decided, now
         out: list[Send | Outcome] = []
         for rank, (epoch, generation) in life.lives.items():
             if rank == self._rank:

@@ -64,10 +64,10 @@ def test_success_needs_every_rank_and_each_hears_it_in_its_own_generation() -> N
     """C8."""
     one = leader()
     one.vote(key(1), None, "", 0.0)
-    assert verdicts(one.on_ballot(ballot(1, 11, None))) == [(E[1], 11, None)]
+    assert verdicts(one.on_ballot(ballot(1, 11, None), 0.0)) == [(E[1], 11, None)]
     assert outcomes(one.vote(key(1), True, "", 0.0)) == []
-    assert verdicts(one.on_ballot(ballot(1, 11, True))) == [(E[1], 11, None)]
-    effects = one.on_ballot(ballot(2, 22, True))
+    assert verdicts(one.on_ballot(ballot(1, 11, True), 0.0)) == [(E[1], 11, None)]
+    effects = one.on_ballot(ballot(2, 22, True), 0.0)
     assert outcomes(effects) == [(1, True)]
     assert sorted(verdicts(effects)) == [(E[1], 11, True), (E[2], 22, True)]
 
@@ -75,14 +75,14 @@ def test_success_needs_every_rank_and_each_hears_it_in_its_own_generation() -> N
 def test_a_decided_room_is_answered_again_and_never_otherwise() -> None:
     one = leader(2)
     one.vote(key(1), True, "", 0.0)
-    one.on_ballot(ballot(1, 11, True))
-    assert verdicts(one.on_ballot(ballot(1, 11, False))) == [(E[1], 11, True)]
+    one.on_ballot(ballot(1, 11, True), 0.0)
+    assert verdicts(one.on_ballot(ballot(1, 11, False), 0.0)) == [(E[1], 11, True)]
     assert outcomes(one.vote(key(1), False, "too late", 0.0)) == [(1, True)]
 
 
 def test_ballots_of_strangers_and_to_other_ranks_are_dropped() -> None:
-    assert leader(2).on_ballot(ballot(4, 1, True)) == []
-    assert follower().on_ballot(ballot(2, 1, True)) == []
+    assert leader(2).on_ballot(ballot(4, 1, True), 0.0) == []
+    assert follower().on_ballot(ballot(2, 1, True), 0.0) == []
     one = follower()
     one.vote(key(1), None, "", 0.0)
     assert one.on_verdict(verdict(1, True, src=2), 0.0) == []
@@ -107,8 +107,8 @@ def test_a_ballot_is_repeated_until_it_is_decided_and_rarely_once_it_is_known() 
 
 def test_success_may_be_taken_back_until_it_is_decided() -> None:
     one = leader()
-    one.on_ballot(ballot(1, 11, True))
-    assert (E[1], 11, False) in verdicts(one.on_ballot(ballot(1, 11, False)))
+    one.on_ballot(ballot(1, 11, True), 0.0)
+    assert (E[1], 11, False) in verdicts(one.on_ballot(ballot(1, 11, False), 0.0))
 
 
 def test_failure_is_not_taken_back_by_a_success_that_comes_after_it() -> None:
@@ -128,7 +128,7 @@ def test_a_rank_that_is_lost_fails_the_rooms_that_need_it() -> None:
     one = leader()
     for generation in (1, 2):
         one.vote(key(generation, RoomId(b"%d" % generation)), None, "", 0.0)
-    one.on_ballot(ballot(1, 11, True, RoomId(b"2")))
+    one.on_ballot(ballot(1, 11, True, RoomId(b"2")), 0.0)
     effects = one.lost(E[1], 1.0)
     assert outcomes(effects) == [(1, False)]
     assert LOST in effects[0].decided.reason if isinstance(effects[0], Outcome) else False
@@ -142,9 +142,9 @@ def test_a_rank_that_is_lost_fails_the_rooms_that_need_it() -> None:
 def test_a_rank_that_succeeded_and_then_was_lost_does_not_fail_the_room() -> None:
     one = leader()
     one.vote(key(1), True, "", 0.0)
-    one.on_ballot(ballot(1, 11, True))
+    one.on_ballot(ballot(1, 11, True), 0.0)
     assert one.lost(E[1], 0.0) == []
-    effects = one.on_ballot(ballot(2, 22, True))
+    effects = one.on_ballot(ballot(2, 22, True), 0.0)
     assert (outcomes(effects), verdicts(effects)) == ([(1, True)], [(E[2], 22, True)])
 
 
@@ -241,9 +241,9 @@ def test_a_failure_that_the_lost_life_of_rank_0_did_not_answer_is_told_to_the_ne
 def test_rank_0_says_when_its_engine_has_opened_the_room_too() -> None:
     """Before or after the other rank's: from then on the room ends with that life of rank 0."""
     one = leader(2)
-    (first,) = one.on_ballot(ballot(1, 11, None))
+    (first,) = one.on_ballot(ballot(1, 11, None), 0.0)
     (then,) = one.vote(key(1), None, "", 0.0)
-    (again,) = one.on_ballot(ballot(1, 11, None))
+    (again,) = one.on_ballot(ballot(1, 11, None), 0.0)
     shared = [e.frame.shared for e in (first, then, again) if isinstance(e, Send) and isinstance(e.frame, Verdict)]
     assert shared == [False, True, True]
 
@@ -273,18 +273,30 @@ def test_lives_of_one_room_are_paired_in_order() -> None:
     one = leader(2)
     one.vote(key(1), False, "why", 0.0)
     one.vote(key(5), True, "", 0.0)
-    assert verdicts(one.on_ballot(ballot(1, 30, None))) == [(E[1], 30, False)]
-    assert outcomes(one.on_ballot(ballot(1, 31, True))) == [(5, True)]
+    assert verdicts(one.on_ballot(ballot(1, 30, None), 0.0)) == [(E[1], 30, False)]
+    assert outcomes(one.on_ballot(ballot(1, 31, True), 0.0)) == [(5, True)]
+
+
+def test_a_life_that_rank_0_never_opened_does_not_fail_all_later_ones() -> None:
+    """E11, E16: for a while what rank 0 opens may be the life that failed elsewhere; then it is the next one."""
+    soon, later = leader(2), leader(2)
+    for one in (soon, later):
+        one.on_ballot(ballot(1, 1, False), 0.0)
+    assert outcomes(soon.vote(key(1), None, "", 29.9)) == [(1, False)]
+    assert outcomes(later.vote(key(1), None, "", 30.0)) == []
+    assert verdicts(later.on_ballot(ballot(1, 1, False), 30.0)) == [(E[1], 1, False)]
+    later.vote(key(1), True, "", 31.0)
+    assert outcomes(later.on_ballot(ballot(1, 2, True), 31.0)) == [(1, True)]
 
 
 def test_a_new_life_of_a_rank_is_not_taken_for_its_old_one() -> None:
     """E10: its generations begin again."""
     one = leader(2)
     one.vote(key(1), True, "", 0.0)
-    one.on_ballot(ballot(1, 1, True))
+    one.on_ballot(ballot(1, 1, True), 0.0)
     one.lost(E[1], 0.0)
     one.joined(E[3], Rank(1), 0.0)
-    assert verdicts(one.on_ballot(ballot(3, 1, None))) == [(E[3], 1, None)]
+    assert verdicts(one.on_ballot(ballot(3, 1, None), 0.0)) == [(E[3], 1, None)]
 
 
 def test_what_is_remembered_is_bounded_and_late_ballots_of_forgotten_lives_pair_with_nothing() -> None:
@@ -292,17 +304,17 @@ def test_what_is_remembered_is_bounded_and_late_ballots_of_forgotten_lives_pair_
     one = leader(2, Options(tombstones=4))
     for n in range(1, 30):
         one.vote(key(n), True, "", 0.0)
-        one.on_ballot(ballot(1, n, True))
+        one.on_ballot(ballot(1, n, True), 0.0)
     assert one.remembered == LIVES
     for n in range(30, 60):
         name = RoomId(b"%d" % n)
         one.vote(key(n, name), True, "", 0.0)
-        one.on_ballot(ballot(1, n, True, name))
+        one.on_ballot(ballot(1, n, True, name), 0.0)
     assert one.remembered == 4
     one.vote(key(60), None, "", 0.0)
-    assert verdicts(one.on_ballot(ballot(1, 3, True))) == [(E[1], 3, False)]
+    assert verdicts(one.on_ballot(ballot(1, 3, True), 0.0)) == [(E[1], 3, False)]
     assert outcomes(one.vote(key(60), True, "", 0.0)) == []
-    assert outcomes(one.on_ballot(ballot(1, 60, True))) == [(60, True)]
+    assert outcomes(one.on_ballot(ballot(1, 60, True), 0.0)) == [(60, True)]
 
 
 def test_an_old_life_of_a_room_that_goes_on_is_recognised() -> None:
@@ -310,10 +322,10 @@ def test_an_old_life_of_a_room_that_goes_on_is_recognised() -> None:
     one = leader(2)
     for n in range(1, 30):
         one.vote(key(n), True, "", 0.0)
-        one.on_ballot(ballot(1, n, True))
+        one.on_ballot(ballot(1, n, True), 0.0)
     one.vote(key(30), True, "", 0.0)
-    assert verdicts(one.on_ballot(ballot(1, 3, True))) == [(E[1], 3, False)]
-    assert outcomes(one.on_ballot(ballot(1, 30, True))) == [(30, True)]
+    assert verdicts(one.on_ballot(ballot(1, 3, True), 0.0)) == [(E[1], 3, False)]
+    assert outcomes(one.on_ballot(ballot(1, 30, True), 0.0)) == [(30, True)]
 
 
 def test_open_rooms_are_never_forgotten_by_rank_0() -> None:
