@@ -95,5 +95,9 @@ BUGS: Sequence[Mutant] = (
            "page is None or self._before[page] != before or self._content[page] != content", "page is None"),
     Mutant("what is held is sent again", "C1",
            "endpoints.reception:ReceptionHandle.expect", "Wanted(start, stop,", "Wanted(0, stop,"),
+    Mutant("layers are final before their event has happened", "B1",
+           "endpoints.delivery:ForwardPass._flush", "layers, event)", "layers, None)"),
+    Mutant("a group is sent when its first layer is final", "B1",
+           "protocol.rows:_Turn.final", "or all(", "or any("),
 )  # fmt: skip
 """At least one for each of E1 to E16."""

@@ -15,7 +15,6 @@ from ...kernels import KERNELS, Move, Sums
 from ...memory import Buffer, Event, MemoryPool, bytes_of
 from ...protocol import RoomKey
 from ...staging import Lease
-from ...strategies import LayerPipelined, Schedule
 from ...transports.process import Process
 from .dma import SimTransport
 from .fault import FaultClass
@@ -221,7 +220,7 @@ class SimNode:
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.prefill_paths[world.source_of(index)],
-                schedule=_schedule(scenario.layers_together), verify=scenario.verify, slot_bytes=scenario.slot_bytes,
+                schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
                 slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self),
                 observer=self.counters, clock=self.clock, sleep=_never, thread=False, life=life,
             )  # fmt: skip
@@ -296,10 +295,6 @@ class SimNode:
         self.world.network.closed(self)
         if self.world.places.get(self.address) is self:
             del self.world.places[self.address]
-
-
-def _schedule(layers: int | None) -> Schedule | None:
-    return None if layers is None else LayerPipelined(fixed=layers)
 
 
 def _never(seconds: float) -> None:

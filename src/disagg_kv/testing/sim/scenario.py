@@ -11,11 +11,26 @@ from ...geometry import CacheSpec, Component, Shard, Site, shard, stages
 from ...ids import RoomId
 from ...memory import PagedPool
 from ...memory.paged import Layout
+from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
+from ...strategies import LayerPipelined
 from .fault import FaultClass, survives, swarm
 from .talks import Prompt, Talk, converse
 
 AUX_BYTES = 8
+
+SCHEDULES = (
+    None,
+    None,
+    None,
+    LayerPipelined(fixed=1),
+    LayerPipelined(fixed=2),
+    LayerPipelined(),
+    LayerPipelined(pace=Pace(1e-5, 1e6, 1e-6)),
+    LayerPipelined(adaptive=Adaptive(min_tokens=8, few_layers=1, least=2, most=4)),
+)
+"""None: chunks cross whole. Groups of layers are of a fixed size, or follow a pace that is measured or told, or the
+formula."""
 
 PREFIXES = 0.25
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
@@ -131,7 +146,7 @@ class Scenario:
     decode: Split
     prefill_paths: tuple[str, ...]
     decode_path: str
-    layers_together: int | None
+    schedule: LayerPipelined | None
     verify: Verify
     slot_bytes: int
     slots: int
@@ -205,7 +220,7 @@ class Scenario:
             decode=decode,
             prefill_paths=tuple(rng.choice(prefill_paths) + selection for _ in prefills),
             decode_path=decode_path + selection,
-            layers_together=rng.choice((None, None, 1, 2)),
+            schedule=rng.choice(SCHEDULES),
             verify="off" if slow_kernels else rng.choice(("off", "sampled", "full")),
             slot_bytes=slot,
             slots=1 if stuck else rng.choice((2, 4, 8)),

@@ -19,7 +19,9 @@ from ...memory import U8, Event
 from ...prefix import Claim
 from ...protocol import Phase
 from ...rendezvous import Source
+from ...strategies import LayerPipelined
 from .fault import FaultClass
+from .kind import Kind
 from .memory import truth
 from .node import SimEvent, SimNode
 from .prefixes import said
@@ -267,41 +269,76 @@ class Room:
             self.world.touch(entry.node)
 
     def _computed(self, entry: Entry, step: ForwardPass, number: int, start: int, pages: list[int]) -> None:
-        """A forward pass ends; if its pages were taken away meanwhile, its rows are given again with the others."""
+        """A forward pass has begun to end; if its pages were taken away, its rows are given again with the others."""
         if not entry.node.alive:
             return
         rng = self.world.random
-        layers = list(entry.node.memory.pool.site.shard.layers())
-        if rng.random() < 0.5:
-            rng.shuffle(layers)
-            self._layer(entry, step, number, start, pages, layers)
-            return
-        if entry.pages[: len(pages)] == pages:
-            self._write(entry, start, self.plan.edges[number], pages)
-        step.close()
-        self._chunk(entry, number + 1)
+        layers = list(reversed(entry.node.memory.pool.site.shard.layers()))
+        if rng.random() < 0.6:
+            if rng.random() < 0.5:
+                rng.shuffle(layers)
+            self._layer(entry, step, number, (start, self.plan.edges[number]), pages, layers)
+        else:
+            self._close(entry, step, number, (start, self.plan.edges[number]), pages, layers)
 
     def _layer(
         self,
         entry: Entry,
         step: ForwardPass,
         number: int,
-        start: int,
+        rows: tuple[int, int],
         pages: list[int],
         layers: list[LayerId],
     ) -> None:
-        """Layer after layer is final, in any order; the pass ends with the last."""
+        """Layer after layer is final, most often from the first on; the pass ends with the last, or before it."""
         if not entry.node.alive:
             return
         layer = layers.pop()
-        if entry.pages[: len(pages)] == pages:
-            self._write(entry, start, self.plan.edges[number], pages, layer)
-        step.layer_ready(layer)
-        if layers:
-            self.world.later(0.001, partial(self._layer, entry, step, number, start, pages, layers))
+        ready = self._by_event(entry, rows, pages, [layer])
+        step.layer_ready(layer, ready)
+        if layers and self.world.random.random() < 0.85:
+            self.world.later(0.001, partial(self._layer, entry, step, number, rows, pages, layers))
         else:
-            step.close()
-            self._chunk(entry, number + 1)
+            self._close(entry, step, number, rows, pages, layers)
+
+    def _close(
+        self,
+        entry: Entry,
+        step: ForwardPass,
+        number: int,
+        rows: tuple[int, int],
+        pages: list[int],
+        layers: list[LayerId],
+    ) -> None:
+        """A pass ends; layers that were not announced are final then, or at an event."""
+        if layers and len(layers) < len(entry.node.memory.pool.site.shard.layers()):
+            self.world.saw(Kind.LAYERS_REST)
+        step.close(self._by_event(entry, rows, pages, layers))
+        self._chunk(entry, number + 1)
+
+    def _by_event(
+        self, entry: Entry, rows: tuple[int, int], pages: list[int], layers: list[LayerId]
+    ) -> SimEvent | None:
+        """Layers of rows are in their pages now, or when the event happens."""
+        if not layers or self.world.random.random() < 0.6:
+            self._lay(entry, rows, pages, layers)
+            return None
+        ready = SimEvent()
+
+        def happen() -> None:
+            if entry.node.alive:
+                self._lay(entry, rows, pages, layers)
+                ready.happened = True
+                self.world.saw(Kind.LAYER_LATE)
+                self.world.touch(entry.node)
+
+        self.world.later(self.world.random.randint(1, 5) / 1000, happen)
+        return ready
+
+    def _lay(self, entry: Entry, rows: tuple[int, int], pages: list[int], layers: list[LayerId]) -> None:
+        if entry.pages[: len(pages)] == pages:
+            for layer in layers:
+                self._write(entry, *rows, pages, layer)
 
     def _finish(self, entry: Entry) -> None:
         handle, plan = entry.handle, self.plan
@@ -370,6 +407,7 @@ class Room:
             entry.ended = world.now
             entry.error = handle.error
             entry.segments = handle.report.segments
+            self._grouped(entry)
             world.check.ended(entry)
         entry.phase = phase
         if handle.released and not entry.freed:
@@ -386,6 +424,23 @@ class Room:
             world.entries.pop(id(handle), None)
             entry.handle = None
             world.check.freed(entry)
+
+    def _grouped(self, entry: Entry) -> None:
+        """What was special about the groups of layers in which a prefill rank sent the room."""
+        handle, world = entry.handle, self.world
+        if not isinstance(handle, DeliveryHandle) or handle.report.groups < 2:
+            return
+        if handle.phase is Phase.FAILED:
+            world.saw(Kind.GROUPS_FAILED)
+            return
+        world.saw(Kind.GROUPS)
+        world.saw(Kind.GROUPS_STAGED if handle.report.path == "staged" else Kind.GROUPS_PLACED)
+        if world.scenario.schedule == LayerPipelined():  # its formula has one group for so few rows
+            world.saw(Kind.GROUPS_MEASURED)
+        if any(decode.held for decode in self.decode):
+            world.saw(Kind.GROUPS_AFTER)
+        if entry.node.split.pp > 1:
+            world.saw(Kind.GROUPS_STAGE)
 
     def name(self, entry: Entry) -> str:
         """For messages."""
