@@ -20,7 +20,7 @@ from ....strategies import LayerPipelined, Schedule, strategy
 from ....transports import Transport, between_processes
 from .config import LOOPBACK, DemoConfig, Kind
 from .inject import WrongGather
-from .member import Member
+from .member import Member, wait_for
 from .pool import make_pool, shards_of
 from .results import Moved
 
@@ -43,10 +43,7 @@ def say_answer(store: Store, request: int, turn: int, tokens: Sequence[int]) -> 
 
 def answer(store: Store, request: int, turn: int) -> list[int]:
     """Wait for an answer."""
-    key = f"answer {request} {turn}"
-    while not store.check([key]):  # asks again and again: a waiting call would not let signals through
-        time.sleep(PAUSE_S)
-    tokens: list[int] = json.loads(store.get(key))
+    tokens: list[int] = json.loads(wait_for(store, f"answer {request} {turn}"))
     return tokens
 
 
