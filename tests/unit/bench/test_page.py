@@ -69,8 +69,8 @@ def grant(found: Mapping[str, Any]) -> str:
 
 
 def kernels(found: Mapping[str, Any]) -> str:
-    """Gather and scatter, case by case."""
-    head = ["order, page size, pages", "copy_ GB/s", "gather / copy_", "scatter / copy_"]
+    """Gather, scatter and checksum, case by case."""
+    head = ["order, page size, pages", "copy_ GB/s", "gather / copy_", "scatter / copy_", "checksum / copy_"]
     return table(
         [
             head,
@@ -80,6 +80,7 @@ def kernels(found: Mapping[str, Any]) -> str:
                     f"{case['copy_GB_per_s']:.2f}",
                     f"{case['gather_ratio']:.2f}",
                     f"{case['scatter_ratio']:.2f}",
+                    f"{case['checksum_ratio']:.2f}",
                 ]
                 for case in found["cases"]
             ),
@@ -261,6 +262,7 @@ def test_every_result_says_where_it_comes_from_and_is_named_on_the_page(result: 
     where = found.get("machine") or found.get("hardware", {})
     assert found.get("gpu") or (where["cpu"] and where["cores"])
     assert found.get("versions") or where["versions"]
+    assert len(found.get("commit") or where["commit"]) == 40, "measure in a clean checkout"
     assert f"benchmarks/results/{result.name}" in PAGE.read_text()
 
 
