@@ -35,6 +35,38 @@ formula."""
 PREFIXES = 0.25
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
+ROOMS, FEW_ROOMS, WIDE = (3, 4, 4, 5, 5), (2, 3, 4), 5
+"""How many rooms a world has, and one of at least so many ranks: a room costs as much as there are pairs of ranks."""
+
+TPS = (1, 1, 2, 2, 3, 4)
+"""Tensor parallel sizes, as often as they are drawn where a topology leaves them open."""
+
+One = tuple[int, int]
+TOPOLOGIES: tuple[tuple[tuple[One, ...], One] | None, ...] = (
+    (((1, 1),), (1, 1)),
+    (((2, 1),), (1, 1)),
+    None,
+    (((1, 1), (1, 1)), (1, 1)),
+    (((1, 1),), (1, 1)),
+    (((1, 1),), (2, 1)),
+    (((1, 1),), (1, 1)),
+    None,
+    (((1, 1), (1, 1)), (1, 1)),
+    (((1, 2),), (1, 1)),
+    (((1, 1),), (1, 1)),
+    (((2, 1),), (2, 1)),
+    (((1, 1),), (1, 1)),
+    None,
+    (((1, 1),), (1, 1)),
+    (((1, 1), (1, 1)), (1, 1)),
+)
+"""Tensor and pipeline parallel sizes of the prefill instances and of decode; None: any. Seeds take them in turn, so
+that few of them have as many ranks as on average; most have few, which are run fast and reach what many reach."""
+
+BLOCK = 128
+"""So many seeds in a row have worlds of so many shapes as there are topologies: what is worked out once per shape is
+used several times, and fewer shapes are in use at once than the library keeps answers for."""
+
 
 @frozen
 class Model:
@@ -61,6 +93,29 @@ class Split:
     def world(self) -> int:
         """How many ranks."""
         return self.tp * self.pp
+
+
+@frozen
+class Shape:
+    """What does not depend on one seed alone: the cache, who holds which part of it, and how large staging is.
+
+    Args:
+        model: the cache.
+        slot_bytes: of a staging slot.
+        rows: the fewest and the most rows of a room, if it has any.
+        prefills, decode: the instances.
+    """
+
+    model: Model
+    slot_bytes: int
+    rows: tuple[int, int]
+    prefills: tuple[Split, ...]
+    decode: Split
+
+    @property
+    def ranks(self) -> int:
+        """How many endpoints there are."""
+        return sum(p.world for p in self.prefills) + self.decode.world
 
 
 @lru_cache(1024)
@@ -175,18 +230,10 @@ class Scenario:
         rng = random.Random(f"scenario {seed}")
         faults = swarm(rng, allowed)
         stuck = FaultClass.QUARANTINE in faults
-        model = _model(rng)
-        spec = spec_of(model)
-        row = sum(c.units * c.unit_bytes for cs in spec.layers.values() for c in cs)
-        page = rng.choice((1, 2, 4, 4))
-        slot = 256 * (1 + row * page // 256)
-        sources = 1 if rng.random() < 0.85 else 2
-        requests = _requests(rng, sources, faults, row, slot)
-        rows = sum(16 + r.rows for r in requests)
-        prefills = tuple(
-            _split(rng, model, page if rng.random() < 0.6 else rng.choice((1, 2, 4)), rows) for _ in range(sources)
-        )
-        decode = _split(rng, model, page, rows // 2 if stuck else rows)
+        shape = shape_of(seed // BLOCK, seed % len(TOPOLOGIES))
+        requests = _requests(rng, shape, faults)
+        prefills, slot = shape.prefills, shape.slot_bytes
+        decode, scarce = shape.decode, stuck or (not survives(faults) and rng.random() < 0.2)
         options = Options(
             silence_s=2.0,
             total_s=4.0,
@@ -199,7 +246,7 @@ class Scenario:
             window=rng.choice((1, 2, 4, 16)),
             tombstones=64,
             parked=rng.choice((1, 64)),
-            aux_part=AUX_BYTES // 3 if seed % 2 else AUX_BYTES,
+            aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
         )
         lease = slot + 256 * max(p.world for p in prefills)
         slow_kernels = rng.random() < 0.5
@@ -212,10 +259,12 @@ class Scenario:
             talks, requests = converse(rng, requests, space, decode.page_rows)
             if not survives(faults):
                 decode = evolve(decode, pages=decode.pages // rng.choice((1, 2, 4)))
+        elif scarce:
+            decode = evolve(decode, pages=decode.pages // 3)
         selection = "+incremental" if talks else ""
         return cls(
             seed=seed,
-            model=model,
+            model=shape.model,
             prefills=prefills,
             decode=decode,
             prefill_paths=tuple(rng.choice(prefill_paths) + selection for _ in prefills),
@@ -240,6 +289,30 @@ class Scenario:
         )
 
 
+@lru_cache(2 * len(TOPOLOGIES))
+def shape_of(block: int, number: int) -> Shape:
+    """The shape of a block of seeds that has this topology."""
+    rng = random.Random(f"shape {block} {number}")
+    model = _model(rng)
+    topology = TOPOLOGIES[number]
+    if topology is None:
+        topology = tuple(_any(rng, model) for _ in range(rng.choice((1, 1, 1, 2)))), _any(rng, model)
+    else:
+        while not all(_fits(model, tp, pp) for tp, pp in (*topology[0], topology[1])):
+            model = _model(rng)
+    row = sum(c.units * c.unit_bytes for cs in spec_of(model).layers.values() for c in cs)
+    page = rng.choice((1, 2, 4, 4))
+    slot = 256 * (1 + row * page // 256)
+    least, most = max(4, slot // row), max(8, 4 * slot // row)
+    rows = ROOMS[-1] * (16 + most)
+
+    def split(one: One, page: int) -> Split:
+        return Split(*one, page, -(-rows // page), rng.choice(("NHD", "HND")), rng.random() < 0.3)
+
+    prefills = tuple(split(one, page if rng.random() < 0.6 else rng.choice((1, 2, 4))) for one in topology[0])
+    return Shape(model, slot, (least, most), prefills, split(topology[1], page))
+
+
 def _model(rng: random.Random) -> Model:
     layers = rng.choice((1, 2, 2, 3, 4))
     if rng.random() < 0.2:
@@ -248,37 +321,31 @@ def _model(rng: random.Random) -> Model:
     return Model(layers, heads, rng.choice((8, 12)), rng.choice((8, 12)))
 
 
-def _split(rng: random.Random, model: Model, page: int, rows: int) -> Split:
-    """Any split that works with the heads, in a pool for so many rows; few sizes, as they are worked out once each."""
-    tps = [tp for tp in (1, 1, 1, 1, 1, 2, 2, 2, 3, 4) if model.heads % tp == 0 or tp % model.heads == 0]
-    tp = rng.choice(tps)
-    pp = 2 if model.layers > 1 and tp < 3 and rng.random() < 0.15 else 1
-    pages = next(n for n in (64, 128, 192, 256, 384, 512, 1024) if n >= rows) // page
-    return Split(tp, pp, page, pages, rng.choice(("NHD", "HND")), rng.random() < 0.3)
+def _fits(model: Model, tp: int, pp: int) -> bool:
+    return pp <= model.layers and (model.heads % tp == 0 or tp % model.heads == 0)
 
 
-def _requests(
-    rng: random.Random,
-    sources: int,
-    faults: dict[FaultClass, float],
-    row: int,
-    slot: int,
-) -> tuple[Request, ...]:
-    count = rng.randint(2, 6)
+def _any(rng: random.Random, model: Model) -> One:
+    tp = rng.choice([tp for tp in TPS if _fits(model, tp, 1)])
+    return tp, 2 if _fits(model, tp, 2) and tp < 3 and rng.random() < 0.3 else 1
+
+
+def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float]) -> tuple[Request, ...]:
+    count = rng.choice(ROOMS if shape.ranks < WIDE else FEW_ROOMS)
     ids = [RoomId(rng.getrandbits(64).to_bytes(8, "big")) for _ in range(count)]
     requests = []
     stuck = FaultClass.QUARANTINE in faults
     busy = not stuck and rng.random() < 0.7
     for number in range(count):
         room = ids[rng.randrange(number + 1)] if rng.random() < 0.2 else ids[number]
-        rows = 0 if rng.random() < 0.04 else rng.randint(max(4, slot // row), max(8, 5 * slot // row))
+        rows = 0 if rng.random() < 0.04 else rng.randint(*shape.rows)
         chunks = rng.choice((1, 1, 2, 3))
         edges = sorted({rng.randint(1, rows) for _ in range(chunks - 1)} | {rows}) if rows else []
         late = (_ms(rng, 5), _ms(rng, 5)) if busy else (_ms(rng, 40), _ms(rng, 200))
         requests.append(
             Request(
                 room=room,
-                source=rng.randrange(sources),
+                source=rng.randrange(len(shape.prefills)),
                 rows=rows,
                 edges=tuple(edges),
                 at=_ms(rng, 400 if stuck else 20 if busy else 100),
