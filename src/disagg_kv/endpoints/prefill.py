@@ -337,6 +337,7 @@ class PrefillRole:
         report, now = room.handle.report, self._node.now
         report.groups, report.schedule = groups.count, groups.reason
         labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
+        self._node.observer.count("groups", groups.count)
         self._node.observer.span(Span("groups", room.key.room, now, now, labels=labels))
 
     # Peers.

@@ -393,6 +393,7 @@ def test_a_declared_conflict_sends_per_chunk(declared: str) -> None:
     assert report.schedule.startswith("the engine uses draft_model: ")
     spans = [s for s in prefills[0].observer.spans if s.name == "groups"]
     assert [s.labels["groups"] for s in spans] == ["1"]
+    assert prefills[0].observer.counters["groups"] == 1
 
 
 def test_ranks_that_share_segments_go_by_the_pace_that_decode_tells_all_of_them() -> None:

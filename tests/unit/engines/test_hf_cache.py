@@ -11,6 +11,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     LlamaConfig,
@@ -22,7 +24,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 
 from disagg_kv.engines.hf import PageAllocator, PagedHFCache, spec_from_config
 from disagg_kv.errors import GeometryError, UnsupportedError
@@ -69,6 +71,7 @@ MAMBA: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 8,
 }
+INDEX: dict[str, Any] = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
 PROMPT = [7, 1, 33, 62, 5, 5, 18, 40, 2, 63, 11]
 
 
@@ -83,10 +86,14 @@ def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def models() -> list[tuple[str, type[PreTrainedModel], PreTrainedConfig]]:
     """One of each kind."""
     latent = DeepseekV3Config(**SIZES, **LATENT, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2)
+    sparse = DeepseekV32Config(
+        **SIZES, **LATENT, **INDEX, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=2
+    )
     return [
         ("llama", LlamaForCausalLM, LlamaConfig(**SIZES, **HEADS)),
         ("qwen3", Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS)),
         ("deepseek_v3", DeepseekV3ForCausalLM, latent),
+        ("sparse_index", DeepseekV32ForCausalLM, sparse),
         ("sliding", Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS, **SLIDING)),
         ("gated_delta_net", Qwen3NextForCausalLM, Qwen3NextConfig(**SIZES, **HEADS, **DELTA)),
         ("mamba_beside_attention", FalconH1ForCausalLM, FalconH1Config(**SIZES, **HEADS, **MAMBA)),
@@ -116,6 +123,8 @@ def kept(cache: Cache) -> list[list[torch.Tensor]]:
         found: list[torch.Tensor | None] = []
         if isinstance(layer, DynamicLayer):
             found += [layer.keys, layer.values]
+        if isinstance(layer, DynamicIndexedLayer):
+            found.append(layer.indexer_keys)
         if isinstance(layer, LinearAttentionLayer):
             found += [layer.conv_states[0], layer.recurrent_states[0]]
         layers.append([one.clone() for one in found if one is not None])
@@ -173,6 +182,34 @@ def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
     own.layer_ready = ready
     run(model, PROMPT, own)
     assert seen == list(range(model.config.num_hidden_layers))
+
+
+def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None:
+    """B1, B7: a model asks for the two apart, and nothing may leave between."""
+    torch.manual_seed(0)
+    _, make, config = next(m for m in models() if m[0] == "sparse_index")
+    model: Any = make(config)
+    pool = pool_for(model)
+    paged = PagedHFCache(pool)
+    table = table_for(paged, len(PROMPT))
+    own = paged.recording(table)
+    seen: list[int] = []
+
+    def ready(layer: LayerId) -> None:
+        keys, _ = paged.read(layer, table, 0, len(PROMPT))
+        index = next(n for n, p in enumerate(pool.site.planes) if (p.layer, p.component) == (layer, "index"))
+        assert keys.any()
+        assert pool.view(index).any()
+        seen.append(layer)
+
+    own.layer_ready = ready
+    for tokens in (PROMPT[:6], PROMPT[6:]):
+        run(model, tokens, own)
+    assert seen == [0, 1] * 2
+    with pytest.raises(GeometryError, match="layer 0 has no index"):
+        PagedHFCache(pool_for(llama())).write_index(0, table, 0, torch.zeros(1, 1, 16))
+    with pytest.raises(GeometryError, match=r"layer 1, 'index': the model caches .*shard has"):
+        paged.write_index(1, table, 0, torch.zeros(1, 1, 15))
 
 
 @pytest.mark.parametrize("fused", [False, True])

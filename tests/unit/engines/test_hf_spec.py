@@ -9,6 +9,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     FalconH1Config,
+    GlmMoeDsaConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
@@ -43,6 +44,16 @@ def test_latent_attention_is_one_latent_and_one_rope_unit() -> None:
     assert spec.layers[LayerId(1)] == (
         Component("latent", "bfloat16", 1, 1024),
         Component("rope", "bfloat16", 1, 128),
+    )
+
+
+def test_a_sparse_attention_index_is_one_more_component_of_a_token() -> None:
+    """B7: rows like those of the latent, in the order in which the model caches them."""
+    config = DeepseekV32Config(num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    assert spec_from_config(config, "bfloat16").layers[LayerId(1)] == (
+        Component("latent", "bfloat16", 1, 1024),
+        Component("rope", "bfloat16", 1, 128),
+        Component("index", "bfloat16", 1, 256),
     )
 
 
@@ -97,10 +108,7 @@ def test_what_transformers_does_not_cut_every_rank_holds_whole() -> None:
     [
         (MistralConfig(num_hidden_layers=2, sliding_window=1), r"'mistral', layer 0: a sliding window of 1 token"),
         (MambaConfig(num_hidden_layers=2), r"'mamba', layer 0: keeps states of another kind"),
-        (
-            DeepseekV32Config(num_hidden_layers=2, first_k_dense_replace=2),
-            r"'deepseek_v32', layer 0: keeps a DynamicIndexedLayer",
-        ),
+        (GlmMoeDsaConfig(num_hidden_layers=2), r"'glm_moe_dsa', layer 0: keeps a DynamicIndexedLayer"),
         (T5Config(), r"'t5': .*encoder-decoder"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",

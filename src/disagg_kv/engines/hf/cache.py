@@ -16,7 +16,7 @@ from .optional import require_transformers
 
 if TYPE_CHECKING:
     import torch
-    from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+    from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, LinearAttentionLayer
 
     from .recording import RecordingCache
 
@@ -101,6 +101,23 @@ class PagedHFCache:
         for plane, given in zip(planes, (keys, values), strict=True):
             plane.cells[where] = given[0].transpose(0, 1)
 
+    def write_index(self, layer: int, table: PageTable, start: int, keys: torch.Tensor) -> None:
+        """Write one layer's index keys ``[1, rows, dim]`` into the rows from ``start`` on.
+
+        Raises:
+            GeometryError: as :meth:`write`, or a layer without an index.
+        """
+        plane, rows = self._layers[layer].index, int(keys.shape[1])
+        if plane is None:
+            raise GeometryError(f"layer {self._ids[layer]} has no index")
+        where = self._where(table, start, start + rows)
+        plane.check(keys, (1, rows, plane.cells.shape[3]))
+        plane.cells[where] = keys[0].unsqueeze(1)
+
+    def indexed(self, layer: int) -> bool:
+        """Whether a layer keeps an index beside keys and values."""
+        return self._layers[layer].index is not None
+
     def read(self, layer: int, table: PageTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of one layer's keys and values ``[1, heads, rows, dim]`` of the rows ``[start, stop)``."""
         where = self._where(table, start, stop)
@@ -141,6 +158,9 @@ class PagedHFCache:
                 own.update(*self.read(number, table, start, stop))
                 if layer.window is not None:
                     own.cumulative_length = stop
+            if layer.index is not None:
+                rows = layer.index.cells[self._where(table, 0, stop)]  # [rows, 1, dim]
+                cast("DynamicIndexedLayer", cache.layers[number]).update_indexer(rows.squeeze(1).unsqueeze(0))
             if layer.recurrent is not None:
                 if slot is None:
                     raise GeometryError(f"layer {layer.recurrent.layer} keeps states, but no slot was given")

@@ -40,11 +40,13 @@ class Layer:
 
     Args:
         tokens: keys and values; empty where the layer has only states.
+        index: keys of a sparse-attention index, where the layer has one.
         conv: the blocks of a conv state, in the order of its channels.
         recurrent: the recurrent state.
     """
 
     tokens: tuple[Planed, ...]
+    index: Planed | None
     conv: tuple[Planed, ...]
     recurrent: Planed | None
 
@@ -60,7 +62,7 @@ class Layer:
         if self.conv:
             return hf.LinearAttentionAndFullAttentionLayer() if self.tokens else hf.LinearAttentionLayer()
         if self.window is None:
-            plain: Callable[[], CacheLayerMixin] = hf.DynamicLayer
+            plain: Callable[[], CacheLayerMixin] = hf.DynamicLayer if self.index is None else hf.DynamicIndexedLayer
             return plain()
         return hf.DynamicSlidingWindowLayer(sliding_window=self.window + 1)
 
@@ -106,14 +108,15 @@ def layers_of(pool: PagedPool) -> list[Layer]:
             for c in site.spec.layers[layer]
             if (layer, c.name) in numbers
         ]
-        tokens = tuple(p for p in held if not p.component.rows)
+        index = next((p for p in held if p.component.name == "index"), None)
+        tokens = tuple(p for p in held if not p.component.rows and p is not index)
         states = tuple(p for p in held if p.component.rows)
         if len(tokens) not in (0, 2) or len(states) == 1:
             names = tuple(p.component.name for p in held)
             raise UnsupportedError(
                 f"layer {layer} holds {names}; transformers keeps keys and values, or a conv and a recurrent state"
             )
-        layers.append(Layer(tokens, states[:-1], states[-1] if states else None))
+        layers.append(Layer(tokens, index, states[:-1], states[-1] if states else None))
     return layers
 
 

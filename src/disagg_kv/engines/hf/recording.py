@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
@@ -12,6 +12,8 @@ from ...geometry import PageTable
 from ...ids import LayerId
 
 if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicIndexedLayer
+
     from .cache import PagedHFCache
 
 
@@ -28,6 +30,7 @@ class RecordingCache(Cache):
         super().__init__(layers=list(layers))
         self._paged = paged
         self._table = table
+        self._half: set[int] = set()
         self.layer_ready: Callable[[LayerId], None] | None = None
 
     def update(
@@ -35,6 +38,23 @@ class RecordingCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new rows ``[1, heads, rows, dim]`` to the pages, then do what the model expects."""
         self._paged.write(layer_idx, self._table, self.get_seq_length(layer_idx), key_states, value_states)
+        self._written(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write one layer's new index keys ``[1, rows, dim]`` to the pages, then do what the model expects."""
+        own = cast("DynamicIndexedLayer", self.layers[layer_idx])
+        start = 0 if own.indexer_keys is None else int(own.indexer_keys.shape[1])
+        self._paged.write_index(layer_idx, self._table, start, indexer_key_states)
+        self._written(layer_idx)
+        keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
+        return keys
+
+    def _written(self, layer_idx: int) -> None:
+        """A layer with an index is final when both its rows and their index keys are in the pages."""
+        if self._paged.indexed(layer_idx):
+            self._half ^= {layer_idx}
+            if layer_idx in self._half:
+                return
         if self.layer_ready is not None:
             self.layer_ready(self._paged.layer_ids[layer_idx])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)

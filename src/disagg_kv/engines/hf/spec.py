@@ -13,6 +13,9 @@ from .optional import require_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+INDEXED = frozenset({"deepseek_v32"})
+"""Architectures whose every layer keeps an index of its own; others share one, or keep more than its keys."""
+
 STATE = "float32"
 """Recurrent states are kept so, whatever the model's own type: products over thousands of tokens need it."""
 
@@ -25,6 +28,7 @@ def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b""
     * attention: ``k`` and ``v`` per KV head, or for latent attention ``latent`` and ``rope``; the first is what the
       model passes to its cache as keys, the second as values. A sliding window of ``n`` tokens includes the one that
       is computed, so ``n - 1`` are kept;
+    * a sparse-attention index (DeepSeek-V3.2): ``index``, one unit a token, beside latent and rope;
     * a gated delta net: the blocks ``conv.q``, ``conv.k``, ``conv.v`` of its conv state ``[1, channels, kernel]``, and
       ``delta``: ``[1, heads, key dim, value dim]``;
     * Mamba 2: the blocks ``conv.x``, ``conv.b``, ``conv.c``, and ``ssm``: ``[1, heads, head dim, state]``.
@@ -83,6 +87,7 @@ def shard_from_config(
 def _components(kind: object, config: PreTrainedConfig, dtype: str) -> Iterator[Component]:
     """What one layer keeps; ``config`` is that layer's."""
     from transformers.cache_utils import (
+        DynamicIndexedLayer,
         DynamicLayer,
         DynamicSlidingWindowLayer,
         LinearAttentionAndFullAttentionLayer,
@@ -91,6 +96,10 @@ def _components(kind: object, config: PreTrainedConfig, dtype: str) -> Iterator[
 
     if type(kind) in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
         yield from _states(config, dtype)
+    elif type(kind) is DynamicIndexedLayer and config.model_type in INDEXED:
+        yield from _attention(config, dtype, None)
+        yield Component("index", dtype, 1, config.index_head_dim * item_bytes(dtype))
+        return
     elif type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedError(f"keeps a {type(kind).__name__}, which is not moved yet")
     if isinstance(kind, DynamicLayer):
