@@ -74,6 +74,10 @@ class Rumours:
         self._world = world
         self._codec = Codec()
 
+    def tempted(self, node: SimNode) -> bool:
+        """Whether a room of a process is in a state that is seldom seen."""
+        return any(pair[0].state in BRIEF for pair in self._pairs(node))
+
     def spread(self, node: SimNode) -> None:
         """One frame for one room of a process, if it has any."""
         pairs = list(self._pairs(node))

@@ -31,6 +31,9 @@ from .workload import Entry, Room
 TICK_S = 0.02
 """A process that did something is looked at again after this; then it says itself when."""
 
+GOSSIP = 0.3
+"""Share of the turns that leave a room in a brief state which a frame out of turn follows, where those happen."""
+
 SETTLE_S = 12.0
 """I4: after the faults stop and the last room began, everything comes to rest within this, by the world's clock."""
 
@@ -98,6 +101,7 @@ class World:
         self.network = Network(self)
         self.dma = Dma(self)
         self.rumours = Rumours(self)
+        self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
         for number, split in enumerate(scenario.prefills):
             self._launch(f"prefill {number}", split)
         self._launch("decode", scenario.decode)
@@ -420,6 +424,8 @@ class World:
                 entry.room.changed(entry)
         self.check.node(node)
         self.dma.check_all()
+        if self._gossip and not self.healed and self.random.random() < GOSSIP and self.rumours.tempted(node):
+            self.rumours.spread(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
 
