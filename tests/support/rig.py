@@ -83,6 +83,7 @@ class DecodeOptions(TypedDict, total=False):
     verify: Verify
     ring_bytes: int
     scatter_bytes_per_s: float | None
+    arrivals_per_poll: int | None
     kernels: Kernels
     options: Options
 

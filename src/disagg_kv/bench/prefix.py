@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
 import numpy as np
 from attrs import field, frozen
 
@@ -27,10 +28,11 @@ class Figures:
         ttft_mean, ttft_p50, ttft_p99: until the first token is at decode.
         latency: between two tokens, on average over tokens.
         latency_at_equal_batch: that, over what the same batches take when nothing arrives.
+        worst_step: the longest step with running requests, over what it takes when nothing arrives.
         batch: running requests, on average over tokens.
         requests_per_s: finished.
         evicted_pages: that decode's index gave up.
-        host_s_per_request: real time of index and planner.
+        host_s_per_request: CPU time of index and planner.
     """
 
     hit_ratio: float
@@ -41,6 +43,7 @@ class Figures:
     ttft_p99: float
     latency: float
     latency_at_equal_batch: float
+    worst_step: float
     batch: float
     requests_per_s: float
     evicted_pages: int
@@ -61,6 +64,7 @@ class Figures:
             ttft_p99=float(p99),
             latency=float((batch * seconds).sum() / tokens),
             latency_at_equal_batch=float((batch * seconds).sum() / (batch * plain).sum()),
+            worst_step=float((seconds / plain).max()),
             batch=float((batch * batch).sum() / tokens),
             requests_per_s=len(run.ttft) / run.seconds,
             evicted_pages=run.evicted,
@@ -85,6 +89,7 @@ class PrefixReport:
         off: everything is sent.
         on: decode's index is used.
         ideal: ``on`` without page rounding, evictions, control frames, scatters or host time.
+        arrivals: ``on`` with other numbers of requests that may join a step: one, and any.
         published: others' figures.
         ratios: ``bytes_over_ideal``, ``ttft_over_ideal`` and ``latency_at_equal_batch`` of ``on``; and ``on`` over
             ``off`` as ``ttft``, ``latency`` and ``throughput``, with ``published_`` beside them.
@@ -97,6 +102,7 @@ class PrefixReport:
     off: Figures
     on: Figures
     ideal: Figures
+    arrivals: Mapping[str, Figures]
     published: Mapping[str, Mapping[str, float]]
     ratios: Mapping[str, float]
     limits: Mapping[str, float]
@@ -112,24 +118,31 @@ def run_prefix(
     shape: PrefixShape,
     emulation: Emulation,
     told: Callable[[str], None] = lambda _: None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.process_time,
 ) -> PrefixReport:
-    """Run the workload three times.
+    """Run the workload five times.
 
     Args:
         shape: the workload.
         emulation: the machines.
         told: called with the name of each run before it.
-        clock: real time, for what index and planner take.
+        clock: this process's CPU time, for what index and planner take.
 
     Raises:
         CapacityError: a request that does not fit.
     """
     prompts = prompts_of(shape)
     figures: dict[str, Figures] = {}
-    for name, incremental, ideal in (("off", False, False), ("on", True, False), ("ideal", True, True)):
+    one, every = (attrs.evolve(emulation, arrivals_per_step=most) for most in (1, len(prompts)))
+    for name, of, incremental, ideal in (
+        ("off", emulation, False, False),
+        ("on", emulation, True, False),
+        ("ideal", emulation, True, True),
+        ("one", one, True, False),
+        ("any", every, True, False),
+    ):
         told(name)
-        emulator = Emulator(emulation, prompts, shape.concurrency, incremental=incremental, ideal=ideal, clock=clock)
+        emulator = Emulator(of, prompts, shape.concurrency, incremental=incremental, ideal=ideal, clock=clock)
         run = emulator.run()
         figures[name] = Figures.of(run)
     off, on, ideal_figures = figures["off"], figures["on"], figures["ideal"]
@@ -142,7 +155,8 @@ def run_prefix(
         "latency": on.latency / off.latency,
         **{f"published_{name}": ratio for name, ratio in _published().items()},
     }
-    return PrefixReport(shape, emulation, off, on, ideal_figures, PUBLISHED, ratios, LIMITS, Machine.here())
+    arrivals = {name: figures[name] for name in ("one", "any")}
+    return PrefixReport(shape, emulation, off, on, ideal_figures, arrivals, PUBLISHED, ratios, LIMITS, Machine.here())
 
 
 def _published() -> dict[str, float]:

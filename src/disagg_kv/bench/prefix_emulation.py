@@ -39,7 +39,7 @@ class Emulation:
         wire_bytes_per_s: between the two instances, over all ranks.
         round_trip_s: of control frames.
         scatter_bytes_per_s: of one decode rank; decoding stands still meanwhile.
-        pace_bytes_per_s: the decode endpoint's option.
+        pace_bytes_per_s, arrivals_per_step: the decode endpoint's options; its engine polls once per step.
         slot_bytes, lease_bytes: limits of a segment.
     """
 
@@ -62,6 +62,7 @@ class Emulation:
     round_trip_s: float
     scatter_bytes_per_s: float
     pace_bytes_per_s: float
+    arrivals_per_step: int
     slot_bytes: int
     lease_bytes: int
 
@@ -117,7 +118,8 @@ class Run:
         kv_bytes: on the wire.
         kv_bytes_ideal: of the rows after the whole pages that had arrived for an earlier prompt of the group.
         evicted: pages that decode's index gave up.
-        host_s: real time of index and planner, over all requests; it is part of ``ttft``.
+        host_s: CPU time of index and planner, over all requests; it is part of ``ttft``, and what decode's engine
+            thread spends is part of its steps.
     """
 
     seconds: float
@@ -141,7 +143,7 @@ class Emulator:
         incremental: decode's index is used.
         ideal: everything but compute, wire and decode steps takes no time and no memory ever runs out; what decode
             holds is known to the token.
-        clock: real time, for what index and planner take.
+        clock: this process's CPU time, for what index and planner take.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Emulator:
         *,
         incremental: bool,
         ideal: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.process_time,
     ) -> None:
         most = max(len(p.tokens) + p.answer for p in prompts)
         for side, room in (("prefill", emulation.prefill_kv_tokens), ("decode", emulation.decode_kv_tokens)):
@@ -184,7 +186,9 @@ class Emulator:
         self._wire_free = 0.0
         self._arrived: dict[int, int] = {}
         self._landed: deque[tuple[int, _Request | None]] = deque()
+        self._ready: deque[_Request] = deque()
         self._running: list[tuple[int, int, _Request]] = []
+        self._stall = 0.0
         self._step = 0
         self._stepping = False
         self._steps: list[tuple[int, float, float]] = []
@@ -235,12 +239,18 @@ class Emulator:
             if not self._claim(request):
                 return
             self._admission.popleft()
-            host = 0.0 if self._ideal else self._clock() - host
-            self._host_s += host
+            host = self._worked(host)
             # One engine thread takes requests in, one after another.
             self._host_free = max(self._host_free, self._now) + host
             trip = 0.0 if self._ideal else self._e.round_trip_s
             self._after(self._host_free - self._now + trip, partial(self._queue, request))
+
+    def _worked(self, since: float) -> float:
+        """Decode's engine thread was busy: its next step begins so much later."""
+        host = 0.0 if self._ideal else self._clock() - since
+        self._host_s += host
+        self._stall += host
+        return host
 
     def _claim(self, request: _Request) -> bool:
         prompt, cache = request.prompt, self._decode
@@ -334,20 +344,24 @@ class Emulator:
     # Decode: a step takes what it takes for the batch, and the scatters that begin with it.
 
     def _decode_step(self) -> None:
-        if self._stepping or not (self._landed or self._running):
+        if self._stepping or not (self._landed or self._ready or self._running):
             return
-        scattered, joined = 0, []
+        scattered = 0
         while self._landed and self._pace.ready(self._now):
             nbytes, request = self._landed.popleft()
             self._pace.begin(nbytes, self._now)
             scattered += nbytes
             if request is not None:
-                joined.append(request)
+                self._ready.append(request)
+        most = len(self._ready) if self._ideal else min(self._e.arrivals_per_step, len(self._ready))
+        joined = [self._ready.popleft() for _ in range(most)]
         batch = len(self._running)
         plain = self._e.step_s + self._e.step_s_per_request * batch if batch else 0.0
         seconds = plain + scattered / self._e.scatter_bytes_per_s
         if not batch and not scattered and not joined:
             seconds = max(self._pace.ready_at - self._now, 1e-9)
+        seconds += self._stall
+        self._stall = 0.0
         if batch:
             self._steps.append((batch, seconds, plain))
         self._stepping = True
@@ -366,12 +380,13 @@ class Emulator:
     def _join(self, request: _Request) -> None:
         """The first token came with the cache; each step adds one."""
         assert request.there is not None
-        prompt, claim = request.prompt, request.there
+        prompt, claim, host = request.prompt, request.there, self._clock()
         claim.settle(Landed())
         self._arrived[prompt.group] = prompt.shared
         before = len(claim.table.pages)
         claim.grow(len(prompt.tokens) + prompt.answer)
         self._reserved -= len(claim.table.pages) - before
+        self._worked(host)
         request.first_token = self._now
         self._order += 1
         heapq.heappush(self._running, (self._step + prompt.answer - 1, self._order, request))

@@ -27,6 +27,7 @@ ROWS = (
     ("TTFT p99, s", "ttft_p99", 1.0),
     ("between tokens, ms", "latency", 1e3),
     ("the same over that of equal batches", "latency_at_equal_batch", 1.0),
+    ("the longest step over that", "worst_step", 1.0),
     ("requests running", "batch", 1.0),
     ("requests/s", "requests_per_s", 1.0),
     ("host ms per request", "host_s_per_request", 1e3),
@@ -73,7 +74,7 @@ def prefix(
     if small:
         shape = attrs.evolve(shape, **SMALL)
     with progress() as bar:
-        task = bar.add_task("starting", total=3)
+        task = bar.add_task("starting", total=5)
         emulation = Emulation.read(parameters or PARAMETERS)
         report = run_prefix(shape, emulation, lambda name: bar.update(task, advance=1, description=name))
     model = _real_model() if small else None

@@ -267,7 +267,11 @@ class Receiver(Protocol):
         ...
 
     def poll(self) -> Sequence[Reception]:
-        """Rooms whose ``phase`` or ``released`` changed since the last call."""
+        """Rooms whose ``phase`` or ``released`` changed since the last call.
+
+        An engine polls once per step. The endpoint may keep some of those that have ended well for the next call, so
+        that few requests join one step; rooms that failed are never kept back.
+        """
         ...
 
     def confirm_terminated(self, epoch: Epoch) -> None:

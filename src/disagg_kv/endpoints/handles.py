@@ -15,7 +15,7 @@ from ..ids import GroupId, RoomId
 from ..protocol import Phase
 from .base import Report
 
-H = TypeVar("H")
+H = TypeVar("H", bound="RoomHandle")
 
 
 class RoomHandle:
@@ -78,12 +78,20 @@ class Changes(Generic[H]):
         """Endpoint's thread."""
         self._queue.append(handle)
 
-    def take(self) -> Sequence[H]:
-        """Engine's thread."""
+    def take(self, done: int | None = None) -> Sequence[H]:
+        """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time."""
         taken: dict[int, H] = {}
-        while self._queue:
+        later: list[H] = []
+        for _ in range(len(self._queue)):
             handle = self._queue.popleft()
+            well = handle.phase is Phase.DONE and id(handle) not in taken
+            if well and done is not None:
+                if done == 0:
+                    later.append(handle)
+                    continue
+                done -= 1
             taken.setdefault(id(handle), handle)
+        self._queue.extendleft(reversed(later))
         return list(taken.values())
 
 

@@ -31,7 +31,7 @@ from .introduction import Self, check_instance
 from .life import Life
 from .node import Node
 from .reception import ReceptionHandle, Wanted
-from .scatter_pace import SCATTER_BYTES_PER_S, ScatterPace
+from .scatter_pace import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, ScatterPace
 
 
 class DecodeEndpoint:
@@ -55,6 +55,8 @@ class DecodeEndpoint:
             rows needs ``kept`` at ``expect``; with ``"sampled"`` about one in 16 of those that have it is compared.
         scatter_bytes_per_s: how fast what arrives may be scattered into pages, so that it does not hold up what is
             being decoded; None: as fast as it comes.
+        arrivals_per_poll: how many rooms that have ended well one ``poll`` tells of at most, so that requests which
+            arrive together do not all join one step of an engine that polls once per step; None: all.
         options: times and bounds.
         kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
@@ -64,7 +66,7 @@ class DecodeEndpoint:
 
     Raises:
         ConfigurationError: an explicit path that exposes pages, with memory that the transport cannot write to; a pace
-            that is not positive.
+            or a number of arrivals that is not positive.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DecodeEndpoint:
         ring_bytes: int | None = None,
         verify: Verify = "off",
         scatter_bytes_per_s: float | None = SCATTER_BYTES_PER_S,
+        arrivals_per_poll: int | None = ARRIVALS_PER_POLL,
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
@@ -92,6 +95,9 @@ class DecodeEndpoint:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
         check_verify(verify)
+        if arrivals_per_poll is not None and arrivals_per_poll < 1:
+            raise ConfigurationError(f"arrivals_per_poll must be at least 1, not {arrivals_per_poll}")
+        self._arrivals = arrivals_per_poll
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
         self._verify: Verify = verify
@@ -150,7 +156,7 @@ class DecodeEndpoint:
 
     def poll(self) -> Sequence[ReceptionHandle]:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.poll`."""
-        return self._changes.take()
+        return self._changes.take(self._arrivals)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.confirm_terminated`."""

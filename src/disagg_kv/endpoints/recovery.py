@@ -10,7 +10,7 @@ that decides by what every rank knows alike keeps them together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Protocol
 
 from attrs import define, field, frozen
@@ -187,6 +187,10 @@ class Recovering:
             self._error = AbortedError(f"room {self.room.hex()}: {reason}")
         self._life.reception.abort(reason)
 
+    def due(self, told: Container[int]) -> bool:
+        """Whether to look at the room: what has ended well waits until the endpoint has told of it."""
+        return self.phase is not Phase.DONE or id(self._life.reception) in told
+
     def look(self) -> bool:
         """Go on where an attempt has failed; True if the engine should look at the room."""
         life = self._life
@@ -274,8 +278,8 @@ class RecoveringReceiver:
 
     def poll(self) -> Sequence[Recovering]:
         """See :meth:`Receiver.poll`."""
-        self._inner.poll()
-        changed = [one for one in list(self._rooms.values()) if one.look()]
+        told = {id(one) for one in self._inner.poll()}
+        changed = [one for one in list(self._rooms.values()) if one.due(told) and one.look()]
         for one in changed:
             if one.released:
                 del self._rooms[one.room]

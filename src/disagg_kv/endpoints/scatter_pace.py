@@ -8,6 +8,9 @@ SCATTER_BYTES_PER_S = 100e9
 """The default: 5 % of the time of an H200 that scatters 2.06e12 bytes a second, which is more than a 400 Gbit/s wire
 brings (benchmarks/results/h200_kernels.json counts reads and writes)."""
 
+ARRIVALS_PER_POLL = 8
+"""The default: see docs/benchmarks.md, where one, this many, and any number of arrivals per step are measured."""
+
 BURST_S = 0.002
 """So much of the pace may be used at once after a pause."""
 

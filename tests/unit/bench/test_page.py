@@ -153,10 +153,22 @@ def prefix_workload(found: Mapping[str, Any]) -> str:
             row("TTFT p99, s", "ttft_p99", "{:.2f}"),
             row("between tokens, ms", "latency", "{:.1f}", 1e3),
             row("that over the same batches undisturbed", "latency_at_equal_batch", "{:.4f}"),
+            row("the longest step over an undisturbed one", "worst_step", "{:.3f}"),
             row("requests running", "batch", "{:.0f}"),
             row("requests/s", "requests_per_s", "{:.2f}"),
         ]
     )
+
+
+def prefix_arrivals(found: Mapping[str, Any]) -> str:
+    """What it does to decoding how many requests may join a step."""
+    default = str(found["emulation"]["arrivals_per_step"])
+    runs = {"1": found["arrivals"]["one"], default: found["on"], "any number": found["arrivals"]["any"]}
+    rows = [
+        [most, f"{of['worst_step']:.3f}", f"{of['latency_at_equal_batch']:.4f}", f"{of['ttft_mean']:.2f}"]
+        for most, of in runs.items()
+    ]
+    return table([["arrivals in a step", "longest step", "between tokens", "TTFT mean, s"], *rows])
 
 
 def verify(found: Mapping[str, Any]) -> str:
@@ -350,6 +362,7 @@ def test_the_committed_workload_of_prefixes_is_the_published_shape_and_within_it
     found = json.loads((RESULTS / "cpu_prefix_workload.json").read_text())
     assert found["ok"] is True
     assert len(found["machine"]["commit"]) == 40, "measure in a clean checkout"
+    assert prefix_arrivals(found) in PAGE.read_text(), prefix_arrivals(found)
     shape = found["shape"]
     sizes = [shape[key] for key in ("groups", "prompts", "shared_tokens", "own_tokens", "range_ratio", "concurrency")]
     assert sizes == [80, 8, 7000, 1000, 0.5, 128]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -101,6 +102,23 @@ def test_unpaced_arrivals_would_hold_up_decoding() -> None:
     paced = Figures.of(emulated(shape, attrs.evolve(slow, pace_bytes_per_s=4e7), incremental=False))
     assert fast.latency_at_equal_batch > 1.08
     assert paced.latency_at_equal_batch < 1.05
+
+
+def test_arrivals_that_all_join_one_step_would_hold_it_up() -> None:
+    """C7, the control: each request that joins costs the engine's thread time; few at once keep every step short."""
+
+    def emulate(most: int) -> Figures:
+        ticks = count()
+        emulation = attrs.evolve(EMULATION, arrivals_per_step=most, prefill_tokens_per_s=1e8, pass_s=1e-4)
+        emulation = attrs.evolve(emulation, round_trip_s=0.05, wire_bytes_per_s=1e12)
+        shape = attrs.evolve(TINY, groups=12, concurrency=36, answer_tokens=60)
+        return Figures.of(
+            Emulator(emulation, prompts_of(shape), 36, incremental=True, clock=lambda: next(ticks) * 5e-3).run()
+        )
+
+    one, every = emulate(1), emulate(36)
+    assert one.worst_step < every.worst_step - 0.2
+    assert one.ttft_mean > every.ttft_mean
 
 
 @settings(max_examples=25)
