@@ -69,15 +69,16 @@ def right(rig: Rig, rank: int, table: PageTable, talk: Conversation) -> bool:
         max_size=14,
     ),
     forget=st.lists(st.tuples(st.integers(0, 13), st.integers(0, 1), st.integers(1, 20)), max_size=4),
+    greedy=st.sets(st.integers(0, 13)),
     schedule=st.sampled_from(["per_chunk", "layer_pipelined"]),
 )
 def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
-    turns: list[tuple[int, int, int | None]], forget: list[tuple[int, int, int]], schedule: str
+    turns: list[tuple[int, int, int | None]], forget: list[tuple[int, int, int]], greedy: set[int], schedule: str
 ) -> None:
     """C1 to C4: ranks that evict unalike agree; after a failure nothing is held; what is held is always right.
 
-    Each turn adds tokens to a conversation; some rooms are aborted after so many turns of the endpoints; and one rank
-    alone loses pages now and then.
+    Each turn adds tokens to a conversation; some rooms are aborted after so many turns of the endpoints; one rank
+    alone loses pages now and then; and while some rooms are under way others take, and overwrite, all that can be had.
     """
     rig = Rig(SPEC)
     strategy = f"staged+{schedule}+incremental"
@@ -102,7 +103,7 @@ def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
                 ranks[one].cache.pages.give(ranks[one].cache.index.evict(pages))
         talk = talks[who]
         talk.rows = min(max(talk.rows, SYSTEM) + more, MOST)
-        one_turn(rig, ranks, talk, number, abort)
+        one_turn(rig, ranks, talk, number, abort, number in greedy)
         for decode in ranks:
             decode.cache.index.check_integrity()
             assert decode.cache.index.evictable == len(decode.cache.index)
@@ -110,7 +111,16 @@ def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
     assert store.num_keys() == 0
 
 
-def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abort: int | None) -> None:
+def overwrite(rig: Rig, ranks: list[Decode]) -> None:
+    """Another request takes every page that is free or can be evicted, writes to it, and gives it back."""
+    for rank, member in zip(ranks, rig.decodes, strict=True):
+        pages = rank.cache.take(rank.cache.pages.free + rank.cache.index.evictable)
+        for number in range(len(member.pool.site.planes)):
+            member.pool.view(number)[pages] ^= 0xFF
+        rank.cache.pages.give(pages)
+
+
+def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abort: int | None, greedy: bool) -> None:
     """Match, agree, expect, send; then either every byte of the prompt is right on every rank, or nothing was kept."""
     prompt, room = talk.tokens[: talk.rows], RoomId(f"room {number}".encode())
     claims = [rank.cache.claim(prompt) for rank in ranks]
@@ -129,6 +139,11 @@ def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abo
         put(pool, pages, 0, talk.rows, talk.truth)
     send.send_chunk(talk.rows, [pages])
     send.finish(talk.rows)
+    if greedy:
+        overwrite(rig, ranks)
+        for _ in range(3):
+            rig.turn()
+        overwrite(rig, ranks)
     if abort is not None:
         for _ in range(abort):
             rig.turn()
