@@ -30,18 +30,22 @@ from .descriptor import Descriptor, Region, decode, encode, unpack
 from .mooncake_flight import Address, Flight, Remote, Shared, cut
 from .mooncake_lanes import Lanes
 from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
+from .mooncake_single import Singles
 from .process import Process
 from .regions import Extents, RegionTable
 
 LOOK_S = 0.02
 """How often processes of peers are looked at."""
 
+PAUSE_S = 0.0005
+"""Between two looks at writes that ``close`` waits for."""
+
 _LEAST_TIMEOUT_S = 5
 """The library takes any shorter one for this."""
 
 
 class MooncakeTransport:
-    """One transfer engine. Its calls block, so threads of its own make them; ``submit`` only queues.
+    """One transfer engine. Threads of its own make the calls that block; ``submit`` never does.
 
     Import this in a process that will not fork afterwards: the library brings a Go runtime with it.
 
@@ -50,7 +54,7 @@ class MooncakeTransport:
         protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink_intra"`` for GPU memory (and nothing else) on one host.
         metadata: ``"P2PHANDSHAKE"``, or the URL of a metadata service that all peers use.
         device_name: RDMA devices to use, separated by commas; empty: all.
-        workers: how many peers are written to at the same time; each call spins on a core.
+        workers: how many peers batches of several ranges are written to at the same time; each call spins on a core.
         timeout_s: after which a write without an end fails, at least 5; None: MC_TRANSFER_TIMEOUT, else 30.
         drain_s: see ``Capabilities.drain_s``; the library drops a connection without progress after 30.
         quiet: let the library write nothing to stdout and stderr.
@@ -107,6 +111,7 @@ class MooncakeTransport:
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
         self._lanes = Lanes(workers, "mooncake")
+        self._singles = Singles(self._shared, self._lanes, clock) if engine.begins else None
         weakref.finalize(self, self._lanes.stop)
         self._clock = clock
         self._look_at = clock()
@@ -199,7 +204,10 @@ class MooncakeTransport:
         else:
             self._table.hold(ticket, writes)
             flight = self._flights[ticket] = Flight(ticket, remote, calls, self._shared)
-            self._lanes.put(peer, flight.step)
+            if self._singles is not None and self._singles.takes(flight):
+                self._singles.put(flight)
+            else:
+                self._lanes.put(peer, flight.step)
         return ticket
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
@@ -219,16 +227,14 @@ class MooncakeTransport:
         for ticket, remote in tuple(self._unquiet.items()):
             # The peer's memory is gone with it, and the sockets that read ours are closed for want of progress.
             if remote.exited_at is not None and now - remote.exited_at >= (self.caps.drain_s or 0.0):
-                del self._unquiet[ticket]
-                self._table.quiet(ticket)
-                self._events.append(Settled(ticket))
+                self._settle(ticket)
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; the engine ends at once, or with the last call that is still in it."""
         engine = self._shared.engine
         if engine is None:
             return ()
-        self._lanes.drain(drain_s)
+        self._drain(drain_s)
         with self._shared.gate:
             self._shared.engine = None
         self._lanes.stop()
@@ -248,6 +254,13 @@ class MooncakeTransport:
         self._flights.clear()
         self._unquiet.clear()
         return left
+
+    def _drain(self, drain_s: float) -> None:
+        until = time.monotonic() + drain_s
+        while self._singles is not None and self._singles.flying() and time.monotonic() < until:
+            self._singles.look()
+            time.sleep(PAUSE_S)
+        self._lanes.drain(until - time.monotonic())
 
     def _engine(self) -> Engine:
         engine = self._shared.engine
@@ -269,14 +282,23 @@ class MooncakeTransport:
             )
 
     def _collect(self) -> bool:
-        """Take over what workers have ended; False: nothing."""
+        """Take over what has ended; False: nothing."""
+        if self._singles is not None and self._shared.engine is not None:
+            self._singles.look()
         results = self._shared.results
         some = bool(results)
         while results:
-            flight, ended = results.popleft()
-            if flight.ticket in self._flights:
-                self._end(flight, ended)
+            flight, event = results.popleft()
+            if isinstance(event, Settled):
+                self._settle(event.ticket)
+            elif flight.ticket in self._flights:
+                self._end(flight, event)
         return some
+
+    def _settle(self, ticket: Ticket) -> None:
+        if self._unquiet.pop(ticket, None) is not None:
+            self._table.quiet(ticket)
+            self._events.append(Settled(ticket))
 
     def _end(self, flight: Flight, ended: Ended) -> None:
         del self._flights[flight.ticket]

@@ -15,7 +15,7 @@ from ..errors import PeerLostError, TransportError
 from ..geometry import I64
 from ..ids import Peer, Ticket
 from ..planning import Writes, coalesce
-from .base import Ended
+from .base import Ended, Settled
 from .mooncake_library import U64, Engine, reach
 from .process import Process, Watch
 from .regions import Extents
@@ -100,13 +100,13 @@ class Shared:
     Args:
         engine: None once the transport is closed; then nothing is posted any more.
         timeout_s: after which the library gives a call up.
-        results: flights that have ended, and how.
+        results: flights that have ended, and how; or that are quiet at last.
         gate: held while ``engine`` is looked at in order to post, and while it is taken away.
     """
 
     engine: Engine | None
     timeout_s: float
-    results: deque[tuple[Flight, Ended]] = Factory(deque)
+    results: deque[tuple[Flight, Ended | Settled]] = Factory(deque)
     gate: threading.Lock = Factory(threading.Lock)
 
 
@@ -186,10 +186,14 @@ class Flight:
         began = time.monotonic()
         code = call.post(engine, self.remote.address.session)
         if code:
-            return self._end(self._failed(call, code, time.monotonic() - began), quiesced=False)
+            return self.failed(call, code, time.monotonic() - began)
         self.posting = False
         self.remote.suspect = False
         return True if self.calls else self._end(None)
+
+    def failed(self, call: Call | One, code: int, elapsed_s: float) -> bool:
+        """End, since the library has given a call up; a ``Step`` of :class:`Lanes`."""
+        return self._end(self._failed(call, code, elapsed_s), quiesced=False)
 
     def _end(self, error: Exception | None, *, quiesced: bool = True) -> bool:
         self.shared.results.append((self, Ended(self.ticket, error, quiesced)))

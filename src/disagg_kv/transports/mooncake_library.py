@@ -86,6 +86,10 @@ class _Engine(Protocol):
         self, session: str, source: list[int], target: list[int], nbytes: list[int], /
     ) -> int: ...
 
+    def transfer_submit_write(self, session: str, source: int, target: int, nbytes: int, /) -> int: ...
+
+    def transfer_check_status(self, batch: int, /) -> int: ...
+
 
 class _ArrayEngine(_Engine, Protocol):
     """What 0.3.14 adds."""
@@ -188,6 +192,9 @@ class Engine:
             if hasattr(engine, "batch_transfer_sync_write_arrays")
             else None
         )
+        # Without its pool of connections the library makes one for each write, and waits for it.
+        pooled = os.environ.get("MC_TCP_ENABLE_CONNECTION_POOL", "1").lower() not in ("0", "false", "no")
+        self.begins = protocol == "tcp" and pooled
         self.port = engine.get_rpc_port()
         address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self.session = address if p2p else f"{host}-{name}"
@@ -210,6 +217,18 @@ class Engine:
     def write_one(self, session: str, source: int, target: int, nbytes: int) -> int:
         """As :meth:`write`, of one range."""
         return self.raw.transfer_sync_write(session, source, target, nbytes)
+
+    def begin(self, session: str, source: int, target: int, nbytes: int) -> int:
+        """Begin a write of one range, without blocking if :attr:`begins`; 0: it has failed, else for :meth:`status`."""
+        return self.raw.transfer_submit_write(session, source, target, nbytes)
+
+    def status(self, batch: int) -> int:
+        """How a write is that was begun: 1, done; -1, failed; else under way.
+
+        After 1 or -1 it is forgotten and must not be asked about again. The library would look at the first range of
+        a batch only.
+        """
+        return self.raw.transfer_check_status(batch)
 
     def write(self, session: str, source: U64, target: U64, nbytes: U64) -> int:
         """Blocks, without the GIL, until everything is written (0) or the library gives up, for whatever reason (-1).

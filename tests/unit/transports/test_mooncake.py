@@ -25,11 +25,12 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.protocol import Phase
 from disagg_kv.testing import FakeClock
 from disagg_kv.testing.ends import Child, End, HostMemory, plain
-from disagg_kv.testing.pair import POISON, Log, Pair, batch, noise, same, wait
+from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait
 from disagg_kv.transports import Ended, Heard, Settled
 from disagg_kv.transports.descriptor import decode, encode, unpack
 from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport
 from disagg_kv.transports.mooncake_flight import Address
+from disagg_kv.transports.mooncake_single import DEPTH
 from tests.support.needs import needs_mooncake
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -107,10 +108,10 @@ def test_a_closed_peer_is_lost_at_the_next_write(pair: Pair) -> None:
     """Nobody listens there any more; what is submitted afterwards ends at once and is quiet."""
     pair.put((0, 0, 100))
     pair.target.close(0.0)
-    first, second = pair.submit((0, 0, 10)), pair.submit((0, 0, 10))
+    first = pair.submit((0, 0, 10))
     assert isinstance(pair.end(first).error, PeerLostError)
     assert not pair.log.ended[first].quiesced
-    ended = pair.end(second)
+    ended = pair.end(pair.submit((0, 0, 10)))
     assert isinstance(ended.error, PeerLostError)
     assert ended.quiesced, "it was never given to the library"
     pair.until(lambda: bool(pair.log.heard), "the loss to be told")
@@ -121,8 +122,10 @@ def test_a_closed_peer_is_lost_at_the_next_write(pair: Pair) -> None:
         pair.connect()
 
 
-def test_a_frozen_peer_delays_nobody_and_is_quiet_only_some_time_after_its_end(end: End, clock: FakeClock) -> None:
-    """A14, E1, E9: late bytes land, and only the process's end and the drain bound settle it."""
+def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_after_its_end(
+    end: End, clock: FakeClock
+) -> None:
+    """A14, E1, E9: late bytes land; that all have landed settles a write, and so do the process's end and the drain."""
     with closing(_Children(2)) as children:
         frozen, lively = children.all
         pairs = [Pair(end, child, 1 << 22, TIMEOUT_S) for child in (frozen, lively)]
@@ -130,36 +133,57 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_only_some_time_after_its_end(e
         for pair in pairs:
             pair.log = log
             pair.put((0, 0, 100))
-        frozen.pause()
-        stuck = pairs[0].submit((0, 0, 1 << 22))
-        queued = pairs[0].submit((0, 0, 10))
-        for _ in range(20):
-            pairs[1].put((0, 0, 1 << 16))
-        assert stuck not in log.ended
-        wait(lambda: queued in log.ended, lambda: log.add(end.told()), TIMEOUT_S, "the library to give up")
-        assert "no progress within 5 s" in str(log.ended[stuck].error)
-        assert not log.ended[stuck].quiesced
-        assert "does not answer" in str(log.ended[queued].error)
-        assert log.ended[queued].quiesced, "it was never given to the library"
-        frozen.resume()
-        late = frozen.read(pairs[0].remote)
-        landed = late != POISON
-        same(late[landed], pairs[0].data[landed])
-        assert landed.sum() > 100, "caps.late_writes claims that bytes may land after the ticket ended"
-        frozen.kill()
 
         def look() -> None:
             clock.advance(LOOK_S)
             log.add(end.told())
 
+        def freeze() -> set[Ticket]:
+            """Writes that the library has, and one that waits for them."""
+            frozen.pause()
+            stuck = {pairs[0].submit((0, 0, 1 << 22)) for _ in range(DEPTH)}
+            queued = pairs[0].submit((0, 0, 10))
+            for _ in range(5):
+                pairs[1].put((0, 0, 1 << 16))
+            assert not stuck & log.ended.keys()
+            clock.advance(5.0)
+            wait(lambda: queued in log.ended, look, TIMEOUT_S, "the writes to be given up")
+            for ticket in stuck:
+                assert "no progress within 5 s" in str(log.ended[ticket].error)
+                assert not log.ended[ticket].quiesced
+            assert "does not answer" in str(log.ended[queued].error)
+            assert log.ended[queued].quiesced, "it was never given to the library"
+            return stuck
+
+        stuck = freeze()
+        assert not log.settled
+        frozen.resume()
+        wait(lambda: log.settled == stuck, look, TIMEOUT_S, "the late writes to be settled")
+        same(frozen.read(pairs[0].remote), pairs[0].data)
+        pairs[0].put((0, 0, 100))
+        dead = freeze()
+        frozen.kill()
         wait(lambda: bool(log.heard), look, TIMEOUT_S, "the loss to be told")
         clock.advance(29.9)
         log.add(end.told())
-        assert not log.settled
+        assert log.settled == stuck
         clock.advance(0.2)
         log.add(end.told())
-        assert log.settled == {stuck}
+        assert log.settled == stuck | dead
         end.drop(pairs[0].local)
+
+
+def test_without_a_pool_of_connections_no_caller_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would make one for each write, in the call that begins it: threads make those calls."""
+    monkeypatch.setenv("MC_TCP_ENABLE_CONNECTION_POOL", "0")
+    source, target = End(MooncakeTransport, HostMemory()), End(MooncakeTransport, HostMemory())
+    assert isinstance(source.transport, MooncakeTransport)
+    assert not source.transport._engine().begins
+    pair = Pair(source, target, NBYTES, TIMEOUT_S)
+    pair.put((0, 0, NBYTES))
+    pair.check()
+    source.close(1.0)
+    target.close(1.0)
 
 
 class _Children:
@@ -176,16 +200,16 @@ class _Children:
 
 
 def test_close_does_not_wait_for_a_stuck_write() -> None:
-    """The ticket is returned; what was queued behind it has ended, quiet."""
+    """The tickets are returned; what was queued behind them has ended, quiet."""
     with closing(_Children(2)) as children:
         target, source = children.all
         remote = target.add(np.zeros(1 << 22, np.uint8))
         local = source.add(noise(1 << 22))
         peer = source.connect(target.descriptor(), TIMEOUT_S)
         target.pause()
-        stuck = source.submit(peer, batch(local, remote, [(0, 0, 1 << 22)]))
+        stuck = [source.submit(peer, batch(local, remote, [(0, 0, 1 << 22)])) for _ in range(DEPTH)]
         queued = source.submit(peer, batch(local, remote, [(0, 0, 1)]))
-        assert source.close(0.2) == (stuck,)
+        assert source.close(0.2) == tuple(stuck)
         (ended,) = source.told()
         assert isinstance(ended, Ended)
         assert (ended.ticket, ended.quiesced) == (queued, True)

@@ -1,0 +1,116 @@
+"""Writes of one range over tcp, begun and looked at by whoever calls the transport: no thread is woken for them.
+
+The library's tcp begins a write without blocking, a frozen peer's as well, and tells how it is without blocking. Its
+blocking call would do the same and spin on a core meanwhile, which the threads that move the bytes need.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from attrs import define
+
+from ..ids import Peer
+from .base import Ended, Settled
+from .mooncake_flight import Flight, One, Shared
+from .mooncake_lanes import Lanes
+
+DEPTH = 2
+"""Writes to one peer that the library has at the same time: it need not wait until the end of one is seen."""
+
+_DONE, _FAILED = 1, -1
+"""What the library says of a write that has ended."""
+
+
+@define(eq=False)
+class _Posted:
+    """A write that the library has; ``given_up``: its ticket has ended."""
+
+    flight: Flight
+    call: One
+    batch: int
+    began: float
+    given_up: bool = False
+
+
+class Singles:
+    """All calls come from the transport's caller; see :class:`Flight` for what ends where.
+
+    Args:
+        shared: with the transport.
+        lanes: what may block is left to them.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, shared: Shared, lanes: Lanes, clock: Callable[[], float]) -> None:
+        self._shared = shared
+        self._lanes = lanes
+        self._clock = clock
+        self._posted: list[_Posted] = []
+        self._waiting: dict[Peer, deque[Flight]] = {}
+
+    def takes(self, flight: Flight) -> bool:
+        """Whether this flight is one of those; after a failure a peer has to show first that it is there."""
+        calls, remote = flight.calls, flight.remote
+        if len(calls) != 1 or remote.suspect or remote.gone:
+            return False
+        return isinstance(calls[0], One) and calls[0].device is None
+
+    def put(self, flight: Flight) -> None:
+        """Begin it, or let it wait for those before it."""
+        self._waiting.setdefault(flight.remote.peer, deque()).append(flight)
+        self._begin(flight.remote.peer)
+
+    def look(self) -> None:
+        """Note what has ended, and begin what has waited for that."""
+        if not self._posted:
+            return
+        engine = self._shared.engine
+        assert engine is not None
+        now = self._clock()
+        posted, self._posted = self._posted, []
+        for one in posted:
+            self._note(one, engine.status(one.batch), now)
+        for peer in tuple(self._waiting):
+            self._begin(peer)
+
+    def flying(self) -> bool:
+        """Whether some have not ended."""
+        return bool(self._waiting) or not all(one.given_up for one in self._posted)
+
+    def _begin(self, peer: Peer) -> None:
+        waiting = self._waiting[peer]
+        engine = self._shared.engine
+        assert engine is not None
+        while waiting and sum(p.flight.remote.peer == peer and not p.given_up for p in self._posted) < DEPTH:
+            flight = waiting.popleft()
+            if not self.takes(flight):
+                self._lanes.put(peer, flight.step)
+                continue
+            call = flight.calls.popleft()
+            assert isinstance(call, One)
+            flight.posting = True
+            batch = engine.begin(flight.remote.address.session, call.source, call.target, call.nbytes)
+            one = _Posted(flight, call, batch, self._clock())
+            self._note(one, engine.status(batch) if batch else _FAILED, one.began)
+        if not waiting:
+            del self._waiting[peer]
+
+    def _note(self, one: _Posted, status: int, now: float) -> None:
+        flight, elapsed_s = one.flight, now - one.began
+        if status == _DONE:
+            flight.remote.suspect = False
+            end = Settled(flight.ticket) if one.given_up else Ended(flight.ticket)
+            self._shared.results.append((flight, end))
+        elif status == _FAILED:
+            flight.remote.suspect = True
+            if not one.given_up:
+                # To find out whether the peer is still there may take seconds.
+                self._lanes.put(flight.remote.peer, partial(flight.failed, one.call, status, elapsed_s))
+        else:
+            self._posted.append(one)
+            if not one.given_up and elapsed_s >= self._shared.timeout_s:
+                one.given_up = True
+                flight.failed(one.call, status, elapsed_s)
