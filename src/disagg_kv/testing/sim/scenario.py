@@ -258,7 +258,7 @@ class Scenario:
             space = min(split.pages * split.page_rows for split in (*prefills, decode))
             talks, requests = converse(rng, requests, space, decode.page_rows)
             if not survives(faults):
-                decode = evolve(decode, pages=decode.pages // rng.choice((1, 2, 4)))
+                decode = evolve(decode, pages=decode.pages // rng.choice((2, 4, 8)))
         elif scarce:
             decode = evolve(decode, pages=decode.pages // 3)
         selection = "+incremental" if talks else ""

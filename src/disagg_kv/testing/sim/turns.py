@@ -150,10 +150,13 @@ class Turn:
             return
         prefixes, rows = _prefixes(entry), self._room.plan.rows
         prefixes.pages.owner = self._room.number
+        known = len(prefixes.index)
         try:
             pages = claim.grow(rows + more).pages.tolist()
         except CapacityError:
             pages, more = entry.pages, 0
+        if len(prefixes.index) < known:
+            self._world.saw(Kind.EVICTED_FOR)
         for cells in (memory.cells, memory.want):
             memory.put(cells, pages, 0, rows, rows + more, self._said.truth)
         before = len(prefixes.index)
