@@ -128,9 +128,9 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def simulate(session: nox.Session) -> None:
-    """1,900 simulated worlds, or ``disagg-kv simulate`` with the options given after ``--``."""
+    """10,000 simulated worlds, or ``disagg-kv simulate`` with the options given after ``--``."""
     enter_cpu(session)
-    cpu(session, "disagg-kv", "simulate", *(session.posargs or ("--seeds", "1900", "-j", "2")))
+    cpu(session, "disagg-kv", "simulate", *(session.posargs or ("--seeds", "10000", "-j", "2")))
 
 
 @nox.session(venv_backend="none")
