@@ -29,7 +29,7 @@ REPORTED_S = 5.0
 SETTLED_S = 40.0
 """After a fault nothing is owed any more by then: the silence, the drain bound, and what a busy host adds."""
 
-KEPT = {"mooncake": 2}
+KEPT = {"mooncake": 3}
 """Ended connections, at most, per peer that has ended, which a library keeps and offers no way to close."""
 
 GROWTH = 48 << 20

@@ -28,7 +28,7 @@ REPORTED_S = 5.0
 LATE_S = 15.0
 """What a busy host may add to the time after which the transport says that the last write has landed."""
 
-KEPT = {"mooncake": 2}
+KEPT = {"mooncake": 3}
 """Ended connections, at most, per peer that has ended, which a library keeps and offers no way to close."""
 
 OPTIONS = Options(heartbeat_s=0.2, retry_s=0.1)
