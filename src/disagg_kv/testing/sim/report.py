@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from attrs import define, field, frozen
 
 from ...protocol.base import Finished, Gone, Leased
+from ...protocol.frames import AuxTaken
 from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from .fault import EVERY, FaultClass
 from .kind import Kind
@@ -46,6 +47,7 @@ MARKS = frozenset(
 UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
     {
         (Receiving.OPENED, Gone),
+        (Sending.COMPLETE, AuxTaken),
         (Sending.MOVING, Gone),
         (Sending.FINISHED, Gone),
         (Sending.DRAINING, Gone),
@@ -55,8 +57,8 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
     }
 )
 """Cells that endpoints do not enter today, or hardly ever, and that stay as a second line of defence: ``Lost`` comes
-before ``Gone``, leases are asked for and given by rooms that are open, and engines cannot finish what has ended. Unit
-tests enter them.
+before ``Gone``, leases are asked for and given by rooms that are open, engines cannot finish what has ended, and a flow
+is complete for a moment only, after its last aux data were taken. Unit tests enter them.
 """
 
 BATCH = 25
