@@ -89,7 +89,7 @@ class Checks:
         died = peer.frozen_at if peer.died_at is None else peer.died_at
         if len(others) > 1 or died is None or not self._met(entry):
             return
-        took = world.now - max(died, entry.opened)
+        took = world.now - max(died, entry.opened, world.network.again_at.get(entry.node.address, 0.0))
         if took > world.scenario.options.silence_s + 2 * SLACK_S + entry.node.stood_still:
             self._fail(
                 "I4",

@@ -78,6 +78,8 @@ class Network:
         self._shut: dict[tuple[str, str], float] = {}
         self._lost: dict[tuple[str, str], float] = {}
         self._kept: list[tuple[str, bytes]] = []
+        self.again_at: dict[str, float] = {}
+        """When an address last got a frame of long ago: whoever sent that seems to be alive."""
         self._watchers: dict[str, dict[SimNode, None]] = {}
         self._recent: dict[str, deque[tuple[str, bytes]]] = {}
 
@@ -136,7 +138,9 @@ class Network:
         world = self._world
         world.hit(FaultClass.STALE)
         address, old = self._random.choice(self._kept)
-        world.later(self._random.choice((0.005, 0.05, 0.5)), lambda: self._arrive(address, old))
+        after = self._random.choice((0.005, 0.05, 0.5))
+        self.again_at[address] = max(world.now + after, self.again_at.get(address, 0.0))
+        world.later(after, lambda: self._arrive(address, old))
 
     def _deliver(self, link: tuple[str, str], frame: bytes, latency: float, ordered: bool = True) -> None:
         at = max(self._world.now + latency, self._shut.get(link, 0.0))
