@@ -54,7 +54,7 @@ class MooncakeTransport:
         protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink_intra"`` for GPU memory (and nothing else) on one host.
         metadata: ``"P2PHANDSHAKE"``, or the URL of a metadata service that all peers use.
         device_name: RDMA devices to use, separated by commas; empty: all.
-        workers: how many peers batches of several ranges are written to at the same time; each call spins on a core.
+        workers: how many peers they write to at the same time; each of their calls spins on a core.
         timeout_s: after which a write without an end fails, at least 5; None: MC_TRANSFER_TIMEOUT, else 30.
         drain_s: see ``Capabilities.drain_s``; the library drops a connection without progress after 30.
         quiet: let the library write nothing to stdout and stderr.
@@ -178,7 +178,7 @@ class MooncakeTransport:
             return peer
         watch = address.process.watch() if address.process.host == self._process.host else None
         found = Remote(peer, address, remote.serial, extents, watch)
-        _greet(engine, found, timeout_s)
+        _greet(self._shared, engine, found, timeout_s)
         self._sessions[address.session] = peer
         self._peers[peer] = found
         return peer
@@ -249,6 +249,7 @@ class MooncakeTransport:
         for _, buffer in self._table.items():
             engine.unregister(buffer.addr)
         engine.hurry()
+        del engine  # it ends here, or with the last call in it, and only then may the memory go
         self._table.clear()
         self._peers.clear()
         self._flights.clear()
@@ -336,7 +337,7 @@ def _environment_timeout() -> int:
     return int(given) if given.isdecimal() else 0
 
 
-def _greet(engine: Engine, remote: Remote, timeout_s: float) -> None:
+def _greet(shared: Shared, engine: Engine, remote: Remote, timeout_s: float) -> None:
     """Find out that the peer is there, and let the library learn about it, for at most ``timeout_s`` seconds."""
     answer: SimpleQueue[Exception | int] = SimpleQueue()
     address = remote.address
@@ -349,7 +350,9 @@ def _greet(engine: Engine, remote: Remote, timeout_s: float) -> None:
         except (OSError, TransportError) as error:
             answer.put(error)
 
-    threading.Thread(target=greet, name="mooncake-greet", daemon=True).start()
+    thread = threading.Thread(target=greet, name="mooncake-greet", daemon=True)
+    shared.greeting.append(thread)
+    thread.start()
     try:
         got = answer.get(timeout=timeout_s)
     except Empty:

@@ -1,4 +1,4 @@
-"""A batch on its way through Mooncake: cut into calls, made one by one in a worker thread."""
+"""A batch on its way through Mooncake: cut into calls, made one by one, by a worker thread where they may block."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Remote:
 
     def error(self) -> Exception | None:
         """Why a write to it would fail, as far as it takes :data:`ANSWER_S` to find out."""
-        if self.gone:
+        if self.gone or self.lost:
             return PeerLostError(f"{self} is gone: nobody listens there")
         try:
             reach(self.address.host, self.address.port, ANSWER_S)
@@ -101,13 +101,15 @@ class Shared:
         engine: None once the transport is closed; then nothing is posted any more.
         timeout_s: after which the library gives a call up.
         results: flights that have ended, and how; or that are quiet at last.
-        gate: held while ``engine`` is looked at in order to post, and while it is taken away.
+        gate: held while a worker looks at ``engine`` in order to post, and while it is taken away.
+        greeting: threads that meet a peer; until one is through, the library may hold what the begin of a write takes.
     """
 
     engine: Engine | None
     timeout_s: float
     results: deque[tuple[Flight, Ended | Settled]] = Factory(deque)
     gate: threading.Lock = Factory(threading.Lock)
+    greeting: list[threading.Thread] = Factory(list)
 
 
 @frozen
@@ -171,7 +173,7 @@ class Flight:
 
     def step(self) -> bool:
         """Make the next call; a ``Step`` of :class:`Lanes`."""
-        if self.remote.gone or self.remote.suspect:
+        if self.remote.lost or self.remote.gone or self.remote.suspect:
             error = self.remote.error()
             if error is not None:
                 return self._end(error)
@@ -204,7 +206,7 @@ class Flight:
         self.remote.suspect = True
         what = f"{self.remote}: {call} failed after {elapsed_s:.3f} s (code {code})"
         if elapsed_s >= self.shared.timeout_s:
-            return TransportError(f"{what}: no progress within {self.shared.timeout_s:g} s", retryable=True)
+            return TransportError(f"{what}: no end within {self.shared.timeout_s:g} s", retryable=True)
         error = self.remote.error()
         if isinstance(error, PeerLostError):
             lost = PeerLostError(f"{what}: nobody listens there any more")

@@ -1,6 +1,7 @@
 """Writes of one range over tcp, begun and looked at by whoever calls the transport: no thread is woken for them.
 
-The library's tcp begins a write without blocking, a frozen peer's as well, and tells how it is without blocking. Its
+The library's tcp begins a write without blocking, a frozen peer's as well, and tells how it is without blocking; not
+while it meets a peer, so that workers make all writes then. Its
 blocking call would do the same and spin on a core meanwhile, which the threads that move the bytes need.
 """
 
@@ -53,8 +54,9 @@ class Singles:
 
     def takes(self, flight: Flight) -> bool:
         """Whether this flight is one of those; after a failure a peer has to show first that it is there."""
-        calls, remote = flight.calls, flight.remote
-        if len(calls) != 1 or remote.suspect or remote.gone:
+        calls, remote, shared = flight.calls, flight.remote, self._shared
+        shared.greeting[:] = [thread for thread in shared.greeting if thread.is_alive()]
+        if shared.greeting or len(calls) != 1 or remote.suspect or remote.gone or remote.lost:
             return False
         return isinstance(calls[0], One) and calls[0].device is None
 

@@ -149,7 +149,7 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_
             clock.advance(5.0)
             wait(lambda: queued in log.ended, look, TIMEOUT_S, "the writes to be given up")
             for ticket in stuck:
-                assert "no progress within 5 s" in str(log.ended[ticket].error)
+                assert "no end within 5 s" in str(log.ended[ticket].error)
                 assert not log.ended[ticket].quiesced
             assert "does not answer" in str(log.ended[queued].error)
             assert log.ended[queued].quiesced, "it was never given to the library"

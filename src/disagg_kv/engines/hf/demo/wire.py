@@ -108,7 +108,7 @@ def _schedule(config: DemoConfig) -> Schedule | None:
 
 
 def awaited(handle: Handle) -> None:
-    """Wait until decode has said what it wants: engines too compute a prompt only then, and so that bytes can leave."""
+    """Wait until decode has said what it wants: engines too compute a prompt only then, as its layers can leave."""
     while handle.phase is Phase.CONNECTING:
         time.sleep(PAUSE_S)
 
