@@ -147,7 +147,8 @@ class DecodeRole:
         if room is None:
             return
         room.wanted = wanted
-        if wanted.kept and verified(key.room, Segment(0, wanted.start, 0, 0), self._verify):
+        checked = wanted.kept and verified(key.room, Segment(0, wanted.start, 0, 0), self._verify)
+        if checked and room.machine.error is None:
             room.checking = KeptCheck(_name(key), self._kernels, self._pool, wanted.kept)
             self._checking.append(room)
             self._check_kept()

@@ -402,6 +402,7 @@ class Node:
         if error is not None and self.now - since < self.options.silence_s:
             return error
         self._unlinked.pop(up.epoch, None)
+        self.flush()
         try:
             return self.me.transport.connect(up.hello.descriptor, CONNECT_S)
         except Exception as exc:

@@ -14,7 +14,7 @@ from ..memory import MemoryPool
 from ..protocol import RoomKey, Verify
 from .handles import RoomHandle, check_states, check_tables
 from .held import after, taken
-from .keeping import KeptPages, check_kept
+from .keeping import KeptPages, check_kept, kept_layers
 
 
 @frozen
@@ -84,7 +84,8 @@ class ReceptionHandle(RoomHandle):
         starts = site.first_rows(start, stop)
         tables = after(site, check_tables(self.room, site, pages, starts, most), starts)
         slots = check_states(self.room, site, state)
-        if start and not kept and self._verify == "full":
+        summed = any(kept_layers(site, group.id) for group in site.token_groups)
+        if start and not kept and summed and self._verify == "full":
             raise ConfigurationError(
                 f"{where}: verify is 'full', but {start} rows are held whose pages have no sums to be compared with: "
                 "give them as kept"

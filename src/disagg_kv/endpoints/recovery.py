@@ -174,8 +174,9 @@ class Recovering:
         if self._expected is not None:
             raise LocalProtocolError(f"room {self.room.hex()}: expect was called already")
         own = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in pages)
+        own_sums = tuple(KeptPages(PageTable(k.table.group, k.table.pages.copy()), k.sums.copy()) for k in kept)
         states = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in state)
-        expected = _Expected(stop, own, None if held is None else dict(held), tuple(kept), states, aux, tag)
+        expected = _Expected(stop, own, None if held is None else dict(held), own_sums, states, aux, tag)
         taken = _expect(self._life.reception, expected)
         self._expected = expected
         return taken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
@@ -89,6 +91,7 @@ class PrefixCache:
         self.index = index
         self.pages = pages
         self.sums = sums
+        self._leaving: deque[tuple[Event, Callable[[], None]]] = deque()
 
     def claim(self, tokens: Tokens, adapter: bytes = b"") -> Claim:
         """Begin a request: its longest known prefix stays where it is until the claim has ended."""
@@ -100,12 +103,19 @@ class PrefixCache:
         Raises:
             CapacityError: there are not so many, even without everything that nobody holds.
         """
+        while self._leaving and self._leaving[0][0].query():
+            _, back = self._leaving.popleft()
+            back()
         there = self.pages.free + self.index.evictable
         if count > there:
             raise CapacityError(f"group {self.group.id!r}: {count} pages asked, {there} are free or can be evicted")
         if count > self.pages.free:
             self.pages.give(self.index.evict(count - self.pages.free))
         return self.pages.take(count)
+
+    def leave(self, ready: Event, back: Callable[[], None]) -> None:
+        """Have pages given ``back`` when nobody writes to them any more; looked at when pages are taken."""
+        self._leaving.append((ready, back))
 
 
 class Claim:
@@ -204,7 +214,7 @@ class Claim:
 
         Args:
             tokens: of all rows that are in the pages, generated ones included: those enter the index too.
-            ready: when they are there; None: they are now.
+            ready: when they are there, and the engine has stopped writing; None: now. Pages go to nobody before.
 
         Raises:
             LocalProtocolError: the room is still open, or the claim has ended.
@@ -215,7 +225,11 @@ class Claim:
         if tokens is not None:
             self._check(_State.THERE)
             self._insert(np.asarray(tokens), ready)
-        self._leave()
+        if ready is None or ready.query():
+            self._leave()
+        else:
+            self._state = _State.ENDED
+            self._cache.leave(ready, self._leave)
 
     def _insert(self, tokens: Tokens, ready: Event | None = None) -> None:
         whole = len(tokens) // self._cache.group.rows_per_page

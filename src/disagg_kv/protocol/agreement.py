@@ -208,7 +208,8 @@ class Agreement:
         """Repeat what is unanswered, and vote against what no life of rank 0 has opened in time."""
         out: list[Send | Outcome] = [*self._repeat.tick(now)]
         for key in [key for key, until in self._unclaimed.items() if until <= now]:
-            del self._unclaimed[key]
+            # A vote may end other rooms that are due.
+            self._unclaimed.pop(key, None)
             out += self.vote(key, False, LATE, now)
         return out
 

@@ -32,7 +32,12 @@ class Writer:
     aux_total: int = 0
 
     def take(self, part: AuxPart, most: int) -> str | None:
-        """Add a part of its aux data, if it is the next; what is wrong with it, where something is."""
+        """Add a part of its aux data, if it is the next; what is wrong with it, where something is.
+
+        Whoever is done has sent all of it: what comes later is a repetition.
+        """
+        if self.done is not None:
+            return None
         end = part.offset + len(part.data)
         if part.total > most:
             return f"aux data of {part.total} bytes for rows of {most}"

@@ -244,7 +244,12 @@ class PeerTable:
         if not spare:
             return False
         there, _, epoch = min(spare)
-        address = self._peers.pop(epoch).hello.address
+        peer = self._peers[epoch]
+        address = peer.hello.address
+        if peer.ended:
+            self._retire(epoch)
+        else:
+            del self._peers[epoch]
         if self._at.get(address) == epoch:
             del self._at[address]
         if there:

@@ -461,6 +461,8 @@ class ReceiveRoom(Machine[Receiving]):
         self.error = error
         self.state = Receiving.DRAINING
         self._repeat.clear()
+        for w in self._writers.values():
+            w.aux.clear()
         self._out.append(Vote(False, str(error)))
         self._tell_abort()
         for segment, part in list(self._parts.items()):

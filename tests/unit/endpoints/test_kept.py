@@ -221,6 +221,22 @@ def test_nothing_is_asked_for_and_nothing_is_released_while_sums_are_under_way()
     held.rig.wait(1.0)
 
 
+def test_what_a_failed_room_builds_on_is_not_looked_at() -> None:
+    """Section 6: a room that failed elsewhere before its engine awaited anything is released, and stays so."""
+    held = Held.make()
+    held.first(held.rig.truth(len(PROMPT)))
+    held.kernels.events = []
+    claim = held.caches[0].claim(PROMPT)
+    table = claim.begin()
+    receives = [m.endpoint.open(RoomId(b"second"), Source("P")) for m in held.rig.decodes]
+    receives[1].abort("elsewhere")
+    held.rig.until(lambda: all(receive.released for receive in receives), "release")
+    receives[0].expect(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept)
+    held.rig.wait(1.0)
+    assert receives[0].released
+    assert not held.kernels.events
+
+
 def test_sums_that_cannot_be_made_fail_the_room() -> None:
     """Fail closed: what is not known to be right is not built on; the cache keeps it, since it may be."""
     held = Held.make()

@@ -14,6 +14,7 @@ from disagg_kv.ids import GroupId, LayerId, RoomId
 from disagg_kv.planning import plain_site
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Phase
+from tests.support.rig_parts import Flag
 
 SPEC = CacheSpec.kv(1, 1, 4, "float16")
 SITE = plain_site(SPEC, shard(SPEC), 32, 4)
@@ -87,6 +88,25 @@ def test_generated_rows_are_kept_too() -> None:
     claim.end(list(range(17)))
     assert Counts(of)() == (4, 4)
     assert of.claim(list(range(20))).rows == 16
+
+
+def test_pages_that_the_engine_still_writes_go_to_nobody() -> None:
+    """C8, E2: a request that ended with an event gives its pages back, and lets them be evicted, once that happened."""
+    of = cache()
+    first = of.claim(TOKENS)
+    first.begin()
+    assert first.settle(ended(Phase.DONE))
+    first.grow(29)
+    written = Flag()
+    first.end([*range(17)], written)
+    assert Counts(of)() == (0, 4)
+    with pytest.raises(CapacityError):
+        of.claim([100] * 10).begin()
+    written.fired = True
+    second = of.claim([100] * 30)
+    assert len(second.begin().pages) == 8
+    with pytest.raises(LocalProtocolError):
+        first.end()
 
 
 def test_two_requests_with_one_prompt_keep_one_copy() -> None:

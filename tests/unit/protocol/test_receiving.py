@@ -335,6 +335,13 @@ def test_aux_data_in_parts_are_put_together_whatever_is_lost_or_doubled() -> Non
     assert room.say(aux_part(0, 6, b"gh")) == []
 
 
+def test_parts_of_aux_data_after_the_last_word_bring_nothing() -> None:
+    """What a writer says in the end counts: an end that comes in another order is none with fewer bytes."""
+    room = Room()
+    room.say(done(0))
+    assert taken(room.say(aux_part(0, 0, b"abc"))) == [0]
+
+
 def test_aux_data_that_the_engine_does_not_want_are_not_kept() -> None:
     room = Room(stop=0, aux_bytes=0)
     assert taken(room.say(aux_part(0, 0, b"abc", total=1 << 40))) == [1 << 40]
