@@ -154,6 +154,13 @@ def test_the_end_of_the_peer_ends_draining() -> None:
     assert room.machine.closed
 
 
+def test_the_end_of_a_peer_that_has_all_changes_nothing() -> None:
+    room = finished()
+    room.complete()
+    assert room.say(Gone(D[0])) == []
+    assert state(room) is Sending.COMPLETE
+
+
 @pytest.mark.parametrize("made", ["moving", "draining", "finished"])
 def test_expect_is_answered_in_every_state(made: str) -> None:
     room = finished() if made == "finished" else Room()

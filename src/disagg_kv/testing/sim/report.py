@@ -48,6 +48,8 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
     {
         (Receiving.OPENED, Gone),
         (Sending.COMPLETE, AuxTaken),
+        (Sending.COMPLETE, Gone),
+        (Sending.ABORTING, Gone),
         (Sending.MOVING, Gone),
         (Sending.FINISHED, Gone),
         (Sending.DRAINING, Gone),
