@@ -17,6 +17,8 @@ import pytest
 from disagg_kv.engines.hf.demo import DemoConfig, Report, Told, run_demo, steps
 from disagg_kv.engines.hf.demo.config import Model
 from disagg_kv.errors import ConfigurationError, DeadlineError, PeerLostError
+from tests.support.leftovers import abandoned
+from tests.support.processes import wait
 
 QUICK = DemoConfig(prefill_tp=1, decode_tp=1, requests=2, max_new_tokens=6, layers=2)
 
@@ -37,17 +39,12 @@ def ended(pidfds: list[int], within_s: float) -> bool:
     return True
 
 
-def shared() -> set[str]:
-    """Files in /dev/shm; not multiprocessing's semaphores, which any process has there for a moment."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
-
-
 def run(
     config: DemoConfig, then: Callable[[Told], None] = lambda _: None, within_s: float = 0.0
 ) -> tuple[Report | Exception, list[Told]]:
-    """Run a demo; whatever comes of it, its processes must have ended and /dev/shm must be as it was."""
+    """Run a demo; whatever comes of it, its processes must have ended and have left nothing in /dev/shm."""
     lines: list[Told] = []
-    shm = shared()
+    before = abandoned()
 
     def told(line: Told) -> None:
         lines.append(line)
@@ -58,7 +55,7 @@ def run(
     except Exception as error:
         result = error
     assert ended(watch({line.pid for line in lines}), within_s)
-    assert shared() <= shm
+    wait(lambda: abandoned() <= before, lambda: f"left in /dev/shm: {abandoned() - before}")
     return result, lines
 
 
@@ -325,7 +322,7 @@ PARENT = """
 
     if __name__ == "__main__":
         try:
-            run_demo(DemoConfig(prefill_tp=2, requests=2, timeout_s=200.0), told)
+            run_demo(DemoConfig(prefill_tp=2, requests=4, max_new_tokens=64, timeout_s=200.0), told)
         except KeyboardInterrupt:
             sys.exit(130)
 """
@@ -335,7 +332,7 @@ PARENT = """
 def test_an_interrupted_or_killed_parent_leaves_no_process_and_no_file(tmp_path: Path, blow: signal.Signals) -> None:
     """Ctrl-C in the middle; and where not even that is possible, the kernel tells the children."""
     (tmp_path / "parent.py").write_text(textwrap.dedent(PARENT))
-    shm = shared()
+    before = abandoned()
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
@@ -359,4 +356,4 @@ def test_an_interrupted_or_killed_parent_leaves_no_process_and_no_file(tmp_path:
     if blow == signal.SIGINT:
         assert not list(temporary.iterdir())
     assert ended(pidfds, 0.0 if blow == signal.SIGINT else 60.0)
-    assert shared() <= shm
+    wait(lambda: abandoned() <= before, lambda: f"left in /dev/shm: {abandoned() - before}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import attrs
 import pytest
 
 from disagg_kv import Options
+from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Knobs, Node, wait
 
@@ -25,16 +25,11 @@ SOON_S = 10.0
 @pytest.fixture
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Endpoints that all end with the test, and leave nothing in /dev/shm or in their folder."""
-    before = _shared()
+    before = abandoned()
     made = Cluster(tmp_path, getattr(request, "param", "ipc"))
     yield made
     made.stop()
-    wait(lambda: _shared() <= before, lambda: f"left in /dev/shm: {_shared() - before}")
-
-
-def _shared() -> set[str]:
-    # Semaphores there are other processes' own, which the host may run at the same time.
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+    wait(lambda: abandoned() <= before, lambda: f"left in /dev/shm: {abandoned() - before}")
 
 
 def deliver(prefill: Sequence[Node], decode: Sequence[Node], room: bytes = ROOM, tokens: int = TOKENS) -> None:

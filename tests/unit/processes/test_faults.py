@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from disagg_kv import Options
+from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Footprint, Knobs, Node, wait
 
@@ -187,16 +188,11 @@ def storm(field: Field, usual_s: float) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Endpoints that end with the test, and leave nothing in /dev/shm."""
-    before = shared()
+    before = abandoned()
     made = Cluster(tmp_path)
     yield made
     made.stop()
-    wait(lambda: shared() <= before, lambda: f"left in /dev/shm: {shared() - before}")
-
-
-def shared() -> set[str]:
-    """Names in /dev/shm; semaphores there are other processes'."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+    wait(lambda: abandoned() <= before, lambda: f"left in /dev/shm: {abandoned() - before}")
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -15,6 +15,7 @@ import pytest
 
 from disagg_kv import Options
 from disagg_kv.transports import transport
+from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Knobs, Node, Role, wait
 
@@ -38,16 +39,11 @@ TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("moonc
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Endpoints that end with the test, and leave nothing in /dev/shm."""
-    before = shared()
+    before = abandoned()
     made = Cluster(tmp_path)
     yield made
     made.stop()
-    wait(lambda: shared() <= before, lambda: f"left in /dev/shm: {shared() - before}")
-
-
-def shared() -> set[str]:
-    """Names in /dev/shm; semaphores there are other processes'."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+    wait(lambda: abandoned() <= before, lambda: f"left in /dev/shm: {abandoned() - before}")
 
 
 class Killing:
