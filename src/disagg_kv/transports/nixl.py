@@ -222,7 +222,7 @@ class NixlTransport:
         ticket = Ticket(next(self._tickets))
         self._unquiet.add(ticket)
         self._table.hold(ticket, writes)
-        nbytes = int(writes.nbytes[0]) if len(writes) == 1 else int(writes.nbytes.sum())
+        nbytes = writes.nbytes.item(0) if len(writes) == 1 else writes.total()
         self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes))
         return ticket
 
@@ -340,15 +340,14 @@ def single(writes: Writes, local: Extents, remote: Extents, here: Devices, there
     """
     if len(writes) != 1 or len(here) != 1 or len(there) != 1:
         return None
-    nbytes = int(writes.nbytes[0])
-    source = local.address(int(writes.local[0]), int(writes.local_off[0]), nbytes)
-    target = remote.address(int(writes.remote[0]), int(writes.remote_off[0]), nbytes)
+    nbytes = writes.nbytes.item(0)
+    source = local.address(writes.local.item(0), writes.local_off.item(0), nbytes)
+    target = remote.address(writes.remote.item(0), writes.remote_off.item(0), nbytes)
     if source is None or target is None or not nbytes:
         return None
     ((device,), (other,)) = here, there
     kind, number = split(other)
-    ours = np.array([[source, nbytes, split(device)[1]]], np.uint64)
-    return deque([Part(device, ours, kind, np.array([[target, nbytes, number]], np.uint64))])
+    return deque([Part(device, [(source, nbytes, split(device)[1])], kind, [(target, nbytes, number)])])
 
 
 def _rows(addresses: I64, nbytes: I64, device: str) -> U64:

@@ -9,8 +9,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NewType
 
@@ -33,6 +33,9 @@ from .cuda_driver import driver
 
 U64 = npt.NDArray[np.uint64]
 
+Rows = U64 | Sequence[tuple[int, int, int]]
+"""Address, bytes and device index of each range, ``[n, 3]``; a plain list is the faster one for a single range."""
+
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 """What the library's packages are imported as, in the order in which they are tried."""
 
@@ -52,14 +55,14 @@ class Part:
 
     Args:
         device: of the sources, as in ``Buffer``.
-        local: uint64 ``[n, 3]``: address, bytes, device index; remote: the same at the peer.
+        local: on this side; remote: at the peer.
         remote_kind: ``"cpu"`` or ``"cuda"``.
     """
 
     device: str
-    local: U64 = field(eq=False)
+    local: Rows = field(eq=False)
     remote_kind: str
-    remote: U64 = field(eq=False)
+    remote: Rows = field(eq=False)
 
 
 @frozen
@@ -120,15 +123,28 @@ def split(device: str) -> tuple[str, int]:
 _KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
-@contextmanager
-def _mapped(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
+class _Mapped:
+    """Turns the library's errors into ours; a class, since every write comes through three of them.
+
+    Args:
+        what: is done, and to whom.
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # The library's exceptions have no common base but Exception, and live in a private module.
+        if not isinstance(error, Exception):
+            return
         if type(error).__name__ == "nixlRemoteDisconnectError":
-            raise PeerLostError(f"nixl: {what}: the peer is gone") from error
-        raise TransportError(f"nixl: {what}: {type(error).__name__}: {error}") from error
+            raise PeerLostError(f"nixl: {self._what}: the peer is gone") from error
+        raise TransportError(f"nixl: {self._what}: {type(error).__name__}: {error}") from error
 
 
 class Agent:
@@ -189,12 +205,12 @@ class Agent:
 
     def deregister(self, registered: Registered) -> None:
         """Forget memory."""
-        with _mapped("deregister"):
+        with _Mapped("deregister"):
             self._agent.deregister_memory(registered)
 
     def metadata(self) -> bytes:
         """What peers need: this agent's addresses and all its memory."""
-        with _mapped("metadata"):
+        with _Mapped("metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def add(self, metadata: bytes, name: str) -> None:
@@ -216,12 +232,12 @@ class Agent:
 
     def remove(self, name: str) -> None:
         """Forget a peer."""
-        with _mapped(f"peer {name}: remove"):
+        with _Mapped(f"peer {name}: remove"):
             self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, part: Part, notify: bytes) -> Handle:
         """Describe a write; nothing is read or written yet. ``notify`` reaches the peer after it; empty: nothing."""
-        with _mapped(f"peer {name}: {len(part.local)} writes"):
+        with _Mapped(f"peer {name}: {len(part.local)} writes"):
             _use(part.device)
             local = self._agent.get_xfer_descs(part.local, _KINDS[split(part.device)[0]])
             remote = self._agent.get_xfer_descs(part.remote, _KINDS[part.remote_kind])
@@ -229,28 +245,28 @@ class Agent:
 
     def post(self, name: str, handle: Handle) -> bool:
         """Begin the write, and often finish it: copies are made in this call. True: done."""
-        with _mapped(f"peer {name}: post"):
+        with _Mapped(f"peer {name}: post"):
             return _is_done(self._agent.transfer(handle))
 
     def done(self, name: str, handle: Handle) -> bool:
         """Whether a posted write is done; also what moves it on."""
-        with _mapped(f"peer {name}: write"):
+        with _Mapped(f"peer {name}: write"):
             return _is_done(self._agent.check_xfer_state(handle))
 
     def release(self, handle: Handle) -> None:
         """Forget a write that is not in flight."""
         raw: Any = handle
-        with _mapped("release"):
+        with _Mapped("release"):
             raw.release()
 
     def notify(self, name: str, message: bytes) -> None:
         """Send a message that no write carries."""
-        with _mapped(f"peer {name}: notify"):
+        with _Mapped(f"peer {name}: notify"):
             self._agent.send_notif(name, message)
 
     def heard(self) -> Mapping[str, Sequence[bytes]]:
         """Messages by the name of the agent that sent them. Also what moves peers' writes on."""
-        with _mapped("progress"):
+        with _Mapped("progress"):
             found: dict[str, list[bytes]] = self._agent.get_new_notifs()
             return found
 

@@ -219,7 +219,7 @@ def test_writes_are_cut_by_the_devices_that_they_go_between() -> None:
     ids = rows.astype(np.int32)
     source, target = np.arange(5) + 100, np.arange(5) + 200
     parts = cut(Writes(ids[:, 0], source, ids[:, 1], target, rows[:, 2]), source, target, local, remote)
-    assert [(p.device, p.remote_kind, p.local.tolist(), p.remote.tolist()) for p in parts] == [
+    assert [(p.device, p.remote_kind, np.asarray(p.local).tolist(), np.asarray(p.remote).tolist()) for p in parts] == [
         ("cuda:1", "cuda", [[100, 8, 1], [103, 8, 1]], [[200, 8, 0], [203, 8, 0]]),
         ("cuda:1", "cpu", [[101, 8, 1]], [[201, 8, 0]]),
         ("cpu", "cpu", [[102, 8, 0]], [[202, 8, 0]]),
@@ -236,8 +236,8 @@ def test_one_good_range_is_cut_as_a_batch_would_be() -> None:
     assert parts is not None
     for part, want in zip(parts, whole, strict=True):
         assert (part.device, part.remote_kind) == (want.device, want.remote_kind)
-        assert (part.local.tolist(), part.remote.tolist()) == (want.local.tolist(), want.remote.tolist())
-        assert (part.local.dtype, part.remote.dtype) == (want.local.dtype, want.remote.dtype)
+        assert np.array_equal(part.local, want.local)
+        assert np.array_equal(part.remote, want.remote)
     assert single(one, local, remote, {**here, "cpu": [RegionId(1)]}, there) is None
     for other in ([(10, 20, 0)], [(90, 0, 20)], [(0, 90, 20)], [], [(0, 0, 1), (1, 1, 1)]):
         assert single(batch(RegionId(0), RegionId(1), other), local, remote, here, there) is None
