@@ -30,7 +30,7 @@ from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
 from .descriptor import Descriptor, Region, decode, encode, unpack
-from .nixl_library import U64, Agent, Part, Registered, load, split
+from .nixl_library import U64, Agent, Part, Place, Registered, load, place
 from .nixl_worker import Job, Link, Told, Worker
 from .process import Process, Watch
 from .regions import Extents, RegionTable
@@ -55,7 +55,7 @@ class _Contact:
     metadata: bytes
 
 
-Devices = Mapping[str, Sequence[RegionId]]
+Devices = Mapping[Place, Sequence[RegionId]]
 """The regions on each device."""
 
 
@@ -302,9 +302,9 @@ def _watch(process: Process) -> Watch | None:
 
 def by_device(regions: Iterable[tuple[RegionId, str]]) -> Devices:
     """Regions and their devices, the other way round."""
-    devices: dict[str, list[RegionId]] = {}
+    devices: dict[Place, list[RegionId]] = {}
     for region, device in regions:
-        devices.setdefault(device, []).append(region)
+        devices.setdefault(place(device), []).append(region)
     return devices
 
 
@@ -329,7 +329,7 @@ def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Device
             if mask.any():
                 nbytes = writes.nbytes[mask]
                 rows = _rows(source[mask], nbytes, device), _rows(target[mask], nbytes, other)
-                parts.append(Part(device, rows[0], split(other)[0], rows[1]))
+                parts.append(Part(device, rows[0], other, rows[1]))
     return parts
 
 
@@ -346,11 +346,10 @@ def single(writes: Writes, local: Extents, remote: Extents, here: Devices, there
     if source is None or target is None or not nbytes:
         return None
     ((device,), (other,)) = here, there
-    kind, number = split(other)
-    return deque([Part(device, [(source, nbytes, split(device)[1])], kind, [(target, nbytes, number)])])
+    return deque([Part(device, [(source, nbytes, device[1])], other, [(target, nbytes, other[1])])])
 
 
-def _rows(addresses: I64, nbytes: I64, device: str) -> U64:
+def _rows(addresses: I64, nbytes: I64, device: Place) -> U64:
     rows = np.empty((len(nbytes), 3), np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, split(device)[1]
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device[1]
     return rows

@@ -33,6 +33,9 @@ from .cuda_driver import driver
 
 U64 = npt.NDArray[np.uint64]
 
+Place = tuple[str, int]
+"""Kind and index of a device."""
+
 Rows = U64 | Sequence[tuple[int, int, int]]
 """Address, bytes and device index of each range, ``[n, 3]``; a plain list is the faster one for a single range."""
 
@@ -54,14 +57,15 @@ class Part:
     """Descriptors of one kind of memory on either side.
 
     Args:
-        device: of the sources, as in ``Buffer``.
-        local: on this side; remote: at the peer.
-        remote_kind: ``"cpu"`` or ``"cuda"``.
+        here: where the sources are.
+        local: the sources.
+        there: where the targets are.
+        remote: the targets.
     """
 
-    device: str
+    here: Place
     local: Rows = field(eq=False)
-    remote_kind: str
+    there: Place
     remote: Rows = field(eq=False)
 
 
@@ -114,8 +118,8 @@ def _to_our_logging() -> None:
     theirs.propagate = True
 
 
-def split(device: str) -> tuple[str, int]:
-    """Kind and index of a device: ``"cuda"`` is ``"cuda:0"``."""
+def place(device: str) -> Place:
+    """Of a device as in ``Buffer``: ``"cuda"`` is ``"cuda:0"``."""
     kind, _, index = device.partition(":")
     return kind, int(index or 0)
 
@@ -173,7 +177,7 @@ class Agent:
             problem = f"NIXL {library.version} is too old: {error}"
             raise MissingDependencyError("transport 'nixl'", problem, "pip install 'nixl>=1.5'") from error
         try:
-            _use(device)
+            _use(place(device))
             self._agent = library.module.nixl_agent(name, config)
             self._agent.create_backend(backend, dict(options))
         except Exception as error:
@@ -188,10 +192,10 @@ class Agent:
         Raises:
             RegistrationError: the library refuses it, or peers could reach it only at a crawl.
         """
-        kind, index = split(buffer.device)
+        kind, index = place(buffer.device)
         rows = [(buffer.addr, buffer.nbytes, index, "")]
         try:
-            _use(buffer.device)
+            _use((kind, index))
             if kind == "cuda":
                 check_shareable(buffer)
             return Registered(self._agent.register_memory(rows, _KINDS[kind]))
@@ -238,9 +242,9 @@ class Agent:
     def prepare(self, name: str, part: Part, notify: bytes) -> Handle:
         """Describe a write; nothing is read or written yet. ``notify`` reaches the peer after it; empty: nothing."""
         with _Mapped(f"peer {name}: {len(part.local)} writes"):
-            _use(part.device)
-            local = self._agent.get_xfer_descs(part.local, _KINDS[split(part.device)[0]])
-            remote = self._agent.get_xfer_descs(part.remote, _KINDS[part.remote_kind])
+            _use(part.here)
+            local = self._agent.get_xfer_descs(part.local, _KINDS[part.here[0]])
+            remote = self._agent.get_xfer_descs(part.remote, _KINDS[part.there[0]])
             return Handle(self._agent.initialize_xfer("WRITE", local, remote, name, notify))
 
     def post(self, name: str, handle: Handle) -> bool:
@@ -277,11 +281,10 @@ def _is_done(status: str) -> bool:
     return status == "DONE"
 
 
-def _use(device: str) -> None:
+def _use(device: Place) -> None:
     """Make a CUDA device current in the calling thread: threads begin with device 0. Nothing for CPU memory."""
-    kind, index = split(device)
-    if kind == "cuda":
-        torch.cuda.set_device(index)
+    if device[0] == "cuda":
+        torch.cuda.set_device(device[1])
 
 
 def check_shareable(buffer: Buffer) -> None:
@@ -300,7 +303,7 @@ def check_shareable(buffer: Buffer) -> None:
 
 def _exported(cuda: Cuda, buffer: Buffer) -> bool:
     """Whether another process could open the memory: tried, since the driver's attribute does not tell."""
-    device = split(buffer.device)[1]
+    device = place(buffer.device)[1]
     try:
         base, _ = cuda.segment(device, buffer.addr)
         cuda.export(device, base)

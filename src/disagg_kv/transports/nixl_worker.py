@@ -95,7 +95,7 @@ class Job:
     def small(self) -> bool:
         """Whether posting it takes no longer than waking a thread; with CUDA, it would also change the device."""
         return self.nbytes <= SMALL_BYTES and all(
-            part.device == "cpu" == part.remote_kind and len(part.local) <= SMALL_WRITES for part in self.parts
+            part.here[0] == "cpu" == part.there[0] and len(part.local) <= SMALL_WRITES for part in self.parts
         )
 
 

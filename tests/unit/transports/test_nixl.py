@@ -213,16 +213,16 @@ def test_memory_of_several_devices_goes_in_several_parts(source: End, target: En
 def test_writes_are_cut_by_the_devices_that_they_go_between() -> None:
     """Each kind of memory has its own call; each GPU its own context."""
     regions = [RegionId(i) for i in range(4)]
-    local = {"cuda:1": regions[:2], "cpu": regions[2:]}
-    remote = {"cuda:0": regions[:3], "cpu": regions[3:]}
+    local = {("cuda", 1): regions[:2], ("cpu", 0): regions[2:]}
+    remote = {("cuda", 0): regions[:3], ("cpu", 0): regions[3:]}
     rows = np.array([(0, 0, 8), (1, 3, 8), (2, 3, 8), (0, 1, 8), (3, 0, 0)], np.int64)
     ids = rows.astype(np.int32)
     source, target = np.arange(5) + 100, np.arange(5) + 200
     parts = cut(Writes(ids[:, 0], source, ids[:, 1], target, rows[:, 2]), source, target, local, remote)
-    assert [(p.device, p.remote_kind, np.asarray(p.local).tolist(), np.asarray(p.remote).tolist()) for p in parts] == [
-        ("cuda:1", "cuda", [[100, 8, 1], [103, 8, 1]], [[200, 8, 0], [203, 8, 0]]),
-        ("cuda:1", "cpu", [[101, 8, 1]], [[201, 8, 0]]),
-        ("cpu", "cpu", [[102, 8, 0]], [[202, 8, 0]]),
+    assert [(p.here, p.there, np.asarray(p.local).tolist(), np.asarray(p.remote).tolist()) for p in parts] == [
+        (("cuda", 1), ("cuda", 0), [[100, 8, 1], [103, 8, 1]], [[200, 8, 0], [203, 8, 0]]),
+        (("cuda", 1), ("cpu", 0), [[101, 8, 1]], [[201, 8, 0]]),
+        (("cpu", 0), ("cpu", 0), [[102, 8, 0]], [[202, 8, 0]]),
     ]
 
 
@@ -230,15 +230,15 @@ def test_one_good_range_is_cut_as_a_batch_would_be() -> None:
     """And everything else is left to what can say what is wrong with it."""
     one = batch(RegionId(0), RegionId(1), [(10, 20, 30)])
     local, remote = (Extents([(RegionId(i), 1000 * (i + 1), 100) for i in range(2)], "some") for _ in range(2))
-    here, there = {"cuda:1": [RegionId(0)]}, {"cpu": [RegionId(1)]}
+    here, there = {("cuda", 1): [RegionId(0)]}, {("cpu", 0): [RegionId(1)]}
     parts = single(one, local, remote, here, there)
     whole = cut(one, np.array([1010]), np.array([2020]), here, there)
     assert parts is not None
     for part, want in zip(parts, whole, strict=True):
-        assert (part.device, part.remote_kind) == (want.device, want.remote_kind)
+        assert (part.here, part.there) == (want.here, want.there)
         assert np.array_equal(part.local, want.local)
         assert np.array_equal(part.remote, want.remote)
-    assert single(one, local, remote, {**here, "cpu": [RegionId(1)]}, there) is None
+    assert single(one, local, remote, {**here, ("cpu", 0): [RegionId(1)]}, there) is None
     for other in ([(10, 20, 0)], [(90, 0, 20)], [(0, 90, 20)], [], [(0, 0, 1), (1, 1, 1)]):
         assert single(batch(RegionId(0), RegionId(1), other), local, remote, here, there) is None
 
