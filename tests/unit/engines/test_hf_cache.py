@@ -212,6 +212,49 @@ def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None
         paged.write_index(1, table, 0, torch.zeros(1, 1, 15))
 
 
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_pass_that_raises_between_rows_and_index_leaves_nothing_to_the_next(anew: bool) -> None:
+    """B1, E8: whether the engine begins anew or takes back the half, no layer is final before both are in the pages."""
+    torch.manual_seed(0)
+    _, make, config = next(m for m in models() if m[0] == "sparse_index")
+    model: Any = make(config)
+    pool = pool_for(model)
+    paged = PagedHFCache(pool)
+    table = table_for(paged, len(PROMPT))
+    own = paged.recording(table)
+    if not anew:
+        run(model, PROMPT[:6], own)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    hook = model.model.layers[1].self_attn.indexer.register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        run(model, PROMPT[6:], own)
+    hook.remove()
+    for layer in own.layers:
+        if anew:
+            layer.reset()
+        else:
+            assert isinstance(layer, DynamicIndexedLayer)
+            layer.keys, layer.values = (of[:, :, :6] for of in (layer.keys, layer.values) if of is not None)
+            assert layer.indexer_keys is not None
+            layer.indexer_keys = layer.indexer_keys[:, :6]
+    seen: list[int] = []
+    for number in range(len(pool.site.planes)):
+        pool.view(number)[:] = 0
+
+    def ready(layer: LayerId) -> None:
+        for number, plane in enumerate(pool.site.planes):
+            if plane.layer == layer:
+                assert pool.view(number).any(), plane.component
+        seen.append(layer)
+
+    own.layer_ready = ready
+    run(model, PROMPT if anew else PROMPT[6:], own)
+    assert seen == [0, 1]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])

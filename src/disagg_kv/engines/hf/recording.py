@@ -21,7 +21,8 @@ class RecordingCache(Cache):
     """A model's own cache, of which every appended row also goes to the pages of one room.
 
     ``layer_ready``, where it is set, is called with each layer whose rows of the forward pass are in the pages, for
-    example a step's ``layer_ready``. Layers that keep a state alone are not among them.
+    example a step's ``layer_ready``. Layers that keep a state alone are not among them. After a pass that raised,
+    ``reset`` and begin anew, or take from each layer what it had of the pass.
     """
 
     def __init__(
@@ -30,31 +31,32 @@ class RecordingCache(Cache):
         super().__init__(layers=list(layers))
         self._paged = paged
         self._table = table
-        self._half: set[int] = set()
         self.layer_ready: Callable[[LayerId], None] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new rows ``[1, heads, rows, dim]`` to the pages, then do what the model expects."""
-        self._paged.write(layer_idx, self._table, self.get_seq_length(layer_idx), key_states, value_states)
-        self._written(layer_idx)
+        start = self.get_seq_length(layer_idx)
+        self._paged.write(layer_idx, self._table, start, key_states, value_states)
+        if not self._paged.indexed(layer_idx) or self._index_rows(layer_idx) == start + key_states.shape[2]:
+            self._final(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Write one layer's new index keys ``[1, rows, dim]`` to the pages, then do what the model expects."""
-        own = cast("DynamicIndexedLayer", self.layers[layer_idx])
-        start = 0 if own.indexer_keys is None else int(own.indexer_keys.shape[1])
+        start = self._index_rows(layer_idx)
         self._paged.write_index(layer_idx, self._table, start, indexer_key_states)
-        self._written(layer_idx)
+        if self.get_seq_length(layer_idx) == start + indexer_key_states.shape[1]:
+            self._final(layer_idx)
         keys: torch.Tensor = super().update_indexer(indexer_key_states, layer_idx)
         return keys
 
-    def _written(self, layer_idx: int) -> None:
-        """A layer with an index is final when both its rows and their index keys are in the pages."""
-        if self._paged.indexed(layer_idx):
-            self._half ^= {layer_idx}
-            if layer_idx in self._half:
-                return
+    def _index_rows(self, layer_idx: int) -> int:
+        """Rows whose index keys are there: by these a layer with an index is final, as a pass may end half way."""
+        own = cast("DynamicIndexedLayer", self.layers[layer_idx])
+        return 0 if own.indexer_keys is None else int(own.indexer_keys.shape[1])
+
+    def _final(self, layer_idx: int) -> None:
         if self.layer_ready is not None:
             self.layer_ready(self._paged.layer_ids[layer_idx])
