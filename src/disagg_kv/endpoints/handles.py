@@ -65,7 +65,7 @@ class RoomHandle:
 
 
 UNREAD = 1 << 16
-"""So many changes are kept for an engine that does not ask for them; then the oldest go."""
+"""So many changes are kept for an engine that does not ask for them, and of those that wait; then the oldest go."""
 
 
 class Changes(Generic[H]):
@@ -73,6 +73,7 @@ class Changes(Generic[H]):
 
     def __init__(self) -> None:
         self._queue: deque[H] = deque(maxlen=UNREAD)
+        self._later: deque[H] = deque(maxlen=UNREAD)  # the engine's thread alone: the queue may be full meanwhile
 
     def add(self, handle: H) -> None:
         """Endpoint's thread."""
@@ -81,17 +82,16 @@ class Changes(Generic[H]):
     def take(self, done: int | None = None) -> Sequence[H]:
         """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time."""
         taken: dict[int, H] = {}
-        later: list[H] = []
-        for _ in range(len(self._queue)):
-            handle = self._queue.popleft()
+        looked = [*self._later, *(self._queue.popleft() for _ in range(len(self._queue)))]
+        self._later.clear()
+        for handle in looked:
             well = handle.phase is Phase.DONE and id(handle) not in taken
             if well and done is not None:
                 if done == 0:
-                    later.append(handle)
+                    self._later.append(handle)
                     continue
                 done -= 1
             taken.setdefault(id(handle), handle)
-        self._queue.extendleft(reversed(later))
         return list(taken.values())
 
 

@@ -401,6 +401,32 @@ def test_few_arrivals_are_told_of_at_once_and_every_failure() -> None:
     assert changes.take(1) == []
 
 
+def test_what_waits_to_be_told_pushes_nothing_new_out() -> None:
+    """C7, E8: more has ended well than is told of at once, and many changes come in while the engine looks."""
+    changes: Changes[RoomHandle] = Changes()
+    well, early, last = (RoomHandle(RoomId(name)) for name in (b"well", b"early", b"last"))
+    well.publish(Phase.DONE, True, None)
+
+    class Busy(RoomHandle):
+        """The endpoint's thread tells of other rooms while the engine's looks at this one."""
+
+        looked = 0
+
+        @property
+        def phase(self) -> Phase:
+            self.looked += 1
+            for other in [early] * (UNREAD - 1) + [last] if self.looked == 1 else ():
+                changes.add(other)
+            return Phase.DONE
+
+    busy = Busy(RoomId(b"busy"))
+    changes.add(well)
+    changes.add(busy)
+    assert changes.take(1) == [well]
+    assert changes.take(1) == [busy, early, last]
+    assert changes.take(1) == []
+
+
 @pytest.mark.parametrize("recovering", [False, True])
 def test_an_endpoint_tells_of_as_many_arrivals_as_it_was_told(recovering: bool) -> None:
     """C7: the knob, also where rooms may be sent again; and a number that cannot be."""
