@@ -207,15 +207,16 @@ class Rig:
         memory: Memory | None = None,
         *,
         only: Iterable[int] | None = None,
+        at: str | None = None,
         **more: Unpack[PrefillOptions],
     ) -> Prefills:
-        """An instance of prefill ranks, or ``only`` some of them."""
+        """An instance of prefill ranks, or ``only`` some of them, ``at`` other addresses than those of its name."""
         of = memory or Memory()
         made: Prefills = []
         more = {"slot_bytes": 4096, "options": self.options, **more}
         for rank in range(len(shards)) if only is None else only:
             transport, observer = of.transport(), Recorder()
-            channel = of.channel(InprocChannel(self.hub, f"{name}{rank}"))
+            channel = of.channel(InprocChannel(self.hub, f"{at or name}{rank}"))
             pool = self._pool(shards[rank], of, transport)
             endpoint = PrefillEndpoint(
                 pool,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Protocol
 
 from ..channels import (
@@ -50,6 +50,7 @@ from ..protocol import (
 )
 from ..protocol.frames import Ballot, Heartbeat, Refused, Verdict
 from ..protocol.machine import ours
+from ..protocol.peers import is_older
 from ..rendezvous import Rendezvous, Source
 from ..trace import Observer
 from ..transports import Ended as TicketEnded
@@ -381,8 +382,7 @@ class Node:
         hello = up.hello
         if hello.role == self.me.role:
             self._siblings[up.epoch] = Rank(hello.rank)
-            for send in self.agreement.joined(up.epoch, Rank(hello.rank), self.now):
-                self.send(send)
+            self._join(Rank(hello.rank))
             return
         remote = Remote.of(hello)
         link = self._link(up)
@@ -395,6 +395,13 @@ class Node:
         self._epochs[link] = up.epoch
         self._exits.watch(up.epoch, hello)
         self.role.on_up(remote)
+
+    def _join(self, rank: Rank) -> None:
+        """Of the lives of a rank of our instance that are there, the youngest counts, as far as we can tell."""
+        lives = [self.peers.hello(epoch) for epoch in self.peers.epochs() if self._siblings.get(epoch) == rank]
+        if lives:
+            youngest = reduce(lambda a, b: a if is_older(b, a) else b, lives)
+            self.agree(self.agreement.joined(Epoch(youngest.src), rank, self.now))
 
     def _link(self, up: Up) -> Peer | DisaggKVError:
         """Connect the transport. It blocks, so one that failed is not tried again with every frame of the peer."""
@@ -426,9 +433,10 @@ class Node:
         self.observer.count("peers.lost")
         log.info("%s", lost.error)
         if lost.peer in self._siblings:
-            del self._siblings[lost.peer]
+            rank = self._siblings.pop(lost.peer)
             self._look_at = None if self.me.rank == 0 else self.now
             self.agree(self.agreement.lost(lost.peer, self.now))
+            self._join(rank)
         else:
             self.role.on_lost(lost)
             self.remotes.pop(lost.peer, None)

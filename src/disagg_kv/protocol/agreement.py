@@ -97,16 +97,21 @@ class Agreement:
         """Lives of rooms that are kept, decided or not."""
         return sum(map(len, self._lives.values())) + sum(map(len, self._waiting.values()))
 
-    def joined(self, epoch: Epoch, rank: Rank, now: float) -> list[Send]:
-        """A rank of our instance is there (again, perhaps in a new life)."""
-        self._ranks = {e: r for e, r in self._ranks.items() if r != rank} | {epoch: rank}
+    def joined(self, epoch: Epoch, rank: Rank, now: float) -> list[Send | Outcome]:
+        """A rank of our instance is there (again, perhaps in a new life, which is the end of its others)."""
+        out: list[Send | Outcome] = []
+        if epoch in self._ranks:
+            return out
+        for other in [e for e, r in self._ranks.items() if r == rank]:
+            out += self.lost(other, now)
+        self._ranks[epoch] = rank
         self._forgotten = {e: g for e, g in self._forgotten.items() if e in self._ranks}
-        if rank != 0 or self._rank == 0:
-            return []
-        if self._left not in (None, epoch):
-            self._drop_ended()
-        self._leader = epoch
-        return [self._tell(room, now) for room in self._waiting]
+        if rank == 0 != self._rank:
+            if self._left not in (None, epoch):
+                self._drop_ended()
+            self._leader = epoch
+            out += [self._tell(room, now) for room in self._waiting]
+        return out
 
     def lost(self, epoch: Epoch, now: float) -> list[Send | Outcome]:
         """A rank of our instance is lost: rooms that need it fail; ours that may be its next life's wait for that."""

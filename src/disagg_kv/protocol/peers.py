@@ -163,7 +163,7 @@ class PeerTable:
         return float("inf") if peer is None else now - peer.heard
 
     def epochs(self) -> tuple[Epoch, ...]:
-        """Every life that is not lost."""
+        """Every life that is not lost, in the order in which we first heard of them."""
         return tuple(e for e, p in self._peers.items() if not p.lost)
 
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
@@ -216,8 +216,7 @@ class PeerTable:
         there = self.at(hello.address)
         if there is None:
             return False
-        other = self._peers[there].hello
-        return hello.host == other.host and hello.started < other.started
+        return is_older(hello, self._peers[there].hello)
 
     def _replace(self, address: str, epoch: Epoch) -> list[PeerEffect]:
         """A new life at a known address retires the old one; that is no evidence that its process has ended."""
@@ -412,6 +411,11 @@ class PeerTable:
     def next_at(self) -> float:
         """When a tick is due."""
         return min([self._beat_at, *(d.next_at for d in self._dials.values())])
+
+
+def is_older(hello: Hello, other: Hello) -> bool:
+    """Whether a life began before another, as far as can be told: clocks of several hosts are not compared."""
+    return hello.host == other.host and hello.started < other.started
 
 
 def _where(peer: _Peer) -> str:

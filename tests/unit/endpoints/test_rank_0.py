@@ -1,12 +1,16 @@
-"""Rank 0 of an instance counts its votes; here another process takes its place while rooms are open or begin."""
+"""Rank 0 of an instance counts its votes; here another process takes its place while rooms are open or begin.
+
+It may have another address than the first, so that nothing says that this one is gone.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from disagg_kv.endpoints import PrefillEndpoint
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Options, Phase
-from tests.support.rig import Prefills, Request, Rig, tp_shards
+from tests.support.rig import Member, Prefills, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 OPTIONS = Options(silence_s=10.0, total_s=1000.0)
@@ -115,3 +119,87 @@ def test_an_id_that_only_the_survivor_had_opened_works_again() -> None:
         request.done()
     rig.check()
     rig.quiet()
+
+
+def there(one: Member[PrefillEndpoint], other: Member[PrefillEndpoint]) -> bool:
+    """Whether one rank is known to another."""
+    return one.channel.address in {peer.address for peer in other.endpoint.peers()}
+
+
+def elsewhere(rig: Rig, rank: int) -> Prefills:
+    """Prefill's ranks once one of two stands still, and another process for it has met the other one."""
+    first, other = rig.prefills[rank], rig.prefills[1 - rank]
+    first.frozen = True
+    (second,) = rig.prefill(tp_shards(SPEC, 2), only=[rank], at="Q")
+    rig.until(lambda: there(second, other) and there(other, second), "the ranks to meet")
+    assert there(first, other)
+    return [second, other] if rank == 0 else [other, second]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_life_of_a_rank_at_another_address_is_the_end_of_the_first(rank: int) -> None:
+    """C8, E10, E16: the other rank's room that needs the first fails before its silence does, and others succeed."""
+    rig = Rig(SPEC, options=OPTIONS)
+    rig.prefill(tp_shards(SPEC, 2))
+    rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")
+    old = rig.request("old", list(rig.prefills), [], 8).open_prefill()
+    rig.wait(0.5)
+    began = rig.clock()
+    prefills = elsewhere(rig, rank)
+    survivor = old.sends[1 - rank]
+    rig.until(lambda: survivor.released, "the room")
+    assert rig.clock() - began < OPTIONS.silence_s / 2
+    assert survivor.phase is Phase.FAILED
+    assert f"rank {rank} of our instance is lost" in str(survivor.error)
+    new = rig.request("new", prefills, rig.decode(tp_shards(SPEC, 1)), 8).start()
+    assert agreed(new) is Phase.DONE
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_life_that_speaks_again_when_another_is_there_for_its_rank_changes_nothing(rank: int) -> None:
+    """E9, E10: it stood still for long; before, while and after it is heard again the ranks agree without it."""
+    rig = Rig(SPEC, options=OPTIONS)
+    rig.prefill(tp_shards(SPEC, 2))
+    rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")
+    (first, other), decodes = rig.prefills, rig.decode(tp_shards(SPEC, 1))
+    if rank:
+        first, other = other, first
+    prefills = elsewhere(rig, rank)
+
+    def works(name: str) -> None:
+        request = rig.request(name, prefills, decodes, 8).start()
+        assert agreed(request) is Phase.DONE
+        request.done()
+
+    rig.until(lambda: not there(first, other), "its silence")
+    works("while it is silent")
+    first.frozen = False
+    open_room = rig.request("while it speaks", prefills, decodes, 8).open_decode().expect(None).open_prefill()
+    rig.until(lambda: there(first, other), "its voice")
+    open_room.send(8).finish()
+    assert agreed(open_room) is Phase.DONE
+    open_room.done()
+    works("while it is there")
+    first.crash()
+    rig.until(lambda: not there(first, other), "its end")
+    works("when it has ended")
+    rig.check()
+    rig.quiet()
+
+
+def test_a_life_that_another_has_followed_leads_again_when_that_one_ends() -> None:
+    """E10: nobody is without rank 0 for good while a life of it is there."""
+    rig = Rig(SPEC, options=OPTIONS)
+    rig.prefill(tp_shards(SPEC, 2))
+    rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")
+    first, other = rig.prefills
+    second, _ = elsewhere(rig, 0)
+    first.frozen = False
+    rig.wait(1.0)
+    second.crash()
+    rig.until(lambda: not there(second, other), "its end")
+    request = rig.request("room", [first, other], [], 8).open_prefill()
+    rig.wait(0.5)
+    request.sends[0].abort("the user went away")
+    assert agreed(request) is Phase.FAILED
+    assert "the user went away" in str(request.sends[1].error)

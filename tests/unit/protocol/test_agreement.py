@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.protocol import Agreement, Decided, Options, Outcome, RoomKey, Send
 from disagg_kv.protocol.agreement import LIVES
@@ -146,6 +148,41 @@ def test_a_rank_that_succeeded_and_then_was_lost_does_not_fail_the_room() -> Non
     assert one.lost(E[1], 0.0) == []
     effects = one.on_ballot(ballot(2, 22, True), 0.0)
     assert (outcomes(effects), verdicts(effects)) == ([(1, True)], [(E[2], 22, True)])
+
+
+def test_another_life_of_a_rank_that_comes_before_its_end_is_noticed_is_the_end_of_the_first() -> None:
+    """E10, E16: at another address nothing else says so; what needs the first would wait until its deadline."""
+    one = leader()
+    one.vote(key(1), None, "", 0.0)
+    effects = one.joined(E[3], Rank(1), 1.0)
+    assert outcomes(effects) == [(1, False)]
+    assert one.lost(E[1], 2.0) == []
+    one.vote(key(2, RoomId(b"2")), True, "", 3.0)
+    one.on_ballot(ballot(2, 22, True, RoomId(b"2")), 3.0)
+    assert outcomes(one.on_ballot(ballot(3, 1, True, RoomId(b"2")), 3.0)) == [(2, True)]
+
+
+def test_another_life_of_rank_0_that_comes_before_the_end_of_the_first_is_noticed_leads() -> None:
+    """E10, E16: what the first had fails, what it did not have goes to the next one, or fails soon."""
+    one = follower()
+    for n in (1, 2, 3):
+        one.vote(key(n, RoomId(b"%d" % n)), None, "", 0.0)
+    shared = verdict(1, None, shared=True)
+    one.on_verdict(msgspec.structs.replace(shared, room=b"1"), 0.0)
+    effects = one.joined(E[4], Rank(0), 1.0)
+    assert (outcomes(effects), said(effects)) == ([(1, False)], [(2, None), (3, None)])
+    assert one.lost(E[0], 2.0) == []
+    assert one.on_verdict(msgspec.structs.replace(verdict(2, None, src=4, shared=True), room=b"2"), 2.0) == []
+    assert said(one.tick(4.0))[-1] == (3, False)
+    assert outcomes(one.on_verdict(msgspec.structs.replace(verdict(2, True, src=4), room=b"2"), 9.0)) == [(2, True)]
+
+
+def test_a_life_that_is_there_already_joins_once() -> None:
+    """Saying so again neither fails nor repeats anything."""
+    one = follower()
+    one.vote(key(1), None, "", 0.0)
+    assert one.joined(E[0], Rank(0), 1.0) == []
+    assert one.undecided == 1
 
 
 def test_without_rank_0_open_rooms_fail_and_it_hears_of_that_when_it_is_heard_again() -> None:
