@@ -225,8 +225,10 @@ class MooncakeTransport:
         for remote in {id(r): r for r in (*self._peers.values(), *self._unquiet.values())}.values():
             self._look(remote, now)
         for ticket, remote in tuple(self._unquiet.items()):
-            # The peer's memory is gone with it, and the sockets that read ours are closed for want of progress.
-            if remote.exited_at is not None and now - remote.exited_at >= (self.caps.drain_s or 0.0):
+            # The peer's memory is gone with it, and the sockets that read ours are closed for want of progress. Where
+            # the library says that it still has the write, that is the better evidence.
+            ended = remote.exited_at is not None and now - remote.exited_at >= (self.caps.drain_s or 0.0)
+            if ended and (self._singles is None or not self._singles.has(ticket)):
                 self._settle(ticket)
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

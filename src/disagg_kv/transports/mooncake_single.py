@@ -13,7 +13,7 @@ from functools import partial
 
 from attrs import define
 
-from ..ids import Peer
+from ..ids import Peer, Ticket
 from .base import Ended, Settled
 from .mooncake_flight import Flight, One, Shared
 from .mooncake_lanes import Lanes
@@ -77,6 +77,10 @@ class Singles:
             self._note(one, engine.status(one.batch), now)
         for peer in tuple(self._waiting):
             self._begin(peer)
+
+    def has(self, ticket: Ticket) -> bool:
+        """Whether the library has not said yet how this write ended, even if the ticket was given up."""
+        return any(one.flight.ticket == ticket for one in self._posted)
 
     def flying(self) -> bool:
         """Whether some have not ended."""

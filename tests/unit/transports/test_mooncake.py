@@ -167,10 +167,42 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_
         clock.advance(29.9)
         log.add(end.told())
         assert log.settled == stuck
-        clock.advance(0.2)
-        log.add(end.told())
-        assert log.settled == stuck | dead
+        # The library takes a moment to see that its connections have ended.
+        wait(lambda: log.settled == stuck | dead, look, TIMEOUT_S, "the writes to the dead to be settled")
         end.drop(pairs[0].local)
+
+
+def test_a_write_that_the_library_still_has_is_not_quiet_however_long_its_peer_has_ended(
+    end: End, clock: FakeClock
+) -> None:
+    """E1: it still reads its source, and lands; as where a process has ended and left its sockets to a child of it."""
+    assert isinstance(end.transport, MooncakeTransport)
+    singles = end.transport._singles
+    assert singles is not None
+    with closing(_Children(2)) as children:
+        target, mortal = children.all
+        process = unpack(decode(mortal.descriptor(), "mooncake").blob, Address).process
+        remote = target.add(np.zeros(1 << 22, np.uint8))
+        local, log = end.add(noise(1 << 22)), Log(end.transport.caps)
+        moved = readdressed(target.descriptor(), lambda a: attrs.evolve(a, process=process))
+        peer = end.connect(moved, TIMEOUT_S)
+
+        def look() -> None:
+            clock.advance(LOOK_S)
+            log.add(end.told())
+            assert not [ticket for ticket in log.settled if singles.has(ticket)]
+
+        target.pause()
+        stuck = {end.submit(peer, batch(local, remote, [(0, 0, 1 << 22)])) for _ in range(DEPTH)}
+        mortal.kill()
+        wait(lambda: bool(log.heard), look, TIMEOUT_S, "the end of the process to be told")
+        # From here on the process has been gone for longer than its last writes may take.
+        clock.advance(end.transport.caps.drain_s or 0.0)
+        wait(lambda: stuck == log.ended.keys(), look, TIMEOUT_S, "the writes to be given up")
+        look()
+        target.resume()
+        wait(lambda: log.settled == stuck, look, TIMEOUT_S, "the writes to be settled")
+        end.drop(local)
 
 
 def test_without_a_pool_of_connections_no_caller_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
