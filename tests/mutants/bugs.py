@@ -11,6 +11,7 @@ FLOW = "protocol.sending:Flow."
 MOVER = "endpoints.mover:Mover."
 PREFILL = "endpoints.prefill:PrefillRole."
 DECODE = "endpoints.decode:DecodeRole."
+DELIVERY = "endpoints.delivery:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
 
 BUGS: Sequence[Mutant] = (
@@ -99,5 +100,20 @@ BUGS: Sequence[Mutant] = (
            "endpoints.delivery:ForwardPass._flush", "layers, event)", "layers, None)"),
     Mutant("a group is sent when its first layer is final", "B1",
            "protocol.rows:_Turn.final", "or all(", "or any("),
+    Mutant("states are read before their event has happened", "B7",
+           DELIVERY + "finish", "act, ready)", "act, None)"),
+    Mutant("every rank that holds a state sends all of it", "B7",
+           "geometry.election:elect", "j, ways) if by_rows else",
+           "j, ways) if by_rows and not spec.component(box.layers[0], name).rows else"),
+    Mutant("states are offered with every chunk", "B7",
+           FLOW + "offer_states", "if self._stated:", "if False:"),
+    Mutant("states are read from a slot that was taken away", "B7",
+           "protocol.rows:Rows.withdraw", "self._all()", "self.chunks"),
+    Mutant("a slot that was taken away before its event is given after it", "B7",
+           DELIVERY + "finish", "life != self._withdrawals", "False"),
+    Mutant("the first row of a window is not sent", "B7",
+           "geometry.spec:Extent.bounds", "stop - self.window)", "stop - self.window + 1)"),
+    Mutant("a window does not slide to the end of the room", "B7",
+           "geometry.spec:Extent.bounds", "max(0, stop - self.window)", "start"),
 )  # fmt: skip
 """At least one for each of E1 to E16."""

@@ -103,12 +103,10 @@ class Checks:
     def _bytes(self, entry: Entry) -> None:
         """I2: every page of the room holds exactly its rows, whoever brought them."""
         name = entry.room.name(entry)
-        wrong = entry.node.memory.wrong(entry.pages) if entry.pages else None
-        if wrong is not None:
-            self._fail(
-                "I2",
-                f"{entry.room.name(entry)}: succeeded with a wrong byte at {wrong} of its pool",
-            )
+        for pages in (entry.pages, entry.slots):
+            wrong = entry.node.memory.wrong(pages) if pages else None
+            if wrong is not None:
+                self._fail("I2", f"{name}: succeeded with a wrong byte at {wrong} of its pool")
         self._wire(entry)
         if entry.room.turn is not None:
             wrong = entry.node.memory.differs(entry.pages, entry.room.plan.rows, entry.room.truth)
@@ -121,7 +119,8 @@ class Checks:
         """I2: exactly the bytes of the rows that decode did not hold have landed."""
         handle, memory = entry.handle, entry.node.memory
         assert handle is not None
-        lacked = (entry.room.plan.rows - entry.held) * len(memory.lens.columns)
+        plan = entry.room.plan
+        lacked = memory.lens.lacked(entry.held, plan.rows, known=not plan.open_end)
         if handle.report.nbytes != lacked:
             moved = f"{handle.report.nbytes} bytes landed, {lacked} were lacking"
             self._fail("I2", f"{entry.room.name(entry)}: {moved} ({entry.held} rows were held)")
@@ -213,7 +212,7 @@ class Checks:
         for node in world.nodes:
             self.untouched(node)
             kept = 0 if node.prefixes is None else len(node.prefixes.index)
-            free, pages = len(node.memory.free), len(node.memory.owners)
+            free, pages = len(node.memory.free) + len(node.memory.free_slots), len(node.memory.owners)
             if not node.memory.check_pages() or free + kept != pages:
                 self._fail("I3", f"{node.address}: {free} of {pages} pages are free, and {kept} in a cache")
             if node.prefixes is not None and node.prefixes.index.evictable != kept:

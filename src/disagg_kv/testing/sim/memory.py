@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from ...geometry import Site
+from ...geometry import PageTable, Plane, Site
+from ...ids import GroupId
 from ...memory import U8, Buffer, PagedPool
-from .scenario import AUX_BYTES, Model, Split, site_of, spec_of
+from .model import Model, spec_of
+from .scenario import AUX_BYTES, Split, site_of
 
 I32 = npt.NDArray[np.int32]
 AUX_SLOTS = 8
+KV, STATE = GroupId("kv"), GroupId("state")
 FREE = 0
 """Owner of a page that nobody has."""
 
@@ -36,8 +39,8 @@ def content(what: bytes, nbytes: int) -> U8:
 
 @lru_cache(1024)
 def width_of(model: Model) -> int:
-    """Bytes of a row of the whole cache."""
-    return sum(c.units * c.unit_bytes for cs in spec_of(model).layers.values() for c in cs)
+    """Bytes of a row of tokens of the whole cache."""
+    return sum(c.units * c.unit_bytes for cs in spec_of(model).layers.values() for c in cs if not c.rows)
 
 
 def truth(model: Model, room: bytes, life: int, epoch: bytes, rows: int) -> U8:
@@ -49,55 +52,108 @@ def truth(model: Model, room: bytes, life: int, epoch: bytes, rows: int) -> U8:
     return content(b"%b %d %b" % (room, life, epoch), rows * width).reshape(rows, width)
 
 
+def states_truth(model: Model, room: bytes, life: int, epoch: bytes) -> U8:
+    """Every byte of a room's states: layers, in them the components, in those the rows and units. None: length 0."""
+    of = spec_of(model).layers.values()
+    return content(
+        b"states %b %d %b" % (room, life, epoch), sum(c.rows * c.units * c.unit_bytes for cs in of for c in cs)
+    )
+
+
 @frozen(eq=False)
 class Lens:
     """Where the cells of a room lie in a pool of one buffer, worked out by plain indexing.
 
+    Slots of states are pages too, of one row each: their numbers begin after those of the pages of tokens.
+
     Args:
         columns: which columns of a room's row the rank holds ``[n]``.
         layers: the layer of each ``[n]``.
+        windows: how many of the last rows are needed of each; 0: all ``[n]``.
         places: the byte of each of them ``[pages, rows of a page, n]``.
+        state_columns: which of the bytes of a room's states the rank holds ``[m]``.
+        state_places: the byte of each of them ``[slots, m]``.
         page_of: the page of each byte of the buffer, -1 between pages ``[nbytes]``.
         nbytes: of the buffer.
     """
 
     columns: I32
     layers: I32
+    windows: I32
     places: I32
+    state_columns: I32
+    state_places: I32
     page_of: I32
     nbytes: int
+
+    def lacked(self, held: int, stop: int, known: bool) -> int:
+        """How many bytes a room lacks that has ``held`` of ``stop`` rows; only a known end bounds the windows."""
+        rows = np.full(len(self.columns), stop - held)
+        if known:
+            rows[self.windows > 0] = np.minimum(self.windows, stop)[self.windows > 0]
+        return int(rows.sum()) + len(self.state_columns)
+
+
+class _Cells:
+    """The cells of pages of one kind, gathered plane by plane."""
+
+    def __init__(self, pages: int) -> None:
+        self._pages = np.arange(pages)
+        self.columns = [np.zeros(0, np.int64)]
+        self.layers = [np.zeros(0, np.int64)]
+        self.windows = [np.zeros(0, np.int64)]
+        self.places: list[npt.NDArray[np.int64]] = []
+
+    def add(self, site: Site, plane: Plane, begin: int) -> None:
+        """All cells of a plane; its columns begin at ``begin``, and those of the rows of a state follow each other."""
+        c = site.spec.component(plane.layer, plane.component)
+        units = [u for run in site.shard.units(plane.layer, plane.component) for u in run]
+        rows = np.arange(site.page_rows(plane))
+        for local, unit in enumerate(units):
+            at = plane.offset + local * plane.unit_stride + np.arange(c.unit_bytes)
+            where = at + self._pages[:, None, None] * plane.page_stride + rows[None, :, None] * plane.row_stride
+            columns = begin + unit * c.unit_bytes + np.arange(c.unit_bytes)
+            if c.rows:
+                where = where.reshape(len(where), 1, -1)
+                columns = (columns + rows[:, None] * (c.units * c.unit_bytes)).reshape(-1)
+            self.columns.append(columns)
+            self.layers.append(np.full(len(columns), plane.layer))
+            self.windows.append(np.full(len(columns), c.window or 0))
+            self.places.append(where)
+
+    def all_places(self, rows: int) -> I32:
+        """``[pages, rows of a page, columns]``."""
+        empty = np.zeros((len(self._pages), rows, 0), np.int64)
+        return np.concatenate([empty, *self.places], axis=2).astype(np.int32)
 
 
 @lru_cache(4096)
 def lens_of(model: Model, split: Split, rank: int) -> Lens:
     """The lens of a rank's pool."""
     site = site_of(model, split, rank)
-    columns: list[npt.NDArray[np.int64]] = []
-    layers: list[npt.NDArray[np.int64]] = []
-    places: list[npt.NDArray[np.int64]] = []
     begins: dict[tuple[int, str], int] = {}
-    width = 0
+    widths = {False: 0, True: 0}
     for layer, components in site.spec.layers.items():
         for c in components:
-            begins[layer, c.name] = width
-            width += c.units * c.unit_bytes
-    pages, rows = np.arange(split.pages), np.arange(split.page_rows)
+            begins[layer, c.name] = widths[bool(c.rows)]
+            widths[bool(c.rows)] += max(c.rows, 1) * c.units * c.unit_bytes
+    tokens = _Cells(split.pages)
+    states = _Cells(site.group(STATE).pages if site.state_groups else 0)
     for plane in site.planes:
-        size = site.spec.component(plane.layer, plane.component).unit_bytes
-        units = [u for run in site.shard.units(plane.layer, plane.component) for u in run]
-        start = begins[plane.layer, plane.component]
-        for local, unit in enumerate(units):
-            columns.append(start + unit * size + np.arange(size))
-            layers.append(np.full(size, plane.layer))
-            at = plane.offset + local * plane.unit_stride + np.arange(size)
-            places.append(at + pages[:, None, None] * plane.page_stride + rows[None, :, None] * plane.row_stride)
-    where = np.concatenate(places, axis=2).astype(np.int32)
+        of = states if plane.group == STATE else tokens
+        of.add(site, plane, begins[plane.layer, plane.component])
+    where, slots = tokens.all_places(split.page_rows), states.all_places(1)[:, 0]
     page_of = np.full(site.buffers[0], -1, np.int32)
-    page_of[where] = pages[:, None, None]
+    page_of[where] = np.arange(split.pages)[:, None, None]
+    page_of[slots] = split.pages + np.arange(len(slots))[:, None]
+    one = partial(np.concatenate, dtype=np.int32, casting="same_kind")
     return Lens(
-        np.concatenate(columns).astype(np.int32),
-        np.concatenate(layers).astype(np.int32),
+        one(tokens.columns),
+        one(tokens.layers),
+        one(tokens.windows),
         where,
+        one(states.columns),
+        slots,
         page_of,
         site.buffers[0],
     )
@@ -116,8 +172,11 @@ class RankMemory:
         self.page_rows = split.page_rows
         self.cells: U8 = content(name, self.lens.nbytes).copy()
         self.want: U8 = self.cells.copy()
-        self.owners = np.zeros(split.pages, np.int64)
+        slots = len(self.lens.state_places)
+        self.owners = np.zeros(split.pages + slots, np.int64)
         self.free = list(range(split.pages))
+        self.free_slots = list(range(split.pages, split.pages + slots))
+        self._pages = split.pages
         self.aux = list(range(AUX_SLOTS))
         self._freed = 0
         self._name = name
@@ -134,14 +193,54 @@ class RankMemory:
         self.owners[taken] = owner
         return taken
 
+    def take_slot(self, owner: int) -> list[int] | None:
+        """A slot for the states of a room, none where the rank has no states; None: no slot is free."""
+        if not len(self.lens.state_places):
+            return []
+        if not self.free_slots:
+            return None
+        slot = self.free_slots.pop()
+        self.owners[slot] = owner
+        return [slot]
+
     def give(self, pages: list[int]) -> None:
         """Pages are nobody's again, and hold new noise at once: who still writes there, or reads, will be seen."""
         self._freed += 1
         self.owners[pages] = FREE
-        places = self.lens.places[pages]
+        places = self._places(pages)
         noise = content(b"%b %d" % (self._name, self._freed), places.size).reshape(places.shape)
         self.cells[places] = self.want[places] = noise
-        self.free += pages
+        for page in pages:
+            (self.free if page < self._pages else self.free_slots).append(page)
+
+    def _places(self, pages: list[int]) -> I32:
+        """Every byte of pages of one kind."""
+        if pages and pages[0] >= self._pages:
+            return self.lens.state_places[[page - self._pages for page in pages]]
+        return self.lens.places[pages]
+
+    def tables(self, pages: list[int], first: int = 0) -> list[PageTable]:
+        """Page tables for the library: none where the rank has nothing but states."""
+        return [PageTable(KV, np.array(pages, np.int32), first)] if len(self.lens.columns) else []
+
+    def slot_tables(self, slots: list[int]) -> list[PageTable]:
+        """What the library calls the slots of states."""
+        return [PageTable(STATE, np.array([slot - self._pages], np.int32)) for slot in slots]
+
+    def put_states(self, cells: U8, slots: list[int], states: U8) -> None:
+        """Lay the states of a room into its slot, if it has one."""
+        for slot in slots:
+            cells[self.lens.state_places[slot - self._pages]] = states[self.lens.state_columns]
+
+    def await_rows(self, pages: list[int], first: int, stop: int, room: U8, known: bool) -> None:
+        """Pages that begin at row ``first`` should get a room's rows; where its end is known, only those of windows."""
+        if not pages:
+            return
+        rows = np.arange(first, stop)
+        where = self.lens.places[np.asarray(pages)[(rows - first) // self.page_rows], rows % self.page_rows]
+        windows = self.lens.windows if known else np.zeros_like(self.lens.windows)
+        needed = (windows == 0) | (rows[:, None] >= stop - windows)
+        self.want[where[needed]] = room[first:stop, self.lens.columns][needed]
 
     def put(
         self,
@@ -164,7 +263,7 @@ class RankMemory:
 
     def wrong(self, pages: list[int]) -> int | None:
         """The first byte of these pages that is not as it should be; None: all are."""
-        where = self.lens.places[pages]
+        where = self._places(pages)
         bad = self.cells[where] != self.want[where]
         return int(where[bad][0]) if bad.any() else None
 
@@ -195,4 +294,5 @@ class RankMemory:
 
     def check_pages(self) -> bool:
         """I3: free and owned pages are all there are."""
-        return len(set(self.free)) == len(self.free) == int((self.owners == FREE).sum())
+        free = self.free + self.free_slots
+        return len(set(free)) == len(free) == int((self.owners == FREE).sum())

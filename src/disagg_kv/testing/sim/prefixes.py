@@ -17,7 +17,7 @@ from ...rendezvous import StoreMinimum
 from .fault import FaultClass
 from .kind import Kind
 from .memory import CACHED, RankMemory, content, width_of
-from .scenario import Model
+from .model import Model
 from .talks import MOST, Talk
 
 if TYPE_CHECKING:

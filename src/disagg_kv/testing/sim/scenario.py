@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from attrs import evolve, frozen
 
-from ...geometry import CacheSpec, Component, Shard, Site, shard, stages
+from ...geometry import Shard, Site, shard, stages
 from ...ids import RoomId
 from ...memory import PagedPool
 from ...memory.paged import Layout
@@ -15,6 +15,7 @@ from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
 from .fault import FaultClass, survives, swarm
+from .model import Model, draw_model, fits, slot_row_of, spec_of
 from .talks import Prompt, Talk, converse
 
 AUX_BYTES = 8
@@ -69,16 +70,6 @@ used several times, and fewer shapes are in use at once than the library keeps a
 
 
 @frozen
-class Model:
-    """A tiny cache: layers, and bytes of a K and a V unit (V 0: one MLA latent)."""
-
-    layers: int
-    heads: int
-    k_bytes: int
-    v_bytes: int
-
-
-@frozen
 class Split:
     """How an instance divides the cache, and where each rank keeps its part."""
 
@@ -118,15 +109,6 @@ class Shape:
         return sum(p.world for p in self.prefills) + self.decode.world
 
 
-@lru_cache(1024)
-def spec_of(model: Model) -> CacheSpec:
-    """The cache."""
-    k = Component("k" if model.v_bytes else "latent", "int8", model.heads, model.k_bytes)
-    if not model.v_bytes:
-        return CacheSpec.uniform(model.layers, (k,))
-    return CacheSpec.uniform(model.layers, (k, Component("v", "int8", model.heads, model.v_bytes)))
-
-
 @lru_cache(4096)
 def shards_of(model: Model, tp: int, pp: int) -> tuple[Shard, ...]:
     """The shards of an instance, stage by stage."""
@@ -143,6 +125,7 @@ def site_of(model: Model, split: Split, rank: int) -> Site:
         held,
         pages=split.pages,
         page_size=split.page_rows,
+        state_slots=ROOMS[-1],
         layout=split.layout,
         fused=split.fused,
     ).site
@@ -254,7 +237,7 @@ class Scenario:
         prefill_paths = ("auto", "staged") if decode_path == "staged" else ("auto", "staged", "staged", "slice")
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
         talks: tuple[Talk, ...] = ()
-        if rng.random() < PREFIXES:
+        if rng.random() < PREFIXES and _keeps(shape):
             space = min(split.pages * split.page_rows for split in (*prefills, decode))
             talks, requests = converse(rng, requests, space, decode.page_rows)
             if not survives(faults):
@@ -293,14 +276,14 @@ class Scenario:
 def shape_of(block: int, number: int) -> Shape:
     """The shape of a block of seeds that has this topology."""
     rng = random.Random(f"shape {block} {number}")
-    model = _model(rng)
+    model = draw_model(rng)
     topology = TOPOLOGIES[number]
     if topology is None:
         topology = tuple(_any(rng, model) for _ in range(rng.choice((1, 1, 1, 2)))), _any(rng, model)
     else:
-        while not all(_fits(model, tp, pp) for tp, pp in (*topology[0], topology[1])):
-            model = _model(rng)
-    row = sum(c.units * c.unit_bytes for cs in spec_of(model).layers.values() for c in cs)
+        while not all(fits(model, tp, pp) for tp, pp in (*topology[0], topology[1])):
+            model = draw_model(rng)
+    row = slot_row_of(model)
     page = rng.choice((1, 2, 4, 4))
     slot = 256 * (1 + row * page // 256)
     least, most = max(4, slot // row), max(8, 4 * slot // row)
@@ -313,21 +296,15 @@ def shape_of(block: int, number: int) -> Shape:
     return Shape(model, slot, (least, most), prefills, split(topology[1], page))
 
 
-def _model(rng: random.Random) -> Model:
-    layers = rng.choice((1, 2, 2, 3, 4))
-    if rng.random() < 0.2:
-        return Model(layers, 1, rng.choice((16, 24)), 0)
-    heads = rng.choice((1, 2, 2, 4, 4, 6))
-    return Model(layers, heads, rng.choice((8, 12)), rng.choice((8, 12)))
-
-
-def _fits(model: Model, tp: int, pp: int) -> bool:
-    return pp <= model.layers and (model.heads % tp == 0 or tp % model.heads == 0)
+def _keeps(shape: Shape) -> bool:
+    """Whether prefixes can be kept: every decode rank has rows of tokens, which no window's end moves."""
+    ranks = range(shape.decode.world)
+    return not shape.model.window and all(site_of(shape.model, shape.decode, r).token_groups for r in ranks)
 
 
 def _any(rng: random.Random, model: Model) -> One:
-    tp = rng.choice([tp for tp in TPS if _fits(model, tp, 1)])
-    return tp, 2 if _fits(model, tp, 2) and tp < 3 and rng.random() < 0.3 else 1
+    tp = rng.choice([tp for tp in TPS if fits(model, tp, 1)])
+    return tp, 2 if fits(model, tp, 2) and tp < 3 and rng.random() < 0.3 else 1
 
 
 def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float]) -> tuple[Request, ...]:

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 from ...endpoints.reception import ReceptionHandle
 from ...errors import CapacityError, PeerLostError
-from ...ids import GroupId
 from ...protocol import Phase
 from .kind import Kind
+from .memory import KV
 from .prefixes import Prefixes, Said
 from .talks import Prompt
 
 if TYPE_CHECKING:
     from .workload import Entry, Room
 
-KV = GroupId("kv")
 ASK_S = 0.003
 
 
@@ -95,12 +94,16 @@ class Turn:
         entry.pages = claim.table.pages.tolist()
         if plan.aux:
             entry.aux = memory.aux.pop()
+        room.await_states(entry)
         if len(table.pages):
             memory.put(memory.want, table.pages.tolist(), table.first, table.first, plan.rows, room.truth)
-        entry.exposed = entry.node.exposes and bool(len(table.pages))
+        entry.exposed = entry.node.exposes and bool(len(table.pages) or entry.slots)
         prefixes.check()
         stop = None if plan.open_end else plan.rows
-        taken = handle.expect(stop, [table], held={KV: claim.rows}, kept=claim.kept, aux=entry.aux, tag=room.tag)
+        state = memory.slot_tables(entry.slots)
+        taken = handle.expect(
+            stop, [table], held={KV: claim.rows}, kept=claim.kept, state=state, aux=entry.aux, tag=room.tag
+        )
         if taken != {KV: agreed} or claim.rows != agreed:
             self._world.violation("I2", f"{room.name(entry)}: {agreed} rows were agreed on, {taken} are taken as held")
 

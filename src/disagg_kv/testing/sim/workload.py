@@ -6,15 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 from attrs import define, field
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
 from ...endpoints.delivery import DeliveryHandle, ForwardPass
 from ...endpoints.reception import ReceptionHandle
 from ...errors import DisaggKVError, QuarantineFullError
-from ...geometry import PageTable
-from ...ids import GroupId, LayerId
+from ...ids import LayerId
 from ...memory import U8, Event
 from ...prefix import Claim
 from ...protocol import Phase
@@ -22,7 +20,7 @@ from ...rendezvous import Source
 from ...strategies import LayerPipelined
 from .fault import FaultClass
 from .kind import Kind
-from .memory import truth
+from .memory import KV, states_truth, truth
 from .node import SimEvent, SimNode
 from .prefixes import said
 from .scenario import AUX_BYTES, Request
@@ -31,7 +29,6 @@ from .turns import Turn
 if TYPE_CHECKING:
     from .world import World
 
-KV = GroupId("kv")
 AGAIN_S = 0.01
 FINAL = (Phase.DONE, Phase.FAILED)
 
@@ -44,6 +41,7 @@ class Entry:
     node: SimNode
     handle: DeliveryHandle | ReceptionHandle | None = None
     pages: list[int] = field(factory=list)
+    slots: list[int] = field(factory=list)
     given: int = 0
     aux: int | None = None
     claim: Claim | None = None
@@ -83,6 +81,7 @@ class Room:
         else:
             talk = said(model, world.scenario.talks, prompt.talk, world.scenario.seed)
             self.truth, self.turn = talk.truth, Turn(self, prompt, talk)
+        self.states = states_truth(model, plan.room, number, head.epoch)
         self.tag = self.truth[0].tobytes()[:8] if plan.rows else b"empty"
         self.aux = (plan.room + bytes([number]))[:AUX_BYTES]
         self._begin()
@@ -152,8 +151,10 @@ class Room:
         if self.turn is not None and (memory.aux or not plan.aux):
             self.turn.match(entry)
             return
-        need = -(-plan.rows // memory.page_rows)
-        pages = memory.take(self.number, need)
+        stop = None if plan.open_end else plan.rows
+        size = memory.page_rows
+        first = memory.pool.site.first_rows(0, stop).get(KV, 0) // size * size
+        pages = memory.take(self.number, -(-plan.rows // size) - first // size)
         if pages is None or (plan.aux and not memory.aux):
             if pages:
                 memory.give(pages)
@@ -161,18 +162,21 @@ class Room:
             self.world.later(AGAIN_S, partial(self._expect, entry))
             return
         entry.pages = pages
-        if pages:
-            memory.put(memory.want, pages, 0, 0, plan.rows, self.truth)
+        memory.await_rows(pages, first, plan.rows, self.truth, stop is not None)
         if plan.aux:
             entry.aux = memory.aux.pop()
-        entry.exposed = node.exposes and bool(pages)
-        stop = None if plan.open_end else plan.rows
-        handle.expect(
-            stop,
-            [PageTable(KV, np.array(pages, np.int32))],
-            aux=entry.aux,
-            tag=self.tag,
-        )
+        self.await_states(entry)
+        entry.exposed = node.exposes and bool(pages or entry.slots)
+        tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
+        handle.expect(stop, tables, state=slots, aux=entry.aux, tag=self.tag)
+
+    def await_states(self, entry: Entry) -> None:
+        """Where the rank has states, the room gets a slot: there are as many as rooms."""
+        memory = entry.node.memory
+        slots = memory.take_slot(self.number)
+        assert slots is not None, "there are as many slots as rooms"
+        entry.slots = slots
+        memory.put_states(memory.want, slots, self.states)
 
     # Prefill.
 
@@ -218,12 +222,12 @@ class Room:
         size = entry.node.memory.page_rows
         first = entry.given // size * size
         pages = entry.pages[first // size : -(-stop // size)]
-        table = PageTable(KV, np.array(pages, np.int32), first)
+        tables = entry.node.memory.tables(pages, first)
         start, entry.given = entry.given, stop
         rng = self.world.random
         if plan.steps:
             assert isinstance(entry.node.endpoint, PrefillEndpoint)
-            step = entry.node.endpoint.step({plan.room: (stop, [table])})
+            step = entry.node.endpoint.step({plan.room: (stop, tables)})
             act = partial(self._computed, entry, step, number, start, list(entry.pages))
             self.world.later(plan.pass_s, act)
             return
@@ -236,7 +240,7 @@ class Room:
             )
         else:
             self._write(entry, start, stop, entry.pages)
-        handle.send_chunk(stop, [table], ready)
+        handle.send_chunk(stop, tables, ready)
         self.world.later(rng.randint(0, 4) / 1000, partial(self._chunk, entry, number + 1))
 
     def _room_for(self, entry: Entry, stop: int) -> bool:
@@ -345,12 +349,46 @@ class Room:
         assert isinstance(handle, DeliveryHandle)
         if entry.finished:
             return
+        upto = plan.edges[-1] if plan.edges else 0
+        if self._has_states(entry) and (entry.pulling is not None or entry.given != upto):
+            self._again(partial(self._chunk, entry, len(plan.edges)))
+            return
         entry.finished = True
         aux = None
         if plan.aux and entry.node.rank == 0 and entry.node.memory.aux:
             aux = entry.aux = entry.node.memory.aux.pop()
             entry.node.memory.pool.write_aux(aux, self.aux)
-        handle.finish(plan.edges[-1] if plan.edges else 0, aux=aux, tag=self.tag)
+        self._end_rows(entry, aux)
+
+    def _end_rows(self, entry: Entry, aux: int | None) -> None:
+        """The room's rows end here; its states, if the rank has some, are final now or at an event."""
+        handle, world = entry.handle, self.world
+        assert isinstance(handle, DeliveryHandle)
+        memory = entry.node.memory
+        slots = memory.take_slot(self.number)
+        assert slots is not None, "there are as many slots as rooms"
+        entry.slots = slots
+        stop, ready = self.plan.edges[-1] if self.plan.edges else 0, None
+        if slots and world.random.random() < 0.4:
+            ready = SimEvent()
+            world.later(world.random.randint(1, 5) / 1000, partial(self._states_final, entry, slots, ready))
+        else:
+            self._write_states(entry)
+        handle.finish(stop, state=memory.slot_tables(slots), aux=aux, tag=self.tag, ready=ready)
+
+    def _write_states(self, entry: Entry) -> None:
+        memory = entry.node.memory
+        for cells in (memory.cells, memory.want):
+            memory.put_states(cells, entry.slots, self.states)
+
+    def _states_final(self, entry: Entry, slots: list[int], ready: SimEvent) -> None:
+        """If the slot was taken away meanwhile, the states are given again with another."""
+        if entry.node.alive:
+            if entry.slots is slots:
+                self._write_states(entry)
+                self.world.saw(Kind.STATES_LATE)
+            ready.happened = True
+            self.world.touch(entry.node)
 
     def _withdraw(self, entry: Entry) -> None:
         """Preemption: once reads have ended the pages go to others, and later the rows are computed again."""
@@ -370,6 +408,7 @@ class Room:
             self.world.later(0.002, partial(self._pulled, entry))
             return
         entry.pulling = None
+        self._give_slots(entry)
         entry.node.memory.give(entry.pages)
         again = entry.given
         entry.pages, entry.given = [], 0
@@ -386,7 +425,18 @@ class Room:
         self._write(entry, 0, upto, entry.pages)
         entry.given = upto
         assert isinstance(entry.handle, DeliveryHandle)
-        entry.handle.send_chunk(upto, [PageTable(KV, np.array(entry.pages, np.int32))])
+        entry.handle.send_chunk(upto, entry.node.memory.tables(entry.pages))
+        if entry.finished and self._has_states(entry):
+            self.world.saw(Kind.STATES_AGAIN)
+            self._end_rows(entry, entry.aux)
+
+    def _has_states(self, entry: Entry) -> bool:
+        return bool(entry.node.memory.pool.site.state_groups)
+
+    def _give_slots(self, entry: Entry) -> None:
+        if entry.slots:
+            entry.node.memory.give(entry.slots)
+        entry.slots = []
 
     # Ends.
 
@@ -408,12 +458,14 @@ class Room:
             entry.error = handle.error
             entry.segments = handle.report.segments
             self._grouped(entry)
+            self._cached(entry)
             world.check.ended(entry)
         entry.phase = phase
         if handle.released and not entry.freed:
             entry.freed = True
             if entry.aux is not None:
                 entry.node.memory.aux.append(entry.aux)
+            self._give_slots(entry)
             if entry.claim is not None and self.turn is not None:
                 self.turn.released(entry)
             else:
@@ -441,6 +493,23 @@ class Room:
             world.saw(Kind.GROUPS_AFTER)
         if entry.node.split.pp > 1:
             world.saw(Kind.GROUPS_STAGE)
+
+    def _cached(self, entry: Entry) -> None:
+        """What a decode rank that has all of the room got besides the rows of full attention."""
+        handle, world, lens = entry.handle, self.world, entry.node.memory.lens
+        if not isinstance(handle, ReceptionHandle) or handle.phase is Phase.FAILED:
+            return
+        if entry.slots:
+            world.saw(Kind.STATES)
+            if not len(lens.columns):
+                world.saw(Kind.STATES_ALONE)
+            if entry.held:
+                world.saw(Kind.STATES_AFTER)
+            states = world.scenario.model.states
+            if states is not None and states.units < self.prefill[0].node.split.tp:
+                world.saw(Kind.STATES_REPLICATED)
+        if world.scenario.model.window and lens.windows.any():
+            world.saw(Kind.WINDOW_OPEN if self.plan.open_end else Kind.WINDOW)
 
     def name(self, entry: Entry) -> str:
         """For messages."""
