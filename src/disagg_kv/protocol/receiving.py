@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..errors import (
     AbortedError,
-    CapacityError,
     DeadlineError,
     DisaggKVError,
     GeometryError,
@@ -98,6 +97,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._coverage = {state: Coverage() for state in (False, True)}
         self._stop: int | None = None
         self._exposed = False
+        self._declined = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
         """See :meth:`Machine.handle`; frames of strangers only count, and so does all that comes after the end."""
@@ -411,6 +411,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_decided(self, event: Decided) -> None:
         if not event.ok:
+            self._declined = True
             self._fail(AbortedError(f"{self._name()}: another rank failed: {event.reason}"))
             return
         assert self.state is Receiving.LANDED
@@ -455,6 +456,7 @@ class ReceiveRoom(Machine[Receiving]):
             w.gone = True
 
     def _on_cancel(self, event: Cancel) -> None:
+        self._declined = True
         self._fail(ours(event.error, self._name()))
 
     def _fail(self, error: DisaggKVError) -> None:
@@ -554,14 +556,14 @@ class ReceiveRoom(Machine[Receiving]):
             if not part.scattering and not part.asked - part.arrived - safe:
                 del self._parts[segment]
                 self._out.append(Free(segment))
-        ended = True
+        # A room that decode declined waits until there is a prefill to tell.
+        ended = bool(self._writers) or not self._declined
         for w in self._writers.values():
             if w.evidence or (w.lost and not self._owes(w)):
                 self._repeat.stop(("abort", w.rank))
             else:
                 ended = False
-        told = bool(self._writers) or not isinstance(self.error, AbortedError | CapacityError | IntegrityError)
-        if ended and told and not self._parts:
+        if ended and not self._parts:
             self.state = Receiving.CLOSED
 
     # Words.

@@ -178,13 +178,18 @@ def test_whatever_is_not_what_was_kept_is_found(case: str, words: str) -> None:
     assert ("so have 1 pages after it" in str(receive.error)) is (case != "back")
 
 
-def test_prefill_is_told_of_a_prefix_that_changed() -> None:
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [(None, "has changed since it was kept"), (OSError("no such instruction"), "could not be summed")],
+)
+def test_prefill_is_told_of_a_prefix_that_cannot_be_built_on(fail: Exception | None, words: str) -> None:
     """C8: also where the room's other side becomes known only afterwards; it does not wait for its deadline."""
-    rig = Rig(SPEC)
-    (decode,) = rig.decode(tp_shards(SPEC, 1), strategy="staged+incremental", verify=FULL)
+    rig, kernels = Rig(SPEC), CountingKernels()
+    (decode,) = rig.decode(tp_shards(SPEC, 1), strategy="staged+incremental", verify=FULL, kernels=kernels)
     table = PageTable(KV, np.array([9], np.int32))
     sums = page_sums(CpuKernels(), decode.pool, table, [0]).read()
     flip(decode, 9)
+    kernels.fail = fail
     receive = decode.endpoint.open(RoomId(b"room"), Source("P"))
     receive.expect(8, [PageTable(KV, [1], 4)], held={KV: 4}, kept=[KeptPages(table, sums)])
     rig.until(lambda: receive.phase is Phase.FAILED)
@@ -192,7 +197,7 @@ def test_prefill_is_told_of_a_prefix_that_changed() -> None:
     send = prefill.endpoint.open(RoomId(b"room"))
     rig.until(lambda: send.phase is Phase.FAILED)
     assert rig.clock() < 20
-    assert "has changed since it was kept" in str(send.error)
+    assert words in str(send.error)
     rig.quiet()
 
 
