@@ -12,6 +12,7 @@ from .base import (
     Rejected,
     SupportsBatches,
     check_frame,
+    fit_together,
 )
 from .inproc import Hub, InprocChannel
 from .keys import Keys, key_of, write_keys
@@ -33,6 +34,7 @@ __all__ = [
     "SupportsBatches",
     "ZmqChannel",
     "check_frame",
+    "fit_together",
     "key_of",
     "write_keys",
 ]

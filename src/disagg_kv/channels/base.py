@@ -14,7 +14,12 @@ MAX_FRAME = 1 << 20
 
 
 MAX_TOGETHER = 64
-"""Frames that cross as one message at most."""
+"""Frames that cross as one message at most; together they have at most MAX_FRAME bytes."""
+
+
+def fit_together(frames: Sequence[bytes]) -> bool:
+    """Whether so many frames of these sizes may cross as one message."""
+    return len(frames) <= MAX_TOGETHER and sum(map(len, frames)) <= MAX_FRAME
 
 
 def check_frame(address: str, frame: bytes) -> None:
@@ -63,7 +68,7 @@ class Rejected:
 
     Args:
         connections: without a key, with one that is not allowed, or that were no connections of this kind.
-        messages: with a frame that is too large, or with too many frames.
+        messages: with too many frames or too many bytes.
     """
 
     connections: int = 0
@@ -115,5 +120,9 @@ class SupportsBatches(Protocol):
     """A channel of which a message costs more than a frame: endpoints hand over together what goes to one address."""
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
-        """Hand over 1 to MAX_TOGETHER frames; they arrive in this order, or none does. Else as :meth:`Channel.send`."""
+        """Hand over 1 to MAX_TOGETHER frames; they arrive in this order, or none does. Else as :meth:`Channel.send`.
+
+        Raises:
+            ConfigurationError: none, too many, or together more than MAX_FRAME bytes.
+        """
         ...

@@ -16,15 +16,18 @@ from attrs import define
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
-from .base import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, News, Opened, Rejected, check_frame
+from .base import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, News, Opened, Rejected, check_frame, fit_together
 from .gate import Gate
 from .keys import Keys, split_key, with_key
 
 _HARD_LIMIT = 2 * MAX_FRAME
-"""A larger message is not even read: ZeroMQ cuts its connection. Smaller ones that are still too large are counted."""
+"""A larger part is not even read: ZeroMQ cuts its connection. Messages that are still too large are counted.
+
+ZeroMQ bounds the parts of a message, not how many it has, and shows nothing of a message before its last part.
+"""
 
 INBOX = 256
-"""Messages of one connection that ZeroMQ reads ahead of us: what a stranger can make this process hold."""
+"""Messages of one connection that ZeroMQ reads ahead of us; of our kind, each has MAX_FRAME bytes at most."""
 
 BATCH = 64 << 20
 """Bytes that one ``poll`` takes in before it looks at anything else."""
@@ -70,7 +73,8 @@ class ZmqChannel:
         bind: ``tcp://127.0.0.1:0`` (0: any free port; ``address`` tells), ``tcp://[::1]:0`` or ``ipc:///path``.
         keys: ours, and those of whom we talk to.
         linger_s: how long ``close`` waits for frames that are not sent yet.
-        high_water: frames that wait per destination; more are dropped.
+        high_water: messages that wait per destination; more are dropped. Frames that are sent together are one message,
+            which has at most MAX_FRAME bytes.
         unencrypted_network: True: other hosts' addresses are allowed without keys.
 
     Raises:
@@ -145,14 +149,15 @@ class ZmqChannel:
         Raises:
             ConfigurationError: the frame is larger than MAX_FRAME.
         """
+        check_frame(address, frame)
         return self.send_all(address, (frame,))
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
-        if not 1 <= len(frames) <= MAX_TOGETHER:
-            raise ConfigurationError(f"{len(frames)} frames to {address}: 1 to {MAX_TOGETHER} go together")
-        for frame in frames:
-            check_frame(address, frame)
+        if not frames or not fit_together(frames):
+            nbytes = sum(map(len, frames))
+            most = f"1 to {MAX_TOGETHER} of {MAX_FRAME} bytes"
+            raise ConfigurationError(f"{len(frames)} frames of {nbytes} bytes to {address}: {most} go together")
         if self._closed:
             return False
         link = self._links.get(address)
@@ -272,10 +277,10 @@ class ZmqChannel:
                     frames.append(part.bytes)
             # Nothing is free, or a flood of empty messages would keep us here.
             taken += sum(map(len, frames)) + 1024
-            if len(frames) > MAX_TOGETHER or max(map(len, frames)) > MAX_FRAME:
-                refused += 1
-            else:
+            if fit_together(frames):
                 came.extend(Arrived(frame, key) for frame in frames)
+            else:
+                refused += 1
         return [*came, Rejected(messages=refused)] if refused else came
 
     def _news(self, address: str, link: _Link) -> Iterator[Closed | Denied | Opened]:

@@ -12,7 +12,6 @@ from functools import partial, reduce
 from typing import Protocol
 
 from ..channels import (
-    MAX_TOGETHER,
     Arrived,
     Channel,
     Closed,
@@ -22,6 +21,7 @@ from ..channels import (
     Rejected,
     SupportsBatches,
     check_frame,
+    fit_together,
     key_of,
 )
 from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError
@@ -475,9 +475,11 @@ class Node:
 
     def _put(self, address: str, frame: bytes) -> None:
         check_frame(address, frame)
-        frames = self._unsent.setdefault(address, [])
-        frames.append(frame)
-        if self._together is None or len(frames) == MAX_TOGETHER:
+        waiting = self._unsent.setdefault(address, [])
+        if waiting and not fit_together([*waiting, frame]):
+            self._hand_over(address)
+        self._unsent.setdefault(address, []).append(frame)
+        if self._together is None:
             self._hand_over(address)
 
     def flush(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disagg_kv.channels import MAX_TOGETHER, Channel
+import pytest
+
+from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Channel, base, fit_together
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool
@@ -26,6 +28,7 @@ class Together(Listening):
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
         self._sizes.append(len(frames))
+        assert fit_together(frames)
         return all(self.send(address, frame) for frame in frames)
 
 
@@ -66,7 +69,10 @@ def test_what_one_turn_says_to_one_peer_is_one_message_and_waits_for_no_copy() -
     assert all(told > before for before, told in enumerate(kernels.told))
 
 
-def test_more_frames_than_go_together_leave_by_several_messages() -> None:
+@pytest.mark.parametrize("most", [MAX_FRAME, 2048])
+def test_more_than_goes_together_leaves_by_several_messages(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E14: what a message holds is bounded in frames and in bytes, whichever is reached first."""
+    monkeypatch.setattr(base, "MAX_FRAME", most)
     rig = Rig(SPEC)
     sizes: list[int] = []
     memory = Memory(channel=lambda inner: Together(inner, [], sizes), pages=4096)
@@ -76,7 +82,7 @@ def test_more_frames_than_go_together_leave_by_several_messages() -> None:
     for request in requests:
         request.released().done()
     rig.check()
-    assert max(sizes) == MAX_TOGETHER
+    assert max(sizes) == MAX_TOGETHER if most == MAX_FRAME else 4 < max(sizes) < MAX_TOGETHER
 
 
 def test_frames_that_a_channel_fails_to_send_together_are_counted_and_repeated() -> None:
