@@ -1,11 +1,14 @@
-"""Helpers for tests of channels: waiting for an event, and an inbox in a process of its own."""
+"""Helpers for tests of channels: waiting for an event, a free port, and an inbox in a process of its own."""
 
 from __future__ import annotations
 
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from disagg_kv.channels import Channel, News
 
@@ -19,6 +22,20 @@ while True:
         if isinstance(event, Arrived):
             print(event.frame.decode(), flush=True)
 """
+
+
+def unused_port() -> int:
+    """A port that nobody has, below those that the kernel gives to connections and to whoever asks for any."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(20_000, max(given, 25_000))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def wait_for(channel: Channel, *wanted: News) -> list[News]:

@@ -1,10 +1,13 @@
-"""What processes that have ended left behind."""
+"""What processes that have ended left behind, and what this one has open."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
+
+from tests.support.processes import wait
 
 
 def abandoned() -> set[str]:
@@ -19,3 +22,17 @@ def abandoned() -> set[str]:
         except OSError:
             continue  # it has ended, or is not ours
     return {name for name in os.listdir("/dev/shm") if name not in mapped and not name.startswith("sem.")}
+
+
+def held() -> tuple[int, int]:
+    """Threads and file descriptors of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def given_back(before: tuple[int, int]) -> None:
+    """Wait until this process holds no more than ``before``; the kernel shows a thread a while after it was joined."""
+    wait(
+        lambda: all(now <= then for now, then in zip(held(), before, strict=True)),
+        lambda: f"{held()} threads and file descriptors instead of {before}",
+    )

@@ -17,6 +17,6 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=inherited | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )

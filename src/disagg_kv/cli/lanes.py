@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 _LANE = re.compile(r"\w+/[\w.:-]+")
 

@@ -29,7 +29,7 @@ SMALL = TransferShape(
     page_size=8,
     decode_page_size=8,
     repeats=1,
-    timeout_s=5.0,
+    timeout_s=120.0,
 )
 
 
@@ -113,7 +113,7 @@ def test_numbers_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="0 repeats"):
         attrs.evolve(SMALL, repeats=0).explain()
     with pytest.raises(ValueError, match="of compute"):
-        attrs.evolve(SMALL, compute_s=5.0).explain()
+        attrs.evolve(SMALL, compute_s=120.0).explain()
 
 
 def test_where_a_part_begins_follows_from_those_before() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import socket
 import stat
 from collections.abc import Iterator
@@ -15,7 +13,8 @@ import zmq
 
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Opened, Rejected, ZmqChannel
 from disagg_kv.errors import ConfigurationError
-from tests.support.channels import child_inbox, read_line, wait_for
+from tests.support.channels import child_inbox, read_line, unused_port, wait_for
+from tests.support.leftovers import given_back, held
 
 
 @pytest.fixture
@@ -27,13 +26,6 @@ def channel() -> Iterator[ZmqChannel]:
 @pytest.fixture(params=["tcp", "ipc"])
 def bind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path}/inbox"
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class TestAnotherProcess:
@@ -204,18 +196,14 @@ class TestNothingIsLeftBehind:
         assert path.read_text() == "data"
 
     def test_close_ends_every_thread_and_file(self, bind: str) -> None:
-        def open_now() -> tuple[int, int]:
-            gc.collect()
-            return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-        before = open_now()
+        before = held()
         with closing(ZmqChannel(bind)) as left, closing(ZmqChannel()) as right:
             assert left.send(right.address, b"there")
             wait_for(right, Arrived(b"there"))
             assert right.send(left.address, b"and back")
             wait_for(left, Arrived(b"and back"))
             assert left.send(f"tcp://127.0.0.1:{unused_port()}", b"nobody")
-        assert open_now() == before
+        given_back(before)
 
 
 def test_other_hosts_are_reached_only_where_that_was_asked_for() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -25,24 +26,29 @@ QUICK = DemoConfig(prefill_tp=1, decode_tp=1, requests=2, max_new_tokens=6, laye
 
 def watch(pids: set[int]) -> list[int]:
     """A pidfd for each of them that there still is."""
-    return [os.pidfd_open(pid) for pid in pids if Path(f"/proc/{pid}").exists()]
+    there: list[int] = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            there.append(os.pidfd_open(pid))
+    return there
 
 
-def ended(pidfds: list[int], within_s: float) -> bool:
-    """Whether all of these processes have ended, or do so in time."""
+def ended(pidfds: list[int]) -> bool:
+    """Whether all of these processes have ended, or do so within a minute."""
     for pidfd in pidfds:
         with selectors.DefaultSelector() as selector:  # readable once the process has ended
             selector.register(pidfd, selectors.EVENT_READ)
-            if not selector.select(within_s):
+            if not selector.select(60.0):
                 return False
         os.close(pidfd)
     return True
 
 
-def run(
-    config: DemoConfig, then: Callable[[Told], None] = lambda _: None, within_s: float = 0.0
-) -> tuple[Report | Exception, list[Told]]:
-    """Run a demo; whatever comes of it, its processes must have ended and have left nothing in /dev/shm."""
+def run(config: DemoConfig, then: Callable[[Told], None] = lambda _: None) -> tuple[Report | Exception, list[Told]]:
+    """Run a demo; whatever comes of it, its processes must end with it and leave nothing in /dev/shm.
+
+    The kernel takes those apart that were killed; on a busy host it takes a moment.
+    """
     lines: list[Told] = []
     before = abandoned()
 
@@ -54,7 +60,7 @@ def run(
         result: Report | Exception = run_demo(config, told)
     except Exception as error:
         result = error
-    assert ended(watch({line.pid for line in lines}), within_s)
+    assert ended(watch({line.pid for line in lines}))
     wait(lambda: abandoned() <= before, lambda: f"left in /dev/shm: {abandoned() - before}")
     return result, lines
 
@@ -258,7 +264,7 @@ def test_a_frozen_launcher_is_killed_with_all_that_it_started() -> None:
             parent = Path(f"/proc/{line.pid}/stat").read_text().rpartition(")")[2].split()[1]
             os.kill(int(parent), signal.SIGSTOP)
 
-    error, _ = run(attrs.evolve(QUICK, timeout_s=40.0), freeze, within_s=60.0)
+    error, _ = run(attrs.evolve(QUICK, timeout_s=40.0), freeze)
     assert isinstance(error, DeadlineError)
 
 
@@ -355,5 +361,5 @@ def test_an_interrupted_or_killed_parent_leaves_no_process_and_no_file(tmp_path:
         assert parent.wait() == (130 if blow == signal.SIGINT else -blow)
     if blow == signal.SIGINT:
         assert not list(temporary.iterdir())
-    assert ended(pidfds, 0.0 if blow == signal.SIGINT else 60.0)
+    assert ended(pidfds)
     wait(lambda: abandoned() <= before, lambda: f"left in /dev/shm: {abandoned() - before}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,15 +10,16 @@ import attrs
 import pytest
 
 from disagg_kv import Options
+from tests.support.channels import unused_port
 from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Knobs, Node, wait
 
-QUICK = Options(silence_s=20.0, heartbeat_s=0.1, retry_s=0.1)
+QUICK = Options(silence_s=200.0, heartbeat_s=0.1, retry_s=0.1)
 ROOM, TOKENS = b"room", 200
 TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
-SOON_S = 10.0
-"""What is said to happen within a few seconds, on a busy host."""
+SOON_S = 60.0
+"""What is said to happen within a few seconds, on a busy host: well before silence would tell."""
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster, 
 @pytest.mark.parametrize("carrier", TRANSPORTS)
 def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(cluster: Cluster, carrier: str) -> None:
     """E2, E9: silence fails its room but frees nothing; when it wakes, its late writes land where they may."""
-    options = Options(silence_s=1.5, heartbeat_s=0.1, retry_s=0.1)
+    options = Options(silence_s=4.0, heartbeat_s=0.1, retry_s=0.1)
     knobs = Knobs(transport=carrier, ring_bytes=64 << 10, options=options)
     rooms = {b"first": 64, b"meanwhile": 1024, b"afterwards": 512}
     (frozen,) = cluster.start("prefill", "P", knobs=attrs.evolve(knobs, slot_bytes=8 << 10, held_from=1))
@@ -169,7 +169,7 @@ def test_a_process_that_comes_back_under_its_address_serves_new_rooms(
     cluster: Cluster, wire: Literal["ipc", "tcp"], tmp_path: Path
 ) -> None:
     """E10: the same instance, rank and address, another life."""
-    bind = f"ipc://{tmp_path}/again" if wire == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
+    bind = f"ipc://{tmp_path}/again" if wire == "ipc" else f"tcp://127.0.0.1:{unused_port()}"
     (first,) = cluster.start("prefill", "P", knobs=Knobs(bind=bind, options=QUICK))
     decode = cluster.start("decode", "D", knobs=Knobs(options=QUICK))
     deliver([first], decode, b"before")
@@ -182,9 +182,3 @@ def test_a_process_that_comes_back_under_its_address_serves_new_rooms(
         look = node.until(b"after", lambda look: look.released)
         assert look.phase == "DONE", look
     assert decode[0].ask("wrong", {b"before": TOKENS, b"after": TOKENS}) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -41,7 +41,7 @@ LOOPBACK = "0100007F"
 def listeners(transport: str, into: Path, **environment: str) -> list[tuple[str, int]]:
     """Where a transport in a process of its own listens: addresses as the kernel writes them, and ports."""
     subprocess.run(
-        [sys.executable, "-c", CODE, transport, str(into)], env=os.environ | environment, timeout=120, check=True
+        [sys.executable, "-c", CODE, transport, str(into)], env=os.environ | environment, timeout=240, check=True
     )
     return [(address, port) for address, port in json.loads(into.read_text())]
 

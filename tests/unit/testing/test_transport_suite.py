@@ -174,7 +174,7 @@ def overlap_in_one_call(rig: Pair) -> None:
 def test_a_broken_transport_fails(broken: Callable[[], Transport], case: Callable[[Pair], None]) -> None:
     """And the sound one passes the same case."""
     sound = pair(InprocTransport)
-    sound.timeout_s = 20.0
+    sound.timeout_s = 120.0
     case(sound)
     target = broken if broken is ToldTwice else InprocTransport
     with pytest.raises((AssertionError, OSError, RegistrationError, pytest.fail.Exception)):
@@ -219,7 +219,7 @@ def test_a_difference_is_told_with_its_place() -> None:
 
 def test_a_child_tells_the_errors_of_its_transport_and_ends_with_its_parent() -> None:
     """Errors come back as what they are; a child that stands still is an AssertionError."""
-    child = Child(faultless_inproc, HostMemory(), 20.0)
+    child = Child(faultless_inproc, HostMemory(), 120.0)
     child.open()
     with pytest.raises(RegistrationError, match="region 77"):
         child.drop(RegionId(77))

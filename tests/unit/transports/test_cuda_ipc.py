@@ -20,6 +20,7 @@ from tests.support.fake_cuda import Allocation, FakeCuda, FakeCudaMemory, fake_c
 from tests.support.rig_parts import Flag
 
 NBYTES = 1 << 16
+TIMEOUT_S = 120.0
 
 
 class CudaFlag(Flag):
@@ -39,7 +40,7 @@ class CudaFlag(Flag):
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
-    child = Child(fake_cuda_ipc, FakeCudaMemory(), 20.0)
+    child = Child(fake_cuda_ipc, FakeCudaMemory(), TIMEOUT_S)
     yield child
     child.stop()
 
@@ -57,7 +58,7 @@ def made(cuda: FakeCuda) -> CudaIpcTransport:
 @pytest.fixture
 def pair(made: CudaIpcTransport, child: Child) -> Iterator[Pair]:
     child.open()
-    yield Pair(End(lambda: made, FakeCudaMemory()), child, NBYTES, 20.0)
+    yield Pair(End(lambda: made, FakeCudaMemory()), child, NBYTES, TIMEOUT_S)
     made.close(0.0)
     child.close(0.0)
 
@@ -264,7 +265,7 @@ def test_close_names_copies_in_flight_and_ends_those_that_wait(pair: Pair, cuda:
 def test_close_waits_for_copies(pair: Pair, cuda: FakeCuda) -> None:
     """At most as long as it may."""
     pair.submit((0, 0, 100))
-    assert pair.source.close(20.0) == ()
+    assert pair.source.close(TIMEOUT_S) == ()
     pair.want[:100] = pair.data[:100]
     pair.check()
     assert not cuda.opened

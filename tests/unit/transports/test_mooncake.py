@@ -38,7 +38,7 @@ pytestmark = needs_mooncake
 
 NBYTES = 1 << 16
 KV = CacheSpec.kv(4, 4, 8, "float16")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 def impatient() -> MooncakeTransport:
@@ -221,8 +221,8 @@ def test_without_a_pool_of_connections_no_caller_waits_for_one(monkeypatch: pyte
 class _Children:
     """Open targets in processes of their own."""
 
-    def __init__(self, number: int) -> None:
-        self.all = [Child(impatient, HostMemory(), TIMEOUT_S) for _ in range(number)]
+    def __init__(self, number: int, factory: Callable[[], MooncakeTransport] = impatient) -> None:
+        self.all = [Child(factory, HostMemory(), TIMEOUT_S) for _ in range(number)]
         for child in self.all:
             child.open()
 
@@ -233,7 +233,7 @@ class _Children:
 
 def test_close_does_not_wait_for_a_stuck_write() -> None:
     """The tickets are returned; what was queued behind them has ended, quiet."""
-    with closing(_Children(2)) as children:
+    with closing(_Children(2, MooncakeTransport)) as children:
         target, source = children.all
         remote = target.add(np.zeros(1 << 22, np.uint8))
         local = source.add(noise(1 << 22))
@@ -258,7 +258,7 @@ from disagg_kv.transports.mooncake import MooncakeTransport
 source = MooncakeTransport()
 memory = np.ones(1 << 26, np.uint8)
 source.register([Buffer(memory.ctypes.data, memory.nbytes, owner=memory)])
-peer = source.connect(bytes.fromhex(sys.argv[1]), 20.0)
+peer = source.connect(bytes.fromhex(sys.argv[1]), 120.0)
 print("connected", flush=True)
 input()
 source.submit(peer, Writes.one(0, 0, 0, 0, memory.nbytes))

@@ -21,7 +21,7 @@ def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
 
     for number in range(50):
         lanes.put("one", partial(job, number))
-    assert lanes.drain(20.0)
+    assert lanes.drain(120.0)
     assert ran == [number for number in range(50) for _ in range(3)]
     lanes.stop()
 
@@ -29,7 +29,7 @@ def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
 def test_a_slow_destination_delays_no_other() -> None:
     """A14: as long as there are more threads than slow ones."""
     lanes, free, done = Lanes(2, "test"), threading.Event(), threading.Event()
-    lanes.put("slow", lambda: not free.wait(20.0))
+    lanes.put("slow", lambda: not free.wait(120.0))
     for number in range(10):
         lanes.put(number, lambda: False)
 
@@ -38,10 +38,10 @@ def test_a_slow_destination_delays_no_other() -> None:
         return False
 
     lanes.put(9, last)
-    assert done.wait(20.0)
+    assert done.wait(120.0)
     assert not lanes.drain(0.0)
     free.set()
-    assert lanes.drain(20.0)
+    assert lanes.drain(120.0)
     lanes.stop()
 
 
@@ -49,7 +49,7 @@ def test_destinations_take_turns() -> None:
     """With one thread, a long job does not keep it."""
     lanes, go = Lanes(1, "test"), threading.Event()
     turns: list[str] = []
-    lanes.put("gate", lambda: not go.wait(20.0))
+    lanes.put("gate", lambda: not go.wait(120.0))
 
     def job(name: str) -> bool:
         turns.append(name)
@@ -58,27 +58,27 @@ def test_destinations_take_turns() -> None:
     for name in "ab":
         lanes.put(name, partial(job, name))
     go.set()
-    assert lanes.drain(20.0)
+    assert lanes.drain(120.0)
     assert turns == list("ababab")
     lanes.stop()
 
 
 def test_what_has_not_begun_when_it_stops_never_does() -> None:
     """The present step is finished; the threads end."""
-    lanes, entered, go = Lanes(1, "test"), threading.Event(), threading.Event()
+    lanes, entered, go = Lanes(1, "stopped"), threading.Event(), threading.Event()
     ran: list[str] = []
 
     def job(name: str) -> bool:
         entered.set()
-        assert go.wait(20.0)
+        assert go.wait(120.0)
         ran.append(name)
         return True
 
     lanes.put("one", partial(job, "first"))
     lanes.put("two", partial(job, "second"))
-    assert entered.wait(20.0)
-    (thread,) = [t for t in threading.enumerate() if t.name == "test-0"]
+    assert entered.wait(120.0)
+    (thread,) = [t for t in threading.enumerate() if t.name == "stopped-0"]
     lanes.stop()
     go.set()
-    thread.join(20.0)
+    thread.join(120.0)
     assert (ran, thread.is_alive()) == (["first"], False)

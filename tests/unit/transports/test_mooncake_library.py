@@ -44,7 +44,7 @@ sides = [MooncakeTransport({options}) for _ in range(2)]
 memory = [np.full(1 << 20, i, np.uint8) for i in range(2)]
 for side, m in zip(sides, memory):
     side.register([Buffer(m.ctypes.data, m.nbytes, owner=m)])
-peer = sides[0].connect(sides[1].local_descriptor(), 10.0)
+peer = sides[0].connect(sides[1].local_descriptor(), 120.0)
 
 def write():
     ticket = sides[0].submit(peer, Writes.one(0, 0, 0, 0, 1 << 20))
@@ -163,7 +163,7 @@ def test_a_process_that_never_closes_ends_well() -> None:
 def test_close_gives_back_threads_and_descriptors() -> None:
     """And the environment is as before."""
     code = """
-import os
+import os, time
 def count():
     return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
 first = None
@@ -173,7 +173,10 @@ for _ in range(4):
         side.close(1.0)
     del side
     first = first or count()
-assert count() == first, (first, count())
+# The kernel shows a thread for a while after it was joined.
+until = time.monotonic() + 60
+while not all(now <= then for now, then in zip(count(), first)):
+    assert time.monotonic() < until, (first, count())
 assert not [name for name in os.environ if name.startswith("MC_")]
 """
     done = run(f"TRANSFER = {TRANSFER.format(options='')!r}\n{code}")

@@ -83,7 +83,7 @@ def test_every_byte_arrives(prefills: int, decodes: int, path: str) -> None:
             delivery = sender.open(room)
             delivery.send_chunk(ROWS, [theirs])
             delivery.finish(ROWS)
-        wait(lambda: all(r.released for r in receptions), lambda: time.sleep(0.001), 60.0, "the room to end")
+        wait(lambda: all(r.released for r in receptions), lambda: time.sleep(0.001), 120.0, "the room to end")
         assert [(r.phase, r.error) for r in receptions] == [(Phase.DONE, None)] * decodes
     finally:
         for sender in senders:
