@@ -165,6 +165,8 @@ class MooncakeTransport:
         known = self._peers.get(peer)
         if known is not None and known.lost:
             raise PeerLostError(f"{known} is lost")
+        if known is not None and known.address != address:
+            raise RemoteProtocolError(f"{known}: an engine at {address.host}:{address.port} takes its name")
         if known is not None and known.serial >= remote.serial:
             return peer
         extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")

@@ -64,6 +64,7 @@ class _Remote:
     """A connected peer and where its regions lie."""
 
     link: Link
+    process: Process
     serial: int
     extents: Extents
     regions: frozenset[RegionId]
@@ -178,7 +179,8 @@ class NixlTransport:
         """See :meth:`Transport.connect`; 10 to 100 ms for a new peer. Whether it can be reached shows later.
 
         Raises:
-            RemoteProtocolError: also for a descriptor that another version of NIXL made.
+            RemoteProtocolError: also for a descriptor that another version of NIXL made, or another process under the
+                name of a peer that is known.
         """
         self._check_open()
         remote = decode(descriptor, self.name)
@@ -193,13 +195,17 @@ class NixlTransport:
         known = self._peers.get(peer)
         if known is not None and known.link.lost:
             raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
+        if known is not None and known.process != contact.process:
+            raise RemoteProtocolError(
+                f"nixl: peer {peer.hex()} is process {known.process.pid}; process {contact.process.pid} takes its name"
+            )
         if known is not None and known.serial >= remote.serial:
             return peer
         watch = _watch(contact.process) if known is None else None
         fewer = known is not None and not known.regions <= regions
         link = self._worker.connect(peer, watch, contact.metadata, fewer, timeout_s)
         extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
-        self._peers[peer] = _Remote(link, remote.serial, extents, regions, devices)
+        self._peers[peer] = _Remote(link, contact.process, remote.serial, extents, regions, devices)
         return peer
 
     def disconnect(self, peer: Peer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -47,6 +48,9 @@ GRACE_S = 0.2
 SMALL_BYTES, SMALL_WRITES = 1 << 24, 32
 """Up to here a batch is posted by the thread that submits it, if nothing else is under way."""
 
+STALLED_S = 10.0
+"""A write that has been under way for so long is told in the log, once: until a deadline nothing else shows it."""
+
 STUCK_S = 5.0
 """How long ``close`` waits for a call of the library to return."""
 
@@ -82,6 +86,7 @@ class Job:
         sources: keeps the memory that is read alive.
         nbytes: of all parts.
         handle: of the part in flight.
+        warn_at: when it has been under way for too long; None: the thread has not seen it yet.
     """
 
     ticket: Ticket
@@ -91,6 +96,7 @@ class Job:
     sources: object
     nbytes: int
     handle: Handle | None = None
+    warn_at: float | None = None
 
     def small(self) -> bool:
         """Whether posting it takes no longer than waking a thread; with CUDA, it would also change the device."""
@@ -263,6 +269,8 @@ class Worker:
                 self._look(link, now)
             for job in tuple(self._open.failed):
                 self._settled(job, now)
+            for job in self._open.flying:
+                _warn(job, now)
 
     def _advance_all(self) -> None:
         for job in tuple(self._open.flying):
@@ -388,6 +396,23 @@ class Worker:
         if not link.lost:
             link.lost = True
             self._told.append(Heard(link.peer, None))
+
+
+def _warn(job: Job, now: float) -> None:
+    """Tell, once, of a job that is under way for long; whoever posted it must not pay for a look at the clock."""
+    if job.warn_at is None:
+        job.warn_at = now + STALLED_S
+    if now >= job.warn_at:
+        job.warn_at = math.inf
+        log.warning(
+            "nixl: ticket %d, %d bytes to peer %s, has been under way for %g s: "
+            "the library says that it is in progress, %d parts are not posted yet",
+            job.ticket,
+            job.nbytes,
+            job.peer.hex(),
+            STALLED_S,
+            len(job.parts) - 1,
+        )
 
 
 def _settle(future: Future[T], act: Callable[[], T]) -> None:

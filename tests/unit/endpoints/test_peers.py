@@ -20,7 +20,7 @@ from disagg_kv.errors import (
     UnknownNameError,
 )
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.ids import RoomId
+from disagg_kv.ids import Rank, RoomId
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.transports import Capabilities, InprocTransport, ShmTransport
@@ -215,6 +215,18 @@ def test_an_instance_that_is_not_what_the_rendezvous_says() -> None:
     request = rig.request("room", prefills, decodes, 8).open_prefill().open_decode().failed()
     assert isinstance(request.receives[0].error, IncompatiblePeerError)
     assert "slot_bytes" in request.receives[0].error.field
+
+
+def test_one_endpoint_for_two_ranks_is_refused_before_anything_is_written() -> None:
+    """Bad input: the rendezvous names one address twice; the error says which rank is not there."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2), only=[0]), rig.decode(tp_shards(SPEC, 1))
+    rig.rendezvous.publish("P", Rank(1), 2, prefills[0].channel.address)
+    handle = decodes[0].endpoint.open(RoomId(b"room"), Source("P"))
+    rig.until(lambda: handle.released, "the refusal", 400)
+    assert isinstance(handle.error, IncompatiblePeerError)
+    assert handle.error.field == f"rank of {prefills[0].channel.address}"
+    assert (handle.error.ours, handle.error.theirs) == (1, 0)
 
 
 def test_a_name_that_nobody_has() -> None:

@@ -315,6 +315,17 @@ def test_a_peer_that_cannot_be_worked_with_is_refused(end: End) -> None:
     other.close(0.0)
 
 
+def test_another_engine_under_the_name_of_a_peer_is_refused(pair: Pair) -> None:
+    """Bad input: nothing is written to either, and the peer that has the name stays (E10)."""
+    pair.put((0, 0, 100))
+    second = End(MooncakeTransport, HostMemory())
+    with pytest.raises(RemoteProtocolError, match="takes its name"):
+        pair.source.connect(readdressed(second.descriptor(), incarnation=pair.peer), TIMEOUT_S)
+    pair.put((100, 100, 100))
+    pair.check()
+    second.close(0.0)
+
+
 def test_a_peer_of_another_host_is_not_watched(pair: Pair) -> None:
     """It is known by its answers alone."""
 

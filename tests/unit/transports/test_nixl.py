@@ -20,7 +20,7 @@ from disagg_kv.memory import U8, Buffer
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import Child, End, HostMemory, Told
 from disagg_kv.testing.pair import Log, batch, noise, same, wait
-from disagg_kv.transports import Descriptor, Ended, Extents, Heard, Process, decode, encode, transport
+from disagg_kv.transports import Descriptor, Ended, Extents, Heard, Process, decode, encode, nixl_worker, transport
 from disagg_kv.transports.nixl import NixlTransport, cut, single
 from tests.support.needs import needs_nixl
 
@@ -150,6 +150,29 @@ def test_writes_to_a_killed_peer_end_unquiet_and_settle_when_its_end_was_seen(so
     failed = [log.ended[t].error for t in log.settled]
     assert all(isinstance(error, PeerLostError) for error in failed), failed
     source.drop(here)
+
+
+def test_a_write_that_is_under_way_for_long_is_told_once(
+    source: End, victim: Child, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E9: in the log, with the peer, the ticket and the bytes; here long is at once."""
+    monkeypatch.setattr(nixl_worker, "STALLED_S", 0.0)
+    log = Log(source.transport.caps)
+    here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
+    peer = source.connect(victim.descriptor(), WAIT_S)
+    victim.pause()
+    tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
+
+    def messages() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "under way" in record.getMessage()]
+
+    wait(lambda: bool(messages()), lambda: log.add(source.told()), WAIT_S, "the warning")
+    victim.resume()
+    wait(lambda: log.ended.keys() == set(tickets), lambda: log.add(source.told()), WAIT_S, "all to end")
+    told_of = [message.split(",")[0] for message in messages()]
+    assert set(told_of) <= {f"nixl: ticket {ticket}" for ticket in tickets}
+    assert len(told_of) == len(set(told_of))
+    assert all(f"{8 * MIB} bytes to peer {peer.hex()}" in message for message in messages())
 
 
 def test_close_names_what_is_in_flight_to_a_frozen_peer(source: End, victim: Child) -> None:
@@ -339,6 +362,19 @@ def test_metadata_that_is_damaged_or_no_metadata_or_anothers_is_refused(source: 
     odd = attrs.evolve(made, regions=(attrs.evolve(made.regions[0], device="cuda:x"),))
     with pytest.raises(RemoteProtocolError, match="cuda:x"):
         source.connect(encode(odd), WAIT_S)
+
+
+def test_another_process_under_the_name_of_a_peer_is_refused(source: End, target: End) -> None:
+    """Bad input: nothing is written to either, and the peer that has the name stays (E10)."""
+    here, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
+    peer = source.connect(target.descriptor(), WAIT_S)
+    another = attrs.asdict(attrs.evolve(Process.own(), pid=1))
+    with pytest.raises(RemoteProtocolError, match=f"{peer.hex()} is process .*; process 1 takes its name"):
+        source.connect(forged(target.descriptor(), process=another), WAIT_S)
+    assert source.connect(target.descriptor(), WAIT_S) == peer
+    source.submit(peer, batch(here, there, [(0, 0, 100)]))
+    assert [event.error for event in told(source, 1) if isinstance(event, Ended)] == [None]
+    same(target.read(there), noise(100))
 
 
 def test_a_busy_library_is_a_connection_that_may_be_tried_again(source: End, target: End) -> None:
