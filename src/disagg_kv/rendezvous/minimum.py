@@ -24,8 +24,9 @@ class SharedStore(Store, Protocol):
 class StoreMinimum:
     """Settles, per question, on the smallest number that any rank says. Not thread-safe; nothing waits for a rank.
 
-    Every rank says its number, then asks until there is an answer. The last one that got it removes the question
-    from the store. A call that raised ``PeerLostError`` may be repeated, whatever of it had happened.
+    Every rank says its number, then asks until there is an answer, or drops the question. The last one to get so far
+    removes it from the store; what a process asked that has ended stays there. A call that raised ``PeerLostError`` may
+    be repeated, whatever of it had happened.
 
     Args:
         store: a store that every rank reaches.
@@ -93,6 +94,25 @@ class StoreMinimum:
         del self._open[question], self._read[question]
         return min(self._number(question, value) for value in values)
 
+    def drop(self, question: str) -> None:
+        """Instead of the answer, where a request has ended before there was one: nothing of it is to stay in the store.
+
+        Every rank drops it that has had no answer, also one that said nothing, which counts as 0 for who still asks.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+        """
+        try:
+            if question not in self._open:
+                # What was said by a call that raised may have been read: it stays.
+                self._store.compare_set(self._key(question, self._rank), "", json.dumps(0))
+                self._open[question] = 0
+            self._forget(question)
+        except RuntimeError as exc:
+            raise self._unreachable(question, exc) from exc
+        del self._open[question]
+        self._read.pop(question, None)
+
     def _values(self, question: str) -> list[bytes] | None:
         """What all ranks said; read once, as the store may have lost a part of it when we are called again."""
         if question not in self._read:
@@ -103,14 +123,19 @@ class StoreMinimum:
         return self._read[question]
 
     def _forget(self, question: str) -> None:
-        """We have read it, which is marked rank by rank: a counter would count twice who has to try twice."""
-        keys = [self._key(question, f"read {rank}") for rank in range(self._world)]
+        """We are through, which is marked rank by rank: a counter would count twice who has to try twice."""
+        said = [self._key(question, rank) for rank in range(self._world)]
+        marks = [self._key(question, f"read {rank}") for rank in range(self._world)]
         if question not in self._last:
-            self._store.set(keys[self._rank], "1")
-            if not self._store.check(keys):
+            self._store.set(marks[self._rank], "1")
+            if not self._store.check([said[self._rank], *marks]):
+                # Where ours counted although the call raised, the last one may have removed the question meanwhile. It
+                # removes marks after numbers: with our number there, the mark will go too.
+                if not self._store.check([said[self._rank]]):
+                    self._store.delete_key(marks[self._rank])
                 return
             self._last.add(question)
-        for key in (*keys, *(self._key(question, rank) for rank in range(self._world))):
+        for key in (*said, *marks):
             self._store.delete_key(key)
         self._last.discard(question)
 

@@ -67,6 +67,27 @@ def test_ranks_of_other_processes_agree_again_and_again() -> None:
     assert store.num_keys() == before
 
 
+@given(
+    told=st.lists(st.sampled_from(["asks", "drops", "drops at once"]), min_size=1, max_size=5),
+    order=st.randoms(use_true_random=False),
+)
+def test_what_a_request_asked_that_ended_does_not_stay(told: list[str], order: random.Random) -> None:
+    """C3, E14: some ranks still get an answer, alike, the others drop the question; the store is as empty as before."""
+    store = HashStore()
+    ranks = [StoreMinimum(store, "decode", Rank(rank), len(told)) for rank in range(len(told))]
+    for number, rank in enumerate(ranks):
+        if told[number] != "drops at once":
+            rank.say("room", 7 + number)
+    answers, left = [], [number for number, does in enumerate(told) if does == "asks"]
+    for number in order.sample(range(len(told)), len(told)):
+        if told[number] != "asks":
+            ranks[number].drop("room")
+    for number in left:
+        answers.append(ranks[number].agreed("room"))
+    assert answers == [0 if "drops at once" in told else 7] * len(left)
+    assert store.num_keys() == 0
+
+
 def test_instances_and_questions_are_told_apart() -> None:
     """A7: two instances over one store, two questions at once."""
     store = HashStore()
@@ -148,7 +169,10 @@ class Flaky:
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """As the store."""
-        return bytes(self.store.compare_set(key, expected, desired))
+        self._reach()
+        stands = bytes(self.store.compare_set(key, expected, desired))
+        self._reach()
+        return stands
 
     def delete_key(self, key: str, /) -> bool:
         """As the store."""
@@ -169,7 +193,7 @@ def said(ranks: StoreMinimum, number: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_tries_again_gets_the_answer(seed: int) -> None:
-    """C3, E7: a store that fails in the middle of any call keeps no rank from the answer, and tells none another."""
+    """C3, E7, E14: a store that fails in the middle of any call keeps no rank from the answer, nor anything itself."""
     chance = random.Random(seed)
     numbers = [chance.randrange(99) for _ in range(1 + seed % 4)]
     store = Flaky(chance)
@@ -184,3 +208,35 @@ def test_whoever_tries_again_gets_the_answer(seed: int) -> None:
             with suppress(PeerLostError):
                 answers[number] = ranks[number].agreed("room")
     assert answers == dict.fromkeys(range(len(ranks)), min(numbers))
+    assert store.store.num_keys() == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_tries_again_to_drop_a_question_leaves_nothing(seed: int) -> None:
+    """C3, E14: drawn ranks say, ask and drop over a store that fails in any call; none is told another number."""
+    chance = random.Random(seed)
+    store = Flaky(chance)
+    ranks = [StoreMinimum(store, "decode", Rank(rank), 1 + seed % 4) for rank in range(1 + seed % 4)]
+    numbers = [chance.randrange(1, 99) for _ in ranks]
+    silent = {number for number in range(len(ranks)) if chance.random() < 0.3}
+    dropping = silent | {number for number in range(len(ranks)) if chance.random() < 0.3}
+    for number in sorted(set(range(len(ranks))) - silent):
+        said(ranks[number], numbers[number])
+    answers: dict[int, int] = {}
+    left = set(range(len(ranks)))
+    for turn in range(300):
+        number = turn % len(ranks)
+        store.broken = turn < 150
+        if number not in left:
+            continue
+        with suppress(PeerLostError):
+            if number in dropping:
+                ranks[number].drop("room")
+                left.discard(number)
+            elif (answer := ranks[number].agreed("room")) is not None:
+                answers[number] = answer
+                left.discard(number)
+    told = set(answers.values())
+    assert told <= {0 if silent else min(numbers)}
+    assert not left
+    assert store.store.num_keys() == 0
