@@ -108,9 +108,14 @@ def _schedule(config: DemoConfig) -> Schedule | None:
 
 
 def awaited(handle: Handle) -> None:
-    """Wait until decode has said what it wants: engines too compute a prompt only then, as its layers can leave."""
+    """Wait until decode has said what it wants: engines too compute a prompt only then, as its layers can leave.
+
+    Raises:
+        DisaggKVError: why the room failed; nothing is to be computed for it.
+    """
     while handle.phase is Phase.CONNECTING:
         time.sleep(PAUSE_S)
+    _check(handle)
 
 
 def released(
@@ -124,13 +129,17 @@ def released(
     waiting = set(handles)
     while waiting:
         for handle in poll():
-            if handle.phase is Phase.FAILED:
-                raise handle.error or PeerLostError(f"{handle.room.decode()} failed")
+            _check(handle)
             if handle.released:
                 waiting.discard(handle)
                 member.tell(kind)
         time.sleep(PAUSE_S)
     return tuple(_moved(handle) for handle in handles)
+
+
+def _check(handle: Handle) -> None:
+    if handle.phase is Phase.FAILED:
+        raise handle.error or PeerLostError(f"{handle.room.decode()} failed")
 
 
 def _channel(member: Member, host: str) -> ZmqChannel:
