@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg_kv.strategies import LayerPipelined, PerChunk, Schedule
 from tests.properties.test_endpoints import edges, memories
 from tests.support.oracle import cells, needed
 from tests.support.rig import Memory, Request, Rig
@@ -12,6 +13,9 @@ from tests.support.worlds import World, hybrid_specs, worlds
 
 ROWS = 60
 paths = st.sampled_from(["staged", "slice", "auto"])
+schedules: st.SearchStrategy[Schedule] = st.sampled_from(
+    [PerChunk(), LayerPipelined(fixed=1), LayerPipelined(fixed=2)]  # so few rows have no groups by themselves
+)
 
 
 def lacking(world: World, rows: int) -> list[int]:
@@ -20,10 +24,10 @@ def lacking(world: World, rows: int) -> list[int]:
     return [rows * sum(sizes[layer, component] for component, layer, _ in cells(shard)) for shard in world.targets]
 
 
-def build(world: World, source: Memory, target: Memory, path: str, schedule: str) -> Rig:
+def build(world: World, source: Memory, target: Memory, path: str, schedule: Schedule) -> Rig:
     """Both sides of a world, incremental."""
-    rig = Rig(world.spec)
-    rig.prefill(world.writers, memory=source, strategy=f"{path}+{schedule}+incremental", slot_bytes=1024, slots=4)
+    rig, strategy = Rig(world.spec), f"{path}+{schedule.name}+incremental"
+    rig.prefill(world.writers, memory=source, strategy=strategy, schedule=schedule, slot_bytes=1024, slots=4)
     rig.decode(world.targets, memory=target, strategy=f"{path}+incremental", ring_bytes=1 << 16)
     return rig
 
@@ -53,7 +57,7 @@ def send(request: Request, chunks: list[int], early: bool) -> None:
     source=memories,
     target=memories,
     path=paths,
-    schedule=st.sampled_from(["per_chunk", "layer_pipelined"]),
+    schedule=schedules,
     chunks=edges,
     early=st.booleans(),
     held=st.lists(st.integers(0, ROWS), min_size=2, max_size=2),
@@ -65,7 +69,7 @@ def test_whatever_is_held(
     source: Memory,
     target: Memory,
     path: str,
-    schedule: str,
+    schedule: Schedule,
     chunks: list[int],
     early: bool,
     held: list[int],
@@ -93,7 +97,7 @@ def test_whatever_is_held(
     source=memories,
     target=memories,
     path=paths,
-    schedule=st.sampled_from(["per_chunk", "layer_pipelined"]),
+    schedule=schedules,
     chunks=edges,
     held=st.integers(0, ROWS),
     open_end=st.booleans(),
@@ -103,7 +107,7 @@ def test_states_and_windows_are_always_fresh(
     source: Memory,
     target: Memory,
     path: str,
-    schedule: str,
+    schedule: Schedule,
     chunks: list[int],
     held: int,
     open_end: bool,

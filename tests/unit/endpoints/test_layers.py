@@ -20,6 +20,7 @@ from tests.support.rig import Memory, PrefillOptions, Request, Rig, put, tp_shar
 from tests.support.rig_parts import CountingKernels, Flag, Listening
 
 SPEC = CacheSpec.kv(6, 4, 8, "float16")
+LAYER_ROW_BYTES = 2 * 4 * 16
 MLA = CacheSpec.mla(6, 24, "int8")
 PAIRS = LayerPipelined(fixed=2)
 PIPELINED = "staged+layer_pipelined"
@@ -94,6 +95,30 @@ def test_groups_cross_before_the_pass_ends(split: str, path: str) -> None:
     assert request.receives[0].phase is Phase.MOVING, "success needs finish"
     assert all(h.report.groups == 6 // source[1] for h in request.sends) or source[1] == 3
     request.finish().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("split", ["P>D", "P<D", "pp 3-2"])
+def test_groups_of_the_rows_after_a_held_prefix_cross_before_the_pass_ends(split: str) -> None:
+    """B6, C1, C5: 13 rows held with pages of 8; of the passes below and across row 8 only what lacks crosses."""
+    _, source, target = SPLITS[split]
+    rig = Rig(SPEC)
+    prefills = rig.prefill(
+        tp_shards(SPEC, *source), strategy=f"{PIPELINED}+incremental", schedule=LayerPipelined(fixed=1)
+    )
+    decodes = rig.decode(tp_shards(SPEC, *target), memory=Memory(page_size=8), strategy="staged+incremental")
+    request = rig.request("room", prefills, decodes, 28).open_decode().expect(28, held=13).open_prefill()
+    expected = 0
+    for start, stop in ((0, 4), (4, 12), (12, 28)):
+        steps = begin(request, start, stop)
+        for layer in range(6):
+            compute(request, steps, layer, start, stop)
+            expected += (max(stop, 8) - max(start, 8)) * LAYER_ROW_BYTES
+            rig.until(lambda: sum(h.report.nbytes for h in request.receives) == expected, "the layer's rows")  # noqa: B023
+        for step in steps:
+            step.close()
+    request.finish().landed()
+    assert sum(h.report.nbytes for h in request.receives) == 20 * 6 * LAYER_ROW_BYTES
     rig.quiet()
 
 

@@ -175,12 +175,17 @@ def test_decode_generates_what_one_process_would_from_a_cache_that_crossed(tp: t
 
 @pytest.mark.parametrize(
     ("tp", "strategy", "page"),
-    [((4, 2), "staged", 16), ((2, 1), "staged", 64), ((1, 2), "slice", 16), ((1, 1), "direct", 16)],
+    [
+        ((4, 2), "staged+layer_pipelined", 16),
+        ((2, 1), "staged", 64),
+        ((1, 2), "slice", 16),
+        ((1, 1), "direct", 16),
+    ],
 )
 def test_each_turn_of_a_conversation_moves_only_what_decode_lacks(
     tp: tuple[int, int], strategy: str, page: int
 ) -> None:
-    """C1, C3, C4, C6: decode keeps what came and what it computed itself; byte for byte, and the same tokens."""
+    """C1, C3, C4, C6, B6: decode keeps what came and what it computed itself; byte for byte, and the same tokens."""
     config = attrs.evolve(
         QUICK,
         prefill_tp=tp[0],
