@@ -82,12 +82,15 @@ class Checks:
             )
 
     def _noticed(self, entry: Entry) -> None:
-        """I4: who has lost its only peer is told so by its silence, long before the deadline."""
+        """I4: who has lost its only peer is told so by its silence, long before the deadline.
+
+        Where another life came back in its instance, the room may wait for that one, which knows nothing of it.
+        """
         world = self._world
         others = entry.room.decode if entry in entry.room.prefill else entry.room.prefill
         peer = others[0].node
         died = peer.frozen_at if peer.died_at is None else peer.died_at
-        if len(others) > 1 or died is None or not self._met(entry):
+        if len(others) > 1 or died is None or peer.followed or not self._met(entry):
             return
         took = world.now - max(died, entry.opened, world.network.again_at.get(entry.node.address, 0.0))
         if took > world.scenario.options.silence_s + 2 * SLACK_S + entry.node.stood_still:

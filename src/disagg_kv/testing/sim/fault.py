@@ -32,6 +32,7 @@ class FaultClass(Enum):
     PREFILL_CRASH = "a prefill process ends without a word"
     DECODE_CRASH = "a decode process ends without a word"
     RESTART = "an instance that lost a process comes back under its old addresses"
+    REPLACED = "a lost process is replaced in its instance, at its old address or another"
     PAUSE = "a process stands still for a while"
     CLOCK = "the clock of a process jumps ahead"
     RING = "the ring holds only a few leases"

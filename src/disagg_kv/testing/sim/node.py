@@ -167,6 +167,7 @@ class SimNode:
         split: Split,
         rank: int,
         life: int,
+        elsewhere: bool = False,
     ) -> None:
         self.world = world
         self.index = index
@@ -175,12 +176,13 @@ class SimNode:
         self.rank = rank
         self.life = life
         self.split = split
-        self.address = f"sim://{side}{index}"
+        self.address = f"sim://{side}{index}" + f".{life}" * elsewhere
         self.epoch = Epoch(b"%b%04d%02d%08d" % (side[:2].encode(), index, life % 100, world.scenario.seed % 10**8))
         self.alive = True
         self.paused = False
         self.died_at: float | None = None
         self.confirmed = False
+        self.followed = False
         self.frozen_at: float | None = None
         self.stood_still = 0.0
         self.touched = False

@@ -40,6 +40,10 @@ MARKS = frozenset(
         "refused:quarantine full",
         "room:id used again",
         "engine:waits for pages",
+        "replaced:rank 0 there",
+        "replaced:rank 0 elsewhere",
+        "replaced:another rank there",
+        "replaced:another rank elsewhere",
     }
 )
 """Rare ways that a gate run must have seen, the ways in which memory comes back first of all."""

@@ -200,14 +200,17 @@ class World:
         first = sum(p.world for p in self.scenario.prefills[: int(number or 0)]) if side == "prefill" else 0
         nodes = []
         for rank in range(split.world):
-            node = SimNode(self, first + rank, side, f"{group} life {life}", split, rank, life)
-            self.places[node.address] = node
-            if self.scenario.talks and side == "decode":
-                self._keep_prefixes(node)
-            self.network.opened(node.address)
-            self.touch(node)
-            nodes.append(node)
+            nodes.append(SimNode(self, first + rank, side, f"{group} life {life}", split, rank, life))
+            self._begin(nodes[-1])
         self._groups[group] = nodes
+
+    def _begin(self, node: SimNode) -> None:
+        """A process is there."""
+        self.places[node.address] = node
+        if self.scenario.talks and node.side == "decode":
+            self._keep_prefixes(node)
+        self.network.opened(node.address)
+        self.touch(node)
 
     def _keep_prefixes(self, node: SimNode) -> None:
         """A decode rank has a cache of its own, which forgets things at bad moments."""
@@ -219,7 +222,7 @@ class World:
         faults, rng = self.scenario.faults, self.random
         until = min(self.scenario.faults_until, 0.4)
         crashes: list[FaultClass] = [f for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH) if f in faults]
-        if FaultClass.RESTART in faults and not crashes:
+        if not crashes and (FaultClass.RESTART in faults or FaultClass.REPLACED in faults):
             crashes = [rng.choice((FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH))]
         for crash in crashes:
             self.later(rng.random() * until, partial(self._crash, crash))
@@ -237,7 +240,7 @@ class World:
                 self.hits[fault] += 1
 
     def _crash(self, fault: FaultClass) -> None:
-        """A process ends; its launcher may start the whole instance anew, under the same addresses."""
+        """A process ends; its launcher may start it anew, or the whole instance under the same addresses."""
         if self.healed:
             return
         side = "prefill" if fault is FaultClass.PREFILL_CRASH else "decode"
@@ -246,12 +249,14 @@ class World:
         if not alive:
             return
         self.hit(fault)
-        self._end(self.random.choice(alive))
-        if FaultClass.RESTART in self.scenario.faults:
-            self.later(
-                self.random.choice((0.002, 0.05, 0.5, 1.5)),
-                partial(self._restart, group),
-            )
+        node = self.random.choice(alive)
+        self._end(node)
+        faults = self.scenario.faults
+        again = [partial(self._restart, group)] if FaultClass.RESTART in faults else []
+        if FaultClass.REPLACED in faults:
+            again.append(partial(self._replace, group, node))
+        if again:
+            self.later(self.random.choice((0.002, 0.05, 0.5, 1.5)), self.random.choice(again))
 
     def _end(self, node: SimNode) -> None:
         self.note("ended", node.address, node.life, b"")
@@ -298,6 +303,22 @@ class World:
         self.hit(FaultClass.RESTART)
         split = self.scenario.decode if group == "decode" else self.scenario.prefills[int(group.split()[1])]
         self._launch(group, split)
+
+    def _replace(self, group: str, lost: SimNode) -> None:
+        """A process takes the place of one that ended, among ranks that may not have noticed yet."""
+        nodes = self._groups[group]
+        if nodes[lost.rank] is not lost:
+            return
+        self.hit(FaultClass.REPLACED)
+        self._lives[group] += 1
+        elsewhere = self.random.random() < 0.5
+        node = SimNode(self, lost.index, lost.side, lost.instance, lost.split, lost.rank, self._lives[group], elsewhere)
+        nodes[lost.rank] = node
+        lost.followed = True
+        if lost.split.world > 1:
+            who, where = "another rank" if lost.rank else "rank 0", "elsewhere" if elsewhere else "there"
+            self.mark(f"replaced:{who} {where}")
+        self._begin(node)
 
     def _pause(self) -> None:
         """A process stands still: its frames wait, its writes and those to it land."""
