@@ -201,3 +201,37 @@ def test_ranks_agree_on_what_begins_when_rank_0_has_restarted_and_nothing_waits_
     (outcome,) = {instance.told[r][NEW] for r in range(0 if back else 1, world)}
     expected = back and all(after[:world])
     assert outcome is expected if closed_s > 3.0 else outcome <= expected
+
+
+@given(
+    st.integers(2, 3),
+    st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=3),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.3, 0.6]),
+)
+def test_an_id_works_again_after_lives_that_some_ranks_never_opened(
+    world: int, there: list[set[int]], seed: int, drop: float
+) -> None:
+    """E11, E16: whoever was there, and whatever the network did; ``silence_s`` lies between the lives."""
+    instance = Instance(world, seed, drop, drop, Options(silence_s=5.0))
+    for rank in range(1, world):
+        instance.meet(rank)
+    # Generations are each rank's own, and nobody else's.
+    opened = [0] * world
+    for some in (*there, {0, 1, 2}):
+        ranks = sorted({rank % world for rank in some})
+        fails = instance.random.choice(ranks) if len(ranks) < world else None
+        scripts: list[list[Step]] = []
+        for rank in ranks:
+            opened[rank] += 1
+            key = RoomKey(ROOM, Generation(opened[rank]))
+            scripts.append([partial(instance.vote, rank, key, None), partial(instance.vote, rank, key, rank != fails)])
+        instance.drop = instance.duplicate = drop
+        # No more than four seconds.
+        shuffled(instance, scripts, 40)
+        while any(scripts):
+            next(script for script in scripts if script).pop(0)()
+        instance.settle()
+        for rank in ranks:
+            assert instance.told[rank][RoomKey(ROOM, Generation(opened[rank]))] is (fails is None)
+        assert not any(one.undecided for one in instance.ranks)

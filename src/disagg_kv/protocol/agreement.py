@@ -4,7 +4,7 @@ Rank 0 counts. Every other rank tells it when a room opens and when its own outc
 is decided: rarely once rank 0 knows that the room is open. Generations number a room's lives on each rank separately,
 so rank 0 pairs them in the order in which they come: the n-th unpaired life of a room on one rank belongs to the n-th
 life of it on the others. For that, a rank speaks of a later life of a room only when the earlier one is decided.
-Rank 0's own engine opens its part of a life within ``silence_s`` after that failed elsewhere, or never.
+An engine opens its part of a life within ``silence_s`` after that failed elsewhere, or never; ballots say when it did.
 
 Rank 0 says of each room whether its own engine has opened it. Where it has, the room ends with that life of rank 0.
 Where it has not said so and is lost, the room may be one of its next life, which nobody else has met yet: the others
@@ -54,11 +54,13 @@ class _Said:
 
     Args:
         ballot: what we say.
+        opened: when our engine opened the room.
         alone: we ended the room without a verdict.
         shared: a life of rank 0 has opened the room too, and the room ends with it.
     """
 
     ballot: Ballot
+    opened: float
     alone: bool = False
     shared: bool = False
 
@@ -141,7 +143,7 @@ class Agreement:
         if self._world == 1:
             return [] if ok is None else [Outcome(key, Decided(ok, reason))]
         if self._rank == 0:
-            return self._count(key.room, self._rank, self._epoch, key.generation, ok, reason, now)
+            return self._count(key.room, self._rank, self._epoch, key.generation, ok, reason, now, now)
         line = self._waiting.get(key.room, OrderedDict())
         said = line.get(key.generation)
         if (said is None and ok is not None) or (said is not None and said.alone):
@@ -149,9 +151,17 @@ class Agreement:
         if said is not None and said.ballot.ok is False:
             # The first may be lost or wait for an earlier life: a success after it would be all that rank 0 hears.
             return []
-        ballot = Ballot(src=self._epoch, dst=b"", room=key.room, generation=key.generation, ok=ok, reason=words(reason))
+        ballot = Ballot(
+            src=self._epoch,
+            dst=b"",
+            room=key.room,
+            generation=key.generation,
+            ok=ok,
+            reason=words(reason),
+            open_ms=0,
+        )
         if said is None:
-            said = line[key.generation] = _Said(ballot)
+            said = line[key.generation] = _Said(ballot, now)
             self._waiting[key.room] = line
         else:
             said.ballot = ballot
@@ -176,7 +186,8 @@ class Agreement:
         room, generation = RoomId(ballot.room), Generation(ballot.generation)
         if self._find(room, rank, peer, generation) is None and self._is_old(room, rank, peer, generation):
             return [self._verdict(peer, room, generation, Decided(False, "the outcome is forgotten"))]
-        out = self._count(room, rank, peer, generation, ballot.ok, ballot.reason, now)
+        opened = now - ballot.open_ms / 1000
+        out = self._count(room, rank, peer, generation, ballot.ok, ballot.reason, opened, now)
         if not any(isinstance(e, Send) and e.to == peer for e in out):
             life = self._find(room, rank, peer, generation)
             assert life is not None
@@ -211,7 +222,7 @@ class Agreement:
 
     def tick(self, now: float) -> list[Send | Outcome]:
         """Repeat what is unanswered, and vote against what no life of rank 0 has opened in time."""
-        out: list[Send | Outcome] = [*self._repeat.tick(now)]
+        out: list[Send | Outcome] = [self._dated(send, now) for send in self._repeat.tick(now)]
         for key in [key for key, until in self._unclaimed.items() if until <= now]:
             # A vote may end other rooms that are due.
             self._unclaimed.pop(key, None)
@@ -230,7 +241,14 @@ class Agreement:
         assert self._leader is not None
         generation, said = next(iter(self._waiting[room].items()))
         addressed = msgspec.structs.replace(said.ballot, dst=self._leader)
-        return self._repeat.start(RoomKey(room, generation), Send(self._leader, addressed), now)
+        return self._dated(self._repeat.start(RoomKey(room, generation), Send(self._leader, addressed), now), now)
+
+    def _dated(self, send: Send, now: float) -> Send:
+        """A ballot as it leaves now."""
+        assert isinstance(send.frame, Ballot)
+        said = self._waiting[RoomId(send.frame.room)][Generation(send.frame.generation)]
+        open_ms = int(1000 * (now - said.opened))
+        return Send(send.to, msgspec.structs.replace(send.frame, open_ms=open_ms))
 
     def _end_alone(self, key: RoomKey, said: _Said, reason: str) -> list[Send | Outcome]:
         """End a room of ours without rank 0; it is told so when it is heard again."""
@@ -260,13 +278,16 @@ class Agreement:
         known = [life.lives[rank] for life in self._lives.get(room, []) if rank in life.lives]
         return generation <= self._forgotten.get(epoch, -1) or any(e == epoch and g > generation for e, g in known)
 
-    def _life(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, now: float) -> _Life:
-        """The life that a rank's generation belongs to: its own, else the earliest that this rank has no part in."""
+    def _life(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, opened: float) -> _Life:
+        """The life that a rank's generation belongs to: its own, else the earliest that this rank has no part in.
+
+        One that had failed for long when the rank opened its part is none that it could have meant.
+        """
         life = self._find(room, rank, epoch, generation)
         if life is not None:
             return life
         lives = self._lives.setdefault(room, [])
-        since = now - self._options.silence_s if rank == self._rank else -inf
+        since = opened - self._options.silence_s
         for life in lives:
             if rank not in life.lives and life.decided_at > since:
                 life.lives[rank] = (epoch, generation)
@@ -288,9 +309,17 @@ class Agreement:
                         self._forgotten[epoch] = max(self._forgotten.get(epoch, 0), generation)
 
     def _count(
-        self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, ok: bool | None, reason: str, now: float
+        self,
+        room: RoomId,
+        rank: Rank,
+        epoch: Epoch,
+        generation: Generation,
+        ok: bool | None,
+        reason: str,
+        opened: float,
+        now: float,
     ) -> list[Send | Outcome]:
-        life = self._life(room, rank, epoch, generation, now)
+        life = self._life(room, rank, epoch, generation, opened)
         if life.decided is not None:
             return [Outcome(RoomKey(room, generation), life.decided)] if rank == self._rank else []
         if ok is None:

@@ -262,10 +262,14 @@ class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_u
 
 
 class Ballot(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):
-    """Rank -> rank 0 of its own instance: my outcome (None: the room is open); repeated until ``Verdict``."""
+    """Rank -> rank 0 of its own instance: my outcome (None: the room is open); repeated until ``Verdict``.
+
+    ``open_ms``: for how long it had been open when this was sent.
+    """
 
     ok: bool | None
     reason: Text
+    open_ms: U
 
 
 class Verdict(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
@@ -32,8 +34,8 @@ def follower(met: bool = True, options: Options | None = None) -> Agreement:
     return one
 
 
-def ballot(src: int, generation: int, ok: bool | None, room: RoomId = ROOM) -> Ballot:
-    return Ballot(src=E[src], dst=E[0], room=room, generation=generation, ok=ok, reason="because")
+def ballot(src: int, generation: int, ok: bool | None, room: RoomId = ROOM, open_ms: int = 0) -> Ballot:
+    return Ballot(src=E[src], dst=E[0], room=room, generation=generation, ok=ok, reason="because", open_ms=open_ms)
 
 
 def verdict(generation: int, ok: bool | None, src: int = 0, shared: bool = False) -> Verdict:
@@ -324,6 +326,42 @@ def test_a_life_that_rank_0_never_opened_does_not_fail_all_later_ones() -> None:
     assert verdicts(later.on_ballot(ballot(1, 1, False), 30.0)) == [(E[1], 1, False)]
     later.vote(key(1), True, "", 31.0)
     assert outcomes(later.on_ballot(ballot(1, 2, True), 31.0)) == [(1, True)]
+
+
+def test_a_life_that_another_rank_never_opened_does_not_fail_all_later_ones() -> None:
+    """E11, E16: the same holds for every rank."""
+    soon, later = leader(2), leader(2)
+    for one in (soon, later):
+        one.vote(key(1), False, "why", 0.0)
+        one.vote(key(2), None, "", 29.0)
+    assert verdicts(soon.on_ballot(ballot(1, 1, None), 29.9)) == [(E[1], 1, False)]
+    assert verdicts(later.on_ballot(ballot(1, 1, None), 30.0)) == [(E[1], 1, None)]
+    later.vote(key(2), True, "", 31.0)
+    assert outcomes(later.on_ballot(ballot(1, 1, True), 31.0)) == [(2, True)]
+
+
+def test_a_life_that_was_opened_in_time_and_is_heard_of_late_is_none_of_the_next_room() -> None:
+    """E11, E16: its success must not count for a room that began after it."""
+    one = leader(2)
+    one.vote(key(1), False, "why", 0.0)
+    one.vote(key(2), None, "", 39.0)
+    assert verdicts(one.on_ballot(ballot(1, 1, True, open_ms=11_000), 40.0)) == [(E[1], 1, False)]
+    assert verdicts(one.on_ballot(ballot(1, 2, None, open_ms=0), 40.0)) == [(E[1], 2, None)]
+
+
+def test_a_ballot_says_how_long_its_room_has_been_open_whenever_it_is_sent() -> None:
+    """E11: that may be long after it was opened, to another life of rank 0, or behind an earlier life of the room."""
+    one = follower(met=False)
+    one.vote(key(1), None, "", 1.0)
+
+    def ages(effects: Sequence[Send | Outcome]) -> list[int]:
+        return [e.frame.open_ms for e in effects if isinstance(e, Send) and isinstance(e.frame, Ballot)]
+
+    assert ages(one.joined(E[0], Rank(0), 3.0)) == [2000]
+    assert ages(one.tick(3.5)) == [2500]
+    assert ages(one.vote(key(1), False, "why", 4.0)) == [3000]
+    one.vote(key(2), None, "", 5.0)
+    assert ages(one.on_verdict(verdict(1, False), 11.0)) == [6000]
 
 
 def test_a_new_life_of_a_rank_is_not_taken_for_its_old_one() -> None:
