@@ -43,6 +43,9 @@ BOX = (0, 1, 0, 1, False)
 BRIEF = (Receiving.OPENED, Receiving.LANDED, Sending.COMPLETE)
 """States that rooms are seldom seen in: they are preferred."""
 
+LATE = (Sending.FINISHED, Sending.ABORTING, Sending.DRAINING)
+"""States that rooms do not stay in for long: of the others they are preferred."""
+
 
 def _frames(head: Head) -> Mapping[type, Frame]:
     """One of each kind that says nothing but what kind it is."""
@@ -84,7 +87,8 @@ class Rumours:
         if not pairs:
             return
         brief = [pair for pair in pairs if pair[0].state in BRIEF]
-        machine, epoch, head = self._world.random.choice(brief or pairs)
+        late = [pair for pair in pairs if pair[0].state in LATE]
+        machine, epoch, head = self._world.random.choice(brief or late or pairs)
         frames = _frames(head)
         table = RECEIVING if isinstance(machine, ReceiveRoom) else SENDING
         harmless = [kind for kind in frames if self._ignored(machine, kind)]
