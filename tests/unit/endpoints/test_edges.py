@@ -31,7 +31,7 @@ from disagg_kv.strategies import StagedPath
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
 from disagg_kv.transports.process import Process
-from tests.support.rig import Decodes, Memory, Prefills, Rig, tp_shards
+from tests.support.rig import Decodes, E, Memory, Prefills, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -328,6 +328,19 @@ def test_ranks_of_one_instance_must_fit(change: dict[str, object], field: str) -
     assert not rig.decodes[0].endpoint.peers()
 
 
+def alone(kind: type[E], rig: Rig, pool: PagedPool, name: str) -> E:
+    """The only rank of an instance, over a pool that no rig would make."""
+    return kind(
+        pool,
+        transport=InprocTransport(),
+        channel=InprocChannel(rig.hub, name),
+        rendezvous=rig.rendezvous,
+        instance=name,
+        clock=rig.clock,
+        thread=False,
+    )
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("sizes", [(64, 8), (3 * MAX_AUX, 2 * MAX_AUX), (20 * MAX_AUX - 1, 20 * MAX_AUX)])
 def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], wanted: bool) -> None:
@@ -338,25 +351,9 @@ def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], want
     ]
     aux = rig.rng.integers(0, 255, sizes[0], dtype=np.uint8).tobytes()
     pools[0].write_aux(0, aux)
-    room, channels = RoomId(b"room"), [InprocChannel(rig.hub, f"aux{i}") for i in range(2)]
-    send_end = PrefillEndpoint(
-        pools[0],
-        transport=InprocTransport(),
-        channel=channels[0],
-        rendezvous=rig.rendezvous,
-        instance="aux0",
-        clock=rig.clock,
-        thread=False,
-    )
-    receive_end = DecodeEndpoint(
-        pools[1],
-        transport=InprocTransport(),
-        channel=channels[1],
-        rendezvous=rig.rendezvous,
-        instance="aux1",
-        clock=rig.clock,
-        thread=False,
-    )
+    room = RoomId(b"room")
+    send_end = alone(PrefillEndpoint, rig, pools[0], "aux0")
+    receive_end = alone(DecodeEndpoint, rig, pools[1], "aux1")
     receive = receive_end.open(room, Source("aux0"))
     receive.expect(0, [], aux=0 if wanted else None)
     send = send_end.open(room)
