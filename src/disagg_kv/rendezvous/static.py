@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigurationError
@@ -18,7 +19,7 @@ class StaticRendezvous:
         addresses: per instance the address of every rank, in order.
 
     Raises:
-        ConfigurationError: an instance without ranks.
+        ConfigurationError: an instance without ranks, or one address for two of them.
     """
 
     def __init__(self, addresses: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -27,6 +28,9 @@ class StaticRendezvous:
         for instance, given in (addresses or {}).items():
             if not instance or not given or isinstance(given, str):
                 raise ConfigurationError(f"instance {instance!r}: needs a name and a list of addresses, not {given!r}")
+            twice = [address for address, times in Counter(given).items() if times > 1]
+            if twice:
+                raise ConfigurationError(f"instance {instance!r}: several ranks at {', '.join(twice)}")
             self._ranks[instance] = list(given)
 
     def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:

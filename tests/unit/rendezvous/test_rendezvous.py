@@ -99,6 +99,11 @@ class TestStatic:
         with pytest.raises(ConfigurationError, match="needs a name and a list"):
             StaticRendezvous(given)
 
+    def test_two_ranks_at_one_address_are_refused(self) -> None:
+        """Bad input: one endpoint is one rank."""
+        with pytest.raises(ConfigurationError, match="'prefill': several ranks at x, y"):
+            StaticRendezvous({"prefill": ["x", "y", "z", "x", "y"]})
+
 
 class TestStore:
     def test_ranks_of_other_processes_are_found(self) -> None:
