@@ -212,6 +212,9 @@ class Checks:
         world = self._world
         if world.dma.live:
             self._fail("I3", f"{len(world.dma.live)} writes are still under way")
+        for room in world.rooms:
+            if room.turn is not None and room.turn.left():
+                self._fail("I3", f"room {room.plan.room.hex()}: the store keeps {room.turn.left()}")
         for node in world.nodes:
             self.untouched(node)
             kept = 0 if node.prefixes is None else len(node.prefixes.index)

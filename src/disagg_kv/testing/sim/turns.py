@@ -31,6 +31,7 @@ class Turn:
         self._question = f"{room.plan.room.hex()} {room.number}"
         self._matched: set[int] = set()
         self._told: set[int] = set()
+        self._through: set[int] = set()
 
     def match(self, entry: Entry) -> None:
         """Lock what the rank holds of the prompt, and tell the others how much that is."""
@@ -60,11 +61,29 @@ class Turn:
             self._world.later(ASK_S, partial(self._ask, entry))
             return
         if agreed is not None:
+            self._through.add(entry.node.rank)
             self._begin(entry, agreed)
         elif len(self._told) == entry.node.split.world:
             self._world.violation("I4", f"{self._room.name(entry)}: all ranks said what they hold, but none is told")
         else:
             self._world.later(ASK_S, partial(self._ask, entry))
+
+    def over(self, entry: Entry) -> None:
+        """The request has ended on a rank: what it asks, if it has had no answer, is not to stay in the store."""
+        if entry.node.rank in self._through or not entry.node.alive:
+            return
+        try:
+            _prefixes(entry).minimum.drop(self._question)
+        except PeerLostError:
+            self._world.later(ASK_S, partial(self.over, entry))
+            return
+        self._through.add(entry.node.rank)
+
+    def left(self) -> list[str]:
+        """Keys that stay in the store although every rank is through with the question."""
+        if len(self._through) < len(self._room.decode):
+            return []
+        return [key for key in self._world.store.values if f'"{self._question}"' in key]
 
     def _over(self, entry: Entry) -> bool:
         """The room has ended before anything was awaited."""

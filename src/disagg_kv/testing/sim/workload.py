@@ -466,6 +466,8 @@ class Room:
             if entry.aux is not None:
                 entry.node.memory.aux.append(entry.aux)
             self._give_slots(entry)
+            if self.turn is not None and isinstance(handle, ReceptionHandle):
+                self.turn.over(entry)
             if entry.claim is not None and self.turn is not None:
                 self.turn.released(entry)
             else:
