@@ -65,6 +65,9 @@ class Fail:
 class Retry:
     """Up to so many attempts, each at the next of the sources.
 
+    Whatever the error is, as ranks of one instance must decide alike and have different errors. So a room whose held
+    prefix has changed fails in every attempt; it takes a new room, with a new claim, to await what was held.
+
     Args:
         place: hands the request to a prefill instance other than those in the attempt, and tells which; None: none is
             left.

@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 from attrs import define
 
-from disagg_kv.endpoints import DecodeEndpoint, KeptPages, page_sums
+from disagg_kv.endpoints import DecodeEndpoint, KeptPages, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.reception import ReceptionHandle
-from disagg_kv.errors import ConfigurationError, DisaggKVError, GeometryError, IntegrityError, PrefixChangedError
+from disagg_kv.errors import (
+    AbortedError,
+    ConfigurationError,
+    DisaggKVError,
+    GeometryError,
+    IntegrityError,
+    PrefixChangedError,
+)
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.kernels import CpuKernels, Move, Sums
@@ -240,6 +247,37 @@ def test_what_a_failed_room_builds_on_is_not_looked_at() -> None:
     held.rig.wait(1.0)
     assert receives[0].released
     assert not held.kernels.events
+
+
+def test_a_changed_prefix_fails_every_attempt_alike_and_a_new_room_gets_it() -> None:
+    """C8, E16: ranks whose errors differ try equally often, nothing crosses, and a new claim awaits what changed."""
+    held = Held.make()
+    truth = held.rig.truth(len(PROMPT))
+    table = held.first(truth)[1]
+    flip(held.rig.decodes[1], int(table.pages[1]))
+    claims = [cache.claim(PROMPT) for cache in held.caches]
+    tables = [claim.begin() for claim in claims]
+    ends = [
+        RecoveringReceiver(m.endpoint, Retry(lambda failed: failed.source, 2), clock=held.rig.clock)
+        for m in held.rig.decodes
+    ]
+    rooms = [end.open(RoomId(b"second"), Source("P")) for end in ends]
+    for room, claim, table in zip(rooms, claims, tables, strict=True):
+        room.expect(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept)
+
+    def over() -> bool:
+        for end in ends:
+            end.poll()
+        return all(room.released for room in rooms)
+
+    held.rig.until(over, "both attempts")
+    assert [(room.phase, room.attempts, room.report.nbytes) for room in rooms] == [(Phase.FAILED, 2, 0)] * 2
+    assert isinstance(rooms[0].error, AbortedError)
+    assert isinstance(rooms[1].error, PrefixChangedError)
+    assert "has changed since it was kept" in str(rooms[0].error)
+    assert all(claim.settle(room) for claim, room in zip(claims, rooms, strict=True))
+    _, receives = held.turn("third", PROMPT, truth)
+    assert [receive.phase for receive in receives] == [Phase.DONE] * 2
 
 
 def test_sums_that_cannot_be_made_fail_the_room() -> None:
