@@ -17,6 +17,7 @@ from ...protocol import Phase
 from ...rendezvous import StaticRendezvous
 from ...transports import Heard
 from ...transports.process import Process
+from .again import check_served, last_requests
 from .check import Checks
 from .dma import Dma, SimTransport
 from .fault import FaultClass
@@ -25,7 +26,7 @@ from .network import Network
 from .node import SimNode
 from .prefixes import Prefixes, SimStore
 from .rumours import Rumours
-from .scenario import Scenario, Split
+from .scenario import Request, Scenario, Split
 from .workload import Entry, Room
 
 TICK_S = 0.02
@@ -98,6 +99,7 @@ class World:
         self._groups: dict[str, list[SimNode]] = {}
         self._lives: Counter[str] = Counter()
         self._waiting = list(scenario.requests)
+        self._last: list[Request] | None = None
         self.network = Network(self)
         self.dma = Dma(self)
         self.rumours = Rumours(self)
@@ -385,7 +387,7 @@ class World:
         self._turns()
         while not self.violations:
             if self._nothing_to_do():
-                if self.healed and not self.dma.live and self.now >= self.known_at:
+                if self.healed and not self.dma.live and self.now >= self.known_at and not self._go_on():
                     break
                 self._heal()
             until = heap[0][0] if heap else self.bound
@@ -402,6 +404,16 @@ class World:
             self._turns()
         if not self.violations:
             self._finish()
+
+    def _go_on(self) -> bool:
+        """Whether a few requests are to come after all that was drawn."""
+        if self._last is not None:
+            return False
+        self._last = last_requests(self)
+        self._waiting += self._last
+        for request in self._last:
+            self.at(request.at, self._next_room)
+        return bool(self._last)
 
     def _nothing_to_do(self) -> bool:
         if self._waiting or self.entries or any(not room.over for room in self.rooms):
@@ -475,6 +487,7 @@ class World:
             return
         if not left:
             self.check.at_rest()
+            check_served(self, self._last or [])
         for room in self.rooms:
             for entry in room.decode:
                 if entry.phase is Phase.DONE:

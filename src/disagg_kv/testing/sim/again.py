@@ -1,0 +1,47 @@
+"""Whether instances that lost a process, and have another in its place, serve again once all is calm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from ...ids import RoomId
+from ...protocol import Phase
+from .fault import FaultClass
+from .scenario import Request
+
+if TYPE_CHECKING:
+    from .world import World
+
+MEET_S = 3.0
+"""Longer than it takes to notice who is silent: whoever is there has met all others by then."""
+
+
+def last_requests(world: World) -> list[Request]:
+    """A small request from each prefill instance that is whole, to a decode that is, where memory came back."""
+    scenario = world.scenario
+    if FaultClass.REPLACED not in world.hits or scenario.talks or scenario.drain_s is None:
+        return []
+    plain = evolve(
+        scenario.requests[0], rows=2, edges=(2,), at=world.now + MEET_S, prefill_late=(0.0, 0.0),
+        decode_late=(0.0, 0.0), pass_s=0.0, open_end=False, aux=False, steps=False, abort_decode=None,
+        abort_prefill=None, withdraw=None, total_s=scenario.options.total_s,
+    )  # fmt: skip
+    return [
+        evolve(plain, room=RoomId(b"again %d" % source), source=source)
+        for source in range(len(scenario.prefills))
+        if _whole(world, f"prefill {source}") and _whole(world, "decode")
+    ]
+
+
+def _whole(world: World, group: str) -> bool:
+    return all(node.alive for node in world.instance(group))
+
+
+def check_served(world: World, requests: list[Request]) -> None:
+    """I4: all of them have succeeded on every rank."""
+    for room in world.rooms:
+        failed = [entry for entry in room.entries if room.plan in requests and entry.phase is not Phase.DONE]
+        for entry in failed[:1]:
+            world.violation("I4", f"{room.name(entry)}: began when all was calm, and failed: {entry.error}")
