@@ -51,6 +51,8 @@ BUGS: Sequence[Mutant] = (
            "return before + (part.units.start - run.start) // 2"),
     Mutant("the first success of a rank counts for all", "E16",
            "protocol.agreement:Agreement._count", "sum(life.votes.values()) == self._world", "life.votes"),
+    Mutant("a life that is replaced takes the next one with it when its end is noticed", "E10",
+           "protocol.agreement:Agreement.joined", "if r == rank]", "if False]"),
     Mutant("a lease in quarantine is released without evidence", "I5",
            RECEIVE + "_settle", "if w.evidence}", "if True}"),
     Mutant("an abort is acknowledged before the writes have drained", "I5",

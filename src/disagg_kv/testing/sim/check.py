@@ -175,7 +175,7 @@ class Checks:
     def agree(self, entry: Entry) -> None:
         """E16: the ranks of one instance saw one outcome, unless one of them was lost to the others."""
         for side in (entry.room.prefill, entry.room.decode):
-            if any(not e.node.alive or e.node.counters.of.get("peers.lost") for e in side):
+            if any(not e.node.alive or e.node.followed or e.node.counters.of.get("peers.lost") for e in side):
                 continue
             seen = {e.phase for e in side if not e.refused}
             if len(seen) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
@@ -34,6 +34,9 @@ TICK_S = 0.02
 
 GOSSIP = 0.3
 """Share of the turns that leave a room in a brief state which a frame out of turn follows, where those happen."""
+
+HALF_DEAD = 0.3
+"""Share of the processes that are replaced while they stand still: nothing else says that they are gone."""
 
 SETTLE_S = 12.0
 """I4: after the faults stop and the last room began, everything comes to rest within this, by the world's clock."""
@@ -251,9 +254,11 @@ class World:
         if not alive:
             return
         self.hit(fault)
-        node = self.random.choice(alive)
+        node, faults = self.random.choice(alive), self.scenario.faults
+        if FaultClass.REPLACED in faults and not node.paused and self.random.random() < HALF_DEAD:
+            self._stand_in(group, node)
+            return
         self._end(node)
-        faults = self.scenario.faults
         again = [partial(self._restart, group)] if FaultClass.RESTART in faults else []
         if FaultClass.REPLACED in faults:
             again.append(partial(self._replace, group, node))
@@ -306,6 +311,12 @@ class World:
         split = self.scenario.decode if group == "decode" else self.scenario.prefills[int(group.split()[1])]
         self._launch(group, split)
 
+    def _stand_in(self, group: str, node: SimNode) -> None:
+        """A process stands still for so long that another takes its place; it goes on for a while, and then ends."""
+        seconds = self._stop(node, (0.3, 2.6, 4.5))
+        self.later(self.random.choice((0.05, 0.2)), partial(self._replace, group, node))
+        self.later(seconds + self.random.choice((0.05, 1.0)), partial(self._end, node))
+
     def _replace(self, group: str, lost: SimNode) -> None:
         """A process takes the place of one that ended, among ranks that may not have noticed yet."""
         nodes = self._groups[group]
@@ -313,7 +324,7 @@ class World:
             return
         self.hit(FaultClass.REPLACED)
         self._lives[group] += 1
-        elsewhere = self.random.random() < 0.5
+        elsewhere = lost.alive or self.random.random() < 0.5
         node = SimNode(self, lost.index, lost.side, lost.instance, lost.split, lost.rank, self._lives[group], elsewhere)
         nodes[lost.rank] = node
         lost.followed = True
@@ -328,12 +339,16 @@ class World:
         if self.healed or node is None or node.paused:
             return
         self.hit(FaultClass.PAUSE)
-        seconds = self.random.choice((0.03, 0.3, 1.2, 2.6, 4.5))
+        self._stop(node, (0.03, 0.3, 1.2, 2.6, 4.5))
+
+    def _stop(self, node: SimNode, times: Sequence[float]) -> float:
+        seconds = self.random.choice(times)
         self.stood_still += seconds
         node.stood_still += seconds
         node.paused = True
         node.frozen_at = self.now
         self.later(seconds, partial(self._resume, node))
+        return seconds
 
     def _resume(self, node: SimNode) -> None:
         node.paused = False
