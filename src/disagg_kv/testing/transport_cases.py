@@ -20,7 +20,7 @@ class TransportCases:
     one_process = True
     """Whether two transports of one process can reach each other; False: every test takes two processes."""
 
-    timeout_s = 60.0
+    timeout_s = 120.0
     """How long any single thing may take before the test fails."""
 
     @classmethod

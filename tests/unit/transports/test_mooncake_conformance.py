@@ -14,8 +14,6 @@ from tests.support.needs import needs_mooncake
 class TestMooncake(TransportSuite):
     """CPU memory over tcp, one process and two."""
 
-    timeout_s = 60.0
-
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
         return MooncakeTransport
