@@ -193,12 +193,10 @@ class RankMemory:
         self.owners[taken] = owner
         return taken
 
-    def take_slot(self, owner: int) -> list[int] | None:
-        """A slot for the states of a room, none where the rank has no states; None: no slot is free."""
+    def take_slot(self, owner: int) -> list[int]:
+        """A slot for the states of a room, none where the rank has no states: there are as many as rooms."""
         if not len(self.lens.state_places):
             return []
-        if not self.free_slots:
-            return None
         slot = self.free_slots.pop()
         self.owners[slot] = owner
         return [slot]

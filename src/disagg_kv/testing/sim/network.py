@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING
 
 from ...channels import Arrived, Closed, Opened
 from .fault import FaultClass
+from .kind import Kind
 
 if TYPE_CHECKING:
     from .node import SimNode
     from .world import World
 
 LINGER = 12
-"""Frames of one process that may arrive, once more, after its end."""
+"""Messages of one process that may arrive, once more, after its end."""
 
 KEPT = 64
-"""Frames that are kept to be sent again later."""
+"""Messages that are kept to be sent again later."""
 
 LATENCY_S = (0.001, 0.001, 0.002)
+
+Message = Sequence[bytes]
+"""Frames that arrive together, or not at all."""
 
 
 class SimChannel:
@@ -36,7 +40,7 @@ class SimChannel:
     def send(self, address: str, frame: bytes) -> bool:
         """Hand a frame to the network."""
         if not self.closed:
-            self._world.network.send(self._node, address, frame)
+            self._world.network.send(self._node, address, (frame,))
         return not self.closed
 
     def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
@@ -60,6 +64,16 @@ class SimChannel:
         self.inbox = []
 
 
+class SimBatchChannel(SimChannel):
+    """One that satisfies :class:`~disagg_kv.channels.SupportsBatches` too."""
+
+    def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
+        """Hand frames to the network as one message."""
+        if not self.closed:
+            self._world.network.send(self._node, address, tuple(frames))
+        return not self.closed
+
+
 class Network:
     """Links between addresses, each in order unless a fault says otherwise."""
 
@@ -77,17 +91,20 @@ class Network:
         self._last: dict[tuple[str, str], float] = {}
         self._shut: dict[tuple[str, str], float] = {}
         self._lost: dict[tuple[str, str], float] = {}
-        self._kept: list[tuple[str, bytes]] = []
+        self._kept: list[tuple[str, Message]] = []
         self.again_at: dict[str, float] = {}
         """When an address last got a frame of long ago: whoever sent that seems to be alive."""
         self._watchers: dict[str, dict[SimNode, None]] = {}
-        self._recent: dict[str, deque[tuple[str, bytes]]] = {}
+        self._recent: dict[str, deque[tuple[str, Message]]] = {}
 
-    def send(self, source: SimNode, address: str, frame: bytes) -> None:
-        """A frame leaves."""
+    def send(self, source: SimNode, address: str, message: Message) -> None:
+        """A message leaves."""
         world = self._world
-        world.note("sent", source.address, address, frame)
-        self._recent.setdefault(source.address, deque(maxlen=LINGER)).append((address, frame))
+        for frame in message:
+            world.note("sent", source.address, address, frame)
+        if len(message) > 1:
+            world.saw(Kind.TOGETHER)
+        self._recent.setdefault(source.address, deque(maxlen=LINGER)).append((address, message))
         watchers = self._watchers.setdefault(address, {})
         if source not in watchers:
             watchers[source] = None
@@ -96,11 +113,11 @@ class Network:
         link = (source.address, address)
         latency = self._random.choice(LATENCY_S)
         if self._noisy and world.faulty:
-            self._send_badly(link, frame, latency)
+            self._send_badly(link, message, latency)
         else:
-            self._deliver(link, frame, latency)
+            self._deliver(link, message, latency)
 
-    def _send_badly(self, link: tuple[str, str], frame: bytes, latency: float) -> None:
+    def _send_badly(self, link: tuple[str, str], message: Message, latency: float) -> None:
         world, now, rng = self._world, self._world.now, self._random
         if world.chance(FaultClass.PARTITION):
             world.hit(FaultClass.PARTITION)
@@ -115,24 +132,36 @@ class Network:
             return
         if world.chance(FaultClass.TRUNCATED):
             world.hit(FaultClass.TRUNCATED)
-            frame = frame[: rng.randrange(len(frame))]
+            message = self._cut(message, rng.randrange(sum(map(len, message))))
         if world.chance(FaultClass.STALE):
-            self._again(link, frame)
+            self._again(link, message)
         if world.chance(FaultClass.DELAY):
             world.hit(FaultClass.DELAY)
             latency += rng.choice((0.02, 0.2, 1.0))
         if world.chance(FaultClass.DUPLICATE):
             world.hit(FaultClass.DUPLICATE)
-            self._deliver(link, frame, latency + rng.randrange(10) / 1000, ordered=False)
+            self._deliver(link, message, latency + rng.randrange(10) / 1000, ordered=False)
         if world.chance(FaultClass.REORDER):
             world.hit(FaultClass.REORDER)
-            self._deliver(link, frame, latency + rng.randrange(10) / 1000, ordered=False)
+            self._deliver(link, message, latency + rng.randrange(10) / 1000, ordered=False)
         else:
-            self._deliver(link, frame, latency)
+            self._deliver(link, message, latency)
 
-    def _again(self, link: tuple[str, str], frame: bytes) -> None:
-        """Keep some frames, and send some of those kept once more."""
-        self._kept.append((link[1], frame))
+    def _cut(self, message: Message, left: int) -> Message:
+        """The first bytes of a message: whole frames, and what is left of the next one."""
+        cut: list[bytes] = []
+        for frame in message:
+            if left < len(frame):
+                if cut:
+                    self._world.saw(Kind.TOGETHER_CUT)
+                return [*cut, frame[:left]]
+            cut.append(frame)
+            left -= len(frame)
+        return cut
+
+    def _again(self, link: tuple[str, str], message: Message) -> None:
+        """Keep some messages, and send some of those kept once more."""
+        self._kept.append((link[1], message))
         if len(self._kept) > KEPT:
             self._kept.pop(0)
         world = self._world
@@ -142,17 +171,17 @@ class Network:
         self.again_at[address] = max(world.now + after, self.again_at.get(address, 0.0))
         world.later(after, lambda: self._arrive(address, old))
 
-    def _deliver(self, link: tuple[str, str], frame: bytes, latency: float, ordered: bool = True) -> None:
+    def _deliver(self, link: tuple[str, str], message: Message, latency: float, ordered: bool = True) -> None:
         at = max(self._world.now + latency, self._shut.get(link, 0.0))
         if ordered:
             at = self._last[link] = max(at, self._last.get(link, 0.0))
         address = link[1]
-        self._world.at(at, lambda: self._arrive(address, frame))
+        self._world.at(at, lambda: self._arrive(address, message))
 
-    def _arrive(self, address: str, frame: bytes) -> None:
+    def _arrive(self, address: str, message: Message) -> None:
         node = self._world.places.get(address)
         if node is not None:
-            node.channel.inbox.append(Arrived(frame))
+            node.channel.inbox.extend(map(Arrived, message))
             self._world.touch(node)
 
     def opened(self, address: str) -> None:
@@ -170,11 +199,11 @@ class Network:
 
     def linger(self, node: SimNode) -> None:
         """Frames of a process that has ended are still under way."""
-        for address, frame in self._recent.pop(node.address, ()):
+        for address, message in self._recent.pop(node.address, ()):
             if self._random.random() < 0.5:
                 self._world.later(
                     self._random.choice((0.002, 0.05, 0.2)),
-                    partial(self._arrive, address, frame),
+                    partial(self._arrive, address, message),
                 )
 
     def _tell(self, node: SimNode, event: Closed | Opened) -> None:

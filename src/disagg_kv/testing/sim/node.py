@@ -19,10 +19,11 @@ from ...transports.process import Process
 from .dma import SimTransport
 from .fault import FaultClass
 from .memory import RankMemory
-from .network import SimChannel
+from .network import SimBatchChannel, SimChannel
 from .scenario import Split, shards_of
 
 if TYPE_CHECKING:
+    from .passes import Passes
     from .prefixes import Prefixes
     from .world import World
 
@@ -156,6 +157,7 @@ class SimNode:
     _queue: Sized
     exposes: bool = False
     prefixes: Prefixes | None = None
+    passes: Passes
     _live: dict[int, Lease]
 
     def __init__(
@@ -192,7 +194,7 @@ class SimNode:
         self.process = Process(1000 * life + 100 * (side == "decode") + index, life, self._host())
         self.memory = RankMemory(world.scenario.model, split, rank, self.epoch)
         self.counters = Counters(world, self)
-        self.channel = SimChannel(world, self)
+        self.channel = (SimBatchChannel if world.scenario.together else SimChannel)(world, self)
         self.transport = SimTransport(world, self)
         world.transports[self.transport.me] = self.transport
         world.processes[self.process] = self

@@ -175,6 +175,7 @@ class Scenario:
     """Everything that is drawn before the first event; equal seeds and faults give equal scenarios.
 
     ``talks`` are empty where nobody keeps prefixes; with ``collisions``, unequal prefixes have equal hashes.
+    With ``together``, frames to one peer leave as one message.
     Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
     """
 
@@ -196,6 +197,7 @@ class Scenario:
     detects_death: bool
     notices_late: bool
     slow_kernels: bool
+    together: bool
     faults: dict[FaultClass, float]
     faults_until: float
     requests: tuple[Request, ...]
@@ -264,6 +266,7 @@ class Scenario:
             detects_death=rng.random() < 0.4,
             notices_late=rng.random() < 0.5,
             slow_kernels=slow_kernels,
+            together=rng.random() < 0.5,
             faults=faults,
             faults_until=2.0 if stuck else rng.choice((0.1, 0.5, 2.0)),
             requests=requests,

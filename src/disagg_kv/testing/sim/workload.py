@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...endpoints.delivery import DeliveryHandle, ForwardPass
+from ...endpoints.delivery import DeliveryHandle
 from ...endpoints.reception import ReceptionHandle
 from ...errors import DisaggKVError, QuarantineFullError
-from ...ids import LayerId
 from ...memory import U8, Event
 from ...prefix import Claim
 from ...protocol import Phase
@@ -22,6 +21,7 @@ from .fault import FaultClass
 from .kind import Kind
 from .memory import KV, states_truth, truth
 from .node import SimEvent, SimNode
+from .passes import Chunk
 from .prefixes import said
 from .scenario import AUX_BYTES, Request
 from .turns import Turn
@@ -171,11 +171,9 @@ class Room:
         handle.expect(stop, tables, state=slots, aux=entry.aux, tag=self.tag)
 
     def await_states(self, entry: Entry) -> None:
-        """Where the rank has states, the room gets a slot: there are as many as rooms."""
+        """Where the rank has states, the room gets a slot for them."""
         memory = entry.node.memory
-        slots = memory.take_slot(self.number)
-        assert slots is not None, "there are as many slots as rooms"
-        entry.slots = slots
+        entry.slots = slots = memory.take_slot(self.number)
         memory.put_states(memory.want, slots, self.states)
 
     # Prefill.
@@ -193,7 +191,7 @@ class Room:
             return
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry
-        self.world.later(plan.prefill_late[1], partial(self._chunk, entry, 0))
+        self.world.later(plan.prefill_late[1], partial(self.chunk, entry, 0))
         if plan.withdraw is not None:
             self.world.later(plan.withdraw, partial(self._withdraw, entry))
 
@@ -205,43 +203,44 @@ class Room:
     def _again(self, act: Callable[[], None]) -> None:
         self.world.later(AGAIN_S, act)
 
-    def _chunk(self, entry: Entry, number: int) -> None:
+    def chunk(self, entry: Entry, number: int) -> None:
         """The next chunk has pages: hand it over, or announce it and compute it."""
         if self._quiet(entry):
             return
-        handle, plan = entry.handle, self.plan
-        assert isinstance(handle, DeliveryHandle)
-        if number == len(plan.edges):
+        if number == len(self.plan.edges):
             self._finish(entry)
             return
-        stop = plan.edges[number]
-        waits = entry.pulling is not None or entry.given != (plan.edges[number - 1] if number else 0)
-        if waits or not self._room_for(entry, stop):
-            self._again(partial(self._chunk, entry, number))
+        if self.plan.steps:
+            entry.node.passes.join(entry, number)
             return
-        size = entry.node.memory.page_rows
-        first = entry.given // size * size
-        pages = entry.pages[first // size : -(-stop // size)]
-        tables = entry.node.memory.tables(pages, first)
-        start, entry.given = entry.given, stop
-        rng = self.world.random
-        if plan.steps:
-            assert isinstance(entry.node.endpoint, PrefillEndpoint)
-            step = entry.node.endpoint.step({plan.room: (stop, tables)})
-            act = partial(self._computed, entry, step, number, start, list(entry.pages))
-            self.world.later(plan.pass_s, act)
+        chunk = self.taken(entry, number)
+        if chunk is None:
             return
+        handle, rng = entry.handle, self.world.random
+        assert isinstance(handle, DeliveryHandle)
         ready: SimEvent | None = None
         if rng.random() < 0.4:
             ready = SimEvent()
-            self.world.later(
-                plan.pass_s,
-                partial(self._final, entry, ready, start, stop, list(entry.pages)),
-            )
+            self.world.later(self.plan.pass_s, partial(self._final, chunk, ready))
         else:
-            self._write(entry, start, stop, entry.pages)
-        handle.send_chunk(stop, tables, ready)
-        self.world.later(rng.randint(0, 4) / 1000, partial(self._chunk, entry, number + 1))
+            self.write(entry, chunk.start, chunk.stop, entry.pages)
+        handle.send_chunk(chunk.stop, chunk.tables, ready)
+        self.world.later(rng.randint(0, 4) / 1000, partial(self.chunk, entry, number + 1))
+
+    def taken(self, entry: Entry, number: int) -> Chunk | None:
+        """A chunk with its pages; None: nobody wants it any more, or it has to wait and comes again by itself."""
+        if self._quiet(entry):
+            return None
+        stop = self.plan.edges[number]
+        waits = entry.pulling is not None or entry.given != (self.plan.edges[number - 1] if number else 0)
+        if waits or not self._room_for(entry, stop):
+            self._again(partial(self.chunk, entry, number))
+            return None
+        size = entry.node.memory.page_rows
+        first = entry.given // size * size
+        tables = entry.node.memory.tables(entry.pages[first // size : -(-stop // size)], first)
+        start, entry.given = entry.given, stop
+        return Chunk(entry, number, start, stop, list(entry.pages), tables)
 
     def _room_for(self, entry: Entry, stop: int) -> bool:
         memory = entry.node.memory
@@ -252,7 +251,7 @@ class Room:
         entry.pages += taken
         return True
 
-    def _write(
+    def write(
         self,
         entry: Entry,
         start: int,
@@ -265,84 +264,11 @@ class Room:
         for cells in (memory.cells, memory.want):
             memory.put(cells, pages, 0, start, stop, self.truth, layer)
 
-    def _final(self, entry: Entry, ready: SimEvent, start: int, stop: int, pages: list[int]) -> None:
-        if entry.node.alive:
-            if entry.pages[: len(pages)] == pages:
-                self._write(entry, start, stop, pages)
+    def _final(self, chunk: Chunk, ready: SimEvent) -> None:
+        if chunk.entry.node.alive:
+            chunk.lay([None])
             ready.happened = True
-            self.world.touch(entry.node)
-
-    def _computed(self, entry: Entry, step: ForwardPass, number: int, start: int, pages: list[int]) -> None:
-        """A forward pass has begun to end; if its pages were taken away, its rows are given again with the others."""
-        if not entry.node.alive:
-            return
-        rng = self.world.random
-        layers = list(reversed(entry.node.memory.pool.site.shard.layers()))
-        if rng.random() < 0.6:
-            if rng.random() < 0.5:
-                rng.shuffle(layers)
-            self._layer(entry, step, number, (start, self.plan.edges[number]), pages, layers)
-        else:
-            self._close(entry, step, number, (start, self.plan.edges[number]), pages, layers)
-
-    def _layer(
-        self,
-        entry: Entry,
-        step: ForwardPass,
-        number: int,
-        rows: tuple[int, int],
-        pages: list[int],
-        layers: list[LayerId],
-    ) -> None:
-        """Layer after layer is final, most often from the first on; the pass ends with the last, or before it."""
-        if not entry.node.alive:
-            return
-        layer = layers.pop()
-        ready = self._by_event(entry, rows, pages, [layer])
-        step.layer_ready(layer, ready)
-        if layers and self.world.random.random() < 0.85:
-            self.world.later(0.001, partial(self._layer, entry, step, number, rows, pages, layers))
-        else:
-            self._close(entry, step, number, rows, pages, layers)
-
-    def _close(
-        self,
-        entry: Entry,
-        step: ForwardPass,
-        number: int,
-        rows: tuple[int, int],
-        pages: list[int],
-        layers: list[LayerId],
-    ) -> None:
-        """A pass ends; layers that were not announced are final then, or at an event."""
-        if layers and len(layers) < len(entry.node.memory.pool.site.shard.layers()):
-            self.world.saw(Kind.LAYERS_REST)
-        step.close(self._by_event(entry, rows, pages, layers))
-        self._chunk(entry, number + 1)
-
-    def _by_event(
-        self, entry: Entry, rows: tuple[int, int], pages: list[int], layers: list[LayerId]
-    ) -> SimEvent | None:
-        """Layers of rows are in their pages now, or when the event happens."""
-        if not layers or self.world.random.random() < 0.6:
-            self._lay(entry, rows, pages, layers)
-            return None
-        ready = SimEvent()
-
-        def happen() -> None:
-            if entry.node.alive:
-                self._lay(entry, rows, pages, layers)
-                ready.happened = True
-                self.world.saw(Kind.LAYER_LATE)
-                self.world.touch(entry.node)
-
-        self.world.later(self.world.random.randint(1, 5) / 1000, happen)
-        return ready
-
-    def _lay(self, entry: Entry, rows: tuple[int, int], pages: list[int], layers: list[LayerId]) -> None:
-        if entry.pages[: len(pages)] == pages:
-            for layer in layers:
-                self._write(entry, *rows, pages, layer)
+            self.world.touch(chunk.entry.node)
 
     def _finish(self, entry: Entry) -> None:
         handle, plan = entry.handle, self.plan
@@ -351,7 +277,7 @@ class Room:
             return
         upto = plan.edges[-1] if plan.edges else 0
         if self._has_states(entry) and (entry.pulling is not None or entry.given != upto):
-            self._again(partial(self._chunk, entry, len(plan.edges)))
+            self._again(partial(self.chunk, entry, len(plan.edges)))
             return
         entry.finished = True
         aux = None
@@ -365,9 +291,7 @@ class Room:
         handle, world = entry.handle, self.world
         assert isinstance(handle, DeliveryHandle)
         memory = entry.node.memory
-        slots = memory.take_slot(self.number)
-        assert slots is not None, "there are as many slots as rooms"
-        entry.slots = slots
+        entry.slots = slots = memory.take_slot(self.number)
         stop, ready = self.plan.edges[-1] if self.plan.edges else 0, None
         if slots and world.random.random() < 0.4:
             ready = SimEvent()
@@ -422,7 +346,7 @@ class Room:
         if not self._room_for(entry, upto):
             self._again(partial(self._regive, entry, upto))
             return
-        self._write(entry, 0, upto, entry.pages)
+        self.write(entry, 0, upto, entry.pages)
         entry.given = upto
         assert isinstance(entry.handle, DeliveryHandle)
         entry.handle.send_chunk(upto, entry.node.memory.tables(entry.pages))

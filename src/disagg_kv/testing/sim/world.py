@@ -24,6 +24,7 @@ from .fault import FaultClass
 from .kind import Kind
 from .network import Network
 from .node import SimNode
+from .passes import Passes
 from .prefixes import Prefixes, SimStore
 from .rumours import Rumours
 from .scenario import Request, Scenario, Split
@@ -212,6 +213,7 @@ class World:
     def _begin(self, node: SimNode) -> None:
         """A process is there."""
         self.places[node.address] = node
+        node.passes = Passes(self, node)
         if self.scenario.talks and node.side == "decode":
             self._keep_prefixes(node)
         self.network.opened(node.address)

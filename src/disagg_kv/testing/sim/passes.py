@@ -1,0 +1,133 @@
+"""Forward passes of a prefill rank: which rooms' chunks each computes, and when their layers are final."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from ...endpoints import PrefillEndpoint
+from ...endpoints.delivery import ForwardPass
+from ...geometry import PageTable
+from ...ids import LayerId
+from .kind import Kind
+from .node import SimEvent, SimNode
+
+if TYPE_CHECKING:
+    from .workload import Entry
+    from .world import World
+
+
+@frozen(eq=False)
+class Chunk:
+    """The rows ``[start, stop)`` of a room on one rank, its ``number``-th chunk, and the pages that it has by then."""
+
+    entry: Entry
+    number: int
+    start: int
+    stop: int
+    pages: list[int]
+    tables: list[PageTable]
+
+    def lay(self, layers: Sequence[LayerId | None]) -> None:
+        """Layers (None: all) are in their pages; if those were taken away, the rows are given again with the others."""
+        if self.entry.pages[: len(self.pages)] == self.pages:
+            for layer in layers:
+                self.entry.room.write(self.entry, self.start, self.stop, self.pages, layer)
+
+
+class Passes:
+    """A rank computes one pass at a time, over all rooms that wait by then.
+
+    Ranks of one instance announce the same passes where the groups of layers follow from how many tokens a pass has:
+    there each room has passes of its own, as the ranks of a simulated instance do not run in step.
+    """
+
+    def __init__(self, world: World, node: SimNode) -> None:
+        schedule = world.scenario.schedule
+        self._world = world
+        self._node = node
+        self._together = node.split.world == 1 or schedule is None or schedule.fixed is not None
+        self._waiting: list[tuple[Entry, int]] = []
+        self._running = False
+
+    def join(self, entry: Entry, number: int) -> None:
+        """A chunk of a room waits for its pass."""
+        if not self._together:
+            self._begin([(entry, number)])
+            return
+        self._waiting.append((entry, number))
+        self._world.later(self._world.random.choice((0.0, 0.001)), self._next)
+
+    def _next(self) -> None:
+        if not self._running and self._node.alive:
+            waiting, self._waiting = self._waiting, []
+            self._begin(waiting)
+
+    def _begin(self, waiting: Sequence[tuple[Entry, int]]) -> None:
+        chunks = [c for entry, number in waiting if (c := entry.room.taken(entry, number)) is not None]
+        if not chunks:
+            return
+        assert isinstance(self._node.endpoint, PrefillEndpoint)
+        step = self._node.endpoint.step({c.entry.room.plan.room: (c.stop, c.tables) for c in chunks})
+        self._running = True
+        if len(chunks) > 1:
+            self._world.saw(Kind.PASS)
+        seconds = max(c.entry.room.plan.pass_s for c in chunks)
+        self._world.later(seconds, partial(self._computed, step, chunks))
+
+    def _computed(self, step: ForwardPass, chunks: Sequence[Chunk]) -> None:
+        """A pass has begun to end."""
+        if not self._node.alive:
+            return
+        rng = self._world.random
+        layers = list(reversed(self._node.memory.pool.site.shard.layers()))
+        if rng.random() < 0.6:
+            if rng.random() < 0.5:
+                rng.shuffle(layers)
+            self._layer(step, chunks, layers)
+        else:
+            self._close(step, chunks, layers)
+
+    def _layer(self, step: ForwardPass, chunks: Sequence[Chunk], layers: list[LayerId]) -> None:
+        """Layer after layer is final, most often from the first on; the pass ends with the last, or before it."""
+        if not self._node.alive:
+            return
+        layer = layers.pop()
+        step.layer_ready(layer, self._by_event(chunks, [layer]))
+        if layers and self._world.random.random() < 0.85:
+            self._world.later(0.001, partial(self._layer, step, chunks, layers))
+        else:
+            self._close(step, chunks, layers)
+
+    def _close(self, step: ForwardPass, chunks: Sequence[Chunk], layers: list[LayerId]) -> None:
+        """A pass ends; layers that were not announced are final then, or at an event."""
+        if layers and len(layers) < len(self._node.memory.pool.site.shard.layers()):
+            self._world.saw(Kind.LAYERS_REST)
+        step.close(self._by_event(chunks, layers))
+        self._running = False
+        for chunk in chunks:
+            chunk.entry.room.chunk(chunk.entry, chunk.number + 1)
+        if self._waiting:
+            self._world.later(0.0, self._next)
+
+    def _by_event(self, chunks: Sequence[Chunk], layers: list[LayerId]) -> SimEvent | None:
+        """Layers of rows are in their pages now, or when the event happens."""
+        if not layers or self._world.random.random() < 0.6:
+            for chunk in chunks:
+                chunk.lay(layers)
+            return None
+        ready = SimEvent()
+
+        def happen() -> None:
+            if self._node.alive:
+                for chunk in chunks:
+                    chunk.lay(layers)
+                ready.happened = True
+                self._world.saw(Kind.LAYER_LATE)
+                self._world.touch(self._node)
+
+        self._world.later(self._world.random.randint(1, 5) / 1000, happen)
+        return ready
