@@ -125,9 +125,22 @@ def slice_count(run: Run) -> int:
 
 
 @lru_cache(COUNTS)
+def _kinds(
+    source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange
+) -> tuple[tuple[Run, int], ...]:
+    """One run of each kind of those of a segment, and how many are like it: most layers are. Kept, by value."""
+    kinds: dict[tuple[int, ...], tuple[Run, int]] = {}
+    for run in runs(source, target, parts, segment, rows):
+        strides = (run.source.row_stride, run.source.unit_stride, run.target.unit_stride)
+        kind = (run.start, run.stop, run.units, run.unit_bytes, run.source_group.rows_per_page, *strides)
+        first, alike = kinds.get(kind, (run, 0))
+        kinds[kind] = first, alike + 1
+    return tuple(kinds.values())
+
+
 def slice_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
-    """How many writes :func:`slice_writes` makes of a segment; kept, by value."""
-    return sum(slice_count(run) for run in runs(source, target, parts, segment, rows))
+    """How many writes :func:`slice_writes` makes of a segment."""
+    return sum(alike * slice_count(run) for run, alike in _kinds(source, target, parts, segment, rows))
 
 
 def refuse_direct(source: Site, target: Site, parts: Sequence[Part]) -> str | None:
@@ -194,10 +207,9 @@ def direct_writes(
     return coalesce(batch.writes)
 
 
-@lru_cache(COUNTS)
 def direct_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
-    """At most how many writes :func:`direct_writes` makes of a segment; kept, by value."""
-    return sum(direct_count(run) for run in runs(source, target, parts, segment, rows))
+    """At most how many writes :func:`direct_writes` makes of a segment."""
+    return sum(alike * direct_count(run) for run, alike in _kinds(source, target, parts, segment, rows))
 
 
 def direct_count(run: Run) -> int:
@@ -282,8 +294,14 @@ def _pieces(start: int, stop: int, page_rows: int) -> list[tuple[int, int, int, 
 def _inside(run: Run, low: int, high: int) -> tuple[I64, I64]:
     """The runs of bytes, offset and length, that the slots ``[low, high)`` of one page of the source make up."""
     plane = run.source
-    cells = np.arange(low, high)[:, None] * plane.row_stride + np.arange(run.units) * plane.unit_stride
-    cells = np.sort(cells.ravel())
-    starts = np.flatnonzero(np.concatenate([[True], np.diff(cells) != run.unit_bytes]))
-    lengths = np.diff(np.append(starts, len(cells))) * run.unit_bytes
+    offsets, lengths = _byte_runs(high - low, plane.row_stride, run.units, plane.unit_stride, run.unit_bytes)
+    return offsets + low * plane.row_stride, lengths
+
+
+@lru_cache(COUNTS)
+def _byte_runs(rows: int, row_stride: int, units: int, unit_stride: int, unit_bytes: int) -> tuple[I64, I64]:
+    """Offset and length of the runs of bytes that so many rows make up; kept, so nobody may change them."""
+    cells = np.sort((np.arange(rows)[:, None] * row_stride + np.arange(units) * unit_stride).ravel())
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(cells) != unit_bytes]))
+    lengths = np.diff(np.append(starts, len(cells))) * unit_bytes
     return cells[starts], lengths
