@@ -13,6 +13,7 @@ from disagg_kv.ids import Rank, RoomId
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source, StoreMinimum
+from disagg_kv.strategies import LayerPipelined, PerChunk, Schedule
 from tests.support.rig import KV, Memory, Rig, Truth, put, tp_shards
 
 SPEC = CacheSpec.kv(2, 2, 4, "float16")
@@ -70,10 +71,10 @@ def right(rig: Rig, rank: int, table: PageTable, talk: Conversation) -> bool:
     ),
     forget=st.lists(st.tuples(st.integers(0, 13), st.integers(0, 1), st.integers(1, 20)), max_size=4),
     greedy=st.sets(st.integers(0, 13)),
-    schedule=st.sampled_from(["per_chunk", "layer_pipelined"]),
+    schedule=st.sampled_from([PerChunk(), LayerPipelined(fixed=1)]),
 )
 def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
-    turns: list[tuple[int, int, int | None]], forget: list[tuple[int, int, int]], greedy: set[int], schedule: str
+    turns: list[tuple[int, int, int | None]], forget: list[tuple[int, int, int]], greedy: set[int], schedule: Schedule
 ) -> None:
     """C1 to C4: ranks that evict unalike agree; after a failure nothing is held; what is held is always right.
 
@@ -81,8 +82,8 @@ def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
     alone loses pages now and then; and while some rooms are under way others take, and overwrite, all that can be had.
     """
     rig = Rig(SPEC)
-    strategy = f"staged+{schedule}+incremental"
-    rig.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=3, pages=40), strategy=strategy)
+    strategy = f"staged+{schedule.name}+incremental"
+    rig.prefill(tp_shards(SPEC, 1), memory=Memory(page_size=3, pages=40), strategy=strategy, schedule=schedule)
     rig.decode(tp_shards(SPEC, 2), memory=Memory(page_size=PAGE, pages=PAGES), strategy=strategy)
     store = HashStore()
     ranks = [
@@ -137,7 +138,10 @@ def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abo
     send, pages = prefill.endpoint.open(room), prefill.take(talk.rows)
     for pool in (prefill.pool, prefill.want):
         put(pool, pages, 0, talk.rows, talk.truth)
-    send.send_chunk(talk.rows, [pages])
+    step = prefill.endpoint.step({room: (talk.rows, [pages])})
+    for layer in prefill.pool.site.shard.layers():
+        step.layer_ready(layer)
+    step.close()
     send.finish(talk.rows)
     if greedy:
         overwrite(rig, ranks)
