@@ -40,6 +40,8 @@ LOOK_S = 0.02
 PAUSE_S = 0.0005
 """Between two looks at writes that ``close`` waits for."""
 
+_LOOPBACK = "127.0.0.1"
+
 _LEAST_TIMEOUT_S = 5
 """The library takes any shorter one for this."""
 
@@ -50,7 +52,8 @@ class MooncakeTransport:
     Import this in a process that will not fork afterwards: the library brings a Go runtime with it.
 
     Args:
-        host: name or address under which peers reach this host; the default serves one host only.
+        host: name or address under which peers reach this host; the default serves one host only, and each engine has
+            an address of its own in 127.0.0.0/8 then.
         protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink_intra"`` for GPU memory (and nothing else) on one host.
         metadata: ``"P2PHANDSHAKE"``, or the URL of a metadata service that all peers use.
         device_name: RDMA devices to use, separated by commas; empty: all.
@@ -98,6 +101,8 @@ class MooncakeTransport:
         self.caps = attrs.evolve(self.caps, drain_s=drain_s)
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
+        if host == _LOOPBACK and metadata == "P2PHANDSHAKE" and "MC_TCP_BIND_ADDRESS" not in os.environ:
+            host = _loopback(self._me)
         engine = Engine(
             module,
             host=host,
@@ -333,6 +338,14 @@ def _check(host: str, protocol: str, workers: int, timeout_s: int | None, drain_
         raise ConfigurationError(f"mooncake: {workers} workers")
     if timeout_s is not None and timeout_s < _LEAST_TIMEOUT_S:
         raise ConfigurationError(f"mooncake: timeout_s of {timeout_s}; the library needs {_LEAST_TIMEOUT_S} at least")
+
+
+def _loopback(peer: Peer) -> str:
+    """An address of this host that hardly any other engine has had; Linux answers at all of 127.0.0.0/8.
+
+    The library can forget no address, and draws its ports from 2,000.
+    """
+    return f"127.{1 + peer[0] % 254}.{peer[1]}.{1 + peer[2] % 254}"
 
 
 def _environment_timeout() -> int:

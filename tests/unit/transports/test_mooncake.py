@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from ipaddress import ip_address
 
 import attrs
 import msgspec
@@ -75,6 +76,11 @@ def readdressed(
     found = decode(descriptor, "mooncake")
     blob = msgspec.msgpack.encode(change(unpack(found.blob, Address)))
     return encode(attrs.evolve(found, incarnation=incarnation or found.incarnation, blob=blob))
+
+
+def whereabouts(end: End | Child) -> Address:
+    """Where its engine says that it is, and in which process."""
+    return unpack(decode(end.descriptor(), "mooncake").blob, Address)
 
 
 def test_2500_scattered_descriptors_to_one_peer_arrive(pair: Pair) -> None:
@@ -181,7 +187,7 @@ def test_a_write_that_the_library_still_has_is_not_quiet_however_long_its_peer_h
     assert singles is not None
     with closing(_Children(2)) as children:
         target, mortal = children.all
-        process = unpack(decode(mortal.descriptor(), "mooncake").blob, Address).process
+        process = whereabouts(mortal).process
         remote = target.add(np.zeros(1 << 22, np.uint8))
         local, log = end.add(noise(1 << 22)), Log(end.transport.caps)
         moved = readdressed(target.descriptor(), lambda a: attrs.evolve(a, process=process))
@@ -286,7 +292,9 @@ def test_a_peer_that_does_not_answer_is_not_waited_for(end: End) -> None:
     other = MooncakeTransport()
     descriptor = other.local_descriptor()
     with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(TransportError, match="answer"):
-        end.connect(readdressed(descriptor, lambda a: attrs.evolve(a, port=deaf.getsockname()[1])), 0.3)
+        end.connect(
+            readdressed(descriptor, lambda a: attrs.evolve(a, host="127.0.0.1", port=deaf.getsockname()[1])), 0.3
+        )
     with pytest.raises(PeerLostError, match="nobody listens"):
         end.connect(readdressed(descriptor, lambda a: attrs.evolve(a, port=9)), TIMEOUT_S)
     with pytest.raises(TransportError, match=r"cannot open '127\.0\.0\.1:9'"):
@@ -313,6 +321,19 @@ def test_a_peer_that_cannot_be_worked_with_is_refused(end: End) -> None:
     with pytest.raises(TransportError, match="an earlier peer was at"):
         end.connect(readdressed(good, incarnation=Peer(b"x" * 16)), TIMEOUT_S)
     other.close(0.0)
+
+
+def test_each_engine_of_a_host_has_an_address_of_its_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E10: the library forgets none, and ports repeat after some fifty peers; unless it is to listen at one address."""
+    hosts = {whereabouts(end).host for end in (pair.source, pair.target)}
+    assert len(hosts) == 2
+    assert all(ip_address(host).is_loopback for host in hosts)
+    pair.put((0, 0, NBYTES))
+    pair.check()
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+    narrow = End(MooncakeTransport, HostMemory())
+    assert whereabouts(narrow).host == "127.0.0.1"
+    narrow.close(0.0)
 
 
 def test_another_engine_under_the_name_of_a_peer_is_refused(pair: Pair) -> None:
