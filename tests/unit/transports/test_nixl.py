@@ -7,7 +7,6 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
 
 import attrs
 import msgspec
@@ -210,20 +209,17 @@ def test_an_idle_transport_rests_between_two_looks_at_the_library(target: End, m
     one.connect(target.descriptor(), WAIT_S)
     assert isinstance(one.transport, NixlTransport)
     agent = one.transport._worker._agent
-    looks, heard = count(), agent.heard
+    heard, looks = agent.heard, list[float]()
 
     def counted() -> Mapping[str, Sequence[bytes]]:
-        next(looks)
+        looks.append(time.monotonic())
         return heard()
 
     monkeypatch.setattr(agent, "heard", counted)
-    time.sleep(0.5)
-    began = time.monotonic()
-    before = next(looks)
-    time.sleep(0.5)
-    made = next(looks) - before
-    assert made < 2 * (time.monotonic() - began) / 0.01, "without a pause it would be a hundred times as many"
-    assert before > 0, "it looks"
+    wait(lambda: len(looks) >= 150, lambda: None, WAIT_S, "150 looks")  # the first pauses are shorter
+    before = len(looks)
+    wait(lambda: len(looks) >= before + 50, lambda: None, WAIT_S, "fifty more")
+    assert looks[before + 49] - looks[before] > 0.5 * 49 * 0.01, "without a pause it would take two milliseconds"
     one.close(0.0)
 
 
