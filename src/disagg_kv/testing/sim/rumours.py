@@ -79,7 +79,7 @@ class Rumours:
 
     def tempted(self, node: SimNode) -> bool:
         """Whether a room of a process is in a state that is seldom seen."""
-        return any(pair[0].state in BRIEF for pair in self._pairs(node))
+        return any(pair[0].state in (*BRIEF, Sending.FINISHED) for pair in self._pairs(node))
 
     def spread(self, node: SimNode) -> None:
         """One frame for one room of a process, if it has any."""
