@@ -53,6 +53,8 @@ BUGS: Sequence[Mutant] = (
            "protocol.agreement:Agreement._count", "sum(life.votes.values()) == self._world", "life.votes"),
     Mutant("a life that is replaced takes the next one with it when its end is noticed", "E10",
            "protocol.agreement:Agreement.joined", "if r == rank]", "if False]"),
+    Mutant("a late greeting gives an address back to an older life while the newer one is silent", "E10",
+           "protocol.peers:PeerTable._stale", "not there.ended and", "not there.lost and"),
     Mutant("a lease in quarantine is released without evidence", "I5",
            RECEIVE + "_settle", "if w.evidence}", "if True}"),
     Mutant("an abort is acknowledged before the writes have drained", "I5",

@@ -212,11 +212,12 @@ class PeerTable:
         return out
 
     def _stale(self, hello: Hello) -> bool:
-        """An older life does not take the address back from one that is there."""
-        there = self.at(hello.address)
-        if there is None:
+        """An older life does not take the address back from one that is there, or was lost and may be heard again."""
+        epoch = self._at.get(hello.address)
+        if epoch is None:
             return False
-        return is_older(hello, self._peers[there].hello)
+        there = self._peers[epoch]
+        return not there.ended and is_older(hello, there.hello)
 
     def _replace(self, address: str, epoch: Epoch) -> list[PeerEffect]:
         """A new life at a known address retires the old one; that is no evidence that its process has ended."""

@@ -187,8 +187,11 @@ def test_a_late_hello_of_an_older_life_does_not_take_the_address_back() -> None:
     a.on_hello(hello(epoch(3), epoch(1), "b", started=5), 0.0)
     assert a.on_hello(hello(epoch(2), b"", "b", started=4), 1.0) == []
     assert a.at("b") == epoch(3)
-    a.lose(epoch(3), PeerLostError("seen"))
-    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(2), b"", "b", started=4), 2.0))
+    a.lose(epoch(3), PeerLostError("silent"))
+    assert a.on_hello(hello(epoch(2), b"", "b", started=4), 2.0) == []
+    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(3), epoch(1), "b", started=5), 3.0))
+    a.lose(epoch(3), PeerLostError("its process has ended"), ended=True)
+    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(2), b"", "b", started=4), 4.0))
 
 
 def test_a_life_keeps_its_address() -> None:
