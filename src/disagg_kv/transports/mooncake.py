@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 import uuid
@@ -53,7 +54,7 @@ class MooncakeTransport:
 
     Args:
         host: name or address under which peers reach this host; the default serves one host only, and each engine has
-            an address of its own in 127.0.0.0/8 then.
+            an address of its own in 127.0.0.0/8 then, if that is the host's.
         protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink_intra"`` for GPU memory (and nothing else) on one host.
         metadata: ``"P2PHANDSHAKE"``, or the URL of a metadata service that all peers use.
         device_name: RDMA devices to use, separated by commas; empty: all.
@@ -102,7 +103,7 @@ class MooncakeTransport:
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
         if host == _LOOPBACK and metadata == "P2PHANDSHAKE" and "MC_TCP_BIND_ADDRESS" not in os.environ:
-            host = _loopback(self._me)
+            host = loopback(f"127.{1 + self._me[0] % 254}.{self._me[1]}.{1 + self._me[2] % 254}")
         engine = Engine(
             module,
             host=host,
@@ -340,12 +341,18 @@ def _check(host: str, protocol: str, workers: int, timeout_s: int | None, drain_
         raise ConfigurationError(f"mooncake: timeout_s of {timeout_s}; the library needs {_LEAST_TIMEOUT_S} at least")
 
 
-def _loopback(peer: Peer) -> str:
-    """An address of this host that hardly any other engine has had; Linux answers at all of 127.0.0.0/8.
+def loopback(wanted: str) -> str:
+    """An address that hardly any other engine of this host has had; where it is not the host's, the usual one.
 
-    The library can forget no address, and draws its ports from 2,000.
+    The library can forget no address, and draws its ports from 2,000. Linux answers at all of 127.0.0.0/8, unless its
+    loopback device was given less.
     """
-    return f"127.{1 + peer[0] % 254}.{peer[1]}.{1 + peer[2] % 254}"
+    with socket.socket() as probe:
+        try:
+            probe.bind((wanted, 0))
+        except OSError:
+            return _LOOPBACK
+    return wanted
 
 
 def _environment_timeout() -> int:

@@ -29,7 +29,7 @@ from disagg_kv.testing.ends import Child, End, HostMemory, plain
 from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait
 from disagg_kv.transports import Ended, Heard, Settled
 from disagg_kv.transports.descriptor import decode, encode, unpack
-from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport
+from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport, loopback
 from disagg_kv.transports.mooncake_flight import Address
 from disagg_kv.transports.mooncake_single import DEPTH
 from tests.support.needs import needs_mooncake
@@ -334,6 +334,8 @@ def test_each_engine_of_a_host_has_an_address_of_its_own(pair: Pair, monkeypatch
     narrow = End(MooncakeTransport, HostMemory())
     assert whereabouts(narrow).host == "127.0.0.1"
     narrow.close(0.0)
+    not_ours = "192.0.2.1"
+    assert [loopback(host) for host in ("127.9.9.9", not_ours)] == ["127.9.9.9", "127.0.0.1"]
 
 
 def test_another_engine_under_the_name_of_a_peer_is_refused(pair: Pair) -> None:
