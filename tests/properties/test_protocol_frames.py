@@ -115,7 +115,7 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.AbortAck),
     room_frame(f.Drained, reason=texts),
     room_frame(f.DrainedAck),
-    room_frame(f.Ballot, ok=st.none() | st.booleans(), reason=texts),
+    room_frame(f.Ballot, ok=st.none() | st.booleans(), reason=texts, open_ms=numbers),
     room_frame(f.Verdict, ok=st.none() | st.booleans(), shared=st.booleans(), reason=texts),
     room_frame(f.Return, segment=boxes, ask=numbers),
     room_frame(f.Returned, segment=boxes, ask=numbers),
