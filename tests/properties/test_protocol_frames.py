@@ -80,6 +80,7 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
         host=names,
         pid=numbers,
         started=numbers,
+        born=numbers,
         spec=specs,
         shards=st.lists(st.lists(holdings, max_size=2).map(tuple), max_size=2).map(tuple),
         site=sites,
@@ -199,7 +200,7 @@ def introduction(**change: object) -> f.Hello:
     """A Hello, one field of which is changed."""
     plain = f.Hello(
         src=bytes(16), dst=b"", version=1, address="a", role="decode", instance="i", rank=0, host="h", pid=1, started=1,
-        spec=f.WireSpec(b"", (), ()), shards=(), site=f.WireSite((), (), ()), regions=(), transport="t",
+        born=1, spec=f.WireSpec(b"", (), ()), shards=(), site=f.WireSite((), (), ()), regions=(), transport="t",
         descriptor=b"", paths=(), slot_bytes=0, ring_region=0, ring_bytes=0, lease_bytes=0,
     )  # fmt: skip
     return msgspec.structs.replace(plain, **change)

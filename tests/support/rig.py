@@ -16,7 +16,7 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint
 from disagg_kv.endpoints.delivery import DeliveryHandle
 from disagg_kv.endpoints.reception import ReceptionHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
@@ -86,6 +86,7 @@ class DecodeOptions(TypedDict, total=False):
     arrivals_per_poll: int | None
     kernels: Kernels
     options: Options
+    life: Life
 
 
 def _no_sleep(seconds: float) -> None:
@@ -243,15 +244,16 @@ class Rig:
         memory: Memory | None = None,
         *,
         only: Iterable[int] | None = None,
+        at: str | None = None,
         **more: Unpack[DecodeOptions],
     ) -> Decodes:
-        """An instance of decode ranks, or ``only`` some of them."""
+        """An instance of decode ranks, or ``only`` some of them, ``at`` other addresses than those of its name."""
         of = memory or Memory()
         made: Decodes = []
         more = {"ring_bytes": 1 << 16, "options": self.options, **more}
         for rank in range(len(shards)) if only is None else only:
             transport, observer = of.transport(), Recorder()
-            channel = of.channel(InprocChannel(self.hub, f"{name}{rank}"))
+            channel = of.channel(InprocChannel(self.hub, f"{at or name}{rank}"))
             pool = self._pool(shards[rank], of, transport)
             endpoint = DecodeEndpoint(
                 pool,

@@ -97,6 +97,7 @@ class Self:
                 host=self.life.process.host,
                 pid=self.life.process.pid,
                 started=self.life.process.started,
+                born=self.life.born,
                 spec=spec,
                 shards=shards,
                 site=site,

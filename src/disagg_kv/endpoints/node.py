@@ -402,6 +402,9 @@ class Node:
         if lives:
             youngest = reduce(lambda a, b: a if is_older(b, a) else b, lives)
             self.agree(self.agreement.joined(Epoch(youngest.src), rank, self.now))
+            for other in lives:
+                if other is not youngest:
+                    self.agreement.followed(Epoch(other.src), rank)
 
     def _link(self, up: Up) -> Peer | DisaggKVError:
         """Connect the transport. It blocks, so one that failed is not tried again with every frame of the peer."""

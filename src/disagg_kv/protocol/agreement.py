@@ -88,6 +88,7 @@ class Agreement:
         self._lives: OrderedDict[RoomId, list[_Life]] = OrderedDict()
         self._forgotten: dict[Epoch, int] = {}
         self._ranks: dict[Epoch, Rank] = {}
+        self._followed: dict[Epoch, Rank] = {}
 
     @property
     def undecided(self) -> int:
@@ -106,6 +107,7 @@ class Agreement:
             return out
         for other in [e for e, r in self._ranks.items() if r == rank]:
             out += self.lost(other, now)
+        self._followed.pop(epoch, None)
         self._ranks[epoch] = rank
         self._forgotten = {e: g for e, g in self._forgotten.items() if e in self._ranks}
         if rank == 0 != self._rank:
@@ -115,8 +117,13 @@ class Agreement:
             out += [self._tell(room, now) for room in self._waiting]
         return out
 
+    def followed(self, epoch: Epoch, rank: Rank) -> None:
+        """This life of a rank is there, but another one counts, until this one joins or is lost."""
+        self._followed[epoch] = rank
+
     def lost(self, epoch: Epoch, now: float) -> list[Send | Outcome]:
         """A rank of our instance is lost: rooms that need it fail; ours that may be its next life's wait for that."""
+        self._followed.pop(epoch, None)
         rank = self._ranks.pop(epoch, None)
         out: list[Send | Outcome] = []
         if rank is None:
@@ -178,14 +185,17 @@ class Agreement:
         return out
 
     def on_ballot(self, ballot: Ballot, now: float) -> list[Send | Outcome]:
-        """Rank 0: another rank's ballot; it is answered in any case."""
+        """Rank 0: another rank's ballot; it is answered in any case, also where another life of that rank counts."""
         peer = Epoch(ballot.src)
-        rank = self._ranks.get(peer)
+        rank = self._ranks.get(peer, self._followed.get(peer))
         if rank is None or self._rank != 0:
             return []
         room, generation = RoomId(ballot.room), Generation(ballot.generation)
-        if self._find(room, rank, peer, generation) is None and self._is_old(room, rank, peer, generation):
-            return [self._verdict(peer, room, generation, Decided(False, "the outcome is forgotten"))]
+        if self._find(room, rank, peer, generation) is None:
+            if self._is_old(room, rank, peer, generation):
+                return [self._verdict(peer, room, generation, Decided(False, "the outcome is forgotten"))]
+            if peer not in self._ranks:
+                return [self._verdict(peer, room, generation, self._exclude(room, rank, peer, generation))]
         opened = now - ballot.open_ms / 1000
         out = self._count(room, rank, peer, generation, ballot.ok, ballot.reason, opened, now)
         if not any(isinstance(e, Send) and e.to == peer for e in out):
@@ -296,6 +306,15 @@ class Agreement:
         self._lives.move_to_end(room)
         self._forget()
         return lives[-1]
+
+    def _exclude(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> Decided:
+        """End what a followed life of a rank has begun by itself: no other rank's part of the room belongs to it."""
+        decided = Decided(False, f"another life of rank {rank} is there")
+        self._lives.setdefault(room, []).append(_Life({rank: (epoch, generation)}, {}, decided, -inf))
+        self._lives.move_to_end(room)
+        self._trim(room)
+        self._forget()
+        return decided
 
     def _forget(self) -> None:
         """Bound what is remembered of decided rooms."""

@@ -122,7 +122,11 @@ class RoomFrame(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 
 
 class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=0):
-    """Who I am; sent until the other side's ``Hello`` names my epoch, and whenever an epoch does not match."""
+    """Who I am; sent until the other side's ``Hello`` names my epoch, and whenever an epoch does not match.
+
+    ``started`` is when my process began, which says which one ``pid`` is; ``born`` is when this life of mine began, in
+    nanoseconds since the boot of ``host``.
+    """
 
     version: U
     address: Name
@@ -132,6 +136,7 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     host: Name
     pid: U
     started: U
+    born: U
     spec: WireSpec
     shards: Annotated[tuple[Annotated[tuple[WireHolding, ...], Entries], ...], Meta(max_length=MAX_RANKS)]
     site: WireSite

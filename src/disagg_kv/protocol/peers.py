@@ -415,8 +415,11 @@ class PeerTable:
 
 
 def is_older(hello: Hello, other: Hello) -> bool:
-    """Whether a life began before another, as far as can be told: clocks of several hosts are not compared."""
-    return hello.host == other.host and hello.started < other.started
+    """Whether a life began before another, as far as can be told: clocks of several hosts are not compared.
+
+    When their processes began says nothing of it: a process that was there already may follow one that has ended.
+    """
+    return hello.host == other.host and hello.born < other.born
 
 
 def _where(peer: _Peer) -> str:

@@ -462,7 +462,7 @@ def test_more_pages_than_a_frame_can_name_are_not_exposed(
 def test_the_life_of_an_endpoint_can_be_given() -> None:
     """I8: a simulator's endpoints draw nothing by themselves: epoch and process are what it says."""
     rig = Rig(SPEC)
-    life = Life(Epoch(b"0123456789abcdef"), Process(7, 8, "host"))
+    life = Life(Epoch(b"0123456789abcdef"), Process(7, 8, "host"), born=9)
     channel = InprocChannel(rig.hub, "mine")
     ear = InprocChannel(rig.hub, "ear")
     rig.rendezvous.publish("ear", Rank(0), 1, ear.address)
@@ -482,7 +482,7 @@ def test_the_life_of_an_endpoint_can_be_given() -> None:
     endpoint.driver.turn()
     hello = next(Codec().decode(event.frame) for event in ear.poll(0.0) if isinstance(event, Arrived))
     assert isinstance(hello, Hello)
-    assert (hello.src, hello.pid, hello.started, hello.host) == (life.epoch, 7, 8, "host")
+    assert (hello.src, hello.pid, hello.started, hello.born, hello.host) == (life.epoch, 7, 8, 9, "host")
     endpoint.close(0.0)
 
 

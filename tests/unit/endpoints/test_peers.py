@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Channel, InprocChannel, News
+from disagg_kv.endpoints import Life
 from disagg_kv.errors import (
     ConfigurationError,
     GeometryError,
@@ -24,6 +25,7 @@ from disagg_kv.ids import Rank, RoomId
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
 from disagg_kv.transports import Capabilities, InprocTransport, ShmTransport
+from disagg_kv.transports.process import Process
 from tests.support.rig import KV, Memory, Rig, tp_shards
 from tests.support.rig_parts import Fate, Unreliable
 
@@ -105,6 +107,19 @@ def test_decode_restarts() -> None:
     assert request.sends[0].phase is Phase.FAILED
     assert isinstance(request.sends[0].error, PeerLostError)
     assert len(prefills[0].endpoint.peers()) == 1
+    rig.quiet()
+
+
+def test_decode_is_followed_by_a_process_that_was_there_before() -> None:
+    """E10: a spare that was started first takes over the address of one whose end nobody has seen."""
+    rig = Rig(SPEC, options=QUICK)
+    first, spare = (Life(process=Process(pid, ticks, "another host")) for pid, ticks in ((2, 5000), (1, 4000)))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), life=first)
+    rig.request("first", prefills, decodes, 8).start().landed()
+    decodes[0].crash()
+    rig.decodes.clear()
+    rig.request("spare", prefills, rig.decode(tp_shards(SPEC, 1), life=spare), 8).start().landed()
+    assert [peer.epoch for peer in prefills[0].endpoint.peers()] == [spare.epoch]
     rig.quiet()
 
 

@@ -187,6 +187,25 @@ def test_a_life_that_speaks_again_when_another_is_there_for_its_rank_changes_not
     rig.quiet()
 
 
+def test_a_life_that_another_has_followed_hears_that_its_rooms_have_failed() -> None:
+    """E1, E10: it has all that it waited for, and rank 0, which knows it, agrees with another life of its rank."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2))
+    rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in decodes), "the ranks to meet")
+    leader, first = decodes
+    first.frozen = True
+    (second,) = rig.decode(tp_shards(SPEC, 2), only=[1], at="E")
+    rig.until(lambda: len(leader.endpoint.peers()) == 2 and len(second.endpoint.peers()) == 1, "the ranks to meet")
+    first.frozen = False
+    began = rig.clock()
+    request = rig.request("room", prefills, [leader, first], 8).start()
+    old = request.receives[1]
+    rig.until(lambda: old.released, "the room")
+    assert old.phase is Phase.FAILED
+    assert "another life of rank 1 is there" in str(old.error)
+    assert rig.clock() - began < SECONDS
+
+
 def test_a_life_that_another_has_followed_leads_again_when_that_one_ends() -> None:
     """E10: nobody is without rank 0 for good while a life of it is there."""
     rig = Rig(SPEC, options=OPTIONS)

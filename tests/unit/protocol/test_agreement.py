@@ -164,6 +164,65 @@ def test_another_life_of_a_rank_that_comes_before_its_end_is_noticed_is_the_end_
     assert outcomes(one.on_ballot(ballot(3, 1, True, RoomId(b"2")), 3.0)) == [(2, True)]
 
 
+def test_a_life_that_another_has_followed_is_told_that_what_it_begins_has_failed() -> None:
+    """E1, E16: rank 0 answers it the same however often it asks, and nobody's room pairs with its own."""
+    one = leader()
+    one.joined(E[3], Rank(1), 1.0)
+    one.followed(E[1], Rank(1))
+    one.vote(key(1), None, "", 1.0)
+    for ok in (None, True, False):
+        (answer,) = one.on_ballot(ballot(1, 11, ok), 2.0)
+        assert verdicts([answer]) == [(E[1], 11, False)]
+        assert isinstance(answer, Send)
+        assert isinstance(answer.frame, Verdict)
+        assert answer.frame.reason == "another life of rank 1 is there"
+    one.vote(key(1), True, "", 3.0)
+    one.on_ballot(ballot(2, 22, True), 3.0)
+    assert outcomes(one.on_ballot(ballot(3, 1, True), 3.0)) == [(1, True)]
+
+
+def test_a_life_that_another_has_followed_hears_how_a_room_ends_that_it_voted_for() -> None:
+    """E16, I6: its success was counted, so it is no failure of its rank that another life has come."""
+    one = leader()
+    one.vote(key(1), True, "", 0.0)
+    one.on_ballot(ballot(1, 11, True), 0.0)
+    one.joined(E[3], Rank(1), 1.0)
+    one.followed(E[1], Rank(1))
+    assert verdicts(one.on_ballot(ballot(1, 11, True), 2.0)) == [(E[1], 11, None)]
+    assert outcomes(one.on_ballot(ballot(2, 22, True), 3.0)) == [(1, True)]
+    assert verdicts(one.on_ballot(ballot(1, 11, True), 4.0)) == [(E[1], 11, True)]
+    assert verdicts(one.on_ballot(ballot(1, 10, None), 5.0)) == [(E[1], 10, False)]
+
+
+def test_a_life_that_another_has_followed_counts_again_when_that_one_is_lost() -> None:
+    """E10: late echoes of what it began meanwhile pair with nothing; once lost itself it is answered no more."""
+    one = leader(2)
+    one.joined(E[3], Rank(1), 1.0)
+    one.followed(E[1], Rank(1))
+    one.on_ballot(ballot(1, 11, None), 2.0)
+    one.lost(E[3], 3.0)
+    assert one.joined(E[1], Rank(1), 3.0) == []
+    assert verdicts(one.on_ballot(ballot(1, 11, None), 4.0)) == [(E[1], 11, False)]
+    one.vote(key(1), True, "", 4.0)
+    assert outcomes(one.on_ballot(ballot(1, 12, True), 5.0)) == [(1, True)]
+    one.joined(E[3], Rank(1), 6.0)
+    one.followed(E[1], Rank(1))
+    one.lost(E[1], 7.0)
+    assert one.on_ballot(ballot(1, 13, None), 8.0) == []
+
+
+def test_what_lives_that_others_have_followed_begin_is_bounded() -> None:
+    """E14: it is answered, however much it is, and forgotten like any room that is decided."""
+    one = leader(options=Options(tombstones=4))
+    one.joined(E[3], Rank(1), 1.0)
+    one.followed(E[1], Rank(1))
+    for n in range(50):
+        assert verdicts(one.on_ballot(ballot(1, n, None, RoomId(b"%d" % n)), 1.0)) == [(E[1], n, False)]
+    for n in range(50, 100):
+        assert verdicts(one.on_ballot(ballot(1, n, None), 1.0)) == [(E[1], n, False)]
+    assert one.remembered <= 4 * LIVES
+
+
 def test_another_life_of_rank_0_that_comes_before_the_end_of_the_first_is_noticed_leads() -> None:
     """E10, E16: what the first had fails, what it did not have goes to the next one, or fails soon."""
     one = follower()

@@ -17,7 +17,7 @@ def epoch(n: int) -> Epoch:
 
 
 def hello(
-    src: Epoch, dst: bytes, address: str, *, started: int = 1, version: int = VERSION, role: str = "any"
+    src: Epoch, dst: bytes, address: str, *, born: int = 1, started: int = 1, version: int = VERSION, role: str = "any"
 ) -> Hello:
     return Hello(
         src=src,
@@ -30,6 +30,7 @@ def hello(
         host="h",
         pid=1,
         started=started,
+        born=born,
         spec=WireSpec(b"", (), ()),
         shards=(),
         site=WireSite((), (), ()),
@@ -164,12 +165,12 @@ def test_our_own_hello_is_no_peer() -> None:
 def test_another_life_at_the_address_retires_the_first_for_ever() -> None:
     """E10: a restarted peer under its old address; a retired epoch never returns."""
     a = met()
-    lost, up, answer = a.on_hello(hello(epoch(3), b"", "b", started=2), 1.0)
+    lost, up, answer = a.on_hello(hello(epoch(3), b"", "b", born=2), 1.0)
     assert losses([lost])[0][0] == epoch(2)
     assert isinstance(up, Up)
     assert isinstance(answer, SendTo)
     assert a.at("b") == epoch(3)
-    assert a.on_hello(hello(epoch(2), epoch(1), "b", started=2), 2.0) == []
+    assert a.on_hello(hello(epoch(2), epoch(1), "b", born=2), 2.0) == []
     assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 2.0) == (False, [])
     assert a.address(epoch(2)) is None
 
@@ -184,14 +185,23 @@ def test_a_life_that_was_lost_already_is_not_lost_again_when_its_address_is_take
 def test_a_late_hello_of_an_older_life_does_not_take_the_address_back() -> None:
     """E10: else the newer life would be retired, and never heard again."""
     a = table(1, "a")
-    a.on_hello(hello(epoch(3), epoch(1), "b", started=5), 0.0)
-    assert a.on_hello(hello(epoch(2), b"", "b", started=4), 1.0) == []
+    a.on_hello(hello(epoch(3), epoch(1), "b", born=5), 0.0)
+    assert a.on_hello(hello(epoch(2), b"", "b", born=4), 1.0) == []
     assert a.at("b") == epoch(3)
     a.lose(epoch(3), PeerLostError("silent"))
-    assert a.on_hello(hello(epoch(2), b"", "b", started=4), 2.0) == []
-    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(3), epoch(1), "b", started=5), 3.0))
+    assert a.on_hello(hello(epoch(2), b"", "b", born=4), 2.0) == []
+    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(3), epoch(1), "b", born=5), 3.0))
     a.lose(epoch(3), PeerLostError("its process has ended"), ended=True)
-    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(2), b"", "b", started=4), 4.0))
+    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(2), b"", "b", born=4), 4.0))
+
+
+def test_a_process_that_was_there_before_may_follow_one_that_began_after_it() -> None:
+    """E10: a spare that waited takes the address at once, and a late greeting of the first does not take it back."""
+    a = table(1, "a")
+    a.on_hello(hello(epoch(2), epoch(1), "b", born=7, started=5), 0.0)
+    assert Up(spare := hello(epoch(3), epoch(1), "b", born=8, started=4)) in a.on_hello(spare, 1.0)
+    assert a.on_hello(hello(epoch(2), b"", "b", born=7, started=5), 2.0) == []
+    assert a.at("b") == epoch(3)
 
 
 def test_a_life_keeps_its_address() -> None:
@@ -306,7 +316,7 @@ def test_lives_and_addresses_that_came_and_went_are_bounded() -> None:
     a = table(1, "a")
     a.MAX_RETIRED = 8
     for n in range(2, 60):
-        a.on_hello(hello(epoch(n), b"", "b", started=n), float(n))
+        a.on_hello(hello(epoch(n), b"", "b", born=n), float(n))
         a.on_hello(hello(epoch(200), b"", f"x{n}", version=9), float(n))
     assert len(a._retired) == len(a._answered) == 8
     assert a.epochs() == (epoch(59),)
@@ -381,7 +391,7 @@ def test_who_asks_again_for_a_lost_peer_is_told_soon() -> None:
     assert unreachable(a.tick(1.0 + o.closed_s - 0.1)) == []
     assert unreachable(a.tick(1.0 + o.closed_s)) == [f"nobody answered at b within {o.closed_s:g} s"]
     a.dial("b", 10.0)
-    ups = [e for e in a.on_hello(hello(epoch(3), epoch(1), "b", started=2), 10.1) if isinstance(e, Up)]
+    ups = [e for e in a.on_hello(hello(epoch(3), epoch(1), "b", born=2), 10.1) if isinstance(e, Up)]
     assert [up.epoch for up in ups] == [epoch(3)]
     assert unreachable(a.tick(20.0)) == []
 

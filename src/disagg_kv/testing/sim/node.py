@@ -191,7 +191,9 @@ class SimNode:
         self.leased: set[tuple[RoomKey, int]] = set()
         self.offset = 0.0
         self.wake_at = 0.0
-        self.process = Process(1000 * life + 100 * (side == "decode") + index, life, self._host())
+        # A later life may be in a process that was there before: only its birth says which is the later one.
+        started = 7 * life % 10
+        self.process = Process(1000 * life + 100 * (side == "decode") + index, started, self._host())
         self.memory = RankMemory(world.scenario.model, split, rank, self.epoch)
         self.counters = Counters(world, self)
         self.channel = (SimBatchChannel if world.scenario.together else SimChannel)(world, self)
@@ -205,7 +207,7 @@ class SimNode:
 
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
-        life = Life(self.epoch, self.process, self._watch)
+        life = Life(self.epoch, self.process, self._watch, born=self.life)
         if self.side == "decode":
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
