@@ -273,6 +273,7 @@ class DecodeRole:
         waiting, instance.waiting = instance.waiting, []
         for room in waiting:
             if self._rooms.get(room.key) is room:
+                # Also one that was declined: there is nobody to tell it.
                 self._handle(room, Lost(Epoch(b""), error))
 
     def on_lost(self, lost: Lost) -> None:

@@ -425,6 +425,7 @@ class ReceiveRoom(Machine[Receiving]):
         if self.now >= self._deadline:
             waiting = [int(w.rank) for w in self._writers.values() if w.done is None]
             where = f"ranks {waiting} are not done" if self._writers else "the prefill ranks were not found"
+            self._declined = True
             self._fail(DeadlineError(f"{self._name()}: not complete within {self._total_s:g} s: {where}"))
         else:
             self._out += self._repeat.tick(self.now)
@@ -556,7 +557,7 @@ class ReceiveRoom(Machine[Receiving]):
             if not part.scattering and not part.asked - part.arrived - safe:
                 del self._parts[segment]
                 self._out.append(Free(segment))
-        # A room that decode declined waits until there is a prefill to tell.
+        # A room that decode declined waits until there is a prefill to tell, or none can be reached.
         ended = bool(self._writers) or not self._declined
         for w in self._writers.values():
             if w.evidence or (w.lost and not self._owes(w)):

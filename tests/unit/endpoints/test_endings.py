@@ -400,13 +400,31 @@ def test_a_rooms_own_deadlines() -> None:
 
 
 def test_a_declined_room_of_an_unknown_instance_ends() -> None:
-    """E14: a room that is declined, and whose prefill never appears, does not stay for ever."""
+    """E14: one that is declined or out of time, and whose prefill never appears, does not stay for ever."""
     rig = Rig(SPEC, options=QUICK)
-    decodes = rig.decode(tp_shards(SPEC, 1))
-    handle = decodes[0].endpoint.open(RoomId(b"room"), Source("nobody"))
-    handle.abort("not needed")
-    rig.until(lambda: handle.released, "its end")
+    (decode,) = rig.decode(tp_shards(SPEC, 1))
+    declined = decode.endpoint.open(RoomId(b"declined"), Source("nobody"))
+    late = decode.endpoint.open(RoomId(b"late"), Source("nobody"), total_s=1.0)
+    declined.abort("not needed")
+    rig.until(lambda: declined.released and late.released, "their ends")
+    assert decode.endpoint.open_rooms == 2
     rig.wait(6.0)
+    assert decode.endpoint.open_rooms == 0
+
+
+def test_prefill_is_told_of_a_deadline_that_passed_before_it_was_there() -> None:
+    """C8: it gives its pages back at once, not at its own deadline."""
+    rig = Rig(SPEC)
+    (decode,) = rig.decode(tp_shards(SPEC, 1))
+    receive = decode.endpoint.open(RoomId(b"room"), Source("P"), total_s=3.0)
+    rig.until(lambda: receive.released, "the deadline")
+    assert isinstance(receive.error, DeadlineError)
+    (prefill,) = rig.prefill(tp_shards(SPEC, 1))
+    send = prefill.endpoint.open(RoomId(b"room"))
+    rig.until(lambda: send.released, "prefill's end")
+    assert rig.clock() < 20
+    assert isinstance(send.error, AbortedError)
+    assert "the prefill ranks were not found" in str(send.error)
     rig.quiet()
 
 

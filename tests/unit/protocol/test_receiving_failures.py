@@ -260,6 +260,17 @@ def test_the_deadline_names_who_is_missing() -> None:
     room = Room(begun=False)
     room.say(Tick(), now=300.0)
     failed(room, DeadlineError, "the prefill ranks were not found")
+
+
+def test_a_deadline_before_the_writers_are_known_is_told_once_they_are_or_ends_if_nobody_comes() -> None:
+    """C8: prefill does not wait for its own deadline."""
+    room = Room(begun=False)
+    room.say(Tick(), now=300.0)
+    assert (state_of(room), room.machine.released) == (Receiving.DRAINING, True)
+    assert sent(room.say(room.introduced, now=301.0)) == [(0, Abort), (1, Abort)]
+    room = Room(begun=False)
+    room.say(Tick(), now=300.0)
+    room.say(Lost(Epoch(b""), PeerLostError("nobody answers")), now=301.0)
     assert state_of(room) is Receiving.CLOSED
 
 
