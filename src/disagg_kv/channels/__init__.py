@@ -12,6 +12,7 @@ from .base import (
     Rejected,
     SupportsBatches,
     check_frame,
+    check_together,
     fit_together,
 )
 from .inproc import Hub, InprocChannel
@@ -34,6 +35,7 @@ __all__ = [
     "SupportsBatches",
     "ZmqChannel",
     "check_frame",
+    "check_together",
     "fit_together",
     "key_of",
     "write_keys",

@@ -28,6 +28,14 @@ def check_frame(address: str, frame: bytes) -> None:
         raise ConfigurationError(f"a frame of {len(frame)} bytes to {address}: at most {MAX_FRAME} are allowed")
 
 
+def check_together(address: str, frames: Sequence[bytes]) -> None:
+    """Raise a :class:`ConfigurationError` if there are no frames, or more than may cross as one message."""
+    if not frames or not fit_together(frames):
+        nbytes = sum(map(len, frames))
+        most = f"1 to {MAX_TOGETHER} of {MAX_FRAME} bytes"
+        raise ConfigurationError(f"{len(frames)} frames of {nbytes} bytes to {address}: {most} go together")
+
+
 @frozen
 class Arrived:
     """A frame came in. Who sent it stands in the frame; the channel knows no names.

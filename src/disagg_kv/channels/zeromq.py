@@ -16,7 +16,19 @@ from attrs import define
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
-from .base import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, News, Opened, Rejected, check_frame, fit_together
+from .base import (
+    MAX_FRAME,
+    MAX_TOGETHER,
+    Arrived,
+    Closed,
+    Denied,
+    News,
+    Opened,
+    Rejected,
+    check_frame,
+    check_together,
+    fit_together,
+)
 from .gate import Gate
 from .keys import Keys, split_key, with_key
 
@@ -154,10 +166,7 @@ class ZmqChannel:
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
-        if not frames or not fit_together(frames):
-            nbytes = sum(map(len, frames))
-            most = f"1 to {MAX_TOGETHER} of {MAX_FRAME} bytes"
-            raise ConfigurationError(f"{len(frames)} frames of {nbytes} bytes to {address}: {most} go together")
+        check_together(address, frames)
         if self._closed:
             return False
         link = self._links.get(address)

@@ -300,8 +300,9 @@ def _inside(run: Run, low: int, high: int) -> tuple[I64, I64]:
 
 @lru_cache(COUNTS)
 def _byte_runs(rows: int, row_stride: int, units: int, unit_stride: int, unit_bytes: int) -> tuple[I64, I64]:
-    """Offset and length of the runs of bytes that so many rows make up; kept, so nobody may change them."""
+    """Offset and length of the runs of bytes that so many rows make up; kept, and so read-only."""
     cells = np.sort((np.arange(rows)[:, None] * row_stride + np.arange(units) * unit_stride).ravel())
     starts = np.flatnonzero(np.concatenate([[True], np.diff(cells) != unit_bytes]))
-    lengths = np.diff(np.append(starts, len(cells))) * unit_bytes
-    return cells[starts], lengths
+    offsets, lengths = cells[starts], np.diff(np.append(starts, len(cells))) * unit_bytes
+    offsets.flags.writeable = lengths.flags.writeable = False
+    return offsets, lengths

@@ -11,6 +11,8 @@ from .records import check_rank
 from .store import Store
 
 _MOST = 1 << 62
+_FINISHED = 4096
+"""Questions of which it is remembered that we are through with them."""
 
 
 class SharedStore(Store, Protocol):
@@ -51,6 +53,7 @@ class StoreMinimum:
         self._open: dict[str, int] = {}
         self._read: dict[str, list[bytes]] = {}
         self._last: set[str] = set()
+        self._finished: dict[str, None] = {}
 
     def say(self, question: str, number: int) -> None:
         """Our number.
@@ -91,27 +94,36 @@ class StoreMinimum:
             self._forget(question)
         except RuntimeError as exc:
             raise self._unreachable(question, exc) from exc
-        del self._open[question], self._read[question]
+        self._finish(question)
         return min(self._number(question, value) for value in values)
 
     def drop(self, question: str) -> None:
         """Instead of the answer, where a request has ended before there was one: nothing of it is to stay in the store.
 
         Every rank drops it that has had no answer, also one that said nothing, which counts as 0 for who still asks.
+        Nothing happens where we have had the answer or dropped it before, as far as the last 4,096 questions go.
 
         Raises:
             PeerLostError: the store cannot be reached.
         """
         try:
             if question not in self._open:
+                if question in self._finished:
+                    return
                 # What was said by a call that raised may have been read: it stays.
                 self._store.compare_set(self._key(question, self._rank), "", json.dumps(0))
                 self._open[question] = 0
             self._forget(question)
         except RuntimeError as exc:
             raise self._unreachable(question, exc) from exc
+        self._finish(question)
+
+    def _finish(self, question: str) -> None:
         del self._open[question]
         self._read.pop(question, None)
+        self._finished[question] = None
+        if len(self._finished) > _FINISHED:
+            del self._finished[next(iter(self._finished))]
 
     def _values(self, question: str) -> list[bytes] | None:
         """What all ranks said; read once, as the store may have lost a part of it when we are called again."""

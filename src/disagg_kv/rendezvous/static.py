@@ -37,12 +37,17 @@ class StaticRendezvous:
         """Tell this process where rank ``rank`` of ``world`` of ``instance`` is; replaces what was known before.
 
         Raises:
-            ConfigurationError: a rank outside ``[0, world)``, or not the world size that is known.
+            ConfigurationError: a rank outside ``[0, world)``, not the world size that is known, or the address that
+                another rank of the instance has.
         """
         check_rank(instance, rank, world)
         with self._lock:
             ranks = self._ranks.setdefault(instance, [None] * world)
             check_world(instance, rank, world, len(ranks))
+            if address in ranks and ranks.index(address) != rank:
+                raise ConfigurationError(
+                    f"instance {instance!r}: rank {rank} says it is at {address}, where rank {ranks.index(address)} is"
+                )
             ranks[rank] = address
 
     def lookup(self, source: Source) -> tuple[str, ...] | None:

@@ -10,6 +10,9 @@ import attrs
 import numpy as np
 import pytest
 
+# A class of torch.distributed, which does not export it to type checkers.
+from torch._C._distributed_c10d import HashStore
+
 from disagg_kv.channels import Channel, InprocChannel, News
 from disagg_kv.endpoints import Life
 from disagg_kv.errors import (
@@ -23,7 +26,7 @@ from disagg_kv.errors import (
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Rank, RoomId
 from disagg_kv.protocol import Options, Phase
-from disagg_kv.rendezvous import Source
+from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.transports import Capabilities, InprocTransport, ShmTransport
 from disagg_kv.transports.process import Process
 from tests.support.rig import KV, Memory, Rig, tp_shards
@@ -235,6 +238,7 @@ def test_an_instance_that_is_not_what_the_rendezvous_says() -> None:
 def test_one_endpoint_for_two_ranks_is_refused_before_anything_is_written() -> None:
     """Bad input: the rendezvous names one address twice; the error says which rank is not there."""
     rig = Rig(SPEC)
+    rig.rendezvous = StoreRendezvous(HashStore())
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2), only=[0]), rig.decode(tp_shards(SPEC, 1))
     rig.rendezvous.publish("P", Rank(1), 2, prefills[0].channel.address)
     handle = decodes[0].endpoint.open(RoomId(b"room"), Source("P"))

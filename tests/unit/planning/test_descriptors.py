@@ -12,7 +12,7 @@ from disagg_kv.errors import GeometryError
 from disagg_kv.geometry import CacheSpec, PageTable, Part, Shard, Site, elect, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.planning import Segment, Writes, coalesce, direct_writes, plain_site, refuse_direct, slice_writes
-from disagg_kv.planning.descriptors import Tables
+from disagg_kv.planning.descriptors import Tables, _byte_runs
 
 KV = GroupId("kv")
 Planner = Callable[[Site, Site, Sequence[Part], Segment, Tables, Tables], Writes]
@@ -126,6 +126,13 @@ def test_offsets_beyond_four_gigabytes() -> None:
     for plan in (slice_writes, direct_writes):
         writes = plan(site, site, parts, Segment(0, 1, 0, 1), _tables(8191), _tables(5000))
         assert (writes.local_off.tolist(), writes.remote_off.tolist()) == ([8191 << 20], [5000 << 20])
+
+
+def test_what_is_kept_of_a_plan_cannot_be_changed() -> None:
+    """E14: the runs of bytes of so many rows are made once, for every later segment too."""
+    for kept in _byte_runs(4, 64, 2, 32, 8):
+        with pytest.raises(ValueError, match="read-only"):
+            kept[0] = 1
 
 
 def test_batches_are_renamed_and_summed() -> None:

@@ -88,6 +88,33 @@ def test_what_a_request_asked_that_ended_does_not_stay(told: list[str], order: r
     assert store.num_keys() == 0
 
 
+@pytest.mark.parametrize("does", ["asks", "drops", "drops at once"])
+def test_a_question_is_dropped_once(does: str) -> None:
+    """E14: to drop it again, or after its answer, writes nothing that nobody would clear away."""
+    store = HashStore()
+    ranks = [StoreMinimum(store, "decode", Rank(rank), 2) for rank in range(2)]
+    ranks[1].say("room", 5)
+    if does != "drops at once":
+        ranks[0].say("room", 7)
+    if does == "asks":
+        assert ranks[0].agreed("room") == 5
+    for _ in range(3):
+        ranks[0].drop("room")
+    assert ranks[1].agreed("room") == (0 if does == "drops at once" else 5)
+    assert store.num_keys() == 0
+    for rank in ranks:
+        rank.drop("room")
+        assert store.num_keys() == 0
+
+
+def test_finished_questions_are_remembered_within_bounds() -> None:
+    """E14: of many, the last ones."""
+    ranks = StoreMinimum(HashStore(), "decode", Rank(0), 1)
+    for number in range(4100):
+        ranks.drop(f"{number}")
+    assert list(ranks._finished) == [f"{number}" for number in range(4, 4100)]
+
+
 def test_instances_and_questions_are_told_apart() -> None:
     """A7: two instances over one store, two questions at once."""
     store = HashStore()

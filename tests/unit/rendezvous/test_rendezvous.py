@@ -104,6 +104,18 @@ class TestStatic:
         with pytest.raises(ConfigurationError, match="'prefill': several ranks at x, y"):
             StaticRendezvous({"prefill": ["x", "y", "z", "x", "y"]})
 
+    def test_the_address_of_another_rank_is_refused(self) -> None:
+        """Bad input: nothing changes; a rank may say its own address again, and another instance may have it."""
+        static = StaticRendezvous({"prefill": ["zero", "one"]})
+        with pytest.raises(ConfigurationError, match="'prefill': rank 1 says it is at zero, where rank 0 is"):
+            static.publish("prefill", Rank(1), 2, "zero")
+        static.publish("prefill", Rank(0), 2, "zero")
+        static.publish("other", Rank(0), 1, "zero")
+        assert static.lookup(Source("prefill")) == ("zero", "one")
+        static.publish("prefill", Rank(0), 2, "moved")
+        static.publish("prefill", Rank(1), 2, "zero")
+        assert static.lookup(Source("prefill")) == ("moved", "zero")
+
 
 class TestStore:
     def test_ranks_of_other_processes_are_found(self) -> None:

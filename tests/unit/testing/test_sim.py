@@ -9,11 +9,13 @@ import sys
 
 import pytest
 
+from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, SupportsBatches
 from disagg_kv.cli.main import run
-from disagg_kv.errors import UnknownNameError
+from disagg_kv.errors import ConfigurationError, UnknownNameError
 from disagg_kv.testing.sim import EVERY, FaultClass, Kind, Scenario, Summary, simulate, simulate_many, trace
 from disagg_kv.testing.sim.fault import named
 from disagg_kv.testing.sim.report import MARKS, UNREACHED
+from disagg_kv.testing.sim.world import World
 
 SEEDS = 128
 DIGEST = "from disagg_kv.testing.sim import simulate; print(*(simulate(s).digest for s in range(12)))"
@@ -73,6 +75,16 @@ def test_only_what_is_allowed_happens() -> None:
     assert not calm.faults
     with pytest.raises(UnknownNameError, match=r"'rain'; known: .*truncated"):
         named(["rain"])
+
+
+@pytest.mark.parametrize("frames", [[], [b""] * (MAX_TOGETHER + 1), [b"x", b"x" * MAX_FRAME]])
+def test_the_simulated_channel_refuses_what_no_channel_sends_together(frames: list[bytes]) -> None:
+    """E14: as the contract says; an endpoint that tried would count an error that it did not foresee."""
+    world = World(next(s for s in (Scenario.draw(seed, EVERY) for seed in range(100)) if s.together))
+    channel = world.nodes[0].channel
+    assert isinstance(channel, SupportsBatches)
+    with pytest.raises(ConfigurationError, match="1 to 64 of 1048576 bytes go together"):
+        channel.send_all("sim://prefill0", frames)
 
 
 def test_a_trace_tells_the_events() -> None:

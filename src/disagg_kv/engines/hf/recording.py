@@ -22,7 +22,8 @@ class RecordingCache(Cache):
 
     ``layer_ready``, where it is set, is called with each layer whose rows of the forward pass are in the pages, for
     example a step's ``layer_ready``. Layers that keep a state alone are not among them. After a pass that raised,
-    ``reset`` and begin anew, or take from each layer what it had of the pass.
+    ``reset`` and begin anew. Do not ``crop``: it removes as many rows from what the pass had not reached, perhaps one
+    half of a layer with an index, as from what it had.
     """
 
     def __init__(

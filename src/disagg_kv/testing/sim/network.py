@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...channels import Arrived, Closed, Opened
+from ...channels import Arrived, Closed, Opened, check_together
 from .fault import FaultClass
 from .kind import Kind
 
@@ -68,7 +68,8 @@ class SimBatchChannel(SimChannel):
     """One that satisfies :class:`~disagg_kv.channels.SupportsBatches` too."""
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
-        """Hand frames to the network as one message."""
+        """Hand frames to the network as one message, of which no channel takes more."""
+        check_together(address, frames)
         if not self.closed:
             self._world.network.send(self._node, address, tuple(frames))
         return not self.closed
