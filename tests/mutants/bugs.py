@@ -55,6 +55,8 @@ BUGS: Sequence[Mutant] = (
            "protocol.agreement:Agreement.joined", "if r == rank]", "if False]"),
     Mutant("a late greeting gives an address back to an older life while the newer one is silent", "E10",
            "protocol.peers:PeerTable._stale", "not there.ended and", "not there.lost and"),
+    Mutant("a life is taken for an older one because its process began earlier", "E10",
+           "protocol.peers:is_older", "hello.born < other.born", "hello.started < other.started"),
     Mutant("a lease in quarantine is released without evidence", "I5",
            RECEIVE + "_settle", "if w.evidence}", "if True}"),
     Mutant("an abort is acknowledged before the writes have drained", "I5",
