@@ -299,24 +299,35 @@ def _schedule(shape: TransferShape, name: str) -> Schedule | None:
     return LayerPipelined(fixed=shape.group)
 
 
-class _Rank(Protocol):
+class Served(Protocol):
+    """What a parent asks by name; ``idle`` is called again and again while nothing is asked, if ``polls``."""
+
     polls: bool
 
-    def idle(self) -> None: ...
+    def idle(self) -> None:
+        """Nothing was asked."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End everything."""
+        ...
 
 
 def serve(pipe: Connection, setup: Setup) -> None:
-    """Be a rank until the pipe is closed; the first answer, None, says that it is there."""
+    """Be a rank until the pipe is closed."""
+    attend(pipe, setup.device, lambda: PrefillRank(setup) if setup.role == "prefill" else DecodeRank(setup))
+
+
+def attend(pipe: Connection, device: str, make: Callable[[], Served]) -> None:
+    """Do what is asked until the pipe is closed; the first answer, None, says that what does it is there."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends us
         torch.set_num_threads(1)
-    if setup.device != "cpu":
-        torch.cuda.set_device(setup.device)
+    if device != "cpu":
+        torch.cuda.set_device(device)
     with suppress(EOFError, ConnectionError):
         try:
-            rank: _Rank = PrefillRank(setup) if setup.role == "prefill" else DecodeRank(setup)
+            rank = make()
         except Exception as error:
             pipe.send(_portable(error))
             return
@@ -325,7 +336,7 @@ def serve(pipe: Connection, setup: Setup) -> None:
             _obey(pipe, rank, rank.polls)
 
 
-def _obey(pipe: Connection, rank: _Rank, polls: bool) -> None:
+def _obey(pipe: Connection, rank: Served, polls: bool) -> None:
     while True:
         while polls and not pipe.poll(LOOK_S["cpu"]):
             rank.idle()
@@ -345,13 +356,17 @@ def _portable(error: Exception) -> DisaggKVError:
 
 
 def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, look_s: float | None = None) -> None:
-    until = time.monotonic() + shape.timeout_s
-    pause_s = LOOK_S[shape.device] if look_s is None else look_s
+    wait_until(good, handle, shape.timeout_s, LOOK_S[shape.device] if look_s is None else look_s)
+
+
+def wait_until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float, pause_s: float) -> None:
+    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time."""
+    until = time.monotonic() + timeout_s
     while not good():
         if handle.error is not None:
             raise handle.error
         if time.monotonic() > until:
-            raise DeadlineError(f"room {handle.room.hex()}: not done after {shape.timeout_s:g} s")
+            raise DeadlineError(f"room {handle.room.hex()}: not done after {timeout_s:g} s")
         time.sleep(pause_s)
 
 

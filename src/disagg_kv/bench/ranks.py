@@ -6,7 +6,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -23,7 +23,10 @@ from .shape import Role, TransferShape
 GRACE_S = 10.0
 """Seconds that a rank gets to end by itself."""
 
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Ranks:
@@ -86,40 +89,64 @@ def started(shape: TransferShape, explanation: Explanation) -> Iterator[tuple[Ra
     They are processes, unless the transport works only within one: then they are threads.
     """
     devices = _devices(shape)
-    threads = False
-    if shape.device == "cpu":
-        carrier = transport(shape.transport)
-        threads = carrier.caps.in_process_only
-        carrier.close(0.0)
+    with tempfile.TemporaryDirectory(prefix="disagg-kv-bench-") as folder:
+
+        def setup(role: Role, rank: int) -> Setup:
+            incoming = sum(p.nbytes for p in explanation.pairs if role == "decode" and p.target == rank)
+            return Setup(shape, role, rank, folder, incoming, devices[role][rank])
+
+        setups = {role: [setup(role, rank) for rank in range(shape.ranks(role))] for role in ROLES}
+        threads = shape.device == "cpu" and within_one_process(shape.transport)
+        with running(serve, setups, shape.timeout_s, threads=threads) as ranks:
+            yield ranks
+
+
+def within_one_process(name: str) -> bool:
+    """Whether a transport reaches no other process."""
+    carrier = transport(name)
+    carrier.close(0.0)
+    return carrier.caps.in_process_only
+
+
+@contextmanager
+def running(
+    target: Callable[[Connection, S], None], setups: Mapping[Role, Sequence[S]], timeout_s: float, *, threads: bool
+) -> Iterator[tuple[Ranks, Ranks]]:
+    """A process or a thread for each setup; none is left afterwards.
+
+    Args:
+        target: what each runs, with its end of a pipe and its setup; see :func:`~disagg_kv.bench.rank.attend`.
+        setups: of both roles.
+        timeout_s: within which each must answer.
+        threads: not processes.
+    """
     # A server that has imported everything once forks the ranks; it has one thread, which makes that safe.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([serve.__module__])
-    running: list[multiprocessing.process.BaseProcess | threading.Thread] = []
-    pipes: dict[Role, list[Connection]] = {"prefill": [], "decode": []}
-    with tempfile.TemporaryDirectory(prefix="disagg-kv-bench-") as folder:
-        try:
-            for role in pipes:
-                for rank in range(shape.ranks(role)):
-                    ours, theirs = context.Pipe()
-                    pipes[role].append(ours)
-                    incoming = sum(p.nbytes for p in explanation.pairs if role == "decode" and p.target == rank)
-                    args = (theirs, Setup(shape, role, rank, folder, incoming, devices[role][rank]))
-                    one = (threading.Thread if threads else context.Process)(target=serve, args=args, daemon=True)
-                    one.start()
-                    running.append(one)
-                    if not threads:
-                        theirs.close()
-            prefill, decode = (Ranks(role, of, shape.timeout_s) for role, of in pipes.items())
-            decode.answers(type(None))
-            prefill.answers(type(None))
-            yield prefill, decode
-            decode.tell("close")
-            prefill.ask(type(None), "close")
-            decode.answers(type(None))
-        finally:
-            for pipe in (*pipes["prefill"], *pipes["decode"]):
-                pipe.close()
-            _end(running)
+    context.set_forkserver_preload([target.__module__])
+    started: list[multiprocessing.process.BaseProcess | threading.Thread] = []
+    pipes: dict[Role, list[Connection]] = {role: [] for role in ROLES}
+    try:
+        for role in ROLES:
+            for setup in setups[role]:
+                ours, theirs = context.Pipe()
+                pipes[role].append(ours)
+                make = threading.Thread if threads else context.Process
+                one = make(target=target, args=(theirs, setup), daemon=True)
+                one.start()
+                started.append(one)
+                if not threads:
+                    theirs.close()
+        prefill, decode = (Ranks(role, of, timeout_s) for role, of in pipes.items())
+        decode.answers(type(None))
+        prefill.answers(type(None))
+        yield prefill, decode
+        decode.tell("close")
+        prefill.ask(type(None), "close")
+        decode.answers(type(None))
+    finally:
+        for pipe in (*pipes["prefill"], *pipes["decode"]):
+            pipe.close()
+        _end(started)
 
 
 def _devices(shape: TransferShape) -> Mapping[Role, Sequence[str]]:
@@ -131,9 +158,9 @@ def _devices(shape: TransferShape) -> Mapping[Role, Sequence[str]]:
     return {"prefill": [f"cuda:{gpu}" for gpu in prefill], "decode": [f"cuda:{gpu}" for gpu in decode]}
 
 
-def _end(running: Sequence[multiprocessing.process.BaseProcess | threading.Thread]) -> None:
+def _end(started: Sequence[multiprocessing.process.BaseProcess | threading.Thread]) -> None:
     until = time.monotonic() + GRACE_S
-    for one in running:
+    for one in started:
         one.join(max(0.0, until - time.monotonic()))
         if isinstance(one, multiprocessing.process.BaseProcess) and one.is_alive():
             one.kill()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -19,8 +20,9 @@ class EmulatedWire:
     """Tells the end of each batch of another transport no earlier than a wire of the given speed would have brought it.
 
     :func:`emulate` makes it. All peers share the wire, as they share a network card: batches take it one after another,
-    in the order of their submission, and latency delays each end without taking the wire. The bytes themselves cross as
-    fast as the inner transport carries them, so it must be faster than what it emulates. Errors are told at once.
+    in the order of their submission, each not before the event that it waits for has happened, and latency delays each
+    end without taking the wire. The bytes themselves cross as fast as the inner transport carries them, so it must be
+    faster than what it emulates. Errors are told at once.
 
     Args:
         inner: does the work; belongs to this object from now on.
@@ -40,8 +42,9 @@ class EmulatedWire:
         self._latency_s = latency_s
         self._clock = clock
         self._free_at = clock()
+        self._queue: OrderedDict[Ticket, tuple[Event | None, float]] = OrderedDict()
+        self._landed: set[Ticket] = set()
         self._due: dict[Ticket, float] = {}
-        self._ended: list[tuple[float, Ticket]] = []
         self._closed = False
         self.busy_s = 0.0
         self.name = inner.name
@@ -72,30 +75,54 @@ class EmulatedWire:
         if notify is not None:
             raise TransportError(f"an emulated wire around {self.name!r} carries no notifications")
         ticket = self._inner.submit(peer, writes, after=after)
-        takes = writes.total() / self._bytes_per_s
-        self._free_at = max(self._free_at, self._clock()) + takes
-        self.busy_s += takes
-        self._due[ticket] = self._free_at + self._latency_s
+        self._queue[ticket] = after, writes.total() / self._bytes_per_s
+        self._transmit()
         return ticket
+
+    def _transmit(self) -> None:
+        """Let those take the wire whose turn it is; nothing overtakes one that still waits for its event."""
+        while self._queue:
+            ticket, (after, takes) = next(iter(self._queue.items()))
+            if not _happened(after):
+                return
+            del self._queue[ticket]
+            self._free_at = max(self._free_at, self._clock()) + takes
+            self.busy_s += takes
+            self._due[ticket] = self._free_at + self._latency_s
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
         told: list[Ended | Settled | Heard] = []
         for event in self._inner.poll():
             if isinstance(event, Ended) and event.error is None:
-                heapq.heappush(self._ended, (self._due.pop(event.ticket), event.ticket))
+                self._landed.add(event.ticket)
                 continue
             if isinstance(event, Ended):
-                del self._due[event.ticket]
+                self._queue.pop(event.ticket, None)
+                self._due.pop(event.ticket, None)
             told.append(event)
-        while self._ended and (self._closed or self._ended[0][0] <= self._clock()):
-            told.append(Ended(heapq.heappop(self._ended)[1]))
+        self._transmit()
+        now = self._clock()
+        due = {ticket: now if self._closed else self._due.get(ticket, math.inf) for ticket in self._landed}
+        for ticket in sorted((t for t in due if due[t] <= now), key=lambda t: (due[t], t)):
+            self._landed.discard(ticket)
+            self._queue.pop(ticket, None)
+            self._due.pop(ticket, None)
+            told.append(Ended(ticket))
         return told
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; what only the emulated wire still held back is told by the next ``poll``."""
         self._closed = True
         return self._inner.close(drain_s)
+
+
+def _happened(event: Event | None) -> bool:
+    """One that raises is left to the inner transport, which tells of it."""
+    try:
+        return event is None or event.query()
+    except Exception:
+        return True
 
 
 class _AllocatingWire(EmulatedWire):

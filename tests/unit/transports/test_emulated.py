@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
+from disagg_kv.endpoints.handles import Happened
 from disagg_kv.errors import ConfigurationError, TransportError
-from disagg_kv.ids import Ticket
+from disagg_kv.ids import Peer, Ticket
+from disagg_kv.memory import Event
+from disagg_kv.planning import Writes
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.testing.ends import End, HostMemory
-from disagg_kv.testing.pair import Pair
+from disagg_kv.testing.pair import Pair, batch
 from disagg_kv.transports import EmulatedWire, Ended, InprocTransport, SupportsAllocate, Transport, emulate
 from tests.support.transports import emulated_shm
 
@@ -49,6 +53,64 @@ def test_batches_share_the_wire_in_order_and_latency_does_not_take_it() -> None:
     third = pair.submit((0, 0, 100))
     clock.advance(0.601)
     assert _ended(pair) == [third]
+
+
+class Eager(InprocTransport):
+    """Takes events, and does not wait for them: whatever waits is the wire around it."""
+
+    caps = attrs.evolve(InprocTransport.caps, waits_events=True)
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """Write at once."""
+        return super().submit(peer, writes, notify=notify)
+
+
+class Broken:
+    """An event that raises."""
+
+    def query(self) -> bool:
+        """Raise."""
+        raise RuntimeError("no such stream")
+
+    def synchronize(self) -> None:
+        """Raise."""
+        raise RuntimeError("no such stream")
+
+
+def test_a_batch_takes_the_wire_when_its_event_has_happened_and_nothing_overtakes_it() -> None:
+    """A wire cannot bring what is not computed yet, however early it was asked to (B1)."""
+    clock, computed = FakeClock(), Happened()
+    pair, wire = _pair(clock, Eager())
+    first = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=computed)
+    second = pair.submit((500, 500, 500))
+    clock.advance(10.0)
+    assert _ended(pair) == []
+    assert wire.busy_s == 0.0
+    computed.set()
+    assert _ended(pair) == []
+    clock.advance(1.001)
+    assert _ended(pair) == [first]
+    clock.advance(0.5)
+    assert _ended(pair) == [second]
+
+
+def test_an_event_that_raises_holds_up_nothing() -> None:
+    """Its batch ends as the inner transport says."""
+    clock = FakeClock()
+    pair, wire = _pair(clock, Eager())
+    ticket = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=Broken())
+    clock.advance(1.001)
+    assert _ended(pair) == [ticket]
+
+
+def test_what_still_waits_for_its_turn_is_told_after_close() -> None:
+    """The wire that held it back is gone."""
+    pair, wire = _pair(FakeClock(), Eager())
+    ticket = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=Happened())
+    assert _ended(pair) == []
+    wire.close(0.0)
+    assert [event.ticket for event in wire.poll() if isinstance(event, Ended)] == [ticket]
+    assert wire.poll() == []
 
 
 def test_an_error_is_told_at_once_and_is_the_inner_transports() -> None:

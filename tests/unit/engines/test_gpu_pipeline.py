@@ -1,0 +1,85 @@
+"""The benchmark of a real model's first token runs anywhere, with a tiny model: only its numbers need a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_pipeline, model_ranks
+from disagg_kv.errors import IntegrityError
+from disagg_kv.geometry import PageTable, shard
+from disagg_kv.kernels.tensors import plane_of
+from disagg_kv.memory import PagedPool
+
+TINY = (
+    "--device cpu --model tiny --transport inproc --slots 8 --slot-mib 1 --ring-mib 16 --repeats 2 --commit abc "
+    "--tokens"
+)
+
+
+def cases(capsys: pytest.CaptureFixture[str], *more: str) -> Sequence[dict[str, Any]]:
+    """What it prints."""
+    gpu_pipeline.main([*TINY.split(), *more])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["commit"], found["model"]["num_hidden_layers"]) == ("abc", 4)
+    assert found["published"]["pipelined_ms"][1] == 274
+    rows: Sequence[dict[str, Any]] = found["cases"]
+    return rows
+
+
+def test_a_case_that_fails_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """B1, B3: C, T, groups, bound and hidden share agree with one another, and the caches with prefill's."""
+    bad, good = cases(capsys, "70", "--wires", "-1", "0.05")
+    assert "emulated wire of" in bad["error"]
+    assert (good["wire_GB_per_s"], good["tokens"], good["turns"]) == (0.05, 70, 2)
+    assert 1 <= good["groups"] <= 4
+    assert good["reason"]
+    short, long = sorted((good["compute_ms"], good["transfer_ms"]))
+    n = good["bound_groups"]
+    assert good["bound_ms"] == pytest.approx(long + short / n + n * good["group_ms"], abs=0.01)
+    assert good["over_bound"] == pytest.approx(good["pipelined_ms"] / good["bound_ms"], abs=0.01)
+    assert len(good["all_ms"]["staged"]) == 2
+
+
+def test_cases_for_which_no_time_is_left_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = cases(capsys, "70", "--wires", "0", "--all-s", "-1")
+    assert "not begun" in row["error"]
+
+
+def test_caches_that_differ_are_found() -> None:
+    """By each byte of the request, and by its place; not by what lies beside it."""
+    spec = model_ranks.model_spec("tiny")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=model_ranks.PAGE)
+    table = PageTable(model_ranks.KV, [2, 0])
+    plane = plane_of(pool, 3)
+    plane.copy_(torch.randint(256, plane.shape, dtype=torch.uint8))
+    before = model_ranks.digests(pool, table, 70)
+    plane[1] ^= 1
+    plane[0, 6:] ^= 1
+    assert model_ranks.digests(pool, table, 70) == before
+    plane[0, 5, 1, 3] ^= 1
+    changed = [a != b for a, b in zip(before, model_ranks.digests(pool, table, 70), strict=True)]
+    assert changed == [number == 3 for number in range(len(before))]
+    plane[0, 5, 1, 3] ^= 1
+    plane[[0, 2]] = plane[[2, 0]]
+    assert model_ranks.digests(pool, table, 70) != before
+
+
+class Liar(model_ranks.Decode):
+    """Has another first token than prefill."""
+
+    def arrive(self) -> model_ranks.Came:
+        """The truth but for the token."""
+        came = super().arrive()
+        return model_ranks.Came(came.ended, came.token + 1)
+
+
+def test_a_wrong_first_token_ends_the_case(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_ranks, "Decode", Liar)
+    (row,) = cases(capsys, "70", "--wires", "0")
+    assert IntegrityError.__name__ in row["error"]
+    assert "first token" in row["error"]
