@@ -16,9 +16,10 @@ from disagg_kv.bench.rank import GRANTED_S, LOOK_S, SELDOM_S, Served, attend, wa
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.hf import PagedHFCache, spec_from_config
-from disagg_kv.engines.hf.demo.pool import computed, shuffled
+from disagg_kv.engines.hf.demo.pool import shuffled
+from disagg_kv.engines.hf.events import computed
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.ids import GroupId, LayerId, RoomId
+from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import PagedPool
 from disagg_kv.protocol import Options, Phase
@@ -272,11 +273,8 @@ class Prefill:
         began = time.monotonic()
         step = self._ends[self._way].step({self._delivery.room: (rows, [table])})
 
-        def ready(layer: LayerId) -> None:
-            step.layer_ready(layer, computed(self._setup.device))
-
         if self._way != PER_CHUNK:
-            cache.layer_ready = ready
+            cache.layer_ready = step.layer_ready
         token = self._forward(tokens, cache, lambda: step.close(computed(self._setup.device)))
         return self._finish(began, token)
 

@@ -30,7 +30,7 @@ from disagg_kv.engines.hf import PageAllocator, PagedHFCache, spec_from_config
 from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, shard
 from disagg_kv.ids import GroupId, LayerId
-from disagg_kv.memory import Buffer, Layout, PagedPool
+from disagg_kv.memory import Buffer, Event, Layout, PagedPool
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -174,7 +174,8 @@ def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
     own = paged.recording(table)
     seen: list[int] = []
 
-    def ready(layer: LayerId) -> None:
+    def ready(layer: LayerId, event: Event | None) -> None:
+        assert event is None
         keys, _ = paged.read(layer, table, 0, len(PROMPT))
         assert keys.any()
         seen.append(layer)
@@ -195,7 +196,8 @@ def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None
     own = paged.recording(table)
     seen: list[int] = []
 
-    def ready(layer: LayerId) -> None:
+    def ready(layer: LayerId, event: Event | None) -> None:
+        assert event is None
         keys, _ = paged.read(layer, table, 0, len(PROMPT))
         index = next(n for n, p in enumerate(pool.site.planes) if (p.layer, p.component) == (layer, "index"))
         assert keys.any()
@@ -244,7 +246,8 @@ def test_a_pass_that_raises_between_rows_and_index_leaves_nothing_to_the_next(an
     for number in range(len(pool.site.planes)):
         pool.view(number)[:] = 0
 
-    def ready(layer: LayerId) -> None:
+    def ready(layer: LayerId, event: Event | None) -> None:
+        assert event is None
         for number, plane in enumerate(pool.site.planes):
             if plane.layer == layer:
                 assert pool.view(number).any(), plane.component
@@ -383,3 +386,21 @@ def test_memory_whose_strides_do_not_suit_the_dtype_is_refused() -> None:
     pool = PagedPool.adopt(spec, shard(spec), [group], planes, [buffer])
     with pytest.raises(GeometryError, match=r"layer 0, 'k': strides \(66, 66, 33\) do not align float32"):
         PagedHFCache(pool)
+
+
+def test_pages_of_a_pass_are_looked_up_once_for_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B1: on a GPU each look-up is a copy to it, which a hook must not add to every layer."""
+    model = llama()
+    paged = PagedHFCache(pool_for(model))
+    own = paged.recording(table_for(paged, len(PROMPT)))
+    asked: list[tuple[int, int]] = []
+    places = paged.places
+
+    def counted(table: PageTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append((start, stop))
+        return places(table, start, stop)
+
+    monkeypatch.setattr(paged, "places", counted)
+    run(model, PROMPT[:6], own)
+    run(model, PROMPT[6:], own)
+    assert asked == [(0, 6), (6, len(PROMPT))]

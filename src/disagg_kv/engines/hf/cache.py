@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from .recording import RecordingCache
 
+    Places = tuple[torch.Tensor, torch.Tensor]
+    """Page and slot of rows, int64 ``[rows]`` each."""
+
 
 class PagedHFCache:
     """Writes what a model's layers cache into a pool, and makes a model's cache from a pool. On the pool's device.
@@ -49,6 +52,11 @@ class PagedHFCache:
         self._states = next((site.group(g) for g in site.state_groups), None)
         self._layers = layers_of(pool)
         self._ids = site.shard.layers()
+
+    @property
+    def device(self) -> str:
+        """Where the pool lies."""
+        return self._device
 
     @property
     def group(self) -> Group:
@@ -92,12 +100,14 @@ class PagedHFCache:
             GeometryError: another batch, other heads or dims than the shard has, or rows outside the table's pages;
                 nothing is written then.
         """
-        stop = start + int(keys.shape[2])
-        where = self._where(table, start, stop)
-        planes = self._layers[layer].tokens
+        self.write_at(self.places(table, start, start + int(keys.shape[2])), layer, keys, values)
+
+    def write_at(self, where: Places, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """:meth:`write` into places that were looked up before; on a GPU the host waits for nothing."""
+        planes, rows = self._layers[layer].tokens, where[0].shape[0]
         for plane, given in zip(planes, (keys, values), strict=True):
             _, _, heads, dim = plane.cells.shape
-            plane.check(given, (1, heads, stop - start, dim))
+            plane.check(given, (1, heads, rows, dim))
         for plane, given in zip(planes, (keys, values), strict=True):
             plane.cells[where] = given[0].transpose(0, 1)
 
@@ -107,11 +117,14 @@ class PagedHFCache:
         Raises:
             GeometryError: as :meth:`write`, or a layer without an index.
         """
-        plane, rows = self._layers[layer].index, int(keys.shape[1])
+        self.write_index_at(self.places(table, start, start + int(keys.shape[1])), layer, keys)
+
+    def write_index_at(self, where: Places, layer: int, keys: torch.Tensor) -> None:
+        """:meth:`write_index` into places that were looked up before."""
+        plane = self._layers[layer].index
         if plane is None:
             raise GeometryError(f"layer {self._ids[layer]} has no index")
-        where = self._where(table, start, start + rows)
-        plane.check(keys, (1, rows, plane.cells.shape[3]))
+        plane.check(keys, (1, where[0].shape[0], plane.cells.shape[3]))
         plane.cells[where] = keys[0].unsqueeze(1)
 
     def indexed(self, layer: int) -> bool:
@@ -120,7 +133,7 @@ class PagedHFCache:
 
     def read(self, layer: int, table: PageTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of one layer's keys and values ``[1, heads, rows, dim]`` of the rows ``[start, stop)``."""
-        where = self._where(table, start, stop)
+        where = self.places(table, start, stop)
         keys, values = (plane.cells[where].transpose(0, 1).unsqueeze(0) for plane in self._layers[layer].tokens)
         return keys, values
 
@@ -159,7 +172,7 @@ class PagedHFCache:
                 if layer.window is not None:
                     own.cumulative_length = stop
             if layer.index is not None:
-                rows = layer.index.cells[self._where(table, 0, stop)]  # [rows, 1, dim]
+                rows = layer.index.cells[self.places(table, 0, stop)]  # [rows, 1, dim]
                 cast("DynamicIndexedLayer", cache.layers[number]).update_indexer(rows.squeeze(1).unsqueeze(0))
             if layer.recurrent is not None:
                 if slot is None:
@@ -170,12 +183,21 @@ class PagedHFCache:
                 of.update_recurrent_state(recurrent)
         return cache
 
-    def _where(self, table: PageTable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and slot of every row, int64 ``[rows]``."""
+    def places(self, table: PageTable, start: int, stop: int) -> Places:
+        """Page and slot of every row of ``[start, stop)``, on the pool's device.
+
+        On a GPU they are copied there in the order of the current stream, and the host does not wait for that.
+
+        Raises:
+            GeometryError: rows outside the table's pages.
+        """
         import torch
 
         table.check(self._group, start, stop)
         rows = np.arange(start, stop)
         pages: I32 = table.pages[(rows - table.first) // self._group.rows_per_page]
-        where = torch.from_numpy(np.stack([pages, rows % self._group.rows_per_page]).astype(np.int64)).to(self._device)
+        where = torch.from_numpy(np.stack([pages, rows % self._group.rows_per_page]).astype(np.int64))
+        if self._device != "cpu":
+            # From memory that is not pinned the copy would first wait for all that the stream was asked to do.
+            where = where.pin_memory().to(self._device, non_blocking=True)
         return where[0], where[1]

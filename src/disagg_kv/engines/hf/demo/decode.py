@@ -21,11 +21,12 @@ from ....prefix import Claim, HashPrefixIndex, KeptSums, PrefixCache, namespace_
 from ....rendezvous import StoreMinimum
 from ....strategies import strategy
 from .. import PageAllocator, PagedHFCache
+from ..events import computed
 from . import wire
 from .lifetime import now
 from .member import Member
 from .model import Talks
-from .pool import computed, dump, heads, laid_out, shuffled
+from .pool import dump, heads, laid_out, shuffled
 from .results import DecodeResult, Moved
 from .stage import Stage
 

@@ -11,7 +11,7 @@ import torch
 from ....geometry import CacheSpec, Component, PageTable, Shard, stages
 from ....ids import LayerId
 from ....kernels.tensors import tensor_of
-from ....memory import Event, PagedPool
+from ....memory import PagedPool
 from ....planning import explain
 from ....transports import SupportsAllocate, Transport
 from .. import shard_from_config, spec_from_config
@@ -118,12 +118,3 @@ def shuffled(pages: int, seed: int) -> list[int]:
     order = list(range(pages))
     random.Random(seed).shuffle(order)
     return order
-
-
-def computed(device: str) -> Event | None:
-    """When what was asked of a GPU so far is done."""
-    if device == "cpu":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from ....endpoints import Step
 from ....geometry import PageTable
-from ....ids import LayerId
 from ....memory import PagedPool
 from .. import PageAllocator, PagedHFCache
+from ..events import computed
 from . import wire
 from .inject import WrongGather, negate_rows, negate_states
 from .lifetime import now
 from .member import Member
 from .model import Talks
-from .pool import computed, heads, name_of, shuffled
+from .pool import heads, name_of, shuffled
 from .results import PrefillResult
 from .stage import Stage
 
@@ -62,7 +60,7 @@ def run(member: Member, store: Store) -> None:
                     stop = min(start + config.chunk_tokens, len(prompt))
                     step = endpoint.step({delivery.room: (stop, [table])})
                     # What is made wrong on purpose is made so after the pass: no layer may have left by then.
-                    cache.layer_ready = partial(announce, step, member.device) if config.inject is None else None
+                    cache.layer_ready = step.layer_ready if config.inject is None else None
                     token = stage.forward(f"prefill {request} {start}", prompt[start:stop], cache)
                     if wrong is not None:
                         wrong.swap_heads(member, pool, table, start, stop)
@@ -82,11 +80,6 @@ def run(member: Member, store: Store) -> None:
         ended = now()
         rooms = wire.released(endpoint.poll, deliveries, member, "released")
         member.leave(PrefillResult(os.getpid(), heads(pool), ready, ended, rooms))
-
-
-def announce(step: Step, device: str, layer: LayerId) -> None:
-    """A layer's rows are final when what was asked of the GPU so far is done."""
-    step.layer_ready(layer, computed(device))
 
 
 def _own(pool: PagedPool, cache: Cache) -> dict[str, npt.NDArray[np.float32]]:

@@ -1,0 +1,20 @@
+"""When what a model was asked to compute is done."""
+
+from __future__ import annotations
+
+from ...memory import Event
+
+
+def computed(device: str) -> Event | None:
+    """When what was asked of a device so far, on the current stream, is done; None: it is done already.
+
+    The host waits for nothing: on a GPU this records an event.
+    """
+    if device == "cpu":
+        return None
+    import torch
+
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
+    return event
