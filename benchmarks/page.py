@@ -1,0 +1,366 @@
+"""Writes what ``benchmarks/results`` holds into docs/benchmarks.md and README.md, between their marks.
+
+A mark names a file of results: what stands between ``<!-- from cpu_grant.json -->`` and ``<!-- end -->`` is made from
+it here, every number with where it was measured. A test compares the pages with what this makes. After a benchmark:
+
+    python benchmarks/page.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Found = Mapping[str, Any]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+MARK = re.compile(r"(?<=<!-- from )(?P<view>[^\n]+)( -->\n\n)(?P<shown>.*?)(?=\n\n<!-- end -->)", re.DOTALL)
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; the first row is the head."""
+    head, *body = rows
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
+
+
+def where(found: Found) -> str:
+    """Where and with what something was measured."""
+    machine = found.get("machine", {})
+    versions = found.get("versions") or machine["versions"]
+    gpus = found.get("gpus") or [found.get("gpu")]
+    place = (
+        [f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else f"{gpus[0]}", f"driver {found['driver']}"]
+        if gpus[0]
+        else [machine["cpu"], f"{machine['cores']} cores"]
+    )
+    used = [f"{name} {versions[name]}" for name in ("python", "torch", "triton", "pyzmq") if name in versions]
+    return ", ".join([*place, *used, f"commit {(found.get('commit') or machine['commit'])[:12]}"])
+
+
+def shares(values: Iterable[float]) -> str:
+    """From the least to the most of them."""
+    least, most = min(values := list(values)), max(values)
+    return f"{least:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
+
+
+def transfer(found: Found) -> str:
+    """Strategies side by side."""
+    names, ceiling = list(found["strategies"]), found["ceiling"]
+    each = [found["strategies"][name] for name in names]
+
+    def ms(of: Mapping[str, float]) -> str:
+        return f"{of['p50'] * 1e3:,.1f} / {of['p95'] * 1e3:,.1f}"
+
+    def rows() -> Iterator[list[str]]:
+        yield ["ms, p50 / p95", *names, "plain writes"]
+        for phase in each[0]["phases"]:
+            plain = ms(ceiling[phase]) if phase in ceiling else ""
+            yield [phase, *(ms(of["phases"][phase]) for of in each), plain]
+        yield ["wire, without copies", *(ms(of["wire_s"]) for of in each), ms(ceiling["wire"])]
+        yield ["GB/s", *(f"{of['gb_per_s']:.2f}" for of in each), f"{ceiling['gb_per_s']:.2f}"]
+        yield ["share of the ceiling, wire", *(f"{of['share_of_ceiling']:.1%}" for of in each), "100%"]
+        yield ["share of the ceiling, total", *(f"{of['total_share_of_ceiling']:.1%}" for of in each), "100%"]
+        yield ["writes", *(f"{of['descriptors']:,}" for of in each), f"{ceiling['writes']:,}"]
+
+    shape = found["shape"]
+    tp = f"TP {shape['prefill_tp']} to TP {shape['decode_tp']}"
+    faster = f"**{found['ratio_staged_over_slice']:.1f} times**"
+    return f"`{shape['transport']}`, {tp}: `staged` is {faster} as fast as `slice`.\n\n{table(rows())}"
+
+
+def adapter(found: Found) -> str:
+    """What a transport adds to its library."""
+
+    def us(of: Mapping[str, float]) -> str:
+        return f"{of['p50'] * 1e6:,.0f} / {of['p95'] * 1e6:,.0f}"
+
+    head = [f"{found['transport']}: us, p50 / p95", "library", "transport", "added"]
+    rows = (
+        [
+            f"{of['nbytes'] >> 10:,} KiB",
+            us(of["raw"]),
+            us(of["adapter"]),
+            f"{of['overhead_s'] * 1e6:,.0f} ({of['overhead_share']:.1%})",
+        ]
+        for of in found["sizes"]
+    )
+    return table([head, *rows])
+
+
+def grant(found: Found) -> str:
+    """How long a grant takes."""
+    of = found["strategies"]["staged"]["phases"]["grant"]
+    taken = f"**{of['p50'] * 1e6:,.0f} us** (p95 {of['p95'] * 1e6:,.0f} us)"
+    return f"{taken}; the limit of 300 us is {'missed' if of['p50'] >= 300e-6 else 'held'}."
+
+
+def kernels(found: Found) -> str:
+    """Gather, scatter and checksum, case by case."""
+    head = ["order, page size, pages", "copy_ GB/s", "gather / copy_", "scatter / copy_", "checksum / copy_"]
+    rows = (
+        [
+            f"{case['layout']}, {case['page_size']}, {case['pages']}",
+            f"{case['copy_GB_per_s']:.2f}",
+            *(f"{case[f'{op}_ratio']:.2f}" for op in ("gather", "scatter", "checksum")),
+        ]
+        for case in found["cases"]
+    )
+    return table([head, *rows])
+
+
+def planning(found: Found) -> str:
+    """What a plan costs."""
+    steps = [[name, f"{ms:.2f}"] for name, ms in found["median_ms"].items()]
+    return table([["step", "ms, median"], *steps, ["all", f"{found['total_ms']:.2f}"]])
+
+
+def prefix_index(found: Found) -> str:
+    """What the prefix index costs."""
+    times = [("miss and insert", "miss_and_insert_ms"), ("hit", "hit_ms")]
+    return table(
+        [
+            ["of the prefix index", "measured", "limit"],
+            *([name, f"{found[key]:.2f} ms", f"{found['limit_ms']:.0f} ms"] for name, key in times),
+            *(
+                [f"bytes a page, {name}", f"{size:.0f}", f"{found['limit_bytes']}"]
+                for name, size in found["bytes_per_page"].items()
+            ),
+        ]
+    )
+
+
+def prefix_workload(found: Found) -> str:
+    """With held prefixes and without, beside the ideal and the published figures; ratios; what a step may take."""
+    runs = [found[name] for name in ("off", "on", "ideal")]
+
+    def row(name: str, key: str, form: str, scale: float = 1.0) -> list[str]:
+        theirs = [found["published"][name].get(key) for name in ("off", "on")]
+        published = ["" if value is None else form.format(value * scale) for value in theirs]
+        return [name, *(form.format(run[key] * scale) for run in runs), *published]
+
+    requests = found["shape"]["groups"] * found["shape"]["prompts"]
+    figures = [
+        [f"of {requests} requests", "off", "on", "ideal", "published off", "published on"],
+        row("tokens that decode held", "hit_ratio", "{:.1f}%", 100),
+        row("GB on the wire", "kv_bytes", "{:,.1f}", 1e-9),
+        row("GB at best", "kv_bytes_ideal", "{:,.1f}", 1e-9),
+        row("TTFT mean, s", "ttft_mean", "{:.2f}"),
+        row("TTFT p50, s", "ttft_p50", "{:.2f}"),
+        row("TTFT p99, s", "ttft_p99", "{:.2f}"),
+        row("between tokens, ms", "latency", "{:.1f}", 1e3),
+        row("that over the same batches undisturbed", "latency_at_equal_batch", "{:.4f}"),
+        row("the longest step over an undisturbed one", "worst_step", "{:.3f}"),
+        row("requests running", "batch", "{:.0f}"),
+        row("requests/s", "requests_per_s", "{:.2f}"),
+    ]
+    over = [["on over off", "here", "published"]]
+    for name, key in (("TTFT mean", "ttft_mean"), ("requests/s", "requests_per_s"), ("between tokens", "latency")):
+        both = [f"{side['on'][key] / side['off'][key]:.2f}" for side in (found, found["published"])]
+        over.append([name, *both])
+    limits = [["of the ideal", "here", "limit"]]
+    for name, key in (
+        ("bytes on the wire", "bytes_over_ideal"),
+        ("TTFT", "ttft_over_ideal"),
+        ("latency at equal batch", "latency_at_equal_batch"),
+    ):
+        limits.append([name, f"{found['ratios'][key]:.3f}", f"{found['limits'][key]:.2f}"])
+    tables = (figures, over, limits, arrivals(found))
+    return "\n\n".join(map(table, tables))
+
+
+def arrivals(found: Found) -> Sequence[Sequence[str]]:
+    """What it does to decoding how many requests may join a step."""
+    default = str(found["emulation"]["arrivals_per_step"])
+    runs = {"1": found["arrivals"]["one"], default: found["on"], "any number": found["arrivals"]["any"]}
+    rows = (
+        [most, f"{of['worst_step']:.3f}", f"{of['latency_at_equal_batch']:.4f}", f"{of['ttft_mean']:.2f}"]
+        for most, of in runs.items()
+    )
+    return [["arrivals in a step", "longest step", "between tokens", "TTFT mean, s"], *rows]
+
+
+def verify(found: Found) -> str:
+    """What checksums cost."""
+    names = list(found["strategies"])
+    each = [found["strategies"][name]["phases"] for name in names]
+    rows = [[phase, *(f"{of[phase]['p50'] * 1e3:,.1f}" for of in each)] for phase in ("checksum", "total")]
+    longer = f"`staged` takes **{found['verify_cost']['staged']:.2f} times** as long."
+    return f"{longer}\n\n{table([['ms, p50', *names], *rows])}"
+
+
+def pipeline(found: Found) -> str:
+    """Layer groups: ratios of wire to compute, then prompt lengths."""
+
+    def ms(seconds: float) -> str:
+        return f"{seconds * 1e3:,.1f}"
+
+    def row(of: Found) -> list[str]:
+        times = [ms(of[how]["p50"]) for how in ("per_chunk", "pipelined")]
+        return [*times, str(of["groups"]), ms(of["bound_s"])]
+
+    head = ["per chunk, ms", "pipelined, ms", "groups", "bound, ms"]
+    overlaps = ([f"{of['ratio']:g}", *row(of), f"{of['over_bound']:.3f}", f"{of['hidden']:.1%}"]
+                for of in found["overlaps"])  # fmt: skip
+    lengths = ([f"{of['tokens']:,}", *row(of), f"{of['ratio']:.3f}"] for of in found["lengths"])
+    ratios = table([["T / C", *head, "over the bound", "hidden"], *overlaps])
+    sweep = table([["tokens", *head, "pipelined / per chunk"], *lengths])
+    return f"A group cost {found['group_s'] * 1e6:,.0f} us.\n\n{ratios}\n\n{sweep}"
+
+
+def simulation(found: Found) -> str:
+    """How much was simulated, and with which faults."""
+    return table(
+        [
+            ["simulated", ""],
+            ["worlds", f"{found['seeds']:,}"],
+            ["violations", f"{found['violations']:,}"],
+            ["events", f"{found['events']:,}"],
+            ["simulated hours", f"{found['simulated_seconds'] / 3600:.1f}"],
+            ["rooms a world", f"{found['rooms_per_seed']:.2f}"],
+            ["ranks a world", f"{found['ranks_per_seed']:.2f}"],
+            ["segments a room", f"{found['segments_per_room']:.2f}"],
+            ["worlds a CPU second", f"{found['seeds_per_cpu_second']:.1f}"],
+            *([f"fault: {name}", f"{count:,}"] for name, count in found["faults"].items()),
+        ]
+    )
+
+
+def gpu_kernels(found: Found) -> str:
+    """Gather and scatter on a GPU, case by case."""
+    head = ["case", "GB/s", "share of a copy", "device us", "host us", "host us, new size"]
+    rows = (
+        [
+            f"{c['op']} {c['dtype']} TP {c['tp']}, {c['layout']}, page {c['page_size']}, {c['tokens']:,} tokens",
+            f"{c['GB_per_s']:,}",
+            f"{c['share']:.1%}",
+            *(f"{c[name]:,.0f}" for name in ("device_us", "host_us", "host_new_us")),
+        ]
+        for c in found["cases"]
+    )
+    return table([head, *rows])
+
+
+def gpu_transfer(found: Found) -> str:
+    """Whole transfers between GPUs, and how many of them come near plain copies."""
+    rows = (
+        [
+            f"{c['transport']} {c['strategy']} TP {c['tp']}, {c['tokens']:,} tokens, {c['bytes'] >> 20:,} MiB",
+            f"{c['writes']:,}",
+            f"{c['total_us'] / 1e3:,.1f}",
+            f"{c['copies_us'] / 1e3:,.1f}",
+            f"{c['share']:.1%}",
+            f"{c['share_of_wire']:.1%}",
+        ]
+        for c in found["cases"]
+    )
+    settings = found["settings"]
+    set_up = f"{settings['slots']} slots of {settings['slot_mib']} MiB, {settings['repeats']} repeats."
+    lines = [f"{set_up} GPUs a rank: {found['ranks_per_gpu']}.", *_near(found["cases"])]
+    head = ["case", "writes", "ms", "peer copies, ms", "share", "share, wire phase"]
+    return "\n\n".join(["\n".join(lines), table([head, *rows])])
+
+
+def _near(cases: Sequence[Found]) -> Iterator[str]:
+    """Staged transfers of each size a pair of ranks that has a limit, against it."""
+    for mib, limit in ((256, 0.70), (1024, 0.85)):
+        of = [c for c in cases if c["strategy"] == "staged" and _mib_a_pair(c) == mib and c["tp"] != "1->1"]
+        if of:
+            held = sum(c["share"] >= limit for c in of)
+            yield (
+                f"With {mib:,} MiB a pair of ranks, other TP pairs than 1->1: {shares(c['share'] for c in of)} "
+                f"of plain copies, in the wire phase {shares(c['share_of_wire'] for c in of)}; "
+                f"{held} of {len(of)} hold the limit of {limit:.0%}."
+            )
+
+
+def _mib_a_pair(case: Found) -> int:
+    pairs: int = max(map(int, case["tp"].split("->")))
+    mib: int = case["bytes"] // pairs >> 20
+    return mib
+
+
+def gpu_paths(found: Found) -> str:
+    """The two paths that one run held against each other, in three rows."""
+    (slices,) = (c for c in found["cases"] if c["strategy"] == "slice")
+    (staged,) = (
+        c
+        for c in found["cases"]
+        if c["strategy"] == "staged" and all(c[name] == slices[name] for name in ("transport", "tp", "tokens"))
+    )
+    rows = [
+        ["path", "writes", "ms"],
+        ["one write per token and head slice", f"{slices['writes']:,}", f"{slices['total_us'] / 1e3:.1f}"],
+        ["`staged`", f"{staged['writes']:,}", f"{staged['total_us'] / 1e3:.1f}"],
+        ["plain copies of the same bytes", "", f"{staged['copies_us'] / 1e3:.1f}"],
+    ]
+    what = f"`{slices['transport']}`, TP {slices['tp']}, {slices['tokens']:,} tokens, {slices['bytes'] >> 20:,} MiB."
+    wire = f"In its wire phase `staged` has {staged['share_of_wire']:.0%} of the speed of plain copies."
+    return f"{what} {wire}\n\n{table(rows)}"
+
+
+def gpu_peer(found: Found) -> str:
+    """Kernels side by side."""
+    rows = (
+        [
+            f"{c['op']} {c.get('dtype', 'bfloat16')} TP {c['tp']}, {c['tokens']:,} tokens",
+            *(f"{c[name]:,.0f}" for name in ("ours_us", "theirs_us")),
+            f"{c['ratio']:.2f}",
+        ]
+        for c in found["cases"]
+    )
+    return table([["case", "ours, us", f"{found['peer']}, us", "ours / theirs"], *rows])
+
+
+VIEWS: Mapping[str, Callable[[Found], str]] = {
+    "cpu_transfer_shm.json": transfer,
+    "cpu_transfer_nixl.json": transfer,
+    "cpu_transfer_mooncake.json": transfer,
+    "cpu_transfer_nixl_1to1.json": transfer,
+    "cpu_grant.json": grant,
+    "cpu_adapter_nixl.json": adapter,
+    "cpu_adapter_mooncake.json": adapter,
+    "cpu_verify.json": verify,
+    "cpu_pipeline.json": pipeline,
+    "cpu_kernels.json": kernels,
+    "cpu_planning.json": planning,
+    "cpu_prefix_index.json": prefix_index,
+    "cpu_prefix_workload.json": prefix_workload,
+    "simulation.json": simulation,
+    "h200_kernels.json": gpu_kernels,
+    "h200_transfer.json": gpu_transfer,
+    "h200_transfer.json, two paths": gpu_paths,
+    "h200_peer.json": gpu_peer,
+}
+"""What a mark can name: a file, or something of it."""
+
+
+def shown(view: str) -> str:
+    """What stands at that mark."""
+    make, name = VIEWS[view], view.partition(",")[0]
+    found = json.loads((RESULTS / name).read_text())
+    return f"{make(found)}\n\n`benchmarks/results/{name}`: {where(found)}."
+
+
+def filled(text: str) -> str:
+    """A page with every mark's text made anew.
+
+    Raises:
+        KeyError: a mark names what there is not.
+    """
+    return MARK.sub(lambda m: f"{m['view']}{m[2]}{shown(m['view'])}", text)
+
+
+def main() -> None:
+    """Write the pages."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
