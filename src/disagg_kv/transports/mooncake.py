@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 import attrs
 import msgspec
@@ -363,7 +363,7 @@ def _environment_timeout() -> int:
 
 def _greet(shared: Shared, engine: Engine, remote: Remote, timeout_s: float) -> None:
     """Find out that the peer is there, and let the library learn about it, for at most ``timeout_s`` seconds."""
-    answer: SimpleQueue[Exception | int] = SimpleQueue()
+    answer: Queue[Exception | int] = Queue()
     address = remote.address
 
     def greet() -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from attrs import define, field
@@ -25,6 +24,7 @@ from attrs import define, field
 from ..errors import PeerLostError, TransportError
 from ..ids import Peer, Ticket
 from .base import Ended, Heard, Settled
+from .mailbox import Mailbox
 from .nixl_library import Agent, Handle, Part
 from .process import Watch
 
@@ -139,7 +139,7 @@ class Worker:
         self._open = _Open()
         # Held by whoever uses the agent or what is below.
         self._lock = threading.Lock()
-        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._commands: Mailbox[Callable[[], object]] = Mailbox()
         self._active_at = time.monotonic()
         self._look_at = 0.0
         self._until: float | None = None
@@ -208,9 +208,7 @@ class Worker:
         while self._until is None or (self._open and time.monotonic() < self._until):
             # The longer nothing has happened, the longer the pause.
             quiet_s = time.monotonic() - self._active_at
-            command: Callable[[], object] | None = None
-            with suppress(Empty):
-                command = self._commands.get(timeout=min(self._idle_s, max(BUSY_S, quiet_s / 16)))
+            command = self._commands.get(min(self._idle_s, max(BUSY_S, quiet_s / 16)))
             # Whoever posts just now moves the library on as well, and must not have to wait for this thread afterwards.
             if self._lock.acquire(blocking=command is not None):
                 try:
