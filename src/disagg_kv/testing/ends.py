@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -128,6 +131,14 @@ class End:
         """Close the transport."""
         return self.transport.close(drain_s)
 
+    def stacks(self) -> str:
+        """Where each thread of the process is, the transport's among them."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"{names.get(ident, 'unknown')}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
+
 
 @frozen
 class _Raised:
@@ -207,6 +218,10 @@ class Child:
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`End.close`."""
         return tuple(self._ask("close", drain_s))
+
+    def stacks(self) -> str:
+        """See :meth:`End.stacks`."""
+        return str(self._ask("stacks"))
 
     def pause(self) -> None:
         """Freeze the process; returns once every thread of it stands still."""

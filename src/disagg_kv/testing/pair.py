@@ -128,8 +128,13 @@ class Pair:
         self.there.add(self.target.told())
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        """Poll both ends until ``done()``."""
-        wait(done, self.work, self.timeout_s, what)
+        """Poll both ends until ``done()``; an AssertionError says what the threads of either end do instead."""
+        what = f"{what} over {self.source.transport.name!r}"
+        try:
+            wait(done, self.work, self.timeout_s, what)
+        except AssertionError as error:
+            ends = f"\nsource:\n{self.source.stacks()}\ntarget:\n{self.target.stacks()}"
+            raise AssertionError(f"{error}{ends}") from None
 
     def hear(self, number: int) -> None:
         """Poll until the target has heard ``number`` notifications."""

@@ -181,6 +181,13 @@ def test_a_broken_transport_fails(broken: Callable[[], Transport], case: Callabl
         case(pair(broken, target))
 
 
+def test_a_ticket_that_does_not_end_is_told_with_the_transport_and_what_all_threads_do() -> None:
+    """Of both ends: one of them stands still where it should look."""
+    told = r"(?s)waited 0\.05 s for ticket 1 to end over 'inproc'\nsource:\n.*MainThread:.*target:\n.*MainThread:"
+    with pytest.raises(AssertionError, match=told):
+        data.test_an_empty_batch_ends_well(pair(NeverTold))
+
+
 @pytest.mark.parametrize("fault", [Fault.LATE, Fault.PARTIAL, Fault.HUNG, Fault.REFUSED, Fault.DELAYED])
 def test_each_injected_fault_fails(fault: Fault) -> None:
     """A plain write notices all of them."""
@@ -226,6 +233,7 @@ def test_a_child_tells_the_errors_of_its_transport_and_ends_with_its_parent() ->
     region = child.add(np.arange(10, dtype=np.uint8))
     child.fill(region, np.arange(10, 20, dtype=np.uint8))
     assert child.read(region).tolist() == list(range(10, 20))
+    assert "in stacks" in child.stacks()
     child.pause()
     child._timeout_s = 0.01
     with pytest.raises(AssertionError, match="did not answer 'read'"):
