@@ -513,8 +513,7 @@ class DecodeRole:
     def _publish(self, room: DecodeRoom) -> None:
         machine, report = room.machine, room.handle.report
         report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
-        landed = "exposed pages" if machine.segments_landed else ""
-        report.path = "+".join(sorted(set(machine.paths.values()))) or landed
+        report.path = machine.path or ("exposed pages" if machine.segments_landed else "")
         released = machine.released and room.checking is None
         if released and "total" not in report.seconds:
             report.spend("total", self._node.now - room.opened)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -167,6 +167,8 @@ class Mover:
         self._slots = [_Slot(at) for at in range(0, staging.nbytes - slot_bytes + 1, slot_bytes)]
         self._rooms = rooms
         self._clock = clock
+        self._quota = max(1, len(self._slots) // 4)
+        self._pins: Counter[Epoch] = Counter()
         self._queue: OrderedDict[tuple[RoomKey, Epoch, Segment], Transfer] = OrderedDict()
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
@@ -176,7 +178,7 @@ class Mover:
     @property
     def quota(self) -> int:
         """Slots that one destination may pin."""
-        return max(1, len(self._slots) // 4)
+        return self._quota
 
     @property
     def pinned_slots(self) -> int:
@@ -286,9 +288,8 @@ class Mover:
         return [t for (r, _, s), t in self._queue.items() if r == room and s == first.segment and t.offset is not None]
 
     def _full(self, to: Epoch) -> bool:
-        """One destination pins at most a quarter of the slots."""
-        pinned = (any(post.transfer.to == to for post in s.pins.values()) for s in self._slots)
-        return sum(pinned) >= self.quota
+        """One destination pins at most a quarter of the slots; of one gather it gets one post at most."""
+        return self._pins[to] >= self._quota
 
     def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
         moves: dict[int, Move] = {}
@@ -391,6 +392,7 @@ class Mover:
         post = _Post(self._number, room, transfer, slot, report, self._clock())
         if slot is not None:
             slot.pins[self._number] = post
+            self._pins[transfer.to] += 1
         return post
 
     def _post(self, post: _Post, writes: Writes, after: Event | None) -> None:
@@ -463,6 +465,9 @@ class Mover:
     def _unpin(self, post: _Post) -> None:
         if post.slot is not None:
             del post.slot.pins[post.number]
+            self._pins[post.transfer.to] -= 1
+            if not self._pins[post.transfer.to]:
+                del self._pins[post.transfer.to]
         else:
             self._rooms.reading(post.room, -1)
 
@@ -480,6 +485,8 @@ class Mover:
         live = {p.number for p in self._posts.values() if p.slot is not None}
         live |= {post.number for g in self._gathering if not g.posted for post, _ in g.posts}
         assert pinned == live, (pinned, live)
+        slots_of = Counter(to for slot in self._slots for to in {post.transfer.to for post in slot.pins.values()})
+        assert slots_of == self._pins, (slots_of, self._pins)
         filling = {g.slot.offset for g in self._gathering}
         assert filling == {s.offset for s in self._slots if s.filling}, filling
 

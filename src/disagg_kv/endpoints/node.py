@@ -8,10 +8,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import Protocol
+from functools import reduce
+from typing import Protocol, TypeVarTuple
+
+from attrs import define, field
 
 from ..channels import (
+    MAX_FRAME,
+    MAX_TOGETHER,
     Arrived,
     Channel,
     Closed,
@@ -21,7 +25,6 @@ from ..channels import (
     Rejected,
     SupportsBatches,
     check_frame,
-    fit_together,
     key_of,
 )
 from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError
@@ -60,6 +63,8 @@ from .exits import Exits
 from .introduction import Remote, Self
 
 log = logging.getLogger("disagg_kv")
+
+A = TypeVarTuple("A")
 
 CONNECT_S = 2.0
 """Seconds that a transport may take to reach a peer whose Hello just came in."""
@@ -131,6 +136,14 @@ class Role(Protocol):
         ...
 
 
+@define
+class _Unsent:
+    """What was said to an address since it was last handed over; it has ``nbytes``."""
+
+    frames: list[bytes] = field(factory=list)
+    nbytes: int = 0
+
+
 class Node:
     """The endpoint's thread's half: everything here runs on that one thread, except ``post``."""
 
@@ -153,7 +166,7 @@ class Node:
         self.now = clock()
         self.codec = Codec()
         self._together = channel if isinstance(channel, SupportsBatches) else None
-        self._unsent: dict[str, list[bytes]] = {}
+        self._unsent: dict[str, _Unsent] = {}
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
         self.tombstones = Tombstones(options.tombstones)
@@ -205,7 +218,7 @@ class Node:
         arrived = self._arrived(wait)
         self.now = self.clock()
         for event in arrived:
-            self._guard(partial(self._on_channel, event))
+            self._guard(self._on_channel, event)
         self._guard(self.flush)
         if not busy or arrived:
             self._pause = SHORTEST_PAUSE_S
@@ -223,7 +236,7 @@ class Node:
         if self._later:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
-                self._guard(partial(self.when, event, command, failed))
+                self._guard(self.when, event, command, failed)
         self._guard(self._tick)
         busy = self._guard(self.role.work)
         # A transport that writes while it is told to has ended by now.
@@ -233,12 +246,12 @@ class Node:
     def poll_transport(self) -> None:
         """Take in what the transport tells."""
         for report in self.me.transport.poll():
-            self._guard(partial(self._on_transport, report))
+            self._guard(self._on_transport, report)
 
-    def _guard(self, act: Callable[[], object]) -> object:
+    def _guard(self, act: Callable[[*A], object], *about: *A) -> object:
         """Whatever goes wrong ends rooms, with the reason, but never this thread (E8)."""
         try:
-            return act()
+            return act(*about)
         except RemoteProtocolError as exc:
             self.observer.count("frames.refused")
             self._warn(f"refused: {exc}")
@@ -360,6 +373,8 @@ class Node:
             self._gone(epoch)
 
     def _peer_effects(self, effects: Sequence[PeerEffect]) -> None:
+        if not effects:
+            return
         assert self.role is not None
         for effect in effects:
             match effect:
@@ -478,20 +493,24 @@ class Node:
 
     def _put(self, address: str, frame: bytes) -> None:
         check_frame(address, frame)
-        waiting = self._unsent.setdefault(address, [])
-        if waiting and not fit_together([*waiting, frame]):
-            self._hand_over(address)
-        self._unsent.setdefault(address, []).append(frame)
         if self._together is None:
-            self._hand_over(address)
+            self._hand_over(address, [frame])
+            return
+        unsent = self._unsent.get(address)
+        if unsent is not None and (len(unsent.frames) == MAX_TOGETHER or unsent.nbytes + len(frame) > MAX_FRAME):
+            self._hand_over(address, self._unsent.pop(address).frames)
+            unsent = None
+        if unsent is None:
+            unsent = self._unsent[address] = _Unsent()
+        unsent.frames.append(frame)
+        unsent.nbytes += len(frame)
 
     def flush(self) -> None:
         """Hand over all that was said: when a turn ends, and before this thread copies, which may take long."""
         for address in list(self._unsent):
-            self._hand_over(address)
+            self._hand_over(address, self._unsent.pop(address).frames)
 
-    def _hand_over(self, address: str) -> None:
-        frames = self._unsent.pop(address)
+    def _hand_over(self, address: str, frames: list[bytes]) -> None:
         try:
             if self._together is None:
                 sent = self.channel.send(address, frames[0])

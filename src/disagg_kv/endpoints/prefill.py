@@ -470,16 +470,17 @@ class PrefillRole:
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
-        room.handle.report.segments = sum(f.segments_landed for f in machine.flows.values())
+        report, released = room.handle.report, machine.released
+        report.segments = sum([f.segments_landed for f in machine.flows.values()])
         if room.withdrawn and machine.reads == 0:
             for fired in room.withdrawn:
                 fired.set()
             room.withdrawn.clear()
-        if machine.released and "total" not in room.handle.report.seconds:
-            room.handle.report.spend("total", self._node.now - room.opened)
-        if room.handle.publish(machine.phase, machine.released, machine.error):
+        if released and "total" not in report.seconds:
+            report.spend("total", self._node.now - room.opened)
+        if room.handle.publish(machine.phase, released, machine.error):
             self._changes.add(room.handle)
-        if machine.closed and self._rooms.get(room.key) is room:
+        if released and machine.closed and self._rooms.get(room.key) is room:
             self._close(room)
 
     def _close(self, room: _Room) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import attrs
 import numpy as np
 from attrs import field, frozen
@@ -11,12 +13,13 @@ from ..geometry import I32, I64
 _same = attrs.cmp_using(eq=np.array_equal)
 
 
-@frozen(order=True)
-class Segment:
+class Segment(NamedTuple):
     """A rectangle of the cache: rows ``[start, stop)`` of the layers ``[first, last)``.
 
     It is the unit and the key of request, lease, gather, write, notice and scatter. The rows are tokens, or with
     ``state`` those of recurrent states; of a component that has not all of them it means those that there are.
+
+    A tuple, as a transfer looks each of its segments up some fifty times: its hash is not Python's to compute.
     """
 
     start: int

@@ -24,6 +24,9 @@ INTAKES = 256
 ALIGN = 256
 """Bytes to which writers' parts are aligned in a lease."""
 
+BOXES = 1024
+"""Runs of layers of which an intake remembers the shares; a peer may name many."""
+
 _same = attrs.cmp_using(eq=np.array_equal)
 
 
@@ -43,6 +46,10 @@ class _Share:
     def rows(self, n: int) -> int:
         """How many of ``n`` rows; it depends on their number alone, not on where they begin."""
         return n * (self.index + 1) // self.ways - n * self.index // self.ways
+
+
+_Bound = tuple[_Share, int, int, int]
+"""A share, its bytes of one row of some layers, and the rows that are needed of it: first and end."""
 
 
 @frozen
@@ -65,6 +72,7 @@ class Intake:
     _kinds: tuple[tuple[range, tuple[Extent, ...]], ...]  # runs of layers whose components have the same extents
     _slides: bool
     _room: RowRange = EVERY
+    _known: dict[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=dict, eq=False, repr=False)
 
     @classmethod
     def build(cls, spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> Intake:
@@ -224,13 +232,13 @@ class Intake:
         low, high = max(box.start, min(a for a, _ in bounds)), min(box.stop, max(b for _, b in bounds))
         if low >= high:
             return []
-        whole = attrs.evolve(box, start=low, stop=high)
+        whole = box._replace(start=low, stop=high)
         if limits.exceeded(self._sizes(whole)) is None:
             return [whole]
         segments: list[Segment] = []
         for start, stop in pairwise(sorted({low, high, *(e for ab in bounds for e in ab if low < e < high)})):
-            for run in self._layer_runs(attrs.evolve(box, start=start, stop=start + 1), limits):
-                segments += self._row_runs(attrs.evolve(run, stop=stop), limits, page_rows)
+            for run in self._layer_runs(box._replace(start=start, stop=start + 1), limits):
+                segments += self._row_runs(run._replace(stop=stop), limits, page_rows)
         return segments
 
     def _row_runs(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
@@ -242,7 +250,7 @@ class Intake:
         low, high = box.start // step, _ceil(box.stop, step)
         count = 1 if most == box.rows else _ceil(high - low, most // step)
         edges = [box.start, *((low + _ceil((high - low) * i, count)) * step for i in range(1, count)), box.stop]
-        return [attrs.evolve(box, start=a, stop=b) for a, b in pairwise(edges)]
+        return [box._replace(start=a, stop=b) for a, b in pairwise(edges)]
 
     def _check_layers(self, layers: range) -> None:
         if not any(stage.start <= layers.start < layers.stop <= stage.stop for stage in self.stages):
@@ -254,25 +262,33 @@ class Intake:
         kinds = (e for of, extents in self._kinds if of.start < layers.stop and layers.start < of.stop for e in extents)
         return max((e.rows for e in kinds), default=0)
 
-    def _shares_of(self, box: Segment) -> list[tuple[_Share, int]]:
-        """Each share of the box's kind of rows with its bytes of one row of the layers, if any."""
-        row_bytes: list[int] = (
-            self._row_bytes[box.last - self._first] - self._row_bytes[box.first - self._first]
-        ).tolist()
-        both = zip(self._shares, row_bytes, strict=True)
-        return [(share, n) for share, n in both if n and (share.extent.rows > 0) == box.state]
+    def _shares_of(self, box: Segment) -> list[_Bound]:
+        """Each share of the box's kind of rows that has bytes in its layers; remembered, as few runs of layers are."""
+        key = (box.first, box.last, box.state)
+        known = self._known.get(key)
+        if known is None:
+            row_bytes: list[int] = (
+                self._row_bytes[box.last - self._first] - self._row_bytes[box.first - self._first]
+            ).tolist()
+            room, both = self._room, zip(self._shares, row_bytes, strict=True)
+            known = [
+                (share, n, *share.extent.bounds(room.start, room.stop))
+                for share, n in both
+                if n and (share.extent.rows > 0) == box.state
+            ]
+            if len(self._known) >= BOXES:
+                self._known.clear()
+            self._known[key] = known
+        return known
 
     def _bounds(self, box: Segment) -> set[tuple[int, int]]:
         """The rows that are needed of the components of the box's layers."""
-        room = self._room
-        return {share.extent.bounds(room.start, room.stop) for share, _ in self._shares_of(box)}
+        return {(low, high) for _, _, low, high in self._shares_of(box)}
 
     def _sizes(self, box: Segment) -> dict[Rank, int]:
         """Bytes per writer, ascending; shares of one writer follow one another."""
         sizes: dict[Rank, int] = {}
-        room = self._room
-        for share, row_bytes in self._shares_of(box):
-            low, high = share.extent.bounds(room.start, room.stop)
+        for share, row_bytes, low, high in self._shares_of(box):
             rows = max(0, min(high, box.stop) - max(low, box.start))
             sizes[share.writer] = sizes.get(share.writer, 0) + share.rows(rows) * row_bytes
         return sizes
@@ -284,13 +300,13 @@ class Intake:
         runs: list[Segment] = []
         first = row.first
         for layer in row.layers:
-            if problem := limits.exceeded(self._sizes(attrs.evolve(row, first=layer, last=layer + 1))):
+            if problem := limits.exceeded(self._sizes(row._replace(first=layer, last=layer + 1))):
                 what, asked, capacity = problem
                 raise OversizeError(f"{what}, for one row of layer {layer}", asked, capacity)
-            if limits.exceeded(self._sizes(attrs.evolve(row, first=first, last=layer + 1))):
-                runs.append(attrs.evolve(row, first=first, last=layer))
+            if limits.exceeded(self._sizes(row._replace(first=first, last=layer + 1))):
+                runs.append(row._replace(first=first, last=layer))
                 first = layer
-        return [*runs, attrs.evolve(row, first=first)]
+        return [*runs, row._replace(first=first)]
 
     def _most_rows(self, box: Segment, limits: _Limits) -> int:
         """The most rows, up to those of the box, of which every number up to that fits.
@@ -298,12 +314,7 @@ class Intake:
         Of ``n`` rows a share takes ``n // ways`` of them, rounded up or down as it happens. Only the rounded-up number
         grows steadily with ``n``, so the search uses that; one row is known to fit.
         """
-        room = self._room
-        shares = []
-        for share, row_bytes in self._shares_of(box):
-            first, end = share.extent.bounds(room.start, room.stop)
-            if first <= box.start < end:
-                shares.append((share, row_bytes))
+        shares = [(share, n) for share, n, first, end in self._shares_of(box) if first <= box.start < end]
         low, high = 1, box.rows
         while low < high:
             middle = (low + high + 1) // 2

@@ -7,13 +7,39 @@ from copy import copy
 from functools import lru_cache
 
 import numpy as np
+from attrs import frozen
 
 from ..errors import GeometryError
-from ..geometry import CacheSpec, Extent, Part, Site
+from ..geometry import I32, I64, CacheSpec, Extent, Part, Site
 from .base import EVERY, RowRange, Segment, StagedLayout
 
 VIEWS = 256
 """Views that are kept, those used last."""
+
+BOXES = 256
+"""Runs of layers of which a view remembers the planes; a peer may name many."""
+
+
+@frozen(eq=False)
+class _Planes:
+    """What a view has of some layers: a column of its table each, and whether all of it needs the same rows.
+
+    ``before`` are the bytes of one row of all planes before each, ``row_bytes`` those of all; ``low`` to ``high`` are
+    the rows of which whole planes are sent (from ``low`` up to ``low``: none).
+    """
+
+    plane: I32
+    first_unit: I32
+    units: I32
+    of_row: I64
+    index: I64
+    ways: I64
+    lows: I64
+    highs: I64
+    before: I64
+    row_bytes: int
+    low: int
+    high: int
 
 
 class PartView:
@@ -66,21 +92,54 @@ class PartView:
     def _bind(self, rows: RowRange) -> None:
         bounds = [e.bounds(rows.start, rows.stop) for e in self._extents]
         self._low, self._high = np.array(bounds, np.int64).reshape(len(bounds), 2).T[:, self._extent]
+        self._known: dict[tuple[int, int, bool], _Planes] = {}
+
+    def _planes(self, segment: Segment) -> _Planes:
+        """The planes of a segment's layers that have its kind of rows; remembered, as few runs of layers are."""
+        key = (segment.first, segment.last, segment.state)
+        known = self._known.get(key)
+        if known is None:
+            keep = (self._layer >= segment.first) & (self._layer < segment.last) & (self._state == segment.state)
+            of_row, ways, lows, highs = self._row_bytes[keep], self._ways[keep], self._low[keep], self._high[keep]
+            ends = np.cumsum(of_row)
+            whole = len(ends) > 0 and bool((ways == 1).all())
+            known = _Planes(
+                self._plane[keep],
+                self._first_unit[keep],
+                self._units[keep],
+                of_row,
+                self._index[keep],
+                ways,
+                lows,
+                highs,
+                ends - of_row,
+                int(of_row.sum()),
+                int(lows.max()) if whole else 0,
+                int(highs.min()) if whole else 0,
+            )
+            if len(self._known) >= BOXES:
+                self._known.clear()
+            self._known[key] = known
+        return known
 
     def layout(self, segment: Segment) -> StagedLayout:
         """Where the bytes of this segment lie; planes of other layers and planes without rows are left out."""
-        low = np.maximum(self._low, segment.start)
-        rows = np.maximum(np.minimum(self._high, segment.stop) - low, 0)
-        start, stop = low + rows * self._index // self._ways, low + rows * (self._index + 1) // self._ways
-        keep = (self._layer >= segment.first) & (self._layer < segment.last) & (start < stop)
-        keep &= self._state == segment.state
+        of = self._planes(segment)
+        if of.low <= segment.start < segment.stop <= of.high:
+            n, rows = len(of.plane), segment.rows
+            start, stop = np.full(n, segment.start, np.int64), np.full(n, segment.stop, np.int64)
+            return StagedLayout(
+                of.plane, of.first_unit, of.units, start, stop, of.before * rows, nbytes=of.row_bytes * rows
+            )
+        low = np.maximum(of.lows, segment.start)
+        needed = np.maximum(np.minimum(of.highs, segment.stop) - low, 0)
+        start, stop = low + needed * of.index // of.ways, low + needed * (of.index + 1) // of.ways
+        keep = start < stop
         start, stop = start[keep], stop[keep]
-        ends = np.cumsum((stop - start) * self._row_bytes[keep])
-        total = int(ends[-1]) if len(ends) else 0
-        offset = np.zeros_like(ends)
-        offset[1:] = ends[:-1]
+        nbytes = (stop - start) * of.of_row[keep]
+        ends = np.cumsum(nbytes)
         return StagedLayout(
-            self._plane[keep], self._first_unit[keep], self._units[keep], start, stop, offset, nbytes=total
+            of.plane[keep], of.first_unit[keep], of.units[keep], start, stop, ends - nbytes, nbytes=int(nbytes.sum())
         )
 
 

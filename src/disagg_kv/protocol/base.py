@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import NamedTuple
 
 import attrs
 from attrs import field, frozen
@@ -84,6 +85,8 @@ class Options:
         Raises:
             ConfigurationError: a time that is not positive, or a silence shorter than the pause between heartbeats.
         """
+        if silence_s is None and total_s is None:
+            return self
         return attrs.evolve(
             self,
             silence_s=self.silence_s if silence_s is None else silence_s,
@@ -289,9 +292,8 @@ class Transfer:
 Effect = Send | Reserve | Free | Quarantine | Scatter | Store | Vote | Transfer
 
 
-@frozen
-class RoomKey:
-    """One life of a room, as one decode endpoint numbers it."""
+class RoomKey(NamedTuple):
+    """One life of a room, as one decode endpoint numbers it. A tuple, because most look-ups are by it."""
 
     room: RoomId
     generation: Generation

@@ -245,12 +245,12 @@ class SendRoom:
         """After every event: has a flow failed, or are all complete?"""
         if self.error is not None or self.done:
             return out
-        failed = next((f for f in self.flows.values() if f.error is not None), None)
-        if failed is not None:
-            assert failed.error is not None
-            return out + self._fail(ours(failed.error, f"room {self.room.hex()}"), now)
-        complete = all(f.state is Sending.COMPLETE for f in self.flows.values())
-        if self._voted is None and self.world == len(self.flows) and complete:
+        complete = self.world == len(self.flows)
+        for flow in self.flows.values():
+            if flow.error is not None:
+                return out + self._fail(ours(flow.error, f"room {self.room.hex()}"), now)
+            complete = complete and flow.state is Sending.COMPLETE
+        if complete and self._voted is None:
             self._voted = True
             out.append(Vote(True, ""))
         return out

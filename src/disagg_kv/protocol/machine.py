@@ -51,7 +51,7 @@ class Machine(Generic[S]):
         if cell.action == "ignore":
             self.ignored += 1
             return []
-        action: Callable[[Any], None] = getattr(self, f"_on_{cell.action}")
+        action: Callable[[Any], None] = getattr(self, cell.method)
         action(event)
         assert self.state in cell.leads_to, (cell.action, self.state)
         out, self._out = self._out, []

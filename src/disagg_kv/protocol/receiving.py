@@ -82,6 +82,7 @@ class ReceiveRoom(Machine[Receiving]):
         self.error: DisaggKVError | None = None
         self.segments_landed = 0
         self.bytes_landed = 0
+        self.path = ""
         self.paths: dict[Rank, str] = {}
         self._epoch = epoch
         self._options = options
@@ -180,8 +181,11 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_request(self, event: StagingRequest) -> None:
         w = self._writers[Epoch(event.src)]
-        path = self.paths.setdefault(w.rank, event.path)
-        if path != event.path or path not in self._awaited_paths():
+        if w.rank not in self.paths:
+            self.paths[w.rank] = event.path
+            self.path = "+".join(sorted(set(self.paths.values())))
+        assert self._awaited is not None
+        if self.paths[w.rank] != event.path or event.path not in self._awaited.paths:
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} must not use path {event.path!r}"))
             return
         if w.open >= self._options.window and Segment(*event.segment) not in self._parts:
@@ -208,10 +212,6 @@ class ReceiveRoom(Machine[Receiving]):
         if again:
             self._send(w, Queued(**self._to(w), segment=event.segment))
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
-
-    def _awaited_paths(self) -> tuple[str, ...]:
-        assert self._awaited is not None
-        return self._awaited.paths
 
     def _part(self, w: Writer, box: Box) -> Part | None:
         """The live segment, new or old; None: it was answered, or the room has failed over it."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .base import (
     Awaited,
@@ -57,6 +57,8 @@ from .frames import (
 class Receiving(Enum):
     """A room on one decode rank."""
 
+    __hash__ = object.__hash__  # every event looks its cell up by its state; Enum's own hash is computed in Python
+
     OPENED = "opened"
     MOVING = "moving"
     LANDED = "landed"
@@ -66,6 +68,8 @@ class Receiving(Enum):
 
 class Sending(Enum):
     """A room on one prefill rank, towards one decode rank."""
+
+    __hash__ = object.__hash__
 
     MOVING = "moving"
     FINISHED = "finished"
@@ -80,10 +84,15 @@ S = TypeVar("S", bound=Enum)
 
 @frozen
 class Cell:
-    """What happens, and where it may lead."""
+    """What happens, by which method, and where it may lead."""
 
     action: str
     leads_to: frozenset[Enum]
+    method: str = field(init=False)
+
+    @method.default
+    def _method(self) -> str:
+        return f"_on_{self.action}"
 
 
 Table = Mapping[tuple[Enum, type], Cell]

@@ -226,6 +226,8 @@ class GrantQueue(Generic[P, K]):
     def grants(self) -> list[tuple[K, Lease]]:
         """Grant all that fits now, in order of grant. To be called after whatever may have made room."""
         granted: list[tuple[K, Lease]] = []
+        if not self._waiting:
+            return granted
         while (one := self._next()) is not None:
             granted.append(one)
         return granted

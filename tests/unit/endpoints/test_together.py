@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Channel, base, fit_together
+from disagg_kv.endpoints import node
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool
@@ -72,7 +73,8 @@ def test_what_one_turn_says_to_one_peer_is_one_message_and_waits_for_no_copy() -
 @pytest.mark.parametrize("most", [MAX_FRAME, 2048])
 def test_more_than_goes_together_leaves_by_several_messages(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """E14: what a message holds is bounded in frames and in bytes, whichever is reached first."""
-    monkeypatch.setattr(base, "MAX_FRAME", most)
+    for of in (base, node):
+        monkeypatch.setattr(of, "MAX_FRAME", most)
     rig = Rig(SPEC)
     sizes: list[int] = []
     memory = Memory(channel=lambda inner: Together(inner, [], sizes), pages=4096)
