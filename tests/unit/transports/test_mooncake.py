@@ -40,11 +40,8 @@ pytestmark = needs_mooncake
 NBYTES = 1 << 16
 KV = CacheSpec.kv(4, 4, 8, "float16")
 TIMEOUT_S = 120.0
-
-
-def impatient() -> MooncakeTransport:
-    """Gives a write up as soon as the library can."""
-    return MooncakeTransport(timeout_s=5, workers=2)
+GIVE_UP_S = 100
+"""After which a write fails: by the clock of the tests, or, where the library blocks, by its own."""
 
 
 @pytest.fixture
@@ -53,9 +50,11 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def end(clock: FakeClock) -> Iterator[End]:
-    """An end in this process, for which time stands still."""
-    end = End(lambda: MooncakeTransport(timeout_s=5, workers=2, clock=clock), HostMemory())
+def end(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[End]:
+    """An end in this process, for which time stands still; the library has a clock of its own."""
+    for name in ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC"):
+        monkeypatch.setenv(name, str(GIVE_UP_S))
+    end = End(lambda: MooncakeTransport(timeout_s=GIVE_UP_S, workers=2, clock=clock), HostMemory())
     yield end
     end.close(0.0)
 
@@ -152,10 +151,10 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_
             for _ in range(5):
                 pairs[1].put((0, 0, 1 << 16))
             assert not stuck & log.ended.keys()
-            clock.advance(5.0)
+            clock.advance(GIVE_UP_S)
             wait(lambda: queued in log.ended, look, TIMEOUT_S, "the writes to be given up")
             for ticket in stuck:
-                assert "no end within 5 s" in str(log.ended[ticket].error)
+                assert f"no end within {GIVE_UP_S} s" in str(log.ended[ticket].error)
                 assert not log.ended[ticket].quiesced
             assert "does not answer" in str(log.ended[queued].error)
             assert log.ended[queued].quiesced, "it was never given to the library"
@@ -203,7 +202,7 @@ def test_a_write_that_the_library_still_has_is_not_quiet_however_long_its_peer_h
         mortal.kill()
         wait(lambda: bool(log.heard), look, TIMEOUT_S, "the end of the process to be told")
         # From here on the process has been gone for longer than its last writes may take.
-        clock.advance(end.transport.caps.drain_s or 0.0)
+        clock.advance(max(GIVE_UP_S, end.transport.caps.drain_s or 0.0))
         wait(lambda: stuck == log.ended.keys(), look, TIMEOUT_S, "the writes to be given up")
         look()
         target.resume()
@@ -227,8 +226,8 @@ def test_without_a_pool_of_connections_no_caller_waits_for_one(monkeypatch: pyte
 class _Children:
     """Open targets in processes of their own."""
 
-    def __init__(self, number: int, factory: Callable[[], MooncakeTransport] = impatient) -> None:
-        self.all = [Child(factory, HostMemory(), TIMEOUT_S) for _ in range(number)]
+    def __init__(self, number: int) -> None:
+        self.all = [Child(MooncakeTransport, HostMemory(), TIMEOUT_S) for _ in range(number)]
         for child in self.all:
             child.open()
 
@@ -239,7 +238,7 @@ class _Children:
 
 def test_close_does_not_wait_for_a_stuck_write() -> None:
     """The tickets are returned; what was queued behind them has ended, quiet."""
-    with closing(_Children(2, MooncakeTransport)) as children:
+    with closing(_Children(2)) as children:
         target, source = children.all
         remote = target.add(np.zeros(1 << 22, np.uint8))
         local = source.add(noise(1 << 22))
