@@ -561,6 +561,11 @@ class DecodeRole:
                 error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
                 self._handle(room, Lost(epoch, error))
 
+    @property
+    def computing(self) -> bool:
+        """See :class:`~disagg_kv.endpoints.node.Role`: nobody says when decode computes."""
+        return False
+
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
         if self._paced and self._pace is not None:

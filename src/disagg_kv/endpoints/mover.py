@@ -73,6 +73,14 @@ class Rooms(Protocol):
         """Post to a destination, behind an event only where its transport waits for events."""
         ...
 
+    def launched(self, seconds: float) -> None:
+        """It took so long to queue a gather, and writes behind it, on a GPU."""
+        ...
+
+    def crossing(self, room: RoomKey, transfer: Transfer, at: float) -> None:
+        """The bytes of a transfer are on the wire since ``at``, as far as anybody here can see."""
+        ...
+
     def span(self, name: str, room: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
         """A piece of a transfer's work is over."""
         ...
@@ -109,6 +117,7 @@ class _Post:
     report: Report
     began: float
     posted: bool = False
+    crossing: bool = False
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
     error: Exception | None = None
@@ -174,6 +183,7 @@ class Mover:
         self._summing: list[_Summing] = []
         self._posts: dict[Ticket, _Post] = {}
         self._number = 0
+        self._looked = clock()
 
     @property
     def quota(self) -> int:
@@ -225,6 +235,7 @@ class Mover:
                 self._direct(key[0], transfer)
             else:
                 self._staged(key[0], transfer)
+        self._looked = self._clock()
         return waiting or bool(self._gathering or self._posts or self._summing)
 
     def orders(self, event: Event) -> bool:
@@ -321,6 +332,7 @@ class Mover:
         if self._posts_wait:
             for post, writes in posts:
                 self._post(post, writes, event)
+        self._rooms.launched(self._clock() - started)
 
     def _look(self, one: _Gathering) -> None:
         """Go on with a gather that has ended, well or not."""
@@ -335,6 +347,8 @@ class Mover:
         if one.posted:
             # Writes that waited for an event which failed say so by their tickets.
             self._rooms.reading(one.room, -1)
+            for post, _ in one.posts:
+                self._crosses(post, self._clock())
         elif error is not None:
             self._not_gathered(one.posts, error)
         else:
@@ -397,10 +411,9 @@ class Mover:
 
     def _post(self, post: _Post, writes: Writes, after: Event | None) -> None:
         started = self._clock()
-        if post.slot is not None:
-            self._rooms.span("gather", post.room, post.transfer, post.began, started)
-        post.posted, post.began = True, started
-        post.report.write_begins(started)
+        post.posted = True
+        if after is None or post.slot is None:
+            self._crosses(post, started)
         try:
             for batch in _batches(writes, self._max_batch):
                 ticket = self._rooms.submit(post.transfer.to, batch, after)
@@ -415,6 +428,16 @@ class Mover:
             self._end(post)
         else:
             self._rooms.submitted()
+
+    def _crosses(self, post: _Post, at: float) -> None:
+        """The first time: its bytes are on the wire since ``at``."""
+        if post.crossing or not post.posted:
+            return
+        if post.slot is not None:
+            self._rooms.span("gather", post.room, post.transfer, post.began, at)
+        post.crossing, post.began = True, at
+        post.report.write_begins(at)
+        self._rooms.crossing(post.room, post.transfer, at)
 
     def on_ticket(self, event: Ended | Settled) -> None:
         """A write ended, or is quiet at last."""
@@ -436,6 +459,8 @@ class Mover:
     def _end(self, post: _Post) -> None:
         """All tickets have ended, well or not, quiet or not."""
         if post.posted:
+            # The gather before it ended since the last look, too.
+            self._crosses(post, max(post.began, self._looked))
             ended = self._clock()
             post.report.write_ends(ended)
             self._rooms.span("wire", post.room, post.transfer, post.began, ended)

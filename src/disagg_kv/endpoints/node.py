@@ -85,7 +85,8 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that nothing but looking shows to be done."""
 
 FAST_BYTES_PER_S = 5e10
-"""On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
+"""On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB. Not so while
+the engine is in a forward pass: who launches kernels from Python stands still whenever this thread looks around."""
 
 
 class Role(Protocol):
@@ -121,6 +122,11 @@ class Role(Protocol):
 
     def work(self) -> bool:
         """Start and finish copies; True while something is in flight that only polling finishes."""
+        ...
+
+    @property
+    def computing(self) -> bool:
+        """Whether the engine's own thread is at work, which this one should hold up as little as it can."""
         ...
 
     def tick(self) -> None:
@@ -223,8 +229,9 @@ class Node:
         if not busy or arrived:
             self._pause = SHORTEST_PAUSE_S
         else:
+            assert self.role is not None
             self._sleep(self._pause)
-            self._pause = min(2 * self._pause, self._longest)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S if self.role.computing else self._longest)
 
     def _progress(self) -> bool:
         assert self.role is not None

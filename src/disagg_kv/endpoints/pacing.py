@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Sequence
 
-from attrs import define
+from attrs import define, frozen
 
 from ..ids import LayerId
+from ..memory import Event
 from ..planning import Pace
 from ..protocol import RoomKey
 from .delivery import Handed
@@ -20,7 +21,7 @@ PASSES = 64
 """Forward passes whose layers are awaited; one that never ends is forgotten when so many others have begun."""
 
 FRAMES_S = 1e-4
-"""Roughly what the frames and launches of one more segment cost, besides planning it, which is measured."""
+"""Roughly what the frames of one more segment cost, besides planning and launching it, which is measured."""
 
 LONG_S = 0.1
 """Transfers that follow one another without a pause are measured after so long at the latest."""
@@ -34,6 +35,7 @@ class _Pass:
     left: int
     first: float | None = None
     rest: int = 0
+    asked: bool = False
     closed: bool = False
 
 
@@ -52,15 +54,28 @@ class Pacer:
         self._layer_token_s: float | None = None
         self._bytes_per_s: float | None = None
         self._plan_s: float | None = None
+        self._launch_s: float | None = None
+        self._queued: set[Hashable] = set()
         self._moving = 0
         self._since = 0.0
         self._nbytes = 0
+
+    @property
+    def computing(self) -> bool:
+        """Whether the engine's own thread is in a forward pass; a GPU may be in it for longer."""
+        return any(not known.asked for known in self._passes.values())
+
+    def asked(self, handed: Sequence[Handed]) -> None:
+        """All of a pass was asked of the device that computes it."""
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is not None:
+            known.asked = True
 
     def pace(self) -> Pace | None:
         """What was measured; None: a forward pass or a transfer is still missing."""
         if self._layer_token_s is None or self._bytes_per_s is None:
             return None
-        return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + FRAMES_S)
+        return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + (self._launch_s or 0.0) + FRAMES_S)
 
     def begin(self, handed: Sequence[Handed], at: float) -> None:
         """A forward pass begins."""
@@ -104,14 +119,33 @@ class Pacer:
         """A segment was planned."""
         self._plan_s = _mixed(self._plan_s, seconds)
 
-    def began(self) -> None:
-        """A transfer begins."""
+    def launched(self, seconds: float) -> None:
+        """A gather and its writes were queued on a GPU."""
+        self._launch_s = _mixed(self._launch_s, seconds)
+
+    def began(self, name: Hashable, *, queued: bool) -> None:
+        """A transfer begins; ``queued``: behind an event of a GPU, so that nothing moves yet."""
+        if queued:
+            self._queued.add(name)
+        else:
+            self._moves(self._clock())
+
+    def crossing(self, name: Hashable, at: float) -> None:
+        """A transfer, which may have been queued, is on the wire since ``at``."""
+        if name in self._queued:
+            self._queued.discard(name)
+            self._moves(at)
+
+    def _moves(self, at: float) -> None:
         if self._moving == 0:
-            self._since = self._clock()
+            self._since = max(self._since, at)
         self._moving += 1
 
-    def ended(self, nbytes: int) -> None:
-        """A transfer has ended and moved so many bytes."""
+    def ended(self, name: Hashable, nbytes: int) -> None:
+        """A transfer has ended and moved so many bytes; one that was never on the wire counts for nothing."""
+        if name in self._queued:
+            self._queued.discard(name)
+            return
         self._moving -= 1
         self._nbytes += nbytes
         now = self._clock()
@@ -119,6 +153,47 @@ class Pacer:
             if self._nbytes:
                 self._bytes_per_s = _mixed(self._bytes_per_s, self._nbytes / (now - self._since))
             self._since, self._nbytes = now, 0
+
+
+@frozen
+class _Look:
+    event: Event
+    happened: Callable[[float], None]
+    broken: Callable[[Exception], None]
+
+
+class Lines:
+    """Events of layers, a line for each forward pass, of which only the first is asked.
+
+    However many layers wait, a look is short: it takes the interpreter away from an engine that launches kernels.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lines: OrderedDict[Hashable, deque[_Look]] = OrderedDict()
+
+    def add(
+        self, line: Hashable, event: Event, happened: Callable[[float], None], broken: Callable[[Exception], None]
+    ) -> None:
+        """Put an event behind those of the same line; ``happened`` is told when that was seen."""
+        self._lines.setdefault(line, deque()).append(_Look(event, happened, broken))
+        bound(self._lines, PASSES)
+
+    def look(self) -> bool:
+        """Tell of what has happened; True while something is awaited."""
+        for name in list(self._lines):
+            line = self._lines[name]
+            while line:
+                try:
+                    if not line[0].event.query():
+                        break
+                except Exception as exc:
+                    line.popleft().broken(exc)
+                else:
+                    line.popleft().happened(self._clock())
+            if not line:
+                del self._lines[name]
+        return bool(self._lines)
 
 
 def _name(handed: Sequence[Handed]) -> tuple[RoomKey, int]:

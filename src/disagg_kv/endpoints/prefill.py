@@ -50,7 +50,7 @@ from .introduction import Remote
 from .missed import Missed
 from .mover import Load, Mover
 from .node import Node
-from .pacing import Pacer
+from .pacing import Lines, Pacer
 from .parked import Parked
 from .ways import Way, Ways, taken
 
@@ -98,6 +98,7 @@ class PrefillRole:
         self._rooms: dict[RoomKey, _Room] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
         self._failed: set[RoomKey] = set()
+        self._lines = Lines(node.clock)
         self._tick_at = 0.0
         self.quarantined_slots = 0
         self.mover: Mover | None = None
@@ -170,17 +171,20 @@ class PrefillRole:
             self._final(handed, layers)
         else:
             self._node.when(ready, partial(self._final, handed, layers), broken)
-        if layers is not None and handed and handed[0].batch.layered:
-            at = said if ready is None else None
-            self._node.when(ready, partial(self._computed, handed, layers, at), broken)
+        if layers is None or not handed or not handed[0].batch.layered:
+            return
+        if ready is None:
+            self._computed(handed, layers, said)
+        else:
+            self._lines.add((handed[0].key, handed[0].turn), ready, partial(self._computed, handed, layers), broken)
 
     def closed_at(self, handed: Sequence[Handed], ready: Event | None, said: float) -> None:
         """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
+        self._pacer.asked(handed)
         broken = partial(self.broken, [one.key for one in handed])
         self._node.when(ready, partial(self._ended, handed, said if ready is None else None), broken)
 
-    def _computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float | None) -> None:
-        at = self._node.clock() if at is None else at
+    def _computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> None:
         start = self._pacer.computed(handed, layers, at)
         if start is not None and layers:
             self._span_of("compute", handed, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
@@ -373,7 +377,13 @@ class PrefillRole:
     def work(self) -> bool:
         """Gather and post."""
         assert self.mover is not None
-        return self.mover.work()
+        waiting = self._lines.look()
+        return self.mover.work() or waiting
+
+    @property
+    def computing(self) -> bool:
+        """See :class:`~disagg_kv.endpoints.node.Role`."""
+        return self._pacer.computing
 
     def on_ticket(self, event: TicketEnded | Settled) -> None:
         """A write ended."""
@@ -396,7 +406,8 @@ class PrefillRole:
         if room is None or not room.machine.flows[transfer.to].begin(transfer):
             return None
         self._node.flush()
-        self._pacer.began()
+        after = self.after(key, transfer)
+        self._pacer.began((key, transfer.to, transfer.segment), queued=after is not None)
         way = room.ways[transfer.to]
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
@@ -412,7 +423,15 @@ class PrefillRole:
         self._pacer.planned(took)
         compared = verified(key.room, transfer.segment, self._verify, way.verify)
         summed = way.pair.view.layout(transfer.segment) if compared else None
-        return Load(plan, tables, self.after(key, transfer), way.ring, room.handle.report, summed)
+        return Load(plan, tables, after, way.ring, room.handle.report, summed)
+
+    def launched(self, seconds: float) -> None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        self._pacer.launched(seconds)
+
+    def crossing(self, key: RoomKey, transfer: Transfer, at: float) -> None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        self._pacer.crossing((key, transfer.to, transfer.segment), at)
 
     def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
         """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
@@ -429,9 +448,11 @@ class PrefillRole:
     def moved(self, key: RoomKey, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
         """Tell the flow how its transfer went."""
         room = self._rooms.get(key)
-        if room is not None and not isinstance(event, Quiet):
-            intake, rank = room.ways[to].pair.intake, self._node.me.rank
-            self._pacer.ended(intake.part_bytes(event.segment, rank) if isinstance(event, Wrote) else 0)
+        if not isinstance(event, Quiet):
+            nbytes = 0
+            if room is not None and isinstance(event, Wrote):
+                nbytes = room.ways[to].pair.intake.part_bytes(event.segment, self._node.me.rank)
+            self._pacer.ended((key, to, event.segment), nbytes)
         self.change(key, lambda machine, now: machine.handle(to, event, now))
 
     def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:

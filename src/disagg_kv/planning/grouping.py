@@ -31,7 +31,7 @@ class Pace:
 
     Args:
         layer_token_s: seconds to compute one layer of one token.
-        bytes_per_s: bytes of one rank that reach their target per second, gather included.
+        bytes_per_s: bytes of one rank that reach their target per second, a gather by the CPU included.
         group_s: seconds that one more group costs.
 
     Raises:

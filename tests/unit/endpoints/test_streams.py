@@ -143,6 +143,29 @@ def test_a_write_waits_for_its_gather_without_this_thread_where_the_transport_ca
     rig.quiet()
 
 
+def test_the_wire_s_time_begins_when_the_gather_behind_the_engine_s_event_has_ended() -> None:
+    """B3: what is queued on a GPU before it is computed is not on its way; its pace, span and report say so."""
+    rig = Rig(SPEC)
+    kernels, carriers = StreamKernels(), [StreamTransport()]
+    memory = Memory(transport=carriers.pop)
+    carrier = carriers[0]
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    event = GpuEvent()
+    request = rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill().send(9, ready=event)
+    request.finish()
+    rig.until(lambda: bool(carrier.held), "a write")
+    rig.wait(5.0)
+    kernels.queued[0].run()
+    request.landed()
+    wire = next(span for span in prefills[0].observer.spans if span.name == "wire")
+    gather = next(span for span in prefills[0].observer.spans if span.name == "gather")
+    assert gather.stop - gather.start > 5.0
+    assert wire.stop - wire.start < 1.0
+    assert request.sends[0].report.seconds["wire"] < 1.0
+    rig.quiet()
+
+
 def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
     """Also where its write was posted already: that ends by itself."""
     for early in (False, True):

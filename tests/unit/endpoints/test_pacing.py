@@ -1,0 +1,226 @@
+"""How fast an instance is, as its endpoints measure it, and how little the measuring takes from the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import pytest
+
+from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.endpoints import PrefillEndpoint
+from disagg_kv.endpoints.delivery import Handed
+from disagg_kv.endpoints.node import FAST_BYTES_PER_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.pacing import FRAMES_S, PASSES, Lines, Pacer
+from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.ids import Generation, GroupId, LayerId, RoomId
+from disagg_kv.memory import PagedPool
+from disagg_kv.planning import Batch
+from disagg_kv.protocol import RoomKey
+from disagg_kv.rendezvous import StaticRendezvous
+from disagg_kv.testing import FakeClock
+from disagg_kv.transports import InprocTransport
+from tests.support.rig_parts import Flag
+
+
+def handed(turn: int = 1) -> list[Handed]:
+    """Ten rows of a room."""
+    key = RoomKey(RoomId(b"room"), Generation(1))
+    return [Handed(key, turn, 0, 10, {}, Batch((10,), layered=True))]
+
+
+def computed(pacer: Pacer, clock: FakeClock) -> None:
+    """A forward pass of two layers, each a second long."""
+    pacer.begin(handed(), clock())
+    for layer in range(2):
+        clock.advance(1.0)
+        pacer.computed(handed(), [LayerId(layer)], clock())
+    pacer.closed(handed())
+
+
+def test_what_was_queued_behind_a_gpu_counts_from_when_it_is_on_the_wire() -> None:
+    """B3: waiting for a layer to be computed is no part of the wire's time."""
+    clock = FakeClock()
+    pacer = Pacer(clock, 2)
+    computed(pacer, clock)
+    pacer.began("a", queued=True)
+    pacer.began("b", queued=True)
+    clock.advance(100.0)
+    pacer.crossing("a", clock())
+    clock.advance(0.02)
+    pacer.ended("a", 1000)
+    clock.advance(50.0)
+    pacer.crossing("b", clock())
+    clock.advance(0.02)
+    pacer.ended("b", 1000)
+    pace = pacer.pace()
+    assert pace is not None
+    assert pace.bytes_per_s == pytest.approx(50_000)
+    assert pace.layer_token_s == pytest.approx(0.1)
+
+
+def test_an_end_that_was_seen_late_counts_no_moment_twice() -> None:
+    """A beginning is told as of the last look; what came before belongs to the transfer before."""
+    clock = FakeClock()
+    pacer = Pacer(clock, 2)
+    computed(pacer, clock)
+    looked = clock()
+    for name in ("a", "b"):
+        pacer.began(name, queued=True)
+    clock.advance(0.02)
+    for name in ("a", "b"):
+        pacer.crossing(name, looked)
+        pacer.ended(name, 1000)
+        clock.advance(0.02)
+    pace = pacer.pace()
+    assert pace is not None
+    assert pace.bytes_per_s == pytest.approx(50_000)
+
+
+def test_a_transfer_that_failed_in_the_queue_counts_for_nothing() -> None:
+    clock = FakeClock()
+    pacer = Pacer(clock, 2)
+    computed(pacer, clock)
+    pacer.began("a", queued=True)
+    clock.advance(9.0)
+    pacer.ended("a", 0)
+    assert pacer.pace() is None
+    pacer.began("a", queued=False)
+    pacer.crossing("a", clock() - 5)
+    clock.advance(0.5)
+    pacer.ended("a", 1000)
+    pace = pacer.pace()
+    assert pace is not None
+    assert pace.bytes_per_s == pytest.approx(2000)
+
+
+def test_launching_and_planning_are_part_of_what_a_group_costs() -> None:
+    """B3: both take the host's time for every group."""
+    clock = FakeClock()
+    pacer = Pacer(clock, 2)
+    computed(pacer, clock)
+    pacer.began("a", queued=False)
+    clock.advance(0.5)
+    pacer.ended("a", 1000)
+    pacer.planned(0.002)
+    pacer.launched(0.003)
+    pace = pacer.pace()
+    assert pace is not None
+    assert pace.group_s == pytest.approx(0.005 + FRAMES_S)
+
+
+def test_the_engine_s_thread_is_in_a_pass_until_it_has_asked_for_all_of_it() -> None:
+    clock = FakeClock()
+    pacer = Pacer(clock, 2)
+    assert not pacer.computing
+    for turn in (1, 2):
+        pacer.begin(handed(turn), clock())
+    pacer.asked(handed(1))
+    still = pacer.computing
+    pacer.asked(handed(2))
+    assert (still, pacer.computing) == (True, False)
+    pacer.asked(handed(3))
+    pacer.asked([])
+
+
+def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
+    """On a fast wire too: both need the interpreter. When the pass is asked for, it looks often again."""
+    spec = CacheSpec.kv(2, 4, 8, "float16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=16)
+    carrier, slept = InprocTransport(), list[float]()
+    carrier.caps = attrs.evolve(carrier.caps, bytes_per_s=2 * FAST_BYTES_PER_S)
+    end = PrefillEndpoint(
+        pool,
+        transport=carrier,
+        channel=InprocChannel(Hub(), "prefill"),
+        rendezvous=StaticRendezvous(),
+        instance="prefill",
+        strategy="staged+layer_pipelined",
+        sleep=slept.append,
+        thread=False,
+    )
+    room, event = RoomId(b"room"), Flag()
+    end.open(room)
+    step = end.step({room: (20, [PageTable(GroupId("kv"), [0, 1])])})
+    step.layer_ready(LayerId(0), event)
+    for _ in range(10):
+        end.driver.turn(0.0)
+    assert slept[-1] == LONGEST_PAUSE_S
+    step.close(event)
+    for _ in range(3):
+        end.driver.turn(0.0)
+    assert slept[-1] == SHORTEST_PAUSE_S
+    event.fired = True
+    end.close(0.0)
+
+
+class Counted(Flag):
+    """How often it was asked."""
+
+    asked = 0
+
+    def query(self) -> bool:
+        """Count."""
+        self.asked += 1
+        return super().query()
+
+
+class Broken(Flag):
+    """Raises."""
+
+    def query(self) -> bool:
+        """Raise."""
+        raise RuntimeError("no such stream")
+
+
+class Told:
+    """What was told, in order."""
+
+    def __init__(self) -> None:
+        self.happened: list[tuple[int, float]] = []
+        self.broken: list[str] = []
+
+    def of(self, number: int) -> Callable[[float], None]:
+        """Whom to tell of an event."""
+        return lambda at: self.happened.append((number, at))
+
+    def error(self, exc: Exception) -> None:
+        """Whom to tell of its error."""
+        self.broken.append(str(exc))
+
+
+def test_only_the_first_of_a_line_is_asked() -> None:
+    """However many layers wait, a look is short; what has happened is told in order, at once."""
+    clock, told = FakeClock(), Told()
+    lines = Lines(clock)
+    events = [Counted() for _ in range(3)]
+    for number, event in enumerate(events):
+        lines.add("pass", event, told.of(number), told.error)
+    for _ in range(10):
+        assert lines.look()
+    assert [event.asked for event in events] == [10, 0, 0]
+    events[0].fired = events[1].fired = True
+    clock.advance(1.0)
+    assert lines.look()
+    assert told.happened == [(0, 1.0), (1, 1.0)]
+    events[2].fired = True
+    assert not lines.look()
+    assert [number for number, _ in told.happened] == [0, 1, 2]
+
+
+def test_an_event_that_raises_is_told_and_holds_up_nobody() -> None:
+    lines, told = Lines(FakeClock()), Told()
+    lines.add("pass", Broken(), told.of(0), told.error)
+    lines.add("other", Flag(), told.of(1), told.error)
+    assert lines.look()
+    assert (told.happened, told.broken) == ([], ["no such stream"])
+
+
+def test_lines_whose_events_never_happen_are_bounded() -> None:
+    """E14: the oldest goes."""
+    lines, told, event = Lines(FakeClock()), Told(), Flag()
+    for number in range(PASSES + 1):
+        lines.add(number, event, told.of(number), told.error)
+    event.fired = True
+    assert not lines.look()
+    assert [number for number, _ in told.happened] == list(range(1, PASSES + 1))
