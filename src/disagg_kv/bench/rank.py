@@ -139,7 +139,7 @@ class PrefillRank:
                 shards=shards,
                 slot_bytes=shape.slot_bytes,
                 slots=shape.slots,
-                options=Options(total_s=shape.timeout_s),
+                options=_options(shape),
                 schedule=_schedule(shape, name),
                 **_how(shape, name),
             )
@@ -233,7 +233,7 @@ class DecodeRank:
                 rank=setup.rank,
                 shards=shards,
                 ring_bytes=shape.ring_bytes,
-                options=Options(total_s=shape.timeout_s),
+                options=_options(shape),
                 **_how(shape, name),
             )
         plain = setup.plain
@@ -290,6 +290,11 @@ def _how(shape: TransferShape, name: str) -> _How:
         return {"strategy": "staged", "kernels": Still()}
     plain = {verified: of for of, verified in shape.verified.items()}
     return {"strategy": plain[name], "verify": shape.verify} if name in plain else {"strategy": name}
+
+
+def _options(shape: TransferShape) -> Options:
+    """Silence is no end here: the benchmark sees when a rank ends, and a busy host may not let one speak in time."""
+    return Options(silence_s=max(shape.timeout_s, Options().silence_s), total_s=shape.timeout_s)
 
 
 def _schedule(shape: TransferShape, name: str) -> Schedule | None:

@@ -14,7 +14,7 @@ from ....endpoints import DecodeEndpoint, Handle, PrefillEndpoint
 from ....errors import PeerLostError, UnknownNameError
 from ....ids import RoomId
 from ....memory import PagedPool
-from ....protocol import Phase
+from ....protocol import Options, Phase
 from ....rendezvous import Source, StoreRendezvous
 from ....strategies import LayerPipelined, Schedule, strategy
 from ....transports import Transport, between_processes
@@ -66,6 +66,7 @@ def prefill(
         strategy=config.strategy,
         schedule=_schedule(config),
         observer=member.observer,
+        options=_options(config),
         verify=config.verify,
         kernels=wrong,
     )
@@ -92,6 +93,7 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
         shards=shards_of(config, member.role),
         strategy=config.strategy,
         observer=member.observer,
+        options=_options(config),
         verify=config.verify,
     )
     try:
@@ -99,6 +101,11 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
         member.meet(store)
     finally:
         endpoint.close()
+
+
+def _options(config: DemoConfig) -> Options:
+    """Silence is no end here: the parent sees when a rank ends, and a busy host may not let one speak in time."""
+    return Options(silence_s=max(config.timeout_s, Options().silence_s), total_s=config.timeout_s)
 
 
 def _schedule(config: DemoConfig) -> Schedule | None:
