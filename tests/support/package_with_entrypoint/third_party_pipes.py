@@ -220,12 +220,15 @@ class PipesTransport:
         links = (*self._links.values(), *self._left)
         for link in links:
             link.close(drain_s)
-        for stream in (self._listener, *tuple(self._streams)):
+        self._listener.shutdown(socket.SHUT_RD)
+        # Who has knocked before is let in all the same, and only then are these all streams.
+        self._thread.join()
+        self._listener.close()
+        for stream in tuple(self._streams):
             with suppress(OSError):  # its peer may have hung up, and its thread closed it
                 stream.shutdown(socket.SHUT_RD)
-        for thread in (self._thread, *tuple(self._streams.values())):
+        for thread in tuple(self._streams.values()):
             thread.join()
-        self._listener.close()
         events = self.poll()
         for event in events:
             self._told.put(event)
