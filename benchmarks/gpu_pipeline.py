@@ -38,6 +38,7 @@ from disagg_kv.memory import spread
 from disagg_kv.planning import exposed_s
 
 from .model_ranks import (
+    COMPARED,
     MODELS,
     PAGE,
     PER_CHUNK,
@@ -148,7 +149,7 @@ def group_s(pair: Pair, layers: int) -> float:
 
 def measured(pair: Pair, case: Case, layers: int, limits: Limits) -> dict[str, object]:
     """One line of the result."""
-    for way in (PER_CHUNK, PIPELINED):
+    for way in COMPARED:
         pair.checked(way)
     group = group_s(pair, layers)
     took: dict[str, list[float]] = {"compute": [], "transfer": [], PER_CHUNK: [], PIPELINED: []}
@@ -165,7 +166,7 @@ def measured(pair: Pair, case: Case, layers: int, limits: Limits) -> dict[str, o
         seconds, sent = pair.moved(PIPELINED, "forward")
         took[PIPELINED].append(seconds)
         groups, reason = sent.groups, sent.reason
-    for way in (PER_CHUNK, PIPELINED):
+    for way in COMPARED:
         pair.checked(way)
     compute, wire, whole, grouped = (statistics.median(of) for of in took.values())
     bound, best = min((exposed_s(compute, wire, n, group), n) for n in range(1, layers + 1))

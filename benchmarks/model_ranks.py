@@ -15,6 +15,8 @@ from attrs import frozen
 from disagg_kv.bench.rank import GRANTED_S, LOOK_S, SELDOM_S, Served, attend, wait_until
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.endpoints.reception import ReceptionHandle
 from disagg_kv.engines.hf import PagedHFCache, spec_from_config
 from disagg_kv.engines.hf.demo.pool import shuffled
 from disagg_kv.engines.hf.events import computed
@@ -53,6 +55,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 """Sizes of the architectures; ``llama-8b`` has those of Llama 3 8B."""
 
 PER_CHUNK, PIPELINED = "staged", "staged+layer_pipelined"
+COMPARED = (PER_CHUNK, PIPELINED)
 TOGETHER, SINGLY = "all layers together", "layer by layer"
 """Ways to cross: the two that are compared, and two that differ in nothing but the number of groups."""
 
@@ -71,6 +74,12 @@ class Staging:
     slot_bytes: int
     ring_bytes: int
 
+    def of(self, way: str) -> Staging:
+        """Less where few rows cross."""
+        if way in COMPARED:
+            return self
+        return Staging(self.slots, min(self.slot_bytes, 16 << 20), min(self.ring_bytes, 256 << 20))
+
 
 @frozen
 class Case:
@@ -88,7 +97,7 @@ class Case:
 
     def rows(self, way: str) -> int:
         """How many of them cross: few where only groups count."""
-        return self.tokens if way in (PER_CHUNK, PIPELINED) else min(self.tokens, PAGE)
+        return self.tokens if way in COMPARED else min(self.tokens, PAGE)
 
 
 @frozen
@@ -214,12 +223,13 @@ class Prefill:
         self._paged = PagedHFCache(self._pool)
         self._ids = shuffled(pages, 1)
         self._ends: dict[str, PrefillEndpoint] = {}
+        self._room: list[DeliveryHandle] = []
         self._way = PER_CHUNK
         self._rows = 0
 
     def open(self, case: Case) -> None:
         """Make endpoints for a case."""
-        setup, staging = self._setup, self._setup.staging
+        setup = self._setup
         layers = len(self._pool.site.shard.layers())
         fixed = {TOGETHER: layers, SINGLY: 1}
         for way in WAYS:
@@ -233,8 +243,8 @@ class Prefill:
                 instance="prefill",
                 strategy=PER_CHUNK if way == PER_CHUNK else PIPELINED,
                 schedule=LayerPipelined(fixed=fixed[way]) if way in fixed else None,
-                slots=staging.slots,
-                slot_bytes=staging.slot_bytes,
+                slots=setup.staging.slots,
+                slot_bytes=setup.staging.of(way).slot_bytes,
                 options=Options(total_s=setup.timeout_s),
             )
 
@@ -243,12 +253,14 @@ class Prefill:
         for end in self._ends.values():
             end.close(1.0)
         self._ends.clear()
+        self._room.clear()
         gc.collect()
 
     def prepare(self, way: str, room: bytes, rows: int) -> None:
         """Open a room, and wait until decode has said that it awaits it."""
         self._way, self._rows = way, rows
-        delivery = self._delivery = self._ends[way].open(RoomId(room))
+        delivery = self._ends[way].open(RoomId(room))
+        self._room = [delivery]
         done = (Phase.FAILED,)
         wait_until(
             lambda: delivery.held is not None or delivery.phase in done,
@@ -271,7 +283,7 @@ class Prefill:
         tokens, cache = self._prompt(rows, seed), self._paged.recording(table)
         settle(self._setup.device)
         began = time.monotonic()
-        step = self._ends[self._way].step({self._delivery.room: (rows, [table])})
+        step = self._ends[self._way].step({self._room[0].room: (rows, [table])})
 
         if self._way != PER_CHUNK:
             cache.layer_ready = step.layer_ready
@@ -306,13 +318,13 @@ class Prefill:
         self.shut()
 
     def _announced(self) -> Any:
-        step = self._ends[self._way].step({self._delivery.room: (self._rows, [self._table(self._rows)])})
+        step = self._ends[self._way].step({self._room[0].room: (self._rows, [self._table(self._rows)])})
         time.sleep(GRANTED_S)
         settle(self._setup.device)
         return step
 
     def _finish(self, began: float, token: int) -> Sent:
-        delivery = self._delivery
+        (delivery,) = self._room
         self._pool.write_aux(0, token.to_bytes(AUX, "little"))
         delivery.finish(self._rows, aux=0)
         wait_until(lambda: delivery.released, delivery, self._setup.timeout_s, SELDOM_S)
@@ -346,6 +358,7 @@ class Decode:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._ends: dict[str, DecodeEndpoint] = {}
+        self._room: list[ReceptionHandle] = []
         self._pools: dict[str, PagedPool] = {}
         self._tables: dict[str, PageTable] = {}
 
@@ -373,7 +386,7 @@ class Decode:
                 rendezvous=setup.both(way, case),
                 instance="decode",
                 strategy="staged",
-                ring_bytes=setup.staging.ring_bytes,
+                ring_bytes=setup.staging.of(way).ring_bytes,
                 options=Options(total_s=setup.timeout_s),
             )
 
@@ -382,6 +395,7 @@ class Decode:
         for end in self._ends.values():
             end.close(1.0)
         self._ends.clear()
+        self._room.clear()
         self._pools.clear()
         gc.collect()
 
@@ -394,12 +408,13 @@ class Decode:
     def prepare(self, way: str, room: bytes, rows: int) -> None:
         """Await a room."""
         self._way = way
-        self._reception = self._ends[way].open(RoomId(room), Source("prefill"))
-        self._reception.expect(rows, [self._tables[way]], aux=0)
+        reception = self._ends[way].open(RoomId(room), Source("prefill"))
+        reception.expect(rows, [self._tables[way]], aux=0)
+        self._room = [reception]
 
     def arrive(self) -> Came:
         """Wait until everything is there."""
-        reception, setup = self._reception, self._setup
+        (reception,), setup = self._room, self._setup
         wait_until(lambda: reception.phase is Phase.DONE, reception, setup.timeout_s, setup.pause_s)
         ended = time.monotonic()
         wait_until(lambda: reception.released, reception, setup.timeout_s, setup.pause_s)
