@@ -13,10 +13,10 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """A queue that any thread fills and one thread empties, in the order in which it was filled.
 
-    ``queue.SimpleQueue`` is none: CPython's goes on to wait with what is left of the timeout, and takes a negative rest
-    for "without end" (``_queue_SimpleQueue_get_impl``; seen with 3.11 and 3.12, not with 3.13). A thread that is put
-    aside there for a few microseconds sleeps until the next ``put``. ``queue.Queue`` takes twice as long to wake its
-    reader.
+    A finalizer may fill it in the middle of any of its methods, which would make ``queue.Queue`` wait for itself.
+    ``queue.SimpleQueue`` allows that too, but CPython's goes on to wait with what is left of the timeout, and takes a
+    negative rest for "without end" (``_queue_SimpleQueue_get_impl``; seen with 3.11 and 3.12, not with 3.13): a thread
+    that is put aside there for a few microseconds sleeps until the next ``put``.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from itertools import count
+from types import FrameType
+
+import pytest
 
 from disagg_kv.transports.mailbox import Mailbox
 
@@ -24,6 +29,24 @@ def test_a_wait_ends_although_its_time_passes_while_it_begins() -> None:
         box.put(item)
         assert box.get(1e-9) == item
         assert box.get(1e-9) is None
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_finalizer_may_put_at_any_moment_of_a_get(moment: int) -> None:
+    """On the reader's own thread, as where that is the one that collects the garbage."""
+    box = Mailbox[str]()
+    moments = count()
+
+    def collect(frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code is Mailbox.get.__code__ and next(moments) == moment:
+            box.put("finalized")
+
+    sys.setprofile(collect)
+    try:
+        found = [box.get(0.0), box.get(0.0)]
+    finally:
+        sys.setprofile(None)
+    assert [*found, box.get(0.0)].count("finalized") == 1
 
 
 def test_a_reader_that_waits_is_woken() -> None:
