@@ -79,12 +79,13 @@ def loads(library: str) -> bool:
 def pytest(session: nox.Session, *default: str) -> None:
     """Run pytest over what was asked for on the command line, or over ``default``; three processes unless ``-n`` says.
 
-    One more than CI has cores: tests that wait for a peer's end or a deadline leave theirs to others.
+    One more than CI has cores: tests that wait for a peer's end or a deadline leave theirs to others. Tests are
+    given out one by one, the slow ones first.
     """
     system_libraries(session)
     session.env["DISAGG_KV_NEEDS"] = "nixl,mooncake"
     given = session.posargs or default
-    cpu(session, "python", "-m", "pytest", "-n", "3", "--dist", "worksteal", *given)
+    cpu(session, "python", "-m", "pytest", "-n", "3", "--maxschedchunk", "1", *given)
 
 
 @nox.session(venv_backend="none")

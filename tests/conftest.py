@@ -1,9 +1,10 @@
-"""Hypothesis profiles, interpreted Triton where there is no GPU, and loud deadlocks in child processes too."""
+"""Hypothesis profiles, slow tests first, interpreted Triton where there is no GPU, loud deadlocks in children too."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -25,3 +26,8 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 # UCX would also listen on, and spread writes over, the host's other networks.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin slow tests before all others: one that begins last runs alone while every other process has ended."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

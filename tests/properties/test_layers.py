@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from disagg_kv.strategies import LayerPipelined
 from tests.support.rig import Memory, Request, Rig
 from tests.support.rig_parts import Flag
 from tests.support.worlds import World, hybrid_specs, worlds
+
+pytestmark = pytest.mark.slow
 
 LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
 memories = st.builds(

@@ -11,6 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from disagg_kv.prefix import HashPrefixIndex, PrefixLock, blake
 
+pytestmark = pytest.mark.slow
+
 ROWS = 2
 PAGES = 12
 Prefix = tuple[bytes, tuple[int, ...]]

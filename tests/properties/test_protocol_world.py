@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import attrs
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.protocol_world import Setup, run
+
+pytestmark = pytest.mark.slow
 
 # One world is some thousand events; the sizes keep it below a second, so the number of worlds is what is cut.
 WORLDS = max(20, settings().max_examples // 4)

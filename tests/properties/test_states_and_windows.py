@@ -24,6 +24,8 @@ from disagg_kv.planning import (
 from tests.support import oracle
 from tests.support.worlds import ORDERS, Order, World, build_site, build_table, hybrid_specs, worlds
 
+pytestmark = pytest.mark.slow
+
 HYBRID = worlds(of=hybrid_specs())
 KV, STATE = GroupId("kv"), GroupId("state")
 ORDERINGS = st.tuples(st.sampled_from(ORDERS), st.sampled_from(ORDERS))

@@ -188,6 +188,7 @@ def test_the_report_and_its_picture() -> None:
     assert len(root.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 6 * 3
 
 
+@pytest.mark.slow
 def test_the_command_as_json_with_a_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One document; a real model's conversations move the least there is, and everything without the selection."""
     code = run(["bench", "prefix", "--small", "--json", "--plot", str(tmp_path / "plot.svg")])

@@ -18,6 +18,8 @@ from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.transports import InprocTransport, registry
 
+pytestmark = pytest.mark.slow
+
 SHAPE = "--tokens 40 --layers 2 --kv-heads 4 --head-dim 16 --page-size 16 --repeats 3"
 SMALL = ["bench", "transfer", *SHAPE.split()]
 QUANTILES = {"p50", "p95"}

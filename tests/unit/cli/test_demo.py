@@ -14,6 +14,8 @@ from disagg_kv.engines.hf.demo import DemoConfig
 from disagg_kv.engines.hf.demo.report import Report
 from tests.support.needs import needs_mooncake, needs_nixl
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--requests", "2", "--max-new-tokens", "6", "--layers", "2", "--prefill-tp", "1"]
 FIELDS = {
     "ok", "tokens_equal", "wrong_bytes", "stray_bytes", "requests", "prompt_tokens", "new_tokens", "kv_bytes",

@@ -21,6 +21,8 @@ from disagg_kv.errors import ConfigurationError, DeadlineError, PeerLostError
 from tests.support.leftovers import abandoned
 from tests.support.processes import wait
 
+pytestmark = pytest.mark.slow
+
 QUICK = DemoConfig(prefill_tp=1, decode_tp=1, requests=2, max_new_tokens=6, layers=2)
 
 

@@ -15,6 +15,8 @@ from disagg_kv import Options
 from disagg_kv.transports.nixl_library import MODULES
 from tests.support.hosts import UCX, Host, Node, Setup, endpoints, refusal, two_hosts, wait
 
+pytestmark = pytest.mark.slow
+
 needs_nixl = pytest.mark.skipif(
     not any(find_spec(module) for module in MODULES), reason="NIXL is not installed: pip install nixl-cu13"
 )

@@ -15,6 +15,8 @@ from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Knobs, Node, wait
 
+pytestmark = pytest.mark.slow
+
 QUICK = Options(silence_s=200.0, heartbeat_s=0.1, retry_s=0.1)
 ROOM, TOKENS = b"room", 200
 TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]

@@ -20,6 +20,8 @@ from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Footprint, Knobs, Node, wait
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = int(os.environ.get("DISAGG_KV_ROUNDS", "1"))
 """Rounds of each fault."""
 

@@ -19,6 +19,8 @@ from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
 from tests.support.processes import Cluster, Knobs, Node, Role, wait
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("DISAGG_KV_KILLS", "8"))
 """Peers killed per transport, half of them on either side."""
 

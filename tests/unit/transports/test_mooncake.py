@@ -236,6 +236,7 @@ class _Children:
             child.stop()
 
 
+@pytest.mark.slow
 def test_close_does_not_wait_for_a_stuck_write() -> None:
     """The tickets are returned; what was queued behind them has ended, quiet."""
     with closing(_Children(2)) as children:
@@ -271,6 +272,7 @@ assert len(source.close(0.2)) == 1
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_well_while_a_write_is_stuck() -> None:
     """With its memory, its engine and its thread in the middle of a call, and without waiting for it."""
     with closing(_Children(1)) as children:

@@ -131,6 +131,7 @@ def test_writes_of_whole_arrays_are_used_where_the_build_has_them(arrays: bool) 
 
 
 @needs_mooncake
+@pytest.mark.slow
 def test_nothing_is_written_to_stdout_and_stderr() -> None:
     """Neither when it works nor when it fails; what the library says of a failed start is in the error."""
     done = run(TRANSFER.format(options="") + FAILURE.format(options=""))
@@ -146,6 +147,7 @@ def test_the_library_can_be_let_speak() -> None:
 
 
 @needs_mooncake
+@pytest.mark.slow
 def test_a_process_without_standard_streams_can_use_it() -> None:
     """As a daemon."""
     done = run("import os\nfor fd in (0, 1, 2): os.close(fd)\n" + TRANSFER.format(options=""))
@@ -153,6 +155,7 @@ def test_a_process_without_standard_streams_can_use_it() -> None:
 
 
 @needs_mooncake
+@pytest.mark.slow
 def test_a_process_that_never_closes_ends_well() -> None:
     """With a write queued at its very end, too."""
     done = run(TRANSFER.format(options="") + "sides[0].submit(peer, Writes.one(0, 0, 0, 0, 1 << 20))\n")
