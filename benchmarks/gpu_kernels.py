@@ -31,6 +31,7 @@ from attrs import frozen
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Move, ReferenceKernels, Sums
+from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.kernels.triton_host import TUNED, Launcher, Tuning
 from disagg_kv.kernels.triton_sums import Summer
@@ -202,8 +203,8 @@ def _queued(run: Callable[[Event | None], Event | None]) -> float:
     torch.cuda._sleep(4_000_000)
     begin.record()
     for event in [run(begin) for _ in range(QUEUED)]:
-        if isinstance(event, torch.cuda.Event):
-            torch.cuda.current_stream().wait_event(event)
+        if isinstance(event, Mark):
+            event.precede(torch.cuda.current_stream().cuda_stream)
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / QUEUED

@@ -114,6 +114,7 @@ def measure(theirs: Any, number: int) -> dict[str, object]:
         they()
         there = [plane_of(bench.pools[0], i)[torch.from_numpy(pages).long().cuda()].clone() for i in bench._order]
         tensor_of(bench.pools[0].buffers[0]).random_(0, 256)
+        torch.cuda.synchronize()  # our kernels run on streams of their own
         we()
         again = [plane_of(bench.pools[0], i)[torch.from_numpy(pages).long().cuda()] for i in bench._order]
         if not all(map(torch.equal, there, again)):

@@ -132,11 +132,6 @@ class Setup:
         """The addresses of a way's two endpoints."""
         return StaticRendezvous({role: [self.address(role, way, case)] for role in ("prefill", "decode")})
 
-    @property
-    def pause_s(self) -> float:
-        """How often a rank looks whether its room has ended."""
-        return LOOK_S[self.device.partition(":")[0]]
-
 
 WAYS = (PER_CHUNK, PIPELINED, TOGETHER, SINGLY)
 
@@ -266,7 +261,7 @@ class Prefill:
             lambda: delivery.held is not None or delivery.phase in done,
             delivery,
             self._setup.timeout_s,
-            self._setup.pause_s,
+            LOOK_S,
         )
 
     def compute(self, rows: int, seed: int) -> float:
@@ -415,9 +410,10 @@ class Decode:
     def arrive(self) -> Came:
         """Wait until everything is there."""
         (reception,), setup = self._room, self._setup
-        wait_until(lambda: reception.phase is Phase.DONE, reception, setup.timeout_s, setup.pause_s)
-        ended = time.monotonic()
-        wait_until(lambda: reception.released, reception, setup.timeout_s, setup.pause_s)
+        wait_until(lambda: reception.phase is Phase.DONE, reception, setup.timeout_s, LOOK_S)
+        ended = reception.report.ended
+        assert ended is not None
+        wait_until(lambda: reception.released, reception, setup.timeout_s, LOOK_S)
         return Came(ended, int.from_bytes(self._pools[self._way].read_aux(0), "little"))
 
     def digest(self, way: str, rows: int) -> tuple[int, ...]:

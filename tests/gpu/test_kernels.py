@@ -18,6 +18,7 @@ from disagg_kv.errors import RegistrationError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import KERNELS, Kernels, Move, Sums, SupportsStreams, SupportsWarmUp, available, kernels_for
+from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.select import _launcher
 from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
 from tests.support.checksums import cell_sum, expected_sums
@@ -99,7 +100,7 @@ def _summed(sums: Sums) -> list[list[int]]:
 
 def _wait(event: object) -> None:
     if event is not None:
-        assert isinstance(event, torch.cuda.Event)
+        assert isinstance(event, Mark)
         event.synchronize()
 
 
@@ -182,10 +183,12 @@ def test_gather_waits_for_the_engines_event_and_nobody_waits_for_the_gather() ->
 def test_a_checksum_waits_for_the_engines_event_and_nobody_waits_for_the_checksum() -> None:
     """E15: calls queued behind one event, some of which nobody reads, have their own sums of what the engine wrote."""
     pool, memory = _small()
+    content = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
+    memory.view(-1, 4096)[:64] = content.flip(0)  # a kernel's first use may wait for all that is enqueued
     _wait(TRITON.checksum(pool, [_page(0, 0)], None).event)  # compiles
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    memory.view(-1, 4096)[:64] = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
+    memory.view(-1, 4096)[:64] = content
     computed = torch.cuda.Event()
     computed.record()
     sums = [TRITON.checksum(pool, [_page(page, 0)], computed) for page in range(64)]
@@ -349,6 +352,24 @@ def test_only_events_of_cuda_are_left_to_the_stream() -> None:
     assert TRITON.orders(event)
     assert TRITON.orders(All((event, All((event,)))))
     assert not TRITON.orders(All((event, Flag())))
+
+
+def test_an_end_that_somebody_knows_is_nobody_elses() -> None:
+    """Events serve again, but only when they are forgotten: as many as are in use, and no more, are made."""
+    pool, _ = _small()
+    staging = _staging(4096)
+    known = [TRITON.gather(pool, [_page(0, 0)], staging, None) for _ in range(300)]
+    handles = {one.cuda_event for one in known if isinstance(one, Mark)}
+    assert len(handles) == 300
+    torch.cuda.synchronize()
+    assert all(one is not None and one.query() for one in known)
+    known.clear()
+    for _ in range(1000):
+        again = TRITON.gather(pool, [_page(0, 0)], staging, None)
+        assert isinstance(again, Mark)
+        handles.add(again.cuda_event)
+        again.synchronize()
+    assert len(handles) <= 301
 
 
 def test_a_pool_is_not_kept_alive() -> None:

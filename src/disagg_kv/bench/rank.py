@@ -31,8 +31,8 @@ from .data import SPARE, fill, page_ids, poison, wrong
 from .shape import WIRE, Role, TransferShape
 from .timing import Still, Timed
 
-LOOK_S = {"cpu": 0.0005, "cuda": 0.0001}
-"""How often a rank looks whether its room has ended: how exact a measured end is."""
+LOOK_S = 0.0005
+"""How often a rank looks whether its room has ended; the endpoint has noted when it had."""
 
 SELDOM_S = 0.002
 """The same where nobody measures the end: looking costs the ranks that still work."""
@@ -253,7 +253,8 @@ class DecodeRank:
         """Wait until everything is there."""
         reception = self._reception
         _until(lambda: reception.phase is Phase.DONE, reception, self._shape)
-        ended = time.monotonic()
+        ended = reception.report.ended
+        assert ended is not None
         _until(lambda: reception.released, reception, self._shape)
         return _moved(reception, ended, ended)
 
@@ -343,7 +344,7 @@ def attend(pipe: Connection, device: str, make: Callable[[], Served]) -> None:
 
 def _obey(pipe: Connection, rank: Served, polls: bool) -> None:
     while True:
-        while polls and not pipe.poll(LOOK_S["cpu"]):
+        while polls and not pipe.poll(LOOK_S):
             rank.idle()
         name, args = pipe.recv()
         try:
@@ -361,7 +362,7 @@ def _portable(error: Exception) -> DisaggKVError:
 
 
 def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, look_s: float | None = None) -> None:
-    wait_until(good, handle, shape.timeout_s, LOOK_S[shape.device] if look_s is None else look_s)
+    wait_until(good, handle, shape.timeout_s, LOOK_S if look_s is None else look_s)
 
 
 def wait_until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float, pause_s: float) -> None:

@@ -35,6 +35,7 @@ class Report:
         segments: segments acknowledged, or landed.
         seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``checksum``,
             ``total``.
+        ended: when the room's outcome was known here, seconds of the endpoint's clock; None: it is not.
     """
 
     path: str = ""
@@ -45,6 +46,7 @@ class Report:
     descriptors: int = 0
     segments: int = 0
     seconds: dict[str, float] = field(factory=dict)
+    ended: float | None = None
     _flying: int = field(default=0, init=False, repr=False)
     _since: float = field(default=0.0, init=False, repr=False)
 

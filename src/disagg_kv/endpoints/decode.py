@@ -517,7 +517,7 @@ class DecodeRole:
         released = machine.released and room.checking is None
         if released and "total" not in report.seconds:
             report.spend("total", self._node.now - room.opened)
-        if room.handle.publish(machine.phase, released, machine.error):
+        if room.handle.publish(machine.phase, released, machine.error, self._node.clock()):
             self._changes.add(room.handle)
         if machine.state is Receiving.CLOSED and room.checking is None and self._rooms.get(room.key) is room:
             del self._rooms[room.key]

@@ -53,10 +53,12 @@ class RoomHandle:
         """What it cost so far."""
         return self._report
 
-    def publish(self, phase: Phase, released: bool, error: DisaggKVError | None) -> bool:
+    def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
         """Endpoint's thread: take over the machine's state; True if the engine should look."""
         if (phase, released) == (self._phase, self._released):
             return False
+        if phase in (Phase.DONE, Phase.FAILED) and self._report.ended is None:
+            self._report.ended = at
         # The error is there before the phase that makes the engine look at it, and ``released`` comes last.
         self._error = error
         self._phase = phase

@@ -183,6 +183,9 @@ class Node:
         self._pause = SHORTEST_PAUSE_S
         fast = me.transport.caps.bytes_per_s >= FAST_BYTES_PER_S
         self._longest = SHORTEST_PAUSE_S if fast else LONGEST_PAUSE_S
+        self.linger_s = options.linger_s if fast else 0.0
+        self._awake_until = self.now
+        self._nudged: dict[Epoch, float] = {}
         self._warn_at = self.now
         self._known: tuple[PeerInfo, ...] = ()
         self._epochs: dict[Peer, Epoch] = {}
@@ -218,20 +221,30 @@ class Node:
     def turn(self, timeout_s: float) -> None:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
         self.now = self.clock()
+        told = bool(self._commands)
         busy = self._guard(self._progress) is not False
         self._guard(self.flush)
-        wait = 0.0 if busy or self._commands or not timeout_s else self._wait(timeout_s)
+        if told or busy:
+            self._awake_until = self.now + self.linger_s
+        looks = busy or (timeout_s > 0 and self._lingers())
+        wait = 0.0 if looks or self._commands or not timeout_s else self._wait(timeout_s)
         arrived = self._arrived(wait)
         self.now = self.clock()
+        if arrived:
+            self._awake_until = self.now + self.linger_s
         for event in arrived:
             self._guard(self._on_channel, event)
         self._guard(self.flush)
-        if not busy or arrived:
+        if not looks or arrived:
             self._pause = SHORTEST_PAUSE_S
         else:
             assert self.role is not None
             self._sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S if self.role.computing else self._longest)
+
+    def _lingers(self) -> bool:
+        assert self.role is not None
+        return self.now < self._awake_until and self.role.next_at() is not None and not self.role.computing
 
     def _progress(self) -> bool:
         assert self.role is not None
@@ -465,6 +478,7 @@ class Node:
         else:
             self.role.on_lost(lost)
             self.remotes.pop(lost.peer, None)
+            self._nudged.pop(lost.peer, None)
             idle = [epoch for epoch in self.links if epoch not in self.remotes]
             for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
                 self._unlink(epoch)
@@ -478,6 +492,7 @@ class Node:
         assert self.role is not None
         self.role.on_gone(epoch)
         self.remotes.pop(epoch, None)
+        self._nudged.pop(epoch, None)
         self._unlink(epoch)
 
     def _unlink(self, epoch: Epoch) -> None:
@@ -497,6 +512,12 @@ class Node:
             self.observer.count("frames.unroutable")
         else:
             self._put(address, self.codec.encode(send.frame))
+
+    def nudge(self, epoch: Epoch) -> None:
+        """Have a peer wake that will be needed soon; on a fast wire it may else wake after the bytes are there."""
+        if self.linger_s and self.now >= self._nudged.get(epoch, self.now):
+            self._nudged[epoch] = self.now + self.linger_s
+            self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 
     def _put(self, address: str, frame: bytes) -> None:
         check_frame(address, frame)

@@ -461,6 +461,7 @@ class PrefillRole:
         if link is None or to not in self._node.remotes:
             # Evidence counts from the moment when a peer's end was seen: nothing may begin to read or write after it.
             raise TransportError(f"peer {to.hex()[:8]} is lost")
+        self._node.nudge(to)
         return self._node.me.transport.submit(link, writes, after=after)
 
     def submitted(self) -> None:
@@ -499,7 +500,7 @@ class PrefillRole:
             room.withdrawn.clear()
         if released and "total" not in report.seconds:
             report.spend("total", self._node.now - room.opened)
-        if room.handle.publish(machine.phase, released, machine.error):
+        if room.handle.publish(machine.phase, released, machine.error, self._node.clock()):
             self._changes.add(room.handle)
         if released and machine.closed and self._rooms.get(room.key) is room:
             self._close(room)

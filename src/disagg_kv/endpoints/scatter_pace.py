@@ -11,8 +11,9 @@ brings (benchmarks/results/h200_kernels.json counts reads and writes)."""
 ARRIVALS_PER_POLL = 8
 """The default: see docs/benchmarks.md, where one, this many, and any number of arrivals per step are measured."""
 
-BURST_S = 0.002
-"""So much of the pace may be used at once after a pause."""
+BURST_S = 0.02
+"""So much of the pace may be used at once after a pause: what arrives within one step of decoding. A request of 1 or 2
+GiB then comes as fast as NVLink brings it, and costs the step in which it comes 1 ms of an H200's scatter rate."""
 
 
 class ScatterPace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from ..geometry import I64
 from ..memory import Buffer, Event, MemoryPool, parts
 from .base import Move
 from .checksum.triton import checksum
+from .cuda_queue import CudaQueue, Mark
 from .gather.triton import gather
 from .scatter.triton import scatter
 from .triton_tables import Call, Planes, Shape, shapes
@@ -70,10 +71,17 @@ class Launched(Protocol):
 
 
 class Compiled(Protocol):
-    """A kernel compiled for one set of constants, which skips Triton's own look at the arguments."""
+    """A kernel compiled for one set of constants."""
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        """The kernel with its number of programs."""
+    function: int
+    packed_metadata: tuple[int, ...]
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> object:
+        """Load it, if it is not loaded yet."""
+        ...
+
+    def run(self, *args: object) -> None:
+        """Triton's own launcher without its look at the arguments, as ``CompiledKernel`` calls it."""
         ...
 
 
@@ -100,9 +108,19 @@ class _Slot:
 
     pinned: torch.Tensor
     words: I64
+    source: int
     device: torch.Tensor
     addr: int
-    event: torch.cuda.Event
+    event: Mark | None = None
+
+
+@define(eq=False)
+class _Uploaded:
+    """A pool's table; ``event``: not there before it, None: there."""
+
+    planes: Planes
+    table: torch.Tensor
+    event: torch.cuda.Event | None
 
 
 class _Lane:
@@ -113,6 +131,7 @@ class _Lane:
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
         self.compiled: dict[tuple[int, int, int], Compiled] = {}
+        self.queue = CudaQueue(torch.device(device).index or 0)
         self._streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(STREAMS)]
         self.reading = torch.cuda.Stream(device)
         self._turn = 0
@@ -120,7 +139,7 @@ class _Lane:
         self._neighbours_together = neighbours_together
         self._lock = threading.Lock()
         self._slots: dict[int, deque[_Slot]] = {SLOT_WORDS: deque(self._cut(SLOT_WORDS, SLOTS))}
-        self._planes: WeakKeyDictionary[MemoryPool, tuple[Planes, torch.Tensor, torch.cuda.Event]] = WeakKeyDictionary()
+        self._planes: WeakKeyDictionary[MemoryPool, _Uploaded] = WeakKeyDictionary()
 
     def stream(self) -> torch.cuda.Stream:
         """The one whose turn it is."""
@@ -140,11 +159,13 @@ class _Lane:
                     uploaded.record(stream)
                 for other in self._streams:
                     table.record_stream(other)
-                found = self._planes[pool] = planes, table, uploaded
-        planes, table, uploaded = found
-        if not uploaded.query():
-            stream.wait_event(uploaded)
-        return planes, table
+                found = self._planes[pool] = _Uploaded(planes, table, uploaded)
+        if found.event is not None:
+            if found.event.query():
+                found.event = None
+            else:
+                stream.wait_event(found.event)
+        return found.planes, found.table
 
     def take(self, words: int) -> _Slot:
         """A slot that no launch reads, for at least that many words."""
@@ -153,14 +174,14 @@ class _Lane:
             slots = self._slots.setdefault(size, deque())
             for _ in range(len(slots)):
                 slot = slots.popleft()
-                if slot.event.query():
+                if slot.event is None or slot.event.query():
                     return slot
                 slots.append(slot)
         taken, *others = self._cut(size, SLOTS if size == SLOT_WORDS else 1)
         slots.extend(others)
         return taken
 
-    def give(self, slot: _Slot, event: torch.cuda.Event) -> None:
+    def give(self, slot: _Slot, event: Mark) -> None:
         """Return a slot that is read until ``event``. Takes no lock: a finalizer may call it, whoever holds one."""
         slot.event = event
         self._slots[len(slot.words)].append(slot)
@@ -173,7 +194,7 @@ class _Lane:
         with torch.cuda.stream(self._streams[0]):
             device = torch.empty((count, words), dtype=torch.int64, device=self._device)
         return [
-            _Slot(host, host.numpy(), there, there.data_ptr(), torch.cuda.Event())
+            _Slot(host, host.numpy(), host.data_ptr(), there, there.data_ptr())
             for host, there in zip(pinned.unbind(), device.unbind(), strict=True)
         ]
 
@@ -199,31 +220,35 @@ class Host:
                 f"Triton is {'' if INTERPRETED else 'not '}interpreted here: no memory on {device!r}"
             )
 
-    def _upload(self, slot: _Slot, words: int) -> None:
-        """Have the current stream bring a call's first words to the GPU; cutting tensors costs more than some KiB."""
-        if 2 * words <= len(slot.words):
-            slot.device[:words].copy_(slot.pinned[:words], non_blocking=True)
-        else:
-            slot.device.copy_(slot.pinned, non_blocking=True)
-
-    def _enqueue(
+    def _launch(
         self,
         lane: _Lane,
         stream: torch.cuda.Stream,
+        table: torch.Tensor,
+        slot: _Slot,
+        words: int,
         programs: int,
         shape: Shape,
-        tables: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Launch on ``stream``, which is the current one."""
-        if not programs:
-            return
+        after: Event | None,
+    ) -> Mark:
+        """Bring a call's first words to the GPU and launch behind ``after``; what ends when the kernel has ended."""
+        queue, on = lane.queue, stream.cuda_stream
         constants = shape.aligned, shape.pieces, shape.columns
-        args = (*tables, shape.tiles, ELEMENTS[shape.element_bytes], *constants)
         compiled = lane.compiled.get(constants)
-        if compiled is None:
-            lane.compiled[constants] = self._kernel[(programs,)](*args, num_warps=self._tuning.warps)
-        else:
-            compiled[programs, 1, 1](*args, stream=stream.cuda_stream)
+        args = shape.tiles, ELEMENTS[shape.element_bytes], *constants
+        with queue.current():
+            queue.upload(on, slot.addr, slot.source, words * 8)
+            behind(queue, on, after)
+            if not programs:
+                pass
+            elif compiled is None:
+                with torch.cuda.stream(stream):
+                    launched = self._kernel[(programs,)](table, slot.device, *args, num_warps=self._tuning.warps)
+                lane.compiled[constants] = launched
+            else:
+                grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
+                compiled.run(*grid, None, None, None, table.data_ptr(), slot.addr, *args)
+            return queue.record(on)
 
     def _lane(self, device: str) -> _Lane:
         with self._lock:
@@ -248,7 +273,9 @@ class Host:
                 if constants not in lane.compiled:
                     nothing = torch.empty(1, dtype=torch.int64, device=device)
                     args = (nothing, nothing, 1, ELEMENTS[shape.element_bytes], *constants)
-                    lane.compiled[constants] = self._kernel.warmup(*args, grid=(1,), num_warps=self._tuning.warps)
+                    compiled = self._kernel.warmup(*args, grid=(1,), num_warps=self._tuning.warps)
+                    compiled[1, 1, 1]  # what is not loaded yet would be at the first call, which may wait for the GPU
+                    lane.compiled[constants] = compiled
 
     def _run(self, planes: Planes, words: I64, programs: int, shape: Shape) -> None:
         """Interpret the kernel."""
@@ -269,7 +296,7 @@ class Launcher(Host):
 
     def __call__(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None = None
-    ) -> torch.cuda.Event | None:
+    ) -> Mark | None:
         """Enqueue one launch for all ``moves`` behind ``after`` and return the event of its end; None: done already.
 
         Does not wait, unless ``after`` is no CUDA event and has not happened. Memory is read and written until the
@@ -294,14 +321,10 @@ class Launcher(Host):
             return None
         slot = lane.take(call.words)
         shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes)
-        event = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            self._upload(slot, call.words)
-            behind(stream, after)
-            self._enqueue(lane, stream, call.entries * shape.tiles, shape, (table, slot.device))
-            event.record(stream)
-        lane.give(slot, event)
-        return event
+        programs = call.entries * shape.tiles
+        mark = self._launch(lane, stream, table, slot, call.words, programs, shape, after)
+        lane.give(slot, mark)
+        return mark
 
     def _interpret(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """The same on the CPU's memory, done when it returns."""
@@ -315,15 +338,16 @@ class Launcher(Host):
             self._run(planes, words, call.entries * shape.tiles, shape)
 
 
-def behind(stream: torch.cuda.Stream, after: Event | None) -> None:
+def behind(queue: CudaQueue, stream: int, after: Event | None) -> None:
     """What is enqueued next comes after ``after``; waits only for events that a stream cannot wait for."""
     for one in parts(after):
-        if isinstance(one, torch.cuda.Event):
-            stream.wait_event(one)
-        elif not one.query():
+        handle: int | None = getattr(one, "cuda_event", None)
+        if handle:
+            queue.wait(stream, handle)
+        elif handle is None and not one.query():
             one.synchronize()
 
 
 def waits_for(event: Event) -> bool:
     """Whether a launch puts itself behind an event without anybody waiting."""
-    return not INTERPRETED and all(isinstance(one, torch.cuda.Event) for one in parts(event))
+    return not INTERPRETED and all(hasattr(one, "cuda_event") for one in parts(event))

@@ -13,7 +13,7 @@ from ..geometry import I64
 from ..memory import Event, MemoryPool
 from .base import Move, Sums
 from .checksum.mixing import U64, places
-from .triton_host import Host, Tuning, behind
+from .triton_host import Host, Tuning
 from .triton_tables import Call, Planes
 
 
@@ -50,12 +50,7 @@ class Summer(Host):
         sums = slice(call.words, call.words + call.entries)
         slot = lane.take(sums.stop)
         shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
-        event = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            self._upload(slot, sums.stop)
-            behind(stream, after)
-            self._enqueue(lane, stream, call.entries * shape.tiles, shape, (table, slot.device))
-            event.record(stream)
+        mark = self._launch(lane, stream, table, slot, sums.stop, call.entries * shape.tiles, shape, after)
 
         def read() -> Sequence[U64]:
             # Enqueued with the launch, this copy can make the caller wait for the kernel. Here it waits for nothing.
@@ -64,8 +59,8 @@ class Summer(Host):
             return _split(found.numpy().view(np.uint64), lengths)
 
         # Nobody may ask for the sums; the slot comes back when nobody can any more.
-        finalize(read, lane.give, slot, event).atexit = False
-        return Sums(event, read)
+        finalize(read, lane.give, slot, mark).atexit = False
+        return Sums(mark, read)
 
     def _interpreted(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
         """The same on the CPU's memory, done when it returns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ The first row is counted from the first of those page ids.
 MOST = 2**31 - 1
 """The kernels count pieces and programs in 32 bits; addresses have 64."""
 
+Key = TypeVar("Key", bound=Hashable)
 Known = TypeVar("Known")
 
 PATTERNS = 256
@@ -163,9 +164,16 @@ class Planes:
         self._lock = threading.Lock()
         self._entries: dict[bytes, Entries] = {}
         self._patterns: dict[bytes, Pattern] = {}
+        self._seen: dict[tuple[int, ...], tuple[Sequence[StagedLayout], Pattern]] = {}
 
     def pattern(self, layouts: Sequence[StagedLayout]) -> Pattern:
         """The pattern of these layouts, none of them empty; segments of one size share it."""
+        with self._lock:
+            # What was seen is kept, so no other layout has its id.
+            return _known(self._seen, tuple(map(id, layouts)), lambda: (layouts, self._equal(layouts)))[1]
+
+    def _equal(self, layouts: Sequence[StagedLayout]) -> Pattern:
+        """The pattern of what is equal to these layouts."""
         parts = [np.array([len(x.plane) for x in layouts]).tobytes()]
         for x in layouts:
             parts += [column.tobytes() for column in (x.plane, x.first_unit, x.units)]
@@ -173,14 +181,13 @@ class Planes:
         for x in layouts:
             first = x.row_start[0]
             parts += [column.tobytes() for column in (x.row_start - first, x.row_stop - first, x.offset)]
-        with self._lock:
-            return _known(self._patterns, b"".join(parts), lambda: Pattern(self._of(what, layouts), layouts))
+        return _known(self._patterns, b"".join(parts), lambda: Pattern(self._of(what, layouts), layouts))
 
     def _of(self, key: bytes, layouts: Sequence[StagedLayout]) -> Entries:
         return _known(self._entries, key, lambda: Entries(self, layouts))
 
 
-def _known(known: dict[bytes, Known], key: bytes, make: Callable[[], Known]) -> Known:
+def _known(known: dict[Key, Known], key: Key, make: Callable[[], Known]) -> Known:
     """What is remembered under ``key``, or made now; the oldest is forgotten for it."""
     found = known.get(key)
     if found is None:
@@ -274,12 +281,12 @@ class Call:
         """Write the entries and the page ids, for parts that begin at these addresses."""
         end = self.entries * ENTRY
         groups = len(self._places) // len(self._moves)
-        begins = [
-            (row, 0, at + end * 8 + place * 4, staged[i // groups]) for i, (row, place) in enumerate(self._places)
-        ]
+        begins = np.array(
+            [(row, 0, at + end * 8 + place * 4, staged[i // groups]) for i, (row, place) in enumerate(self._places)]
+        )
         table = into[:end].reshape(self.entries, ENTRY)
         table[:] = self._pattern.words
-        table[:, 3:7] += np.array(begins)[self._pattern.entries.of]
+        table[:, 3:7] += begins if len(begins) == 1 else begins[self._pattern.entries.of]
         ids = into[end:].view(np.int32)
         begin = 0
         for pages in self._tables:

@@ -44,6 +44,8 @@ class Options:
         tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.
         parked: ``Expect`` frames that may wait for the engine to open their room.
             parked_pages: page ids that they may name together.
+        linger_s: on wires of 50 GB/s and more an endpoint with open rooms keeps looking for so long after something
+            happened, every 50 us, before it sleeps: longer gives a faster answer for more of a core.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself; if there is none, it is refused.
     """
@@ -61,6 +63,7 @@ class Options:
     tombstones: int = 4096
     parked: int = 4096
     parked_pages: int = 1 << 24
+    linger_s: float = 0.002
     peers: int = 1024
 
     def __attrs_post_init__(self) -> None:

@@ -389,7 +389,7 @@ def test_few_arrivals_are_told_of_at_once_and_every_failure() -> None:
     handles = [RoomHandle(RoomId(b"%d" % i)) for i in range(6)]
     for handle in handles:
         failed = handle is handles[5]
-        handle.publish(Phase.FAILED if failed else Phase.DONE, True, AbortedError("no") if failed else None)
+        handle.publish(Phase.FAILED if failed else Phase.DONE, True, AbortedError("no") if failed else None, 1.0)
         changes.add(handle)
         changes.add(handle)
     assert changes.take(2) == [handles[0], handles[1], handles[5]]
@@ -402,7 +402,7 @@ def test_what_waits_to_be_told_pushes_nothing_new_out() -> None:
     """C7, E8: more has ended well than is told of at once, and many changes come in while the engine looks."""
     changes: Changes[RoomHandle] = Changes()
     well, early, last = (RoomHandle(RoomId(name)) for name in (b"well", b"early", b"last"))
-    well.publish(Phase.DONE, True, None)
+    well.publish(Phase.DONE, True, None, 1.0)
 
     class Busy(RoomHandle):
         """The endpoint's thread tells of other rooms while the engine's looks at this one."""

@@ -1,0 +1,118 @@
+"""The few calls of CUDA's driver that a launch makes, without torch.
+
+Torch does the same in more code, which matters where a thread has slept: what it runs first is in no cache. Measured by
+``benchmarks/gpu_host.py``. Names and meanings are the CUDA driver API's (docs.nvidia.com/cuda/cuda-driver-api).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import DisaggKVError
+
+_NOT_READY = 600
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+
+_ARGUMENTS = {
+    "cuMemcpyHtoDAsync_v2": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p),
+    "cuStreamWaitEvent": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint),
+    "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
+    "cuEventQuery": (ctypes.c_void_p,),
+    "cuEventSynchronize": (ctypes.c_void_p,),
+}
+
+
+class Mark:
+    """The end of what was enqueued before it; any thread."""
+
+    __slots__ = ("_queue", "cuda_event")
+
+    def __init__(self, queue: CudaQueue, cuda_event: int) -> None:
+        self._queue = queue
+        self.cuda_event = cuda_event
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return self._queue.passed(self.cuda_event)
+
+    def synchronize(self) -> None:
+        """Block until it has happened."""
+        self._queue.wait_for(self.cuda_event)
+
+    def precede(self, stream: int) -> None:
+        """What is enqueued on a stream (``cuda_stream`` of torch's) from now on begins after it."""
+        self._queue.wait(stream, self.cuda_event)
+
+    def __del__(self) -> None:
+        # Whoever waits on a GPU waits for what was recorded before: to record again changes nothing for them.
+        self._queue.spare.append(self.cuda_event)
+
+
+class CudaQueue:
+    """One device's driver calls, in its primary context, which is torch's. Any thread.
+
+    Args:
+        device: its number.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        for name, types in _ARGUMENTS.items():
+            getattr(self._library, name).argtypes = types
+        self.spare: deque[int] = deque()
+        ordinal, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        self._popped = ctypes.byref(ctypes.c_void_p())
+
+    def _call(self, name: str, *args: object) -> None:
+        status: int = getattr(self._library, name)(*args)
+        if status:
+            raise DisaggKVError(f"cuda: {name}: {self._word(status)} ({status})")
+
+    def _word(self, status: int) -> str:
+        word = ctypes.c_char_p()
+        self._library.cuGetErrorName(status, ctypes.byref(word))
+        return (word.value or b"unknown error").decode()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The device's context is the calling thread's inside; afterwards what was."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", self._popped)
+
+    def upload(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy of pinned memory to the device."""
+        self._call("cuMemcpyHtoDAsync_v2", target, source, nbytes, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """What is enqueued from now on begins after an event (``CUevent``), as it was last recorded."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def record(self, stream: int) -> Mark:
+        """The end of what is enqueued by now."""
+        try:
+            mark = Mark(self, self.spare.popleft())
+        except IndexError:
+            made = ctypes.c_void_p()
+            self._call("cuEventCreate", ctypes.byref(made), ctypes.c_uint(_NO_TIMING))
+            mark = Mark(self, made.value or 0)
+        self._call("cuEventRecord", mark.cuda_event, stream)
+        return mark
+
+    def passed(self, event: int) -> bool:
+        """Whether all before an event is done."""
+        status: int = self._library.cuEventQuery(event)
+        if status not in (0, _NOT_READY):
+            raise DisaggKVError(f"cuda: cuEventQuery: {self._word(status)} ({status})")
+        return status == 0
+
+    def wait_for(self, event: int) -> None:
+        """Block until all before an event is done."""
+        self._call("cuEventSynchronize", event)
