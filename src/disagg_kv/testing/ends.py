@@ -171,6 +171,7 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._timeout_s = timeout_s
+        self._owed: str | None = None
         self._process = context.Process(target=_serve, args=(theirs, factory, memory), daemon=True)
         self._process.start()
         theirs.close()
@@ -251,8 +252,12 @@ class Child:
         self._pipe.close()
 
     def _ask(self, name: str, *args: object) -> Any:
+        # A late answer would be taken for that to the next question.
+        assert self._owed is None, f"the child did not answer {self._owed!r} before"
+        self._owed = name
         self._pipe.send((name, args))
         assert self._pipe.poll(self._timeout_s), f"the child did not answer {name!r} within {self._timeout_s} s"
+        self._owed = None
         answer = self._pipe.recv()
         if isinstance(answer, _Raised):
             raise answer.error

@@ -239,6 +239,8 @@ def test_a_child_tells_the_errors_of_its_transport_and_ends_with_its_parent() ->
     with pytest.raises(AssertionError, match="did not answer 'read'"):
         child.read(region)
     child.resume()
+    with pytest.raises(AssertionError, match="did not answer 'read' before"):
+        child.descriptor()
     child.stop()
 
 
