@@ -14,6 +14,7 @@ from ..errors import (
     QuarantineFullError,
     RemoteProtocolError,
 )
+from ..geometry import Part
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..kernels import Kernels, Move
 from ..memory import Buffer, MemoryPool
@@ -441,7 +442,7 @@ class DecodeRole:
         assert room.wanted is not None
         began = self._node.clock()
         site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
-        layouts = {rank: self._view(room, rank).layout(segment) for rank in effect.sums}
+        layouts = {rank: self._view(room, rank)[1].layout(segment) for rank in effect.sums}
         sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
         one.comparing = self._node.clock() - began
         room.handle.report.spend("checksum", one.comparing)
@@ -452,27 +453,29 @@ class DecodeRole:
         one.check = lambda: compare(where, site, segment, tables, layouts, effect.sums, sums.read(), paths)
 
     def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
-        assert room.routes is not None
         assert room.wanted is not None
         site = self._pool.site
-        parts = room.routes.intake(room.key.room).parts[rank]
         rows = RowRange(room.wanted.start, room.wanted.stop)
-        view = self._view(room, rank)
+        parts, view = self._view(room, rank)
         job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
         return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
 
-    def _view(self, room: DecodeRoom, rank: Rank) -> PartView:
-        """What a prefill rank was elected to send of what this room awaits, in our pool."""
-        assert room.routes is not None
-        assert room.wanted is not None
-        rows = RowRange(room.wanted.start, room.wanted.stop)
-        return room.routes.view(room.key.room, rank, self._pool.site).for_rows(rows)
+    def _view(self, room: DecodeRoom, rank: Rank) -> tuple[Sequence[Part], PartView]:
+        """What a prefill rank was elected to send of what this room awaits, and where it lies in our pool."""
+        if rank not in room.views:
+            assert room.routes is not None
+            assert room.wanted is not None
+            name, rows = room.key.room, RowRange(room.wanted.start, room.wanted.stop)
+            view = room.routes.view(name, rank, self._pool.site).for_rows(rows)
+            room.views[rank] = room.routes.intake(name).parts[rank], view
+        return room.views[rank]
 
     def _scattered(self, room: DecodeRoom, one: Scattering, error: Exception | None = None) -> None:
         now = self._node.clock()
         room.handle.report.spend("scatter", now - one.started - one.comparing)
-        labels = one.segment.labels()
-        self._node.observer.span(Span("scatter", room.key.room, one.started, now, labels=labels))
+        if self._node.traced:
+            labels = one.segment.labels()
+            self._node.observer.span(Span("scatter", room.key.room, one.started, now, labels=labels))
         if error is None and one.check is not None:
             error = one.check()
         self._handle(room, Scattered(one.segment, error))

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from attrs import define, field
 
 from ..errors import IncompatiblePeerError, IntegrityError
+from ..geometry import Part
+from ..ids import Rank
 from ..memory import Event
-from ..planning import Segment
+from ..planning import PartView, Segment
 from ..protocol import ReceiveRoom, RoomKey
 from ..rendezvous import Source
 from .introduction import Remote
@@ -19,7 +21,10 @@ from .routes import Routes
 
 @define(eq=False)
 class DecodeRoom:
-    """A room, with what is known of its other side and of where its rows go; ``checking``: what it builds on."""
+    """A room, with what is known of its other side and of where its rows go.
+
+    ``checking``: what it builds on. ``views``: what each prefill rank sends of what it awaits, and where it lies here.
+    """
 
     key: RoomKey
     machine: ReceiveRoom
@@ -31,6 +36,7 @@ class DecodeRoom:
     remotes: tuple[Remote, ...] = ()
     wanted: Wanted | None = None
     checking: KeptCheck | None = None
+    views: dict[Rank, tuple[Sequence[Part], PartView]] = field(factory=dict)
 
 
 @define(eq=False)

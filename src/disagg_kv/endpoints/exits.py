@@ -41,6 +41,8 @@ class Exits:
 
     def ended(self) -> list[Epoch]:
         """Whose process has ended since the last call."""
+        if not self._watches and not self._news:
+            return []
         for epoch in [e for e, watch in self._watches.items() if watch.ended()]:
             del self._watches[epoch]
             self._end(epoch)
@@ -57,7 +59,7 @@ class Exits:
 
     def drained(self, drain_s: float | None) -> list[Epoch]:
         """Whose last writes have landed: it ended ``drain_s`` ago (None: nobody knows how long that takes)."""
-        if drain_s is None:
+        if drain_s is None or not self._ended:
             return []
         return [epoch for epoch, at in self._ended.items() if self._clock() - at >= drain_s]
 

@@ -83,6 +83,8 @@ class Changes(Generic[H]):
 
     def take(self, done: int | None = None) -> Sequence[H]:
         """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time."""
+        if not self._queue and not self._later:
+            return []
         taken: dict[int, H] = {}
         looked = [*self._later, *(self._queue.popleft() for _ in range(len(self._queue)))]
         self._later.clear()

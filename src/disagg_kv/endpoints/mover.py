@@ -510,8 +510,9 @@ class Mover:
         live = {p.number for p in self._posts.values() if p.slot is not None}
         live |= {post.number for g in self._gathering if not g.posted for post, _ in g.posts}
         assert pinned == live, (pinned, live)
-        slots_of = Counter(to for slot in self._slots for to in {post.transfer.to for post in slot.pins.values()})
-        assert slots_of == self._pins, (slots_of, self._pins)
+        towards = [to for slot in self._slots for to in {post.transfer.to for post in slot.pins.values()}]
+        assert len(towards) == sum(self._pins.values()), (towards, self._pins)
+        assert all(towards.count(to) == slots for to, slots in self._pins.items()), (towards, self._pins)
         filling = {g.slot.offset for g in self._gathering}
         assert filling == {s.offset for s in self._slots if s.filling}, filling
 

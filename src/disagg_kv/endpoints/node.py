@@ -55,7 +55,7 @@ from ..protocol.frames import Ballot, Heartbeat, Refused, Verdict
 from ..protocol.machine import ours
 from ..protocol.peers import is_older
 from ..rendezvous import Rendezvous, Source
-from ..trace import Observer
+from ..trace import Observer, Silent
 from ..transports import Ended as TicketEnded
 from ..transports import Heard, Settled
 from .base import PeerInfo
@@ -168,6 +168,7 @@ class Node:
         self.rendezvous = rendezvous
         self.options = options
         self.observer = observer
+        self.traced = not isinstance(observer, Silent)
         self.clock = clock
         self.now = clock()
         self.codec = Codec()

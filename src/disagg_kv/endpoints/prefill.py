@@ -435,14 +435,15 @@ class PrefillRole:
 
     def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
         """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
-        labels = {**transfer.segment.labels(), "peer": transfer.to.hex()[:8]}
-        self._node.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
+        if self._node.traced:
+            labels = {**transfer.segment.labels(), "peer": transfer.to.hex()[:8]}
+            self._node.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
 
     def reading(self, key: RoomKey, by: int) -> None:
         """Count reads of a room's pages."""
         room = self._rooms[key]
         room.machine.reads += by
-        if by < 0:
+        if not room.machine.reads:
             self._publish(room)
 
     def moved(self, key: RoomKey, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:

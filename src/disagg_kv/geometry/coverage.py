@@ -60,6 +60,8 @@ class Coverage:
         """
         if not (0 <= start < stop and 0 <= first < last):
             raise GeometryError(f"rows [{start}, {stop}) of layers [{first}, {last}) are not a rectangle of the cache")
+        if not self._bands:
+            self._bands.append(_Band(first, last))
         if len(self._bands) == 1 and (self._bands[0].first, self._bands[0].last) == (first, last):
             self._bands[0].add(start, stop)  # as nearly always: no other band can become its equal
             return

@@ -60,11 +60,15 @@ class Plane:
     unit_stride: int
 
 
+LAST_PAGE = 2**31 - 1
+"""The largest page id that there is."""
+
+
 def _pages(pages: npt.ArrayLike) -> I32:
     given = np.asarray(pages)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise GeometryError(f"page ids must be a flat list of integers, not {given.dtype} of shape {given.shape}")
-    if given.size and (int(given.min()) < 0 or int(given.max()) > np.iinfo(np.int32).max):
+    if given.size and (int(given.min()) < 0 or (given.dtype != np.int32 and int(given.max()) > LAST_PAGE)):
         raise GeometryError(f"page ids must be 0 to 2^31-1, not {int(given.min())} to {int(given.max())}")
     return given.astype(np.int32, copy=False)
 
@@ -95,10 +99,11 @@ class PageTable:
             raise GeometryError(f"group {group.id!r}: rows up to {stop}, but {len(self.pages)} pages end at {end}")
         if not len(self.pages):
             return
-        top = int(self.pages.max())
+        ascending = np.sort(self.pages)
+        top = int(ascending[-1])
         if top >= group.pages:
             raise GeometryError(f"group {group.id!r}: page {top} of {group.pages}")
-        if len(np.unique(self.pages)) != len(self.pages):
+        if bool((ascending[1:] == ascending[:-1]).any()):
             raise GeometryError(f"group {group.id!r}: a page is in the table twice")
         if group.null_page is not None and bool((self.pages == group.null_page).any()):
             raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")

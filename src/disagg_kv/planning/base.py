@@ -104,7 +104,7 @@ class Writes:
 
     def __attrs_post_init__(self) -> None:
         n = len(self.local)
-        assert all(len(a) == n for a in (self.local_off, self.remote, self.remote_off, self.nbytes))
+        assert len(self.local_off) == len(self.remote) == len(self.remote_off) == len(self.nbytes) == n
 
     def __len__(self) -> int:
         return len(self.local)
@@ -112,13 +112,8 @@ class Writes:
     @classmethod
     def one(cls, local: int, local_off: int, remote: int, remote_off: int, nbytes: int) -> Writes:
         """A single write: what the staged path posts per segment, writer and destination."""
-        return cls(
-            np.array([local], np.int32),
-            np.array([local_off], np.int64),
-            np.array([remote], np.int32),
-            np.array([remote_off], np.int64),
-            np.array([nbytes], np.int64),
-        )
+        regions, places = np.array([local, remote], np.int32), np.array([local_off, remote_off, nbytes], np.int64)
+        return cls(regions[:1], places[:1], regions[1:], places[1:2], places[2:])
 
     def renamed(self, local: I32, remote: I32) -> Writes:
         """The same writes with ``local[i]`` and ``remote[i]`` in place of buffer ``i``."""

@@ -222,8 +222,11 @@ class Intake:
     def cut_states(self, layers: range, *, slot_bytes: int, lease_bytes: int, alignment: int = ALIGN) -> list[Segment]:
         """Cut the states of ``layers`` into segments; none where they have no state. Else as :meth:`cut`."""
         self._check_layers(layers)
+        rows = self._state_rows(layers)
+        if not rows:
+            return []
         limits = _Limits(slot_bytes, lease_bytes, alignment)
-        return self._cut(Segment(0, self._state_rows(layers), layers.start, layers.stop, state=True), limits, 1)
+        return self._cut(Segment(0, rows, layers.start, layers.stop, state=True), limits, 1)
 
     def _cut(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
         bounds = self._bounds(box)

@@ -126,10 +126,9 @@ class PartView:
         """Where the bytes of this segment lie; planes of other layers and planes without rows are left out."""
         of = self._planes(segment)
         if of.low <= segment.start < segment.stop <= of.high:
-            n, rows = len(of.plane), segment.rows
-            start, stop = np.full(n, segment.start, np.int64), np.full(n, segment.stop, np.int64)
+            rows, start = segment.rows, np.full(len(of.plane), segment.start, np.int64)
             return StagedLayout(
-                of.plane, of.first_unit, of.units, start, stop, of.before * rows, nbytes=of.row_bytes * rows
+                of.plane, of.first_unit, of.units, start, start + rows, of.before * rows, nbytes=of.row_bytes * rows
             )
         low = np.maximum(of.lows, segment.start)
         needed = np.maximum(np.minimum(of.highs, segment.stop) - low, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from math import inf
 
 from attrs import define
 
@@ -22,10 +23,13 @@ class Repeater:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._due: dict[Hashable, _Due] = {}
+        self._soonest = inf
+        """Nothing is due before."""
 
     def start(self, key: Hashable, send: Send, now: float) -> Send:
         """Send now, and repeat under ``key``; replaces what ran under it."""
-        self._due[key] = _Due(send, now + self._options.retry_s, self._options.retry_s)
+        due = self._due[key] = _Due(send, now + self._options.retry_s, self._options.retry_s)
+        self._soonest = min(self._soonest, due.at)
         return send
 
     def slow(self, key: Hashable) -> None:
@@ -34,6 +38,7 @@ class Repeater:
         if due is not None and due.pause != self._options.known_s:
             due.at += self._options.known_s - due.pause
             due.pause = self._options.known_s
+            self._soonest = min(self._soonest, due.at)
 
     def stop(self, key: Hashable) -> None:
         """The answer is here."""
@@ -49,13 +54,16 @@ class Repeater:
 
     def tick(self, now: float) -> list[Send]:
         """What has to go out again."""
-        out = []
+        out: list[Send] = []
+        if now < self._soonest:
+            return out
         for due in self._due.values():
             if due.at <= now:
                 if due.pause < self._options.retry_most_s:
                     due.pause = min(2 * due.pause, self._options.retry_most_s)
                 due.at = now + due.pause
                 out.append(due.send)
+        self._soonest = min((due.at for due in self._due.values()), default=inf)
         return out
 
     def next_at(self) -> float | None:
