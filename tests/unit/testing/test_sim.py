@@ -14,6 +14,7 @@ from disagg_kv.cli.main import run
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 from disagg_kv.testing.sim import EVERY, FaultClass, Kind, Scenario, Summary, simulate, simulate_many, trace
 from disagg_kv.testing.sim.fault import named
+from disagg_kv.testing.sim.node import SimNode
 from disagg_kv.testing.sim.report import MARKS, UNREACHED
 from disagg_kv.testing.sim.world import World
 
@@ -75,6 +76,14 @@ def test_only_what_is_allowed_happens() -> None:
     assert not calm.faults
     with pytest.raises(UnknownNameError, match=r"'rain'; known: .*truncated"):
         named(["rain"])
+
+
+def test_a_frame_out_of_turn_must_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I7: one that is neither counted nor answered is seen, by itself, whatever else happens in that turn."""
+    only = frozenset({FaultClass.OUT_OF_TURN})
+    seed = next(seed for seed in range(100) if simulate(seed, only).faults)
+    monkeypatch.setattr(SimNode, "hear", lambda node, frame: None)
+    assert {violation.rule for violation in simulate(seed, only).violations} == {"I7"}
 
 
 @pytest.mark.parametrize("frames", [[], [b""] * (MAX_TOGETHER + 1), [b"x", b"x" * MAX_FRAME]])

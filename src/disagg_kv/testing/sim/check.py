@@ -142,18 +142,20 @@ class Checks:
         role = node.role
         if not isinstance(role, DecodeRole):
             return
-        live = {(key, int(granted.lease.start)) for (key, _), granted in role._queue._granted.items()}
-        for key, _ in node.leased - live:
-            room = role._rooms.get(key)
-            if room is None or room.machine.error is None:
+        live = {(key, int(granted.lease.start)): key for (key, _), granted in role._queue._granted.items()}
+        leased = {at: node.leased.get(at) or role._rooms[key].machine for at, key in live.items()}
+        for at, machine in node.leased.items():
+            if at in leased:
+                continue
+            if machine.error is None:
                 self._world.mark("release:landed")
                 continue
-            writers = room.machine._writers.values()
+            writers = machine._writers.values()
             if any(w.drained for w in writers):
                 self._world.mark("release:drained")
             if any(w.gone for w in writers):
                 self._world.mark("release:gone")
-        node.leased = live
+        node.leased = leased
 
     def freed(self, entry: Entry) -> None:
         """I2, I5: its pages are free; no byte of anybody else's has changed."""

@@ -80,7 +80,7 @@ _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.STALE: (0.02, 0.1, 0.3),
     FaultClass.CLOG: (0.004, 0.02),
     FaultClass.PARTITION: (0.002, 0.01),
-    FaultClass.TRUNCATED: (0.005, 0.02),
+    FaultClass.TRUNCATED: (0.01, 0.04),
     FaultClass.REFUSED: (0.03, 0.15),
     FaultClass.PARTIAL: (0.03, 0.15),
     FaultClass.UNACKNOWLEDGED: (0.03, 0.15),
@@ -89,10 +89,10 @@ _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.SLOW: (0.05, 0.3),
     FaultClass.UNREACHABLE: (0.1, 0.4),
     FaultClass.KERNEL: (0.01, 0.05),
-    FaultClass.QUARANTINE: (0.3, 0.6),
+    FaultClass.QUARANTINE: (0.4, 0.7),
     FaultClass.STORE: (0.05, 0.3),
-    FaultClass.ABORT: (0.1, 0.3, 0.6),
-    FaultClass.WITHDRAW: (0.2, 0.5),
+    FaultClass.ABORT: (0.15, 0.4, 0.7),
+    FaultClass.WITHDRAW: (0.3, 0.7),
 }
 """How often, per frame, write, kernel or room; classes without a rate happen once or twice a seed."""
 

@@ -28,6 +28,7 @@ class Kind(Enum):
     LAYER_LATE = "a layer is final only after it was announced"
     LAYERS_REST = "a forward pass ends whose last layers were not announced"
     PASS = "one forward pass computes chunks of several rooms"
+    PASS_IN_STEP = "ranks compute the same passes, whose tokens say how many groups of layers there are"
     STATES = "recurrent states cross, once"
     STATES_REPLICATED = "one of several ranks that hold a state sends it"
     STATES_ALONE = "a rank of decode holds states and nothing of tokens"

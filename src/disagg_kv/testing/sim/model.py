@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from ...geometry import CacheSpec, Component
 from ...ids import LayerId
 
-HYBRID, SLIDING = 0.15, 0.15
+HYBRID, SLIDING = 0.2, 0.15
 """Shares of caches with states, and with a window."""
 
 

@@ -23,6 +23,9 @@ KEPT = 64
 
 LATENCY_S = (0.001, 0.001, 0.002)
 
+FAR_S = (0.01, 0.03, 0.08)
+"""How much longer the frames of a rank that is far away take."""
+
 Message = Sequence[bytes]
 """Frames that arrive together, or not at all."""
 
@@ -113,6 +116,8 @@ class Network:
                 self._tell(source, Opened(address))
         link = (source.address, address)
         latency = self._random.choice(LATENCY_S)
+        if (source.side, source.index) == world.scenario.far:
+            latency += self._random.choice(FAR_S)
         if self._noisy and world.faulty:
             self._send_badly(link, message, latency)
         else:

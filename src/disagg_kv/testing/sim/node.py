@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from typing import TYPE_CHECKING
 
+from ...channels import Arrived
 from ...endpoints import DecodeEndpoint, Life, PrefillEndpoint
 from ...endpoints.decode import DecodeRole
 from ...endpoints.prefill import PrefillRole
@@ -14,6 +16,7 @@ from ...ids import Epoch
 from ...kernels import KERNELS, Move, Sums
 from ...memory import Buffer, Event, MemoryPool, bytes_of
 from ...protocol import RoomKey
+from ...protocol.receiving import ReceiveRoom
 from ...staging import Lease
 from ...transports.process import Process
 from .dma import SimTransport
@@ -188,7 +191,7 @@ class SimNode:
         self.frozen_at: float | None = None
         self.stood_still = 0.0
         self.touched = False
-        self.leased: set[tuple[RoomKey, int]] = set()
+        self.leased: dict[tuple[RoomKey, int], ReceiveRoom] = {}
         self.offset = 0.0
         self.wake_at = 0.0
         # A later life may be in a process that was there before: only its birth says which is the later one.
@@ -240,6 +243,10 @@ class SimNode:
     def busy(self) -> bool:
         """Whether another turn would do something at once."""
         return bool(self.node._commands or self._queue)
+
+    def hear(self, frame: bytes) -> None:
+        """A frame is taken in, and nothing else is done: what follows from it is left to the next turn."""
+        self.node._guard(partial(self.node._on_channel, Arrived(frame)))
 
     def clock(self) -> float:
         """This process's time."""

@@ -12,6 +12,7 @@ from ...endpoints import PrefillEndpoint
 from ...endpoints.delivery import ForwardPass
 from ...geometry import PageTable
 from ...ids import LayerId
+from .fault import survives
 from .kind import Kind
 from .node import SimEvent, SimNode
 
@@ -38,18 +39,29 @@ class Chunk:
                 self.entry.room.write(self.entry, self.start, self.stop, self.pages, layer)
 
 
+GATHER_S = (0.008, 0.02)
+"""Ranks that compute the same passes let rooms gather for so long."""
+
+Turns = list[list[tuple[int, int]]]
+"""The passes of an instance: of each, the numbers of its rooms and of their chunks."""
+
+
 class Passes:
     """A rank computes one pass at a time, over all rooms that wait by then.
 
-    Ranks of one instance announce the same passes where the groups of layers follow from how many tokens a pass has:
-    there each room has passes of its own, as the ranks of a simulated instance do not run in step.
+    Ranks of one instance announce the same passes where the groups of layers follow from how many tokens a pass has.
+    There the rank that comes first to a pass says for all what is in it. Only where every room succeeds: a rank whose
+    room has failed would wait for ever, so that elsewhere each room has passes of its own.
     """
 
     def __init__(self, world: World, node: SimNode) -> None:
         schedule = world.scenario.schedule
         self._world = world
         self._node = node
-        self._together = node.split.world == 1 or schedule is None or schedule.fixed is not None
+        self._free = node.split.world == 1 or schedule is None or schedule.fixed is not None
+        self._together = self._free or survives(world.scenario.faults)
+        self._turns = world.passes.setdefault(node.instance, [])
+        self._turn = 0
         self._waiting: list[tuple[Entry, int]] = []
         self._running = False
 
@@ -59,12 +71,31 @@ class Passes:
             self._begin([(entry, number)])
             return
         self._waiting.append((entry, number))
-        self._world.later(self._world.random.choice((0.0, 0.001)), self._next)
+        self._world.later(self._world.random.choice((0.0, 0.001) if self._free else GATHER_S), self._next)
 
     def _next(self) -> None:
-        if not self._running and self._node.alive:
+        if self._running or not self._node.alive:
+            return
+        if self._free:
             waiting, self._waiting = self._waiting, []
             self._begin(waiting)
+        elif self._waiting:
+            self._next_in_step()
+
+    def _next_in_step(self) -> None:
+        """The pass that the other ranks compute too, once all that is in it waits here."""
+        waiting = {(entry.room.number, number): (entry, number) for entry, number in self._waiting}
+        follows = self._turn < len(self._turns)
+        if not follows:
+            self._turns.append(list(waiting))
+        turn = self._turns[self._turn]
+        if all(key in waiting for key in turn):
+            self._turn += 1
+            begun = [waiting.pop(key) for key in turn]
+            self._waiting = list(waiting.values())
+            if follows and len(turn) > 1:
+                self._world.saw(Kind.PASS_IN_STEP)
+            self._begin(begun)
 
     def _begin(self, waiting: Sequence[tuple[Entry, int]]) -> None:
         chunks = [c for entry, number in waiting if (c := entry.room.taken(entry, number)) is not None]

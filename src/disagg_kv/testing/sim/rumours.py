@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...channels import Arrived
 from ...endpoints.decode import DecodeRole
-from ...ids import Epoch
+from ...ids import Epoch, Peer, RoomId
 from ...protocol import Codec
 from ...protocol.frames import (
     Abort,
@@ -19,6 +18,7 @@ from ...protocol.frames import (
     Done,
     Drained,
     DrainedAck,
+    Expect,
     Expected,
     Frame,
     Grant,
@@ -47,9 +47,17 @@ LATE = (Sending.FINISHED, Sending.ABORTING, Sending.DRAINING)
 """States that rooms do not stay in for long: of the others they are preferred."""
 
 
+ENDS, ENDS_LANDED = 0.05, 0.2
+"""Shares of the rumours that end a room, and one that has landed; none does once faults have stopped."""
+
+STEADY = ("expect_again", "answer_abort", "their_late_abort")
+"""What is done with a frame that is answered, and changes nothing."""
+
+
 def _frames(head: Head) -> Mapping[type, Frame]:
     """One of each kind that says nothing but what kind it is."""
     made: Sequence[Frame] = (
+        Expect(**head, start=0, stop=None, paths=(), tables=None, tag=b""),
         Expected(**head, parked=False),
         StagingRequest(**head, segment=BOX, ask=0, ready=True),
         ChunkReady(**head, segment=BOX, lease=0),
@@ -79,50 +87,67 @@ class Rumours:
 
     def tempted(self, node: SimNode) -> bool:
         """Whether a room of a process is in a state that is seldom seen."""
-        return any(pair[0].state in (*BRIEF, Sending.FINISHED) for pair in self._pairs(node))
+        return any(pair[0].state in (*BRIEF, Sending.FINISHED) for pair in self.pairs(node))
 
     def spread(self, node: SimNode) -> None:
-        """One frame for one room of a process, if it has any."""
-        pairs = list(self._pairs(node))
+        """Frames for one room of a process, if it has any: one that acts, or about half of those that do nothing."""
+        pairs = list(self.pairs(node))
         if not pairs:
             return
         brief = [pair for pair in pairs if pair[0].state in BRIEF]
         late = [pair for pair in pairs if pair[0].state in LATE]
         machine, epoch, head = self._world.random.choice(brief or late or pairs)
         frames = _frames(head)
-        table = RECEIVING if isinstance(machine, ReceiveRoom) else SENDING
-        harmless = [kind for kind in frames if self._ignored(machine, kind)]
-        kinds = [*harmless, Abort]
-        if machine.state is Receiving.OPENED:
-            # Nothing was asked of the peer yet: that it has nothing to write is true.
-            kinds.append(Drained)
-        allowed = [k for k in kinds if (machine.state, k) in table]
-        if not allowed or node.node.peers.at(node.node.peers.hello(epoch).address) != epoch:
-            return
-        kind = self._world.random.choice(allowed)
-        self._world.hit(FaultClass.OUT_OF_TURN)
-        before = (machine.state, machine.ignored)
-        node.channel.inbox.append(Arrived(self._codec.encode(frames[kind])))
-        node.turn()
-        if kind in harmless and (machine.state, machine.ignored) != (
-            before[0],
-            before[1] + 1,
+        harmless = [kind for kind in frames if self._action(machine, kind) == "ignore"]
+        answered = (*STEADY, "answer_landed") if self._has_finished(node, epoch, head) else STEADY
+        steady = [kind for kind in frames if self._action(machine, kind) in answered]
+        # That a peer has nothing to write is true before it was asked for something.
+        ends = [Abort, Drained] if machine.state is Receiving.OPENED else [Abort]
+        ends = [kind for kind in ends if self._action(machine, kind)]
+        rng = self._world.random
+        if (
+            ends
+            and not self._world.healed
+            and rng.random() < (ENDS_LANDED if machine.state is Receiving.LANDED else ENDS)
         ):
-            self._world.violation(
-                "I7",
-                f"{node.address}: {kind.__name__} out of turn in {before}: {machine.state}",
-            )
+            self._say(node, machine, frames[rng.choice(ends)], counted=False, steady=False)
+        else:
+            for kind in [kind for kind in (*harmless, *steady) if rng.random() < 0.6]:
+                self._say(node, machine, frames[kind], counted=kind in harmless, steady=True)
         self._world.touch(node)
 
-    def _ignored(self, machine: ReceiveRoom | Flow, kind: type) -> bool:
-        table = RECEIVING if isinstance(machine, ReceiveRoom) else SENDING
-        cell = table.get((machine.state, kind))
-        return cell is not None and cell.action == "ignore"
+    def _say(self, node: SimNode, machine: ReceiveRoom | Flow, frame: Frame, *, counted: bool, steady: bool) -> None:
+        """Alone: in a turn, a write of the room itself may fail just before the frame is taken in."""
+        self._world.hit(FaultClass.OUT_OF_TURN)
+        before, after = machine.state, machine.ignored + counted
+        node.hear(self._codec.encode(frame))
+        if steady and (machine.state, machine.ignored) != (before, after):
+            then = f"{machine.state}, {machine.ignored} ignored instead of {after}"
+            self._world.violation("I7", f"{node.address}: {type(frame).__name__} out of turn in {before}: {then}")
 
-    def _pairs(self, node: SimNode) -> Sequence[tuple[ReceiveRoom | Flow, Epoch, Head]]:
-        """Machines with a peer that could write to them."""
+    def _has_finished(self, node: SimNode, epoch: Epoch, head: Head) -> bool:
+        """Whether a peer's flow has nothing more to move: it then ignores whatever it is told of a segment."""
+        role = self._world.transports[Peer(b"sim" + epoch)].node.role
+        one = (
+            None
+            if isinstance(role, DecodeRole)
+            else role._flows.get((RoomId(head["room"]), node.epoch, head["generation"]))
+        )
+        flow = None if one is None else one.machine.flows.get(node.epoch)
+        return flow is not None and flow.state is Sending.FINISHED
+
+    def _action(self, machine: ReceiveRoom | Flow, kind: type) -> str:
+        """What the table says of a frame now; nothing: it cannot come."""
+        cell = (RECEIVING if isinstance(machine, ReceiveRoom) else SENDING).get((machine.state, kind))
+        return "" if cell is None else cell.action
+
+    def pairs(self, node: SimNode) -> Sequence[tuple[ReceiveRoom | Flow, Epoch, Head]]:
+        """Machines with a peer that is there, and could write to them."""
         role, me = node.role, node.epoch
-        known = node.node.remotes
+        alive = {other.epoch for other in self._world.places.values() if not other.paused}
+        known = [
+            e for e in node.node.remotes if e in alive and node.node.peers.at(node.node.peers.hello(e).address) == e
+        ]
         pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
         if isinstance(role, DecodeRole):
             for key, room in role._rooms.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from functools import lru_cache
 
 from attrs import evolve, frozen
@@ -15,7 +16,7 @@ from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
 from .fault import FaultClass, survives, swarm
-from .model import Model, draw_model, fits, slot_row_of, spec_of
+from .model import Model, States, draw_model, fits, slot_row_of, spec_of
 from .talks import Prompt, Talk, converse
 
 AUX_BYTES = 8
@@ -23,17 +24,23 @@ AUX_BYTES = 8
 SCHEDULES = (
     None,
     None,
-    None,
     LayerPipelined(fixed=1),
     LayerPipelined(fixed=2),
     LayerPipelined(),
     LayerPipelined(pace=Pace(1e-5, 1e6, 1e-6)),
+    LayerPipelined(pace=Pace(1e-4, 1e6, 1e-6)),
     LayerPipelined(adaptive=Adaptive(min_tokens=8, few_layers=1, least=2, most=4)),
 )
 """None: chunks cross whole. Groups of layers are of a fixed size, or follow a pace that is measured or told, or the
 formula."""
 
-PREFIXES = 0.25
+FAR = 0.6
+"""Share of the worlds in which the frames of one rank take long, if its instance has others: those wait for it."""
+
+LATE = 0.4
+"""Share of the requests that are given up, or preempted, only after all their rows are there."""
+
+PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
 ROOMS, FEW_ROOMS, WIDE = (3, 4, 4, 5, 5), (2, 3, 4), 5
@@ -56,13 +63,22 @@ TOPOLOGIES: tuple[tuple[tuple[One, ...], One] | None, ...] = (
     (((1, 2),), (1, 1)),
     (((1, 1),), (1, 1)),
     (((2, 1),), (2, 1)),
-    (((1, 1),), (1, 1)),
+    (((1, 1),), (2, 1)),
     None,
     (((1, 1),), (1, 1)),
     (((1, 1), (1, 1)), (1, 1)),
 )
 """Tensor and pipeline parallel sizes of the prefill instances and of decode; None: any. Seeds take them in turn, so
 that few of them have as many ranks as on average; most have few, which are run fast and reach what many reach."""
+
+SELDOM: Mapping[int, tuple[tuple[tuple[One, ...], One], int, int | None]] = {
+    9: ((((1, 2),), (1, 1)), 4, None),
+    11: ((((2, 1),), (2, 1)), 4, 1),
+    13: ((((1, 1),), (1, 2)), 2, 1),
+}
+"""In every other block the shapes of these numbers are of one kind that is seldom drawn: a topology, so many layers,
+and states of so many units (None: as drawn). Stages of several layers; ranks that hold the same state; and a stage of
+decode that has states and no tokens."""
 
 BLOCK = 128
 """So many seeds in a row have worlds of so many shapes as there are topologies: what is worked out once per shape is
@@ -148,6 +164,7 @@ class Request:
         steps: chunks are announced ahead, by forward passes.
         abort_decode, abort_prefill: seconds after which one rank of that side gives up; None: never.
         withdraw: seconds after which prefill is preempted; None: never.
+        late: those seconds begin when a prefill rank has all rows, not with the room.
         total_s: its deadline.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
@@ -166,6 +183,7 @@ class Request:
     abort_decode: float | None
     abort_prefill: float | None
     withdraw: float | None
+    late: bool
     total_s: float
     prompt: Prompt | None = None
 
@@ -176,6 +194,7 @@ class Scenario:
 
     ``talks`` are empty where nobody keeps prefixes; with ``collisions``, unequal prefixes have equal hashes.
     With ``together``, frames to one peer leave as one message.
+    ``far`` is the side and the number of a rank whose frames take longer than those of the others; None: of no rank.
     Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
     """
 
@@ -198,6 +217,7 @@ class Scenario:
     notices_late: bool
     slow_kernels: bool
     together: bool
+    far: tuple[str, int] | None
     faults: dict[FaultClass, float]
     faults_until: float
     requests: tuple[Request, ...]
@@ -243,7 +263,7 @@ class Scenario:
             space = min(split.pages * split.page_rows for split in (*prefills, decode))
             talks, requests = converse(rng, requests, space, decode.page_rows)
             if not survives(faults):
-                decode = evolve(decode, pages=decode.pages // rng.choice((2, 4, 8)))
+                decode = evolve(decode, pages=decode.pages // rng.choice((4, 8, 8)))
         elif scarce:
             decode = evolve(decode, pages=decode.pages // 3)
         selection = "+incremental" if talks else ""
@@ -260,15 +280,16 @@ class Scenario:
             slots=1 if stuck else rng.choice((2, 4, 8)),
             ring_bytes=ring,
             options=options,
-            drain_s=0.0 if FaultClass.CLOCK in faults else rng.choice((0.0, 0.1, 0.3, 0.3, None)),
+            drain_s=0.0 if FaultClass.CLOCK in faults else rng.choice((0.0, 0.0, 0.1, 0.3, None)),
             one_host=rng.random() < 0.5,
             resets=rng.random() < 0.5,
             detects_death=rng.random() < 0.4,
             notices_late=rng.random() < 0.5,
             slow_kernels=slow_kernels,
             together=rng.random() < 0.5,
+            far=_far(rng, shape) if rng.random() < FAR else None,
             faults=faults,
-            faults_until=2.0 if stuck else rng.choice((0.1, 0.5, 2.0)),
+            faults_until=2.0 if stuck else rng.choice((0.25, 0.5, 2.0)),
             requests=requests,
             talks=talks,
             collisions=rng.random() < 0.1,
@@ -281,6 +302,10 @@ def shape_of(block: int, number: int) -> Shape:
     rng = random.Random(f"shape {block} {number}")
     model = draw_model(rng)
     topology = TOPOLOGIES[number]
+    if block % 2 and number in SELDOM:
+        topology, layers, units = SELDOM[number]
+        states = model.states if units is None else States(units, rng.choice((1, 3)), alone=layers == 2)
+        model = evolve(model, layers=layers, states=states)
     if topology is None:
         topology = tuple(_any(rng, model) for _ in range(rng.choice((1, 1, 1, 2)))), _any(rng, model)
     else:
@@ -299,6 +324,20 @@ def shape_of(block: int, number: int) -> Shape:
     return Shape(model, slot, (least, most), prefills, split(topology[1], page))
 
 
+def _far(rng: random.Random, shape: Shape) -> tuple[str, int] | None:
+    """A rank whose instance has others."""
+    worlds = [p.world for p in shape.prefills]
+    ranks = [
+        ("prefill", i)
+        for n, world in enumerate(worlds)
+        if world > 1
+        for i in range(sum(worlds[:n]), sum(worlds[: n + 1]))
+    ]
+    if shape.decode.world > 1:
+        ranks += [("decode", i) for i in range(shape.decode.world)]
+    return rng.choice(ranks) if ranks else None
+
+
 def _keeps(shape: Shape) -> bool:
     """Whether prefixes can be kept: every decode rank has rows of tokens, which no window's end moves."""
     ranks = range(shape.decode.world)
@@ -315,6 +354,7 @@ def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float])
     ids = [RoomId(rng.getrandbits(64).to_bytes(8, "big")) for _ in range(count)]
     requests = []
     stuck = FaultClass.QUARANTINE in faults
+    steps = rng.choice((0.1, 0.4, 0.9))
     busy = not stuck and rng.random() < 0.7
     for number in range(count):
         room = ids[rng.randrange(number + 1)] if rng.random() < 0.2 else ids[number]
@@ -334,10 +374,11 @@ def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float])
                 pass_s=_ms(rng, 4 if busy else 30),
                 open_end=rng.random() < 0.3,
                 aux=rng.random() < 0.5,
-                steps=rng.random() < 0.4,
+                steps=rng.random() < steps,
                 abort_decode=_drawn(rng, faults, FaultClass.ABORT),
                 abort_prefill=_drawn(rng, faults, FaultClass.ABORT),
                 withdraw=_drawn(rng, faults, FaultClass.WITHDRAW, (8, 16, 60)),
+                late=rng.random() < LATE,
                 total_s=4.0 if survives(faults) else rng.choice((1.0, 4.0, 4.0, 4.0)),
             )
         )
@@ -348,7 +389,7 @@ def _drawn(
     rng: random.Random,
     faults: dict[FaultClass, float],
     fault: FaultClass,
-    within: tuple[int, ...] = (10, 30, 200),
+    within: tuple[int, ...] = (5, 5, 10, 30, 200),
 ) -> float | None:
     rate = faults.get(fault, 0.0)
     return _ms(rng, rng.choice(within)) if rate and rng.random() < rate else None

@@ -111,10 +111,15 @@ class Room:
         for entry in self.decode:
             skew = rng.randint(0, 2) / 1000
             world.later(plan.decode_late[0] + skew, partial(self._open_decode, entry))
+        if not plan.late:
+            self._plan_aborts()
+
+    def _plan_aborts(self) -> None:
+        world, plan, rng = self.world, self.plan, self.world.random
         if plan.abort_decode is not None:
-            world.later(plan.abort_decode, partial(self._abort, rng.choice(self.decode)))
+            world.later(plan.abort_decode, partial(self.abort, rng.choice(self.decode)))
         if plan.abort_prefill is not None:
-            world.later(plan.abort_prefill, partial(self._abort, rng.choice(self.prefill)))
+            world.later(plan.abort_prefill, partial(self.abort, rng.choice(self.prefill)))
 
     # Decode.
 
@@ -140,7 +145,7 @@ class Room:
         self.given_up = True
         for other in self.entries:
             if other.handle is not None:
-                self._abort(other)
+                self.abort(other)
 
     def _expect(self, entry: Entry) -> None:
         handle, node, plan = entry.handle, entry.node, self.plan
@@ -192,8 +197,8 @@ class Room:
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry
         self.world.later(plan.prefill_late[1], partial(self.chunk, entry, 0))
-        if plan.withdraw is not None:
-            self.world.later(plan.withdraw, partial(self._withdraw, entry))
+        if plan.withdraw is not None and not plan.late:
+            self.world.later(plan.withdraw, partial(self.withdraw, entry))
 
     def _quiet(self, entry: Entry) -> bool:
         """Nothing is to be done for it any more."""
@@ -279,6 +284,11 @@ class Room:
         if self._has_states(entry) and (entry.pulling is not None or entry.given != upto):
             self._again(partial(self.chunk, entry, len(plan.edges)))
             return
+        if plan.late:
+            if not any(other.finished for other in self.prefill):
+                self._plan_aborts()
+            if plan.withdraw is not None:
+                self.world.later(plan.withdraw / 4, partial(self.withdraw, entry))
         entry.finished = True
         aux = None
         if plan.aux and entry.node.rank == 0 and entry.node.memory.aux:
@@ -314,7 +324,7 @@ class Room:
             ready.happened = True
             self.world.touch(entry.node)
 
-    def _withdraw(self, entry: Entry) -> None:
+    def withdraw(self, entry: Entry) -> None:
         """Preemption: once reads have ended the pages go to others, and later the rows are computed again."""
         if self._quiet(entry) or entry.pulling is not None or not entry.given:
             return
@@ -337,7 +347,7 @@ class Room:
         again = entry.given
         entry.pages, entry.given = [], 0
         if not self._quiet(entry):
-            self.world.later(AGAIN_S, partial(self._regive, entry, again))
+            self.world.later(self.world.random.choice((0.001, AGAIN_S)), partial(self._regive, entry, again))
 
     def _regive(self, entry: Entry, upto: int) -> None:
         """The rows are there again, in other pages."""
@@ -364,7 +374,8 @@ class Room:
 
     # Ends.
 
-    def _abort(self, entry: Entry) -> None:
+    def abort(self, entry: Entry) -> None:
+        """An engine gives a room up."""
         if entry.handle is None or not entry.node.alive:
             return
         self.world.hit(FaultClass.ABORT)

@@ -22,9 +22,10 @@ from .check import Checks
 from .dma import Dma, SimTransport
 from .fault import FaultClass
 from .kind import Kind
+from .moments import Moments
 from .network import Network
 from .node import SimNode
-from .passes import Passes
+from .passes import Passes, Turns
 from .prefixes import Prefixes, SimStore
 from .rumours import Rumours
 from .scenario import Request, Scenario, Split
@@ -33,8 +34,11 @@ from .workload import Entry, Room
 TICK_S = 0.02
 """A process that did something is looked at again after this; then it says itself when."""
 
-GOSSIP = 0.3
+GOSSIP = 0.5
 """Share of the turns that leave a room in a brief state which a frame out of turn follows, where those happen."""
+
+SOON_S = 0.06
+"""Some of the processes that end do so within this, while the first rooms are open; others wait for a moment."""
 
 HALF_DEAD = 0.3
 """Share of the processes that are replaced while they stand still: nothing else says that they are gone."""
@@ -91,6 +95,7 @@ class World:
         self.processes: dict[Process, SimNode] = {}
         self.entries: dict[int, Entry] = {}
         self.rooms: list[Room] = []
+        self.passes: dict[str, Turns] = {}
         self.dead: list[SimNode] = []
         self.rendezvous = StaticRendezvous()
         self.store = SimStore(self)
@@ -107,6 +112,7 @@ class World:
         self.network = Network(self)
         self.dma = Dma(self)
         self.rumours = Rumours(self)
+        self.moments = Moments(self)
         self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
         for number, split in enumerate(scenario.prefills):
             self._launch(f"prefill {number}", split)
@@ -136,6 +142,11 @@ class World:
     def faulty(self) -> bool:
         """Whether faults may still happen."""
         return not self.healed
+
+    @property
+    def calm(self) -> bool:
+        """Whether only the requests are left that come after all that was drawn."""
+        return self._last is not None
 
     def at(self, when: float, act: Callable[[], object]) -> None:
         """Do something at a time."""
@@ -222,7 +233,7 @@ class World:
     def _keep_prefixes(self, node: SimNode) -> None:
         """A decode rank has a cache of its own, which forgets things at bad moments."""
         node.prefixes = prefixes = Prefixes(self, node)
-        for _ in range(self.random.choice((0, 2, 6, 12))):
+        for _ in range(self.random.choice((0, 0, 6, 12))):
             self.later(self.random.random() * self.random.choice((0.1, 0.6)), prefixes.evict)
 
     def _plan_faults(self) -> None:
@@ -232,7 +243,10 @@ class World:
         if not crashes and (FaultClass.RESTART in faults or FaultClass.REPLACED in faults):
             crashes = [rng.choice((FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH))]
         for crash in crashes:
-            self.later(rng.random() * until, partial(self._crash, crash))
+            when = (
+                rng.random() * rng.choice((SOON_S, until)) if rng.random() < 0.6 else 0.9 * self.scenario.faults_until
+            )
+            self.later(when, partial(self._crash, crash))
         acts = (
             (FaultClass.PAUSE, self._pause, 3),
             (FaultClass.CLOCK, self._jump, 3),
@@ -247,16 +261,20 @@ class World:
                 self.hits[fault] += 1
 
     def _crash(self, fault: FaultClass) -> None:
-        """A process ends; its launcher may start it anew, or the whole instance under the same addresses."""
-        if self.healed:
+        """Some process of a side ends, if none has."""
+        if self.healed or fault in self.hits:
             return
         side = "prefill" if fault is FaultClass.PREFILL_CRASH else "decode"
         group = self.random.choice([g for g in self._groups if g.startswith(side)])
         alive = [n for n in self._groups[group] if n.alive]
-        if not alive:
-            return
+        if alive:
+            self.lose(fault, self.random.choice(alive))
+
+    def lose(self, fault: FaultClass, node: SimNode) -> None:
+        """A process ends; its launcher may start it anew, or the whole instance under the same addresses."""
         self.hit(fault)
-        node, faults = self.random.choice(alive), self.scenario.faults
+        group = next(g for g, nodes in self._groups.items() if node in nodes)
+        faults = self.scenario.faults
         if FaultClass.REPLACED in faults and not node.paused and self.random.random() < HALF_DEAD:
             self._stand_in(group, node)
             return
@@ -274,15 +292,15 @@ class World:
         self.network.linger(node)
         for entry in [e for e in self.entries.values() if e.node is node]:
             self.entries.pop(id(entry.handle))
-        delay = self.random.choice((0.001, 0.3))
+        delay = self.random.choice((0.001, 0.001, 0.3))
         for other in self.nodes:
             if self.scenario.detects_death and other.transport.knows(node.transport.me):
                 self.later(delay, partial(self._report_death, other, node))
             if self.scenario.one_host:
                 self.later(0.001, partial(self.touch, other))
                 self.later((self.scenario.drain_s or 0.0) + 0.002, partial(self.touch, other))
-        if self.healed or self.random.random() < 0.5:
-            self.later(self.random.choice((0.01, 0.5)), partial(self._confirm, node))
+        if self.healed or self.random.random() < 0.7:
+            self.later(self.random.choice((0.001, 0.001, 0.1, 0.5)), partial(self._confirm, node))
 
     def _report_death(self, other: SimNode, dead: SimNode) -> None:
         """The transport notices; it claims a fence only if nothing of the dead can land any more."""
@@ -326,7 +344,7 @@ class World:
             return
         self.hit(FaultClass.REPLACED)
         self._lives[group] += 1
-        elsewhere = lost.alive or self.random.random() < 0.5
+        elsewhere = lost.alive or self.random.random() < 0.25
         node = SimNode(self, lost.index, lost.side, lost.instance, lost.split, lost.rank, self._lives[group], elsewhere)
         nodes[lost.rank] = node
         lost.followed = True
@@ -474,8 +492,9 @@ class World:
                 entry.room.changed(entry)
         self.check.node(node)
         self.dma.check_all()
-        if self._gossip and not self.healed and self.random.random() < GOSSIP and self.rumours.tempted(node):
+        if self._gossip and self.random.random() < GOSSIP and self.rumours.tempted(node):
             self.rumours.spread(node)
+        self.moments.seize(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
 

@@ -1,0 +1,79 @@
+"""What befalls a room in a state that no room stays in for long: somebody gives it up, or a peer is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...ids import Epoch, RoomId
+from ...protocol.receiving import ReceiveRoom
+from ...protocol.sending import Flow
+from ...protocol.tables import Receiving, Sending
+from .fault import FaultClass
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+CRASHES = {"prefill": FaultClass.PREFILL_CRASH, "decode": FaultClass.DECODE_CRASH}
+
+BRIEF = (Receiving.LANDED, Sending.COMPLETE)
+
+SEIZED, LOST = 0.2, 0.7
+"""Share of the turns after which something befalls such a room; and after which its peer is lost."""
+
+MOST = 3
+"""So many rooms of a world are given up or preempted."""
+
+
+class Moments:
+    """Waits for them, and uses the faults that a scenario has."""
+
+    def __init__(self, world: World) -> None:
+        faults = world.scenario.faults
+        self._world = world
+        self._gives_up = FaultClass.ABORT in faults
+        self._preempts = FaultClass.WITHDRAW in faults
+        self._loses = {side: crash for side, crash in CRASHES.items() if crash in faults}
+        self._left = MOST if self._gives_up or self._preempts else 0
+
+    def seize(self, node: SimNode) -> None:
+        """A process has had its turn: something may happen now."""
+        world = self._world
+        drawn = world.random.random() if self._left or self._loses else 1.0
+        if drawn >= LOST or world.calm:
+            return
+        pairs = [(m, epoch, RoomId(h["room"])) for m, epoch, h in world.rumours.pairs(node) if _brief(m, epoch)]
+        if not pairs:
+            return
+        machine, epoch, name = world.random.choice(pairs)
+        acts = self._losses(epoch)
+        if drawn < SEIZED and machine.state in BRIEF:
+            acts += self._engine_acts(node, name)
+        if acts:
+            world.random.choice(acts)()
+
+    def _losses(self, epoch: Epoch) -> list[Callable[[], object]]:
+        """The peer's process ends, if none of its side has."""
+        world = self._world
+        peer = next((other for other in world.nodes if other.epoch == epoch and not other.followed), None)
+        crash = None if peer is None or world.healed else self._loses.get(peer.side)
+        return [] if peer is None or crash is None or crash in world.hits else [partial(world.lose, crash, peer)]
+
+    def _engine_acts(self, node: SimNode, name: RoomId) -> list[Callable[[], object]]:
+        """The engine gives the room up, or takes its pages away."""
+        entry = next((e for e in self._world.entries.values() if e.node is node and e.room.plan.room == name), None)
+        if entry is None or not self._left:
+            return []
+        acts: list[Callable[[], object]] = [partial(entry.room.abort, entry)] if self._gives_up else []
+        acts += [partial(entry.room.withdraw, entry)] if self._preempts and node.side == "prefill" else []
+        self._left -= bool(acts)
+        return acts
+
+
+def _brief(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
+    """Also: one of several writers has nothing more to do, and may end without harm."""
+    if machine.state is Receiving.MOVING and isinstance(machine, ReceiveRoom):
+        return machine._writers[peer].done is not None
+    return machine.state in BRIEF
