@@ -185,14 +185,19 @@ def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
     assert seen == list(range(model.config.num_hidden_layers))
 
 
-def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None:
-    """B1, B7: a model asks for the two apart, and nothing may leave between."""
+def indexed() -> tuple[Any, PagedPool, PagedHFCache, PageTable]:
+    """A model whose layers keep an index beside their rows, and pages for a prompt."""
     torch.manual_seed(0)
     _, make, config = next(m for m in models() if m[0] == "sparse_index")
-    model: Any = make(config)
+    model = make(config)
     pool = pool_for(model)
     paged = PagedHFCache(pool)
-    table = table_for(paged, len(PROMPT))
+    return model, pool, paged, table_for(paged, len(PROMPT))
+
+
+def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None:
+    """B1, B7: a model asks for the two apart, and nothing may leave between."""
+    model, pool, paged, table = indexed()
     own = paged.recording(table)
     seen: list[int] = []
 
@@ -217,12 +222,7 @@ def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_pass_that_raises_between_rows_and_index_leaves_nothing_to_the_next(anew: bool) -> None:
     """B1, E8: whether the engine begins anew or takes back the half, no layer is final before both are in the pages."""
-    torch.manual_seed(0)
-    _, make, config = next(m for m in models() if m[0] == "sparse_index")
-    model: Any = make(config)
-    pool = pool_for(model)
-    paged = PagedHFCache(pool)
-    table = table_for(paged, len(PROMPT))
+    model, pool, paged, table = indexed()
     own = paged.recording(table)
     if not anew:
         run(model, PROMPT[:6], own)
