@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,9 @@ FIRST, ROWS = 8, 40
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Whatever would make the host wait for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that it does not see all that waits
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

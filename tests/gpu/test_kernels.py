@@ -167,6 +167,7 @@ def test_gather_waits_for_the_engines_event_and_nobody_waits_for_the_gather() ->
     pool, memory = _small()
     staging = _staging(4096)
     TRITON.gather(pool, [_page(0, 0)], staging, None)  # compiles
+    memory.fill_(0)  # a kernel's first use may wait for all that is enqueued
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
     memory.fill_(7)
