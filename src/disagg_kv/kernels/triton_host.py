@@ -131,9 +131,9 @@ class _Lane:
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
         self.compiled: dict[tuple[int, int, int], Compiled] = {}
-        self.queue = CudaQueue(torch.device(device).index or 0)
         self._streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(STREAMS)]
         self.reading = torch.cuda.Stream(device)
+        self.queue = CudaQueue(self.reading.device_index)
         self._turn = 0
         self._device = device
         self._neighbours_together = neighbours_together
