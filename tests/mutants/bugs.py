@@ -54,7 +54,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a life that is replaced takes the next one with it when its end is noticed", "E10",
            "protocol.agreement:Agreement.joined", "if r == rank]", "if False]"),
     Mutant("a late greeting gives an address back to an older life while the newer one is silent", "E10",
-           "protocol.peers:PeerTable._stale", "not there.ended and", "not there.lost and"),
+           "protocol.peers:PeerTable._stale", "not there.ended and", "not there.lost and", first=89_000),
     Mutant("a life is taken for an older one because its process began earlier", "E10",
            "protocol.peers:is_older", "hello.born < other.born", "hello.started < other.started"),
     Mutant("a lease in quarantine is released without evidence", "I5",
