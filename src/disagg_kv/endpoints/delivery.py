@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Protocol
 
 from attrs import frozen
@@ -42,7 +42,11 @@ class Office(Protocol):
         ...
 
     def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
-        """These layers (None: all) of what was handed over are final once ``ready`` has happened."""
+        """These layers (None: all) of what was handed over are final once ``ready`` has happened; wakes nobody."""
+        ...
+
+    def wake(self) -> None:
+        """Have the endpoint look at what it was told."""
         ...
 
     def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
@@ -165,14 +169,48 @@ class DeliveryHandle(RoomHandle):
         self._office.change(self._key, act)
 
 
-class ForwardPass:
-    """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.base.Step`."""
+class Cuts:
+    """The groups of layers of one forward pass that cross by themselves, as far as is known by now.
 
-    def __init__(self, handed: Sequence[Handed], layers: Sequence[LayerId], office: Office, *, layered: bool) -> None:
+    The endpoint's thread adds to them, and looks for commands after that; the engine's thread posts a layer, and looks
+    at them after that. So one of the two sees that a group is complete, whichever comes first.
+    """
+
+    def __init__(self) -> None:
+        self._groups: frozenset[frozenset[LayerId]] = frozenset()
+
+    def add(self, groups: Collection[frozenset[LayerId]]) -> None:
+        """Endpoint's thread: so are some rooms of the pass cut."""
+        self._groups = self._groups.union(groups)
+
+    def completes(self, layer: LayerId, seen: Set[LayerId]) -> bool:
+        """Engine's thread: whether ``layer`` was the last of a group of which all are ``seen`` now."""
+        return any(layer in group and group <= seen for group in self._groups)
+
+
+class ForwardPass:
+    """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.base.Step`.
+
+    The endpoint's thread takes the interpreter away from an engine that launches kernels. So it is woken by a layer
+    that completes a group, and not by one after which nothing more can cross than before.
+    """
+
+    def __init__(
+        self,
+        handed: Sequence[Handed],
+        layers: Sequence[LayerId],
+        office: Office,
+        cuts: Cuts,
+        *,
+        layered: bool,
+        traced: bool,
+    ) -> None:
         self._handed = handed
         self._layers = frozenset(layers)
         self._office = office
+        self._cuts = cuts
         self._layered = layered
+        self._traced = traced
         self._seen: set[LayerId] = set()
         self._ready: list[tuple[set[LayerId], Event | None]] = []
         self._closed = False
@@ -186,6 +224,8 @@ class ForwardPass:
         self._add({layer}, ready)
         if self._layered:
             self._flush()
+            if self._timed(ready) or self._cuts.completes(layer, self._seen):
+                self._office.wake()
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
@@ -195,6 +235,10 @@ class ForwardPass:
         self._add(self._layers - self._seen, ready)
         self._flush()
         self._office.closed(self._handed, ready)
+
+    def _timed(self, ready: Event | None) -> bool:
+        """Whether it matters when an event happens, which only looking tells: the pace counts from the first layer."""
+        return ready is not None and (self._traced or len(self._seen) == 1)
 
     def _flush(self) -> None:
         for layers, event in self._ready:

@@ -200,10 +200,11 @@ class Node:
 
     # From any thread.
 
-    def post(self, command: Callable[[], None]) -> None:
-        """Have the endpoint's thread do something, in order."""
+    def post(self, command: Callable[[], None], *, wake: bool = True) -> None:
+        """Have the endpoint's thread do something, in order; without ``wake`` when it next turns for any reason."""
         self._commands.append(command)
-        self.channel.wake()
+        if wake:
+            self.channel.wake()
 
     def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""

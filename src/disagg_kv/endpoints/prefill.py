@@ -43,7 +43,7 @@ from ..strategies import Path, Schedule, Strategy
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
-from .delivery import DeliveryHandle, Handed
+from .delivery import Cuts, DeliveryHandle, Handed
 from .gates import Gates
 from .handles import Changes, Happened
 from .introduction import Remote
@@ -68,6 +68,7 @@ class _Room:
     ways: dict[Epoch, Way] = field(factory=dict)
     withdrawn: list[Happened] = field(factory=list)
     gates: Gates = field(factory=Gates)
+    passes: dict[int, Cuts] = field(factory=dict)
 
 
 class PrefillRole:
@@ -133,11 +134,15 @@ class PrefillRole:
         if room is not None:
             self._apply(room, act(room.machine, self._node.now))
 
-    def announce(self, handed: Sequence[Handed], at: float) -> None:
-        """Rows that are computed from now on: their grants are asked for already (A4)."""
+    def announce(self, handed: Sequence[Handed], at: float, cuts: Cuts) -> None:
+        """Rows that are computed from now on: their grants are asked for already (A4). ``cuts`` hear of groups."""
         self._pacer.begin(handed, at)
         for one in handed:
             self._add(one, ready=False)
+            room = self._rooms.get(one.key)
+            if room is not None and one.batch.layered:
+                room.passes[one.turn] = cuts
+                cuts.add(room.machine.groups())
 
     def send(self, handed: Handed, ready: Event | None) -> None:
         """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
@@ -181,6 +186,10 @@ class PrefillRole:
     def closed_at(self, handed: Sequence[Handed], ready: Event | None, said: float) -> None:
         """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
         self._pacer.asked(handed)
+        for one in handed:
+            room = self._rooms.get(one.key)
+            if room is not None:
+                room.passes.pop(one.turn, None)
         broken = partial(self.broken, [one.key for one in handed])
         self._node.when(ready, partial(self._ended, handed, said if ready is None else None), broken)
 
@@ -335,6 +344,8 @@ class PrefillRole:
         room.handle.report.path, room.handle.report.reason = way.path.name, way.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
+        for cuts in room.passes.values():
+            cuts.add(room.machine.groups())
 
     def _grouped(self, room: _Room, run: range, groups: Groups) -> None:
         """Tell how the layers of a chunk are cut, and why."""

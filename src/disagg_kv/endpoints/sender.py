@@ -23,7 +23,7 @@ from ..trace import Observer, Silent
 from ..transports import Transport
 from .base import PeerInfo
 from .buffers import new_staging, ready_kernels
-from .delivery import Act, DeliveryHandle, ForwardPass, Handed
+from .delivery import Act, Cuts, DeliveryHandle, ForwardPass, Handed
 from .driver import Driver
 from .handles import Changes, Happened, check_room
 from .introduction import Self, check_instance
@@ -155,8 +155,10 @@ class PrefillEndpoint:
         tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
         batch = Batch(tokens, self._uses | frozenset(uses), layered)
         handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-        self._node.post(partial(self._role.announce, handed, self._node.clock()))
-        return ForwardPass(handed, self._pool.site.shard.layers(), self, layered=layered)
+        cuts = Cuts()
+        self._node.post(partial(self._role.announce, handed, self._node.clock(), cuts))
+        layers, traced = self._pool.site.shard.layers(), self._node.traced
+        return ForwardPass(handed, layers, self, cuts, layered=layered, traced=traced)
 
     def poll(self) -> Sequence[DeliveryHandle]:
         """See :meth:`~disagg_kv.endpoints.base.Sender.poll`."""
@@ -201,7 +203,11 @@ class PrefillEndpoint:
 
     def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""
-        self._node.post(partial(self._role.final_at, handed, layers, ready, self._node.clock()))
+        self._node.post(partial(self._role.final_at, handed, layers, ready, self._node.clock()), wake=False)
+
+    def wake(self) -> None:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        self._node.channel.wake()
 
     def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""

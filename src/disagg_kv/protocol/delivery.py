@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ..geometry import PageTable
@@ -112,6 +112,14 @@ class SendRoom:
         """These layers (None: all) of the rows that came by a call are computed."""
         self.rows.ready(turn, layers)
         return self._all(Offered(), now)
+
+    def groups(self) -> Set[frozenset[LayerId]]:
+        """Layers that cross together and have not landed: only when all of a set are final can more cross than before.
+
+        Of all rows of the room: rows that were withdrawn and given again are cut as before, by calls that differ.
+        """
+        runs = {run for flow in self.flows.values() for run in flow.runs()}
+        return {self.rows.awaited(run) for run in runs}
 
     def withdraw(self, now: float) -> list[Effect]:
         """Forget all pages: what is not being read now is not read until pages are given again; grants go back."""

@@ -119,6 +119,10 @@ class Rows:
         else:
             known.layers.update(layers)
 
+    def awaited(self, layers: Collection[int]) -> frozenset[LayerId]:
+        """Those of some layers that rows wait for."""
+        return frozenset(map(LayerId, layers)) - self._tokenless
+
     def give_states(self, slots: Mapping[GroupId, PageTable]) -> None:
         """The room's states are final, and lie in these slots: they are a chunk of their own, of no tokens."""
         self.states = Chunk(0, 0, slots)

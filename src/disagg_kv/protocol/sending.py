@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from enum import Enum, auto
 from itertools import islice
 
@@ -200,6 +200,10 @@ class Flow(Machine[Sending]):
         part.step = _Step.WRITING
         self._unquiet.add(transfer.segment)
         return True
+
+    def runs(self) -> Set[range]:
+        """Layers of rows that have not landed, as they cross together."""
+        return {segment.layers for segment in self._parts if not segment.state}
 
     @property
     def busy(self) -> bool:
