@@ -115,6 +115,11 @@ class Pacer:
         if known.closed and known.left <= 0:
             del self._passes[_name(handed)]
 
+    def room_ended(self, key: RoomKey) -> None:
+        """Passes that began with a room and were never closed, as their engine gave up, are none any more."""
+        for name in [name for name in self._passes if name[0] == key]:
+            del self._passes[name]
+
     def planned(self, seconds: float) -> None:
         """A segment was planned."""
         self._plan_s = _mixed(self._plan_s, seconds)

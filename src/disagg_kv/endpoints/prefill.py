@@ -521,6 +521,7 @@ class PrefillRole:
         assert self.mover is not None
         node, name, machine = self._node, room.key.room, room.machine
         self.mover.forget(room.key)
+        self._pacer.room_ended(room.key)
         del self._rooms[room.key]
         self._failed.discard(room.key)
         if self._newest.get(name) is room:

@@ -44,7 +44,8 @@ class Mark:
 
     def precede(self, stream: int) -> None:
         """What is enqueued on a stream (``cuda_stream`` of torch's) from now on begins after it."""
-        self._queue.wait(stream, self.cuda_event)
+        with self._queue.current():  # stream 0 is each context's own
+            self._queue.wait(stream, self.cuda_event)
 
     def __del__(self) -> None:
         # Whoever waits on a GPU waits for what was recorded before: to record again changes nothing for them.

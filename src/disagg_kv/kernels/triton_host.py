@@ -160,11 +160,12 @@ class _Lane:
                 for other in self._streams:
                     table.record_stream(other)
                 found = self._planes[pool] = _Uploaded(planes, table, uploaded)
-        if found.event is not None:
-            if found.event.query():
+        event = found.event
+        if event is not None:
+            if event.query():
                 found.event = None
             else:
-                stream.wait_event(found.event)
+                stream.wait_event(event)
         return found.planes, found.table
 
     def take(self, words: int) -> _Slot:
@@ -239,15 +240,16 @@ class Host:
         with queue.current():
             queue.upload(on, slot.addr, slot.source, words * 8)
             behind(queue, on, after)
-            if not programs:
-                pass
-            elif compiled is None:
-                with torch.cuda.stream(stream):
-                    launched = self._kernel[(programs,)](table, slot.device, *args, num_warps=self._tuning.warps)
-                lane.compiled[constants] = launched
-            else:
+            if compiled is not None and programs:
                 grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
                 compiled.run(*grid, None, None, None, table.data_ptr(), slot.addr, *args)
+            if compiled is not None or not programs:
+                return queue.record(on)
+        # Torch chooses a device, and so a context, of its own.
+        with torch.cuda.stream(stream):
+            launched = self._kernel[(programs,)](table, slot.device, *args, num_warps=self._tuning.warps)
+        lane.compiled[constants] = launched
+        with queue.current():
             return queue.record(on)
 
     def _lane(self, device: str) -> _Lane:

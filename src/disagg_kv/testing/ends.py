@@ -254,8 +254,8 @@ class Child:
     def _ask(self, name: str, *args: object) -> Any:
         # A late answer would be taken for that to the next question.
         assert self._owed is None, f"the child did not answer {self._owed!r} before"
-        self._owed = name
         self._pipe.send((name, args))
+        self._owed = name
         assert self._pipe.poll(self._timeout_s), f"the child did not answer {name!r} within {self._timeout_s} s"
         self._owed = None
         answer = self._pipe.recv()

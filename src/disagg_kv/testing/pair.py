@@ -133,7 +133,7 @@ class Pair:
         try:
             wait(done, self.work, self.timeout_s, what)
         except AssertionError as error:
-            ends = f"\nsource:\n{self.source.stacks()}\ntarget:\n{self.target.stacks()}"
+            ends = f"\nsource:\n{_stacks(self.source)}\ntarget:\n{_stacks(self.target)}"
             raise AssertionError(f"{error}{ends}") from None
 
     def hear(self, number: int) -> None:
@@ -153,6 +153,14 @@ class Pair:
     def check(self) -> None:
         """The target's first region holds what was written and, everywhere else, its poison."""
         same(self.target.read(self.remote), self.want)
+
+
+def _stacks(end: End | Child) -> str:
+    """What its threads do; an end that stands still itself cannot say it."""
+    try:
+        return end.stacks()
+    except (AssertionError, EOFError, OSError) as error:
+        return f"cannot be asked: {error!r}"
 
 
 def wait(done: Callable[[], bool], work: Callable[[], None], timeout_s: float, what: str) -> None:

@@ -123,6 +123,18 @@ def test_the_engine_s_thread_is_in_a_pass_until_it_has_asked_for_all_of_it() -> 
     pacer.asked([])
 
 
+def test_a_pass_that_its_engine_gave_up_ends_with_its_room() -> None:
+    """Who never closes it has raised: this thread must not keep out of the way for ever."""
+    pacer = Pacer(FakeClock(), 2)
+    other = RoomKey(RoomId(b"other"), Generation(1))
+    pacer.begin(handed(), 1.0)
+    pacer.room_ended(other)
+    still = pacer.computing
+    pacer.room_ended(handed()[0].key)
+    assert (still, pacer.computing) == (True, False)
+    assert pacer.closed(handed()) is None
+
+
 def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
     """On a fast wire too: both need the interpreter. When the pass is asked for, it looks often again."""
     spec = CacheSpec.kv(2, 4, 8, "float16")

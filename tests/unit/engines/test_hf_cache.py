@@ -258,6 +258,22 @@ def test_a_pass_that_raises_between_rows_and_index_leaves_nothing_to_the_next(an
     assert seen == [0, 1]
 
 
+def test_what_comes_after_a_reset_goes_where_the_table_says_now() -> None:
+    """E8: an engine may write other pages into its own table before it begins anew."""
+    pool = pool_for(llama())
+    for number in range(len(pool.site.planes)):
+        pool.view(number)[:] = 0
+    pages = np.array([0], np.int32)
+    own = PagedHFCache(pool).recording(PageTable(GroupId("kv"), pages))
+    unit = pool.site.spec.component(pool.site.planes[0].layer, pool.site.planes[0].component)
+    rows = torch.ones(1, unit.units, 2, unit.unit_bytes // 4)
+    own.update(rows, rows, 0)
+    own.reset()
+    pages[0] = 1
+    own.update(rows, rows, 0)
+    assert pool.view(0)[1].any()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])

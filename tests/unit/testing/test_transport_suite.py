@@ -14,7 +14,7 @@ from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.testing.ends import Child, End, HostMemory, Told
-from disagg_kv.testing.pair import Log, Pair, same
+from disagg_kv.testing.pair import Log, Pair, _stacks, same
 from disagg_kv.testing.transport_cases import NBYTES, TransportCases
 from disagg_kv.testing.transport_data import DataCases
 from disagg_kv.testing.transport_peers import MemoryCases, PeerCases
@@ -238,6 +238,7 @@ def test_a_child_tells_the_errors_of_its_transport_and_ends_with_its_parent() ->
     child._timeout_s = 0.01
     with pytest.raises(AssertionError, match="did not answer 'read'"):
         child.read(region)
+    assert "cannot be asked" in _stacks(child)
     child.resume()
     with pytest.raises(AssertionError, match="did not answer 'read' before"):
         child.descriptor()

@@ -63,6 +63,11 @@ class RecordingCache(Cache):
         own = cast("DynamicIndexedLayer", self.layers[layer_idx])
         return 0 if own.indexer_keys is None else int(own.indexer_keys.shape[1])
 
+    def reset(self) -> None:
+        """Forget all rows; those to come may go to other pages, whatever their numbers."""
+        self._found = None
+        super().reset()  # type: ignore[no-untyped-call] # transformers gives it no types
+
     def _places(self, start: int, rows: int) -> Places:
         """Those of all layers of a pass are the same: looked up once."""
         if self._found is None or self._found[:2] != (start, rows):
