@@ -317,6 +317,46 @@ def gpu_peer(found: Found) -> str:
     return table([["case", "ours, us", f"{found['peer']}, us", "ours / theirs"], *rows])
 
 
+def gpu_host(found: Found) -> str:
+    """Host time of launches, and of being woken."""
+    rows = ([c["what"], f"{c['hot_us']:,.1f}", f"{c['cold_us']:,.1f}"] for c in found["cases"])
+    return table([["what", "at work, us", "after a sleep, us"], *rows])
+
+
+def gpu_pipeline(found: Found) -> str:
+    """A real model's first token, per chunk and in layer groups."""
+    good = [c for c in found["cases"] if "error" not in c]
+
+    def wire(case: Found) -> str:
+        speed = case["wire_GB_per_s"]
+        return "as it is" if speed is None else f"{speed:g} GB/s"
+
+    def row(case: Found) -> list[str]:
+        if "error" in case:
+            return [wire(case), f"{case['tokens']:,}", case["error"], *[""] * 8]
+        times = ("compute_ms", "transfer_ms", "per_chunk_ms", "pipelined_ms")
+        return [
+            wire(case),
+            f"{case['tokens']:,}",
+            *(f"{case[name]:,.1f}" for name in times),
+            str(case["groups"]),
+            f"{case['bound_ms']:,.1f}",
+            f"{case['over_bound']:.3f}",
+            "" if case["hidden"] is None else f"{case['hidden']:.0%}",
+            f"{case['pipelined_over_per_chunk']:.3f}",
+        ]
+
+    near = sum(c["over_bound"] <= 1.05 for c in good)
+    slower = sum(c["pipelined_over_per_chunk"] > 1.03 for c in good)
+    said = (
+        f"{near} of {len(good)} cases are within 5% of the bound; {slower} of {len(good)} are more than 3% slower than "
+        f"per chunk. Devices: {', '.join(found['settings']['devices'])}. {found.get('note', '')}".strip()
+    )
+    names = ("wire", "tokens", "C, ms", "T, ms", "per chunk, ms", "pipelined, ms", "groups", "bound, ms")
+    head = [*names, "over the bound", "hidden", "pipelined / per chunk"]
+    return f"{said}\n\n{table([head, *map(row, found['cases'])])}"
+
+
 VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_nixl.json": transfer,
@@ -336,6 +376,8 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer.json": gpu_transfer,
     "h200_transfer.json, two paths": gpu_paths,
     "h200_peer.json": gpu_peer,
+    "h200_pipeline.json": gpu_pipeline,
+    "h200_host.json": gpu_host,
 }
 """What a mark can name: a file, or something of it."""
 
