@@ -28,6 +28,17 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test makes known by a name is forgotten after it: tests run in any order, and several in one process."""
+    from disagg_kv.strategies import registry as strategies
+    from disagg_kv.transports import registry as transports
+
+    monkeypatch.setattr(transports, "_registered", dict(transports._registered))
+    monkeypatch.setattr(strategies, "_paths", dict(strategies._paths))
+    monkeypatch.setattr(strategies, "_schedules", dict(strategies._schedules))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin slow tests before all others: one that begins last runs alone while every other process has ended."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

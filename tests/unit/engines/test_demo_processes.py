@@ -333,10 +333,13 @@ def test_a_launch_that_fails_says_what_it_said_last(module: Path) -> None:
 
 PARENT = """
     import sys
+    import time
     from disagg_kv.engines.hf.demo import DemoConfig, run_demo
 
     def told(line):
         print(line.kind, line.pid, flush=True)
+        if line.kind == "prefilled":
+            time.sleep(300)  # nobody knows how soon the blow comes, and it must come before the end
 
     if __name__ == "__main__":
         try:
