@@ -332,9 +332,12 @@ def test_a_launch_that_fails_says_what_it_said_last(module: Path) -> None:
 
 
 PARENT = """
+    import signal
     import sys
     import time
     from disagg_kv.engines.hf.demo import DemoConfig, run_demo
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background has it ignored
 
     def told(line):
         print(line.kind, line.pid, flush=True)
