@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import ConfigurationError
 
 SCATTER_BYTES_PER_S = 100e9
-"""The default: 5 % of the time of an H200 that scatters 2.06e12 bytes a second, which is more than a 400 Gbit/s wire
+"""The default: 5 % of the time of an H200 that scatters 2.09e12 bytes a second, which is more than a 400 Gbit/s wire
 brings (benchmarks/results/h200_kernels.json counts reads and writes)."""
 
 ARRIVALS_PER_POLL = 8
