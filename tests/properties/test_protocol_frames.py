@@ -110,7 +110,9 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.Grant, segment=boxes, ask=numbers, lease=numbers, offset=numbers, nbytes=numbers),
     room_frame(f.Landed, segment=boxes),
     room_frame(f.ChunkReady, segment=boxes, lease=st.none() | numbers, sums=st.none() | st.binary(max_size=40)),
-    room_frame(f.Done, stop=numbers, aux=st.none() | st.binary(max_size=40), tag=st.binary(max_size=32)),
+    room_frame(
+        f.Done, stop=numbers, segments=numbers, aux=st.none() | st.binary(max_size=40), tag=st.binary(max_size=32)
+    ),
     room_frame(f.Complete),
     room_frame(f.Abort, reason=texts),
     room_frame(f.AbortAck),
@@ -177,11 +179,14 @@ def test_a_frame_above_the_limit_is_refused_before_it_is_looked_at(size: int) ->
         {"tag": bytes(257)},
         {"stop": None},
         {"stop": "1"},
+        {"segments": -1},
+        {"segments": 2**62 + 1},
+        {"segments": None},
     ],
     ids=str,
 )
 def test_fields_out_of_bounds_are_refused(change: dict[str, object]) -> None:
-    done = f.Done(src=bytes(16), dst=bytes(16), room=b"r", generation=1, stop=1, aux=None, tag=b"")
+    done = f.Done(src=bytes(16), dst=bytes(16), room=b"r", generation=1, stop=1, segments=0, aux=None, tag=b"")
     assert codec.decode(codec.encode(done)) == done
     with pytest.raises(RemoteProtocolError):
         codec.decode(codec.encode(msgspec.structs.replace(done, **change)))
@@ -260,7 +265,8 @@ def test_any_reason_fits_a_frame(reason: str) -> None:
 
 
 def test_the_largest_aux_data_fits() -> None:
-    done = f.Done(src=bytes(16), dst=bytes(16), room=b"r", generation=1, stop=1, aux=bytes(MAX_AUX), tag=b"")
+    head = f.Head(src=bytes(16), dst=bytes(16), room=b"r", generation=1)
+    done = f.Done(**head, stop=1, segments=0, aux=bytes(MAX_AUX), tag=b"")
     assert codec.decode(codec.encode(done)) == done
 
 

@@ -64,8 +64,8 @@ def chunk(rank: int, s: Segment = A, lease: Lease | None = LEASE) -> ChunkReady:
     return ChunkReady(**head(rank), segment=segment_to_wire(s), lease=start)
 
 
-def done(rank: int, stop: int = 8, *, aux: bytes | None = None, tag: bytes = b"tag") -> Done:
-    return Done(**head(rank), stop=stop, aux=aux, tag=tag)
+def done(rank: int, segments: int = 0, *, stop: int = 8, aux: bytes | None = None, tag: bytes = b"tag") -> Done:
+    return Done(**head(rank), stop=stop, segments=segments, aux=aux, tag=tag)
 
 
 def abort(rank: int) -> Abort:
@@ -111,7 +111,7 @@ class Room:
     def landed(self) -> None:
         self.land(A)
         self.land(B)
-        self.say(done(0, aux=b"zero"), done(1, aux=b"one"))
+        self.say(done(0, 2, aux=b"zero"), done(1, 2, aux=b"one"))
         assert self.machine.state is Receiving.LANDED
 
 

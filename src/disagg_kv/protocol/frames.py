@@ -231,12 +231,14 @@ class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_u
 
 
 class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=10):
-    """Prefill -> decode: all my segments up to row ``stop`` are acknowledged; ``aux`` where this rank has any.
+    """Prefill -> decode: all my segments up to row ``stop`` are written and announced, and no write follows.
 
+    ``segments`` is how many those are: notices may be lost, or come later than this. ``aux`` where this rank has any;
     ``pace`` is how fast I am, where that was measured.
     """
 
     stop: U
+    segments: U
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
     tag: Annotated[bytes, Meta(max_length=256)]
     pace: WirePace | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import define, field
 
 from ..ids import Epoch, Rank
 from ..staging import Lease
+from .base import Awaited
 from .frames import AuxPart, Done
 
 
@@ -18,6 +21,7 @@ class Writer:
         done: what it said last.
         drained, gone, lost: how it ended.
         open: segments that it has asked for and not announced.
+        arrived: segments of which it has said that its part is there.
         aux: what has come of aux data that it sends in parts, of ``aux_total`` bytes; 0: it sends none so.
     """
 
@@ -28,6 +32,7 @@ class Writer:
     gone: bool = False
     lost: bool = False
     open: int = 0
+    arrived: int = 0
     aux: bytearray = field(factory=bytearray)
     aux_total: int = 0
 
@@ -49,6 +54,22 @@ class Writer:
         return None
 
     @property
+    def complete(self) -> bool:
+        """True: it is done, and all that it announced has been heard; a notice may be lost, or come after ``Done``."""
+        return self.done is not None and self.arrived == self.done.segments
+
+    @property
+    def problem(self) -> str | None:
+        """What contradicts its last word, where something does."""
+        if self.done is None:
+            return None
+        if len(self.aux) != self.aux_total:
+            return f"rank {self.rank} is done after {len(self.aux)} of {self.aux_total} aux bytes"
+        if self.arrived > self.done.segments:
+            return f"rank {self.rank} is done after {self.done.segments} segments, and has announced {self.arrived}"
+        return None
+
+    @property
     def results(self) -> bytes | None:
         """All of its aux data, once it is done; None: it has none."""
         if self.aux_total:
@@ -59,6 +80,28 @@ class Writer:
     def evidence(self) -> bool:
         """True: it writes nothing more for this room."""
         return self.drained or self.gone
+
+
+def misplaced(writers: Iterable[Writer], awaited: Awaited) -> str | None:
+    """What is wrong with the row at which those who are done end the room, where something is."""
+    stops = sorted({w.done.stop for w in writers if w.done is not None})
+    if len(stops) > 1:
+        return f"prefill ranks end at different rows: {stops}"
+    if awaited.stop is not None and stops[0] < awaited.stop:
+        return f"prefill ends at row {stops[0]}, not at {awaited.stop}"
+    if awaited.stop is None and not awaited.start <= stops[0] <= awaited.most:
+        return f"prefill ends at row {stops[0]}; pages are there for {awaited.start}-{awaited.most}"
+    return None
+
+
+def waited_for(writers: Iterable[Writer]) -> str:
+    """What writers have not said yet, in words."""
+    undone = [int(w.rank) for w in writers if w.done is None]
+    words = [f"ranks {undone} are not done"] if undone else []
+    for w in writers:
+        if w.done is not None and not w.complete:
+            words.append(f"rank {w.rank} is done, but {w.arrived} of its {w.done.segments} notices have come")
+    return "; ".join(words) or "all ranks are done"
 
 
 @define

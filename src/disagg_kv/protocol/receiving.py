@@ -59,7 +59,7 @@ from .frames import (
     words,
 )
 from .machine import Machine, ours, overlap
-from .parts import Part, Writer
+from .parts import Part, Writer, misplaced, waited_for
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
 from .verify import unlike
@@ -301,13 +301,16 @@ class ReceiveRoom(Machine[Receiving]):
         if w.rank in part.arrived:
             return
         self._arrive(part, w)
+        if problem := w.problem:
+            self._fail(RemoteProtocolError(f"{self._name()}: {problem}"))
+            return
         if event.sums is not None:
             part.sums[w.rank] = event.sums
         if event.lease is not None:
             part.staged.add(w.rank)
         if len(part.arrived) < len(part.writers):
-            return
-        if part.staged or part.sums:
+            self._check_landed()
+        elif part.staged or part.sums:
             part.scattering = True
             self._out.append(Scatter(segment, part.places(), part.sums))
         else:
@@ -315,6 +318,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _arrive(self, part: Part, w: Writer) -> None:
         part.arrived.add(w.rank)
+        w.arrived += 1
         w.open -= w.rank in part.asks
 
     def _on_scattered(self, event: Scattered) -> None:
@@ -350,36 +354,29 @@ class ReceiveRoom(Machine[Receiving]):
         if event.tag and a.tag and event.tag != a.tag:
             self._fail(IntegrityError(f"{self._name()}: prefill's tag {event.tag.hex()} is not {a.tag.hex()}"))
             return
-        if len(w.aux) != w.aux_total:
-            self._fail(RemoteProtocolError(f"{self._name()}: done after {len(w.aux)} of {w.aux_total} aux bytes"))
+        if problem := w.problem or misplaced(self._writers.values(), a):
+            self._fail(RemoteProtocolError(f"{self._name()}: {problem}"))
             return
-        stops = {v.done.stop for v in self._writers.values() if v.done is not None}
-        if len(stops) > 1:
-            self._fail(RemoteProtocolError(f"{self._name()}: prefill ranks end at different rows: {sorted(stops)}"))
-        elif a.stop is not None and event.stop < a.stop:
-            self._fail(RemoteProtocolError(f"{self._name()}: prefill ends at row {event.stop}, not at {a.stop}"))
-        elif a.stop is None and not a.start <= event.stop <= a.most:
-            self._fail(
-                RemoteProtocolError(
-                    f"{self._name()}: prefill ends at row {event.stop}; pages are there for {a.start}-{a.most}"
-                )
-            )
-        else:
-            self._stop = event.stop if a.stop is None else a.stop
-            self._check_landed()
+        self._stop = event.stop if a.stop is None else a.stop
+        self._check_landed()
 
     def _check_landed(self) -> None:
-        """Succeed only if landed segments exactly cover our box: ``Done`` alone proves nothing."""
+        """Succeed only if landed segments exactly cover our box: ``Done`` alone proves nothing.
+
+        Whether they do is judged when all that was announced has come: ``Done`` may overtake notices.
+        """
         assert self._awaited is not None
         assert self._intake is not None
-        if self._parts or any(w.done is None for w in self._writers.values()):
+        complete = all(w.complete for w in self._writers.values())
+        if not complete or any(p.scattering for p in self._parts.values()):
             return
         assert self._stop is not None
-        for box in self._intake.needed(RowRange(self._awaited.start, self._stop)):
-            if not self._coverage[box.state].covers(*_corners(box)):
-                what = f"{'states of ' if box.state else ''}layers {box.layers}"
-                self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))
-                return
+        needed = self._intake.needed(RowRange(self._awaited.start, self._stop))
+        short = [box for box in needed if not self._coverage[box.state].covers(*_corners(box))] or [*self._parts]
+        if short:
+            what = f"{'states of ' if short[0].state else ''}layers {short[0].layers}"
+            self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))
+            return
         aux = next((w.results for w in self._writers.values() if w.results is not None), None)
         if aux is not None:
             self._out.append(Store(aux))
@@ -423,8 +420,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_tick(self, event: Tick) -> None:
         if self.now >= self._deadline:
-            waiting = [int(w.rank) for w in self._writers.values() if w.done is None]
-            where = f"ranks {waiting} are not done" if self._writers else "the prefill ranks were not found"
+            where = waited_for(self._writers.values()) if self._writers else "the prefill ranks were not found"
             self._declined = True
             self._fail(DeadlineError(f"{self._name()}: not complete within {self._total_s:g} s: {where}"))
         else:
@@ -439,11 +435,11 @@ class ReceiveRoom(Machine[Receiving]):
         self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
 
     def _on_lost(self, event: Lost) -> None:
-        """A writer that is not done is needed; while none is known, any loss is of somebody that we look for."""
+        """A writer is needed until all it announced has come; while none is known, any loss is of one we look for."""
         w = self._writers.get(event.peer)
         if w is not None:
             w.lost = True
-        if w.done is None if w is not None else not self._writers:
+        if not w.complete if w is not None else not self._writers:
             self._fail(ours(event.error, self._name()))
 
     def _on_lost_landed(self, event: Lost) -> None:

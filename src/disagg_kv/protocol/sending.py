@@ -112,6 +112,11 @@ class _Part:
     asked_ready: bool = False
     tries: int = 0
 
+    @property
+    def announced(self) -> bool:
+        """True: it is written, nothing reads it any more, and decode is told so until it says ``Landed``."""
+        return self.step is _Step.ANNOUNCED
+
 
 class Flow(Machine[Sending]):
     """The prefill side's state machine for one room and one decode rank.
@@ -142,6 +147,7 @@ class Flow(Machine[Sending]):
         self._finished: Finished | None = None
         self._stated = False
         self._lost = False
+        self._announced = 0
         self._aux_sent = 0
         self._aux_taken = 0
 
@@ -231,7 +237,6 @@ class Flow(Machine[Sending]):
                 ready = readiness is Readiness.READY
                 if ready or (part.step is _Step.PLANNED and readiness is not Readiness.WITHDRAWN):
                     self._ask(segment, part, ready)
-        self._check_finished()
 
     def _ask(self, segment: Segment, part: _Part, ready: bool) -> None:
         assert self.plan is not None
@@ -289,9 +294,11 @@ class Flow(Machine[Sending]):
         self._unquiet.discard(event.segment)
         part = self._parts[event.segment]
         part.step = _Step.ANNOUNCED
+        self._announced += 1
         lease = None if part.grant is None else part.grant.lease
         notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
+        self._check_finished()
 
     def _on_write_failed(self, event: WriteFailed) -> None:
         part = self._parts[event.segment]
@@ -306,17 +313,24 @@ class Flow(Machine[Sending]):
         self._fail(ours(event.error, self._name()))
 
     def _on_landed(self, event: Landed) -> None:
+        if self._acknowledged(event):
+            self._advance()
+            self._check_finished()
+
+    def _acknowledged(self, event: Landed) -> bool:
         segment = Segment(*event.segment)
         part = self._parts.get(segment)
         if part is None or part.step is _Step.WRITING:
             self.ignored += 1
-            return
-        del self._parts[segment]
+            return False
         for kind in ("request", "return", "notice"):
             self._repeat.stop((kind, segment))
+        self._count_landed(self._parts.pop(segment))
+        return True
+
+    def _count_landed(self, part: _Part) -> None:
         self.bytes_landed += part.nbytes
         self.segments_landed += 1
-        self._advance()
 
     def _on_finished(self, event: Finished) -> None:
         self._finished = event
@@ -351,17 +365,31 @@ class Flow(Machine[Sending]):
         self._check_finished()
 
     def _check_finished(self) -> None:
-        long = self._long_aux()
-        if self._finished is None or self._parts or self._aux_taken < len(long) or self.state is not Sending.MOVING:
+        """Say ``Done`` with the last notice: nothing is written any more, whatever is still to be acknowledged."""
+        f, long = self._finished, self._long_aux()
+        if f is None or self._aux_taken < len(long) or any(not p.announced for p in self._parts.values()):
             return
         assert self.plan is not None
-        f = self._finished
         self.state = Sending.FINISHED
-        done = Done(**self._head, stop=f.stop, aux=None if long else f.aux, tag=f.tag, pace=self.plan.pace())
+        done = Done(
+            **self._head,
+            stop=f.stop,
+            segments=self._announced,
+            aux=None if long else f.aux,
+            tag=f.tag,
+            pace=self.plan.pace(),
+        )
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
 
+    def _on_landed_late(self, event: Landed) -> None:
+        self._acknowledged(event)
+
     def _on_complete(self, event: Complete) -> None:
+        """Every notice has come, although its ``Landed`` may be lost."""
         self._repeat.clear()
+        for part in self._parts.values():
+            self._count_landed(part)
+        self._parts.clear()
         self.state = Sending.COMPLETE
 
     def _on_tick(self, event: Tick) -> None:
@@ -454,7 +482,9 @@ class Flow(Machine[Sending]):
             assert (part.step is _Step.WRITING) == (segment in self._unquiet), (segment, part)
             assert part.step not in (_Step.PLANNED, _Step.ASKED) or part.grant is None
         assert self.state is Sending.ABORTING or not self._unquiet or self.state is Sending.MOVING
-        assert self.state is Sending.MOVING or not self._parts
+        assert self.state in (Sending.MOVING, Sending.FINISHED) or not self._parts
+        assert self.state is not Sending.COMPLETE or self.segments_landed >= self._announced
+        assert self.state is not Sending.FINISHED or all(p.announced for p in self._parts.values())
 
 
 def room_head(epoch: Epoch, peer: Epoch, room: RoomId, generation: Generation) -> Head:

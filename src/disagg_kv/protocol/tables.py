@@ -190,7 +190,7 @@ SENDING: Table = _table(
     {
         P.MOVING: {
             Expect: ("expect_again", ()),
-            Offered: ("offered", (P.MOVING, P.FINISHED)),
+            Offered: ("offered", ()),
             Finished: ("finished", (P.MOVING, P.FINISHED)),
             Queued: ("queued", ()),
             Grant: ("grant", (P.MOVING, *_ENDS)),
@@ -198,7 +198,7 @@ SENDING: Table = _table(
             Landed: ("landed", (P.MOVING, P.FINISHED)),
             AuxTaken: ("aux_taken", (P.MOVING, P.FINISHED)),
             Complete: ("ignore", ()),
-            Wrote: ("wrote", ()),
+            Wrote: ("wrote", (P.MOVING, P.FINISHED)),
             WriteFailed: ("write_failed", (P.MOVING, *_ENDS)),
             Abort: ("their_abort", _ENDS),
             AbortAck: ("ignore", ()),
@@ -214,7 +214,7 @@ SENDING: Table = _table(
             Queued: ("ignore", ()),
             Grant: ("ignore", ()),
             Returned: ("ignore", ()),
-            Landed: ("ignore", ()),
+            Landed: ("landed_late", ()),
             AuxTaken: ("ignore", ()),
             Complete: ("complete", (P.COMPLETE,)),
             Abort: ("their_abort", (P.DRAINING,)),

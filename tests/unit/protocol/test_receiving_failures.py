@@ -207,9 +207,9 @@ def test_a_writer_that_is_done_may_be_lost() -> None:
     room = Room()
     room.land(A)
     room.land(B)
-    room.say(done(0), Lost(P[0], PeerLostError("silent")), Gone(P[0]))
+    room.say(done(0, 2), Lost(P[0], PeerLostError("silent")), Gone(P[0]))
     assert phase_of(room) is Phase.MOVING
-    assert only(room.say(done(1)), Vote) == [Vote(True, "")]
+    assert only(room.say(done(1, 2)), Vote) == [Vote(True, "")]
 
 
 def test_a_writer_lost_while_all_has_landed_is_not_waited_for_if_the_room_fails_after_all() -> None:

@@ -31,7 +31,7 @@ def test_a_room_with_states_succeeds_only_when_they_have_landed_too() -> None:
     room = hybrid()
     room.land(A)
     room.land(B, OTHER_LEASE)
-    out = room.say(done(0), done(1))
+    out = room.say(done(0, 2), done(1, 2))
     assert isinstance(room.machine.error, RemoteProtocolError)
     assert "states of layers range(0, 2) are not complete" in str(room.machine.error)
     assert only(out, Vote)[0].ok is False
@@ -39,7 +39,7 @@ def test_a_room_with_states_succeeds_only_when_they_have_landed_too() -> None:
     room.land(A)
     room.land(B, OTHER_LEASE)
     room.land(Segment(0, 1, 0, 2, state=True), Lease(VirtualOffset(80128), 512, 14592))
-    assert only(room.say(done(0), done(1)), Vote) == [Vote(True, "")]
+    assert only(room.say(done(0, 3), done(1, 3)), Vote) == [Vote(True, "")]
     assert room.machine.segments_landed == 3
 
 

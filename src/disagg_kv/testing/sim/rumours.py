@@ -61,7 +61,7 @@ def _frames(head: Head) -> Mapping[type, Frame]:
         Expected(**head, parked=False),
         StagingRequest(**head, segment=BOX, ask=0, ready=True),
         ChunkReady(**head, segment=BOX, lease=0),
-        Done(**head, stop=1, aux=None, tag=b""),
+        Done(**head, stop=1, segments=0, aux=None, tag=b""),
         AuxPart(**head, offset=0, total=1, data=b"a"),
         AuxTaken(**head, upto=1),
         Return(**head, segment=BOX, ask=0),
