@@ -11,10 +11,11 @@ case these take turns, and the medians are shown:
 
 ``group_ms`` is what one more group costs with nothing to compute. ``bound_ms`` is the least over N of
 max(C, T) + min(C, T) / N + N ``group_ms``; ``hidden`` the share of min(C, T) (1 - 1 / groups) by which
-``pipelined_ms`` is below C + T. The caches of a first and a last transfer are compared. A case that fails has its error
-for a result.
+``pipelined_ms`` is below C + T. Bounds and ratios are those of a turn, and the median of them counts: what a host does
+besides changes all four alike. The caches of a first and a last transfer are compared. A case that fails has its error
+for a result. The longest prompts come first; the result has, after each case, all that there is.
 
-    python -m benchmarks.gpu_pipeline > benchmarks/results/h200_pipeline.json
+    python -m benchmarks.gpu_pipeline --out benchmarks/results/h200_pipeline.json
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from attrs import frozen
@@ -61,8 +63,11 @@ PUBLISHED = {
     "pipelined_ms": [269, 274, 378, 637, 922],
 }
 
-WARM = 4
-"""Turns that do not count: kernels are compiled, and the schedule learns how fast compute and wire are."""
+WARM, WARM_S = 5, 4.0
+"""So many turns do not count: kernels are compiled, and the schedule learns how fast compute and wire are. After so
+many seconds, two are enough."""
+
+Row = Mapping[str, object]
 
 LEAST = 3
 """Turns that count, however long they take."""
@@ -76,12 +81,10 @@ class Limits:
 
     Args:
         repeats: turns of a case.
-        case_s: seconds after which no further turn of a case begins.
-        all_s: seconds after which no further case begins.
+        all_s: seconds until the last case has to end; those that are left share what is left of them.
     """
 
     repeats: int
-    case_s: float
     all_s: float
 
 
@@ -147,29 +150,42 @@ def group_s(pair: Pair, layers: int) -> float:
     return max(0.0, (statistics.median(took[SINGLY]) - statistics.median(took[TOGETHER])) / max(1, layers - 1))
 
 
-def measured(pair: Pair, case: Case, layers: int, limits: Limits) -> dict[str, object]:
-    """One line of the result."""
-    for way in COMPARED:
-        pair.checked(way)
-    group = group_s(pair, layers)
+def turns(pair: Pair, repeats: int, until: float) -> tuple[dict[str, list[float]], Sent]:
+    """Seconds of what is measured, turn by turn, and how the last pipelined one was sent."""
     took: dict[str, list[float]] = {"compute": [], "transfer": [], PER_CHUNK: [], PIPELINED: []}
-    groups, reason, until = 1, "", float("inf")
-    for turn in range(-WARM, limits.repeats):
-        if turn == 0:
-            until = time.monotonic() + limits.case_s
-            took = {name: [] for name in took}
+    last: dict[str, Sent] = {}
+    began, warm = time.monotonic(), 0
+    while warm < 2 or (warm < WARM and time.monotonic() < began + WARM_S):
+        warm += 1
+        pair.moved(PIPELINED, "forward")
+        pair.moved(PER_CHUNK, "forward")
+        pair.moved(PER_CHUNK, "transfer")
+    for turn in range(repeats):
         if turn >= LEAST and time.monotonic() > until:
             break
         took["compute"].append(pair.computed())
         took["transfer"].append(pair.moved(PER_CHUNK, "transfer")[0])
-        took[PER_CHUNK].append(pair.moved(PER_CHUNK, "forward")[0])
-        seconds, sent = pair.moved(PIPELINED, "forward")
-        took[PIPELINED].append(seconds)
-        groups, reason = sent.groups, sent.reason
+        for way in COMPARED if turn % 2 else reversed(COMPARED):
+            seconds, last[way] = pair.moved(way, "forward")
+            took[way].append(seconds)
+    return took, last[PIPELINED]
+
+
+def measured(pair: Pair, layers: int, repeats: int, until: float) -> dict[str, object]:
+    """One line of the result."""
+    for way in COMPARED:
+        pair.checked(way)
+    group = group_s(pair, layers)
+    took, sent = turns(pair, repeats, until)
+    groups, reason = sent.groups, sent.reason
     for way in COMPARED:
         pair.checked(way)
     compute, wire, whole, grouped = (statistics.median(of) for of in took.values())
-    bound, best = min((exposed_s(compute, wire, n, group), n) for n in range(1, layers + 1))
+    bounds = [
+        min((exposed_s(c, t, n, group), n) for n in range(1, layers + 1))
+        for c, t in zip(took["compute"], took["transfer"], strict=True)
+    ]
+    bound, best = statistics.median(at for at, _ in bounds), statistics.median_low(n for _, n in bounds)
     could = min(compute, wire) * (1 - 1 / groups)
     return {
         "compute_ms": ms(compute),
@@ -181,7 +197,7 @@ def measured(pair: Pair, case: Case, layers: int, limits: Limits) -> dict[str, o
         "group_ms": ms(group),
         "bound_ms": ms(bound),
         "bound_groups": best,
-        "over_bound": round(grouped / bound, 3),
+        "over_bound": round(statistics.median(b / a for (a, _), b in zip(bounds, took[PIPELINED], strict=True)), 3),
         "hidden": round((compute + wire - grouped) / could, 3) if could else None,
         "pipelined_over_per_chunk": round(
             statistics.median(b / a for a, b in zip(took[PER_CHUNK], took[PIPELINED], strict=True)), 3
@@ -196,13 +212,15 @@ def ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def run(setups: Sequence[Setup], cases: Sequence[Case], limits: Limits) -> list[dict[str, object]]:
-    """A row for each case; after one that failed the others go on in new processes."""
+def run(
+    setups: Sequence[Setup], cases: Sequence[Case], limits: Limits, told: Callable[[Sequence[Row]], None]
+) -> Sequence[Row]:
+    """A row for each case; after one that failed the others go on in new processes. ``told`` hears of each."""
     prefill, decode = setups
     began = time.monotonic()
     layers = len(model_spec(prefill.model).layers)
     threads = prefill.device == "cpu" and within_one_process(prefill.transport)
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     while len(rows) < len(cases):
         here = len(rows)
         try:
@@ -210,18 +228,21 @@ def run(setups: Sequence[Setup], cases: Sequence[Case], limits: Limits) -> list[
                 serve, {"prefill": [prefill], "decode": [decode]}, prefill.timeout_s, threads=threads
             ) as ranks:
                 for case in cases[here:]:
-                    if time.monotonic() - began > limits.all_s:
+                    now, ends = time.monotonic(), began + limits.all_s
+                    if now > ends:
                         rows.append({**_case(case), "error": f"not begun: {limits.all_s:g} s were over"})
+                        told(rows)
                         continue
                     pair = Pair(*ranks, case)
-                    row = {**_case(case), **measured(pair, case, layers, limits)}
+                    until = now + (ends - now) / (len(cases) - len(rows))
+                    row = {**_case(case), **measured(pair, layers, limits.repeats, until)}
                     pair.close()
                     rows.append(row)
-                    _tell(row)
+                    told(rows)
         except DisaggKVError as error:
             if len(rows) < len(cases):
                 rows.append({**_case(cases[len(rows)]), "error": f"{type(error).__name__}: {error}"})
-                _tell(rows[-1])
+                told(rows)
     return rows
 
 
@@ -230,10 +251,6 @@ def _case(case: Case) -> dict[str, object]:
         "wire_GB_per_s": None if case.wire_bytes_per_s is None else case.wire_bytes_per_s / 1e9,
         "tokens": case.tokens,
     }
-
-
-def _tell(row: dict[str, object]) -> None:
-    print(json.dumps({name: of for name, of in row.items() if name != "all_ms"}), file=sys.stderr, flush=True)
 
 
 def said(*command: str) -> str:
@@ -255,32 +272,19 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--slot-mib", type=int, default=128)
     parser.add_argument("--ring-mib", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--case-s", type=float, default=5.0, help="no further turn of a case begins after so long")
-    parser.add_argument("--all-s", type=float, default=130.0, help="no further case begins after so long")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--all-s", type=float, default=150.0, help="cases get shorter so that all end by then")
+    parser.add_argument("--out", type=Path, help="a file for the result, whole after each case; else it is printed")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="of one transfer, and of making the model")
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     return parser.parse_args(given)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Print all cases."""
-    given = arguments(words)
-    places = ["cpu", "cpu"]
-    if given.device == "cuda":
-        # Asks the driver's management library: this process must not begin to use CUDA before its children have.
-        (ours,), (theirs,) = spread(1, 1, torch.cuda.device_count())
-        places = [f"cuda:{ours}", f"cuda:{theirs}"]
-    staging = Staging(given.slots, given.slot_mib << 20, given.ring_mib << 20)
-    speeds = [None if gb == 0 else gb * 1e9 for gb in given.wires]
-    cases = [Case(n, *of) for n, of in enumerate((speed, tokens) for speed in speeds for tokens in given.tokens)]
-    with tempfile.TemporaryDirectory(prefix="disagg-kv-bench-") as folder:
-        common = (folder, given.model, given.transport, max(given.tokens), staging, given.timeout_s)
-        setups = [Setup("prefill", places[0], *common), Setup("decode", places[1], *common)]
-        rows = run(setups, cases, Limits(given.repeats, given.case_s, given.all_s))
+def described(given: argparse.Namespace, words: Sequence[str], devices: Sequence[str]) -> dict[str, object]:
+    """What was measured, and on what."""
     cuda = given.device == "cuda"
-    document = {
-        "command": " ".join(["python -m benchmarks.gpu_pipeline", *(sys.argv[1:] if words is None else words)]),
+    return {
+        "command": " ".join(["python -m benchmarks.gpu_pipeline", *words]),
         "commit": given.commit or said("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
@@ -290,7 +294,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "model": {"name": given.model, **MODELS[given.model], "dtype": "bfloat16", "attention": "sdpa"},
         "settings": {
             "transport": given.transport,
-            "devices": places,
+            "devices": devices,
             "tp": "1->1",
             "page": PAGE,
             "slots": given.slots,
@@ -298,10 +302,39 @@ def main(words: Sequence[str] | None = None) -> None:
             "ring_mib": given.ring_mib,
         },
         "published": PUBLISHED,
-        "cases": rows,
     }
-    json.dump(document, sys.stdout, indent=1)
-    print()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print all cases, or write them to a file."""
+    words = sys.argv[1:] if words is None else words
+    given = arguments(words)
+    places = ["cpu", "cpu"]
+    if given.device == "cuda":
+        # Asks the driver's management library: this process must not begin to use CUDA before its children have.
+        (ours,), (theirs,) = spread(1, 1, torch.cuda.device_count())
+        places = [f"cuda:{ours}", f"cuda:{theirs}"]
+    staging = Staging(given.slots, given.slot_mib << 20, given.ring_mib << 20)
+    speeds = [None if gb == 0 else gb * 1e9 for gb in given.wires]
+    shown = [Case(n, *of) for n, of in enumerate((speed, tokens) for speed in speeds for tokens in given.tokens)]
+    cases = sorted(shown, key=lambda case: -case.tokens)
+
+    def document(rows: Sequence[Row]) -> str:
+        found = {case.number: row for case, row in zip(cases, rows, strict=False)}
+        in_order = [found[case.number] for case in shown if case.number in found]
+        return json.dumps({**described(given, words, places), "cases": in_order}, indent=1) + "\n"
+
+    def told(rows: Sequence[Row]) -> None:
+        print(json.dumps({name: of for name, of in rows[-1].items() if name != "all_ms"}), file=sys.stderr, flush=True)
+        if given.out is not None:
+            given.out.write_text(document(rows))
+
+    with tempfile.TemporaryDirectory(prefix="disagg-kv-bench-") as folder:
+        common = (folder, given.model, given.transport, cases[0].tokens, staging, given.timeout_s)
+        setups = [Setup("prefill", places[0], *common), Setup("decode", places[1], *common)]
+        rows = run(setups, cases, Limits(given.repeats, given.all_s), told)
+    if given.out is None:
+        print(document(rows), end="")
 
 
 if __name__ == "__main__":

@@ -189,6 +189,12 @@ def settle(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def keep() -> None:
+    """Let Python's collector look at nothing that is there now, as engines do once they are warm."""
+    gc.collect()
+    gc.freeze()
+
+
 def digests(pool: PagedPool, table: PageTable, rows: int) -> tuple[int, ...]:
     """A number for each plane, which depends on every element of the rows and on its place among them."""
     row = torch.arange(rows)
@@ -242,6 +248,7 @@ class Prefill:
                 slot_bytes=setup.staging.of(way).slot_bytes,
                 options=Options(total_s=setup.timeout_s),
             )
+        keep()
 
     def shut(self) -> None:
         """End the endpoints of a case."""
@@ -249,6 +256,7 @@ class Prefill:
             end.close(1.0)
         self._ends.clear()
         self._room.clear()
+        gc.unfreeze()
         gc.collect()
 
     def prepare(self, way: str, room: bytes, rows: int) -> None:
@@ -384,6 +392,7 @@ class Decode:
                 ring_bytes=setup.staging.of(way).ring_bytes,
                 options=Options(total_s=setup.timeout_s),
             )
+        keep()
 
     def shut(self) -> None:
         """End the endpoints of a case."""
@@ -392,6 +401,7 @@ class Decode:
         self._ends.clear()
         self._room.clear()
         self._pools.clear()
+        gc.unfreeze()
         gc.collect()
 
     def poison(self, way: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from disagg_kv.engines.hf import PagedHFCache
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId
-from disagg_kv.memory import CudaEvent, Event, PagedPool
+from disagg_kv.memory import CudaEvent, Event, Mark, PagedPool
 
 LAYERS, HEADS, DIM = 3, 2, 16
 FIRST, ROWS = 8, 40
@@ -30,7 +30,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def test_rows_go_to_pages_and_layers_are_announced_without_a_host_that_waits() -> None:
-    """B1: an event per layer, behind its rows, and no synchronisation."""
+    """B1: an event behind the rows of each layer for which it is asked, and no synchronisation."""
     spec = CacheSpec.kv(LAYERS, HEADS, DIM, "bfloat16")
     paged = PagedHFCache(PagedPool.allocate(spec, shard(spec), pages=4, page_size=16, device="cuda"))
     table = PageTable(GroupId("kv"), [3, 0, 2])
@@ -39,7 +39,12 @@ def test_rows_go_to_pages_and_layers_are_announced_without_a_host_that_waits() -
     for layer in range(LAYERS):
         cache.update(*given[layer][..., :FIRST, :], layer)
     seen: dict[LayerId, Event | None] = {}
-    cache.layer_ready = seen.__setitem__
+
+    def ready(layer: LayerId, mark: Mark | None) -> None:
+        assert mark is not None
+        seen[layer] = mark()
+
+    cache.layer_ready = ready
     with no_waiting():
         for layer in range(LAYERS):
             cache.update(*given[layer][..., FIRST:, :], layer)

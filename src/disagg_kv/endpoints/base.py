@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from ..errors import DisaggKVError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, LayerId, Rank, RoomId
-from ..memory import Event
+from ..memory import Event, Mark
 from ..protocol import Phase
 from ..rendezvous import Source
 from ..strategies import Feature
@@ -212,8 +212,12 @@ class Reception(Handle, Protocol):
 class Step(Protocol):
     """One forward pass over many rooms."""
 
-    def layer_ready(self, layer: LayerId, ready: Event | None = None) -> None:
+    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> None:
         """A layer's rows are final, now or at ``ready``, for all rooms of the step; layers come in any order, once.
+
+        An event per layer takes time that only some of them are worth. Given a function that makes one, the step calls
+        it, before this returns, for layers that complete a group, and not for those in between: they are final at the
+        next event that it makes, or at that of ``close``. So the functions of a pass make events of one stream.
 
         Raises:
             GeometryError: no such layer on this rank.

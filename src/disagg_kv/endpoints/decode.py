@@ -565,9 +565,9 @@ class DecodeRole:
                 self._handle(room, Lost(epoch, error))
 
     @property
-    def computing(self) -> bool:
+    def patience_s(self) -> float:
         """See :class:`~disagg_kv.endpoints.node.Role`: nobody says when decode computes."""
-        return False
+        return 0.0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""

@@ -10,7 +10,7 @@ from attrs import frozen
 from ..errors import AbortedError, GeometryError, LocalProtocolError
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
-from ..memory import Event, MemoryPool
+from ..memory import Event, Mark, MemoryPool
 from ..planning import Batch
 from ..protocol import Effect, RoomKey, SendRoom
 from .handles import Happened, RoomHandle, check_states, check_tables, joined
@@ -43,6 +43,10 @@ class Office(Protocol):
 
     def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         """These layers (None: all) of what was handed over are final once ``ready`` has happened; wakes nobody."""
+        ...
+
+    def begun(self, handed: Sequence[Handed]) -> None:
+        """The first layer of what was handed over is computed, or asked of the device that does; wakes nobody."""
         ...
 
     def wake(self) -> None:
@@ -174,14 +178,33 @@ class Cuts:
 
     The endpoint's thread adds to them, and looks for commands after that; the engine's thread posts a layer, and looks
     at them after that. So one of the two sees that a group is complete, whichever comes first.
+
+    Args:
+        rooms: of the pass.
+        whole: layers that rows wait for. A group of all of them crosses when the pass is closed, as every pass does of
+            which no single layer matters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: Collection[RoomKey], whole: frozenset[LayerId]) -> None:
+        self._whole = whole
+        self._undecided = set(rooms)
         self._groups: frozenset[frozenset[LayerId]] = frozenset()
 
-    def add(self, groups: Collection[frozenset[LayerId]]) -> None:
-        """Endpoint's thread: so are some rooms of the pass cut."""
-        self._groups = self._groups.union(groups)
+    def add(self, room: RoomKey, groups: Collection[frozenset[LayerId]], *, decided: bool) -> None:
+        """Endpoint's thread: so is a room of the pass cut; ``decided``: and not otherwise, whoever may still ask."""
+        self._groups = self._groups.union(group for group in groups if not group >= self._whole)
+        if decided:
+            self._undecided.discard(room)
+
+    @property
+    def decided(self) -> bool:
+        """Engine's thread: whether no other groups can come."""
+        return not self._undecided
+
+    @property
+    def whole(self) -> bool:
+        """Engine's thread: whether everything crosses when the pass is closed."""
+        return self.decided and not self._groups
 
     def completes(self, layer: LayerId, seen: Set[LayerId]) -> bool:
         """Engine's thread: whether ``layer`` was the last of a group of which all are ``seen`` now."""
@@ -192,7 +215,8 @@ class ForwardPass:
     """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.base.Step`.
 
     The endpoint's thread takes the interpreter away from an engine that launches kernels. So it is woken by a layer
-    that completes a group, and not by one after which nothing more can cross than before.
+    that completes a group, and not by one after which nothing more can cross than before; and as soon as it is known
+    that everything crosses when the pass is closed, layers cost what they cost without groups.
     """
 
     def __init__(
@@ -213,32 +237,50 @@ class ForwardPass:
         self._traced = traced
         self._seen: set[LayerId] = set()
         self._ready: list[tuple[set[LayerId], Event | None]] = []
+        self._unmarked: set[LayerId] = set()
+        self._mark: Mark | None = None
         self._closed = False
 
-    def layer_ready(self, layer: LayerId, ready: Event | None = None) -> None:
+    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`."""
         if layer not in self._layers:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
-        self._add({layer}, ready)
-        if self._layered:
-            self._flush()
-            if self._timed(ready) or self._cuts.completes(layer, self._seen):
-                self._office.wake()
+        if self._layered and not self._seen:
+            self._office.begun(self._handed)
+        self._seen.add(layer)
+        if callable(ready):
+            self._unmarked.add(layer)
+            self._mark = ready
+        else:
+            self._add({layer}, ready)
+        if self._layered and (self._traced or not self._cuts.whole):
+            self._say(layer, ready)
+
+    def _say(self, layer: LayerId, ready: Event | Mark | None) -> None:
+        """Tell of what is final. A mark is only set where it may let something cross, or a trace shows each layer."""
+        if callable(ready) and (self._traced or not self._cuts.decided or self._cuts.completes(layer, self._seen)):
+            self._set_mark(ready)
+        self._flush()
+        if (self._traced and ready is not None) or self._cuts.completes(layer, self._seen):
+            self._office.wake()
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
         if self._closed:
             raise LocalProtocolError("the step is closed already")
         self._closed = True
-        self._add(self._layers - self._seen, ready)
+        if self._unmarked and ready is None and self._mark is not None:
+            self._set_mark(self._mark)
+        self._add((self._layers - self._seen) | self._unmarked, ready)
         self._flush()
         self._office.closed(self._handed, ready)
 
-    def _timed(self, ready: Event | None) -> bool:
-        """Whether it matters when an event happens, which only looking tells: the pace counts from the first layer."""
-        return ready is not None and (self._traced or len(self._seen) == 1)
+    def _set_mark(self, mark: Mark) -> None:
+        """What was computed before is final behind it too: a device computes in order."""
+        self._add(self._unmarked, mark())
+        self._unmarked = set()
 
     def _flush(self) -> None:
         for layers, event in self._ready:
@@ -247,7 +289,6 @@ class ForwardPass:
 
     def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:
         """Layers often share an event: one look at it serves all of them."""
-        self._seen.update(layers)
         for known, event in self._ready:
             if event is ready:
                 known.update(layers)

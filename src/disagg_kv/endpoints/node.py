@@ -85,8 +85,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that nothing but looking shows to be done."""
 
 FAST_BYTES_PER_S = 5e10
-"""On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB. Not so while
-the engine is in a forward pass: who launches kernels from Python stands still whenever this thread looks around."""
+"""On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
 
 
 class Role(Protocol):
@@ -125,8 +124,11 @@ class Role(Protocol):
         ...
 
     @property
-    def computing(self) -> bool:
-        """Whether the engine's own thread is at work, which this one should hold up as little as it can."""
+    def patience_s(self) -> float:
+        """How long nothing has to be looked for while the engine's own thread is in a forward pass; 0: it is in none.
+
+        This thread holds that one up whenever it runs.
+        """
         ...
 
     def tick(self) -> None:
@@ -222,6 +224,7 @@ class Node:
 
     def turn(self, timeout_s: float) -> None:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
+        assert self.role is not None
         self.now = self.clock()
         told = bool(self._commands)
         busy = self._guard(self._progress) is not False
@@ -229,8 +232,8 @@ class Node:
         if told or busy:
             self._awake_until = self.now + self.linger_s
         looks = busy or (timeout_s > 0 and self._lingers())
-        wait = 0.0 if looks or self._commands or not timeout_s else self._wait(timeout_s)
-        arrived = self._arrived(wait)
+        patience_s = min(timeout_s, self.role.patience_s) if looks else timeout_s
+        arrived = self._arrived(self._wait(patience_s) if patience_s and not self._commands else 0.0)
         self.now = self.clock()
         if arrived:
             self._awake_until = self.now + self.linger_s
@@ -239,14 +242,13 @@ class Node:
         self._guard(self.flush)
         if not looks or arrived:
             self._pause = SHORTEST_PAUSE_S
-        else:
-            assert self.role is not None
+        elif not patience_s:
             self._sleep(self._pause)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_S if self.role.computing else self._longest)
+            self._pause = min(2 * self._pause, self._longest)
 
     def _lingers(self) -> bool:
-        assert self.role is not None
-        return self.now < self._awake_until and self.role.next_at() is not None and not self.role.computing
+        role = self.role
+        return role is not None and self.now < self._awake_until and role.next_at() is not None and not role.patience_s
 
     def _progress(self) -> bool:
         assert self.role is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 
@@ -27,6 +28,13 @@ LONG_S = 0.1
 """Transfers that follow one another without a pause are measured after so long at the latest."""
 
 
+LOOKS = 16
+"""How often a forward pass is interrupted, at most, to look for what nobody tells."""
+
+LEAST_S, MOST_S = 1e-3, 5e-3
+"""Bounds of the time between two such looks."""
+
+
 @define
 class _Pass:
     tokens: int
@@ -34,23 +42,25 @@ class _Pass:
     last: float
     left: int
     first: float | None = None
-    rest: int = 0
     asked: bool = False
     closed: bool = False
 
 
 class Pacer:
-    """Seconds per layer and token between layers that became final; bytes per second while transfers were under way.
+    """Seconds per layer and token of forward passes; bytes per second while transfers were under way.
 
     Args:
         clock: seconds.
         layers: how many of them this rank computes in a forward pass.
+        traced: True: it is asked about each layer of a pass, perhaps after the pass was closed.
     """
 
-    def __init__(self, clock: Callable[[], float], layers: int) -> None:
+    def __init__(self, clock: Callable[[], float], layers: int, *, traced: bool = False) -> None:
         self._clock = clock
         self._layers = layers
+        self._told = layers if traced else 0
         self._passes: OrderedDict[tuple[RoomKey, int], _Pass] = OrderedDict()
+        self._computed_at = -math.inf
         self._layer_token_s: float | None = None
         self._bytes_per_s: float | None = None
         self._plan_s: float | None = None
@@ -61,9 +71,12 @@ class Pacer:
         self._nbytes = 0
 
     @property
-    def computing(self) -> bool:
-        """Whether the engine's own thread is in a forward pass; a GPU may be in it for longer."""
-        return any(not known.asked for known in self._passes.values())
+    def patience_s(self) -> float:
+        """See :class:`~disagg_kv.endpoints.node.Role`; a GPU may be in a pass for longer than its engine's thread."""
+        tokens = [known.tokens for known in self._passes.values() if not known.asked]
+        if not tokens:
+            return 0.0
+        return min(max((self._layer_token_s or 0.0) * self._layers * max(tokens) / LOOKS, LEAST_S), MOST_S)
 
     def asked(self, handed: Sequence[Handed]) -> None:
         """All of a pass was asked of the device that computes it."""
@@ -80,32 +93,41 @@ class Pacer:
     def begin(self, handed: Sequence[Handed], at: float) -> None:
         """A forward pass begins."""
         if handed:
-            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), at, at, self._layers)
+            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), at, at, self._told)
             bound(self._passes, PASSES)
 
-    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> float | None:
-        """Layers of a pass became final; since when they can have been computed (None: the pass is not known).
+    def first(self, handed: Sequence[Handed], at: float) -> None:
+        """The engine has computed the first layer of a pass, or asked a device for it."""
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is not None:
+            known.first = at
 
-        How long the first ones took is not counted: the pass may have begun late.
-        """
+    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> float | None:
+        """Layers of a pass became final; since when they can have been computed (None: the pass is not known)."""
         known = self._passes.get(_name(handed)) if handed else None
         if known is None:
             return None
         before, known.last = known.last, at
         known.left -= len(layers)
-        if known.first is None:
-            known.first, known.rest = at, known.left
-        elif known.left <= 0 and known.rest and known.tokens and at > known.first:
-            took = (at - known.first) / (known.rest * known.tokens)
-            self._layer_token_s = _mixed(self._layer_token_s, took)
         self._forget(handed, known)
         return before
 
-    def closed(self, handed: Sequence[Handed]) -> float | None:
-        """A pass has ended; when it began, if it is known."""
+    def closed(self, handed: Sequence[Handed], at: float, *, queued: bool) -> float | None:
+        """A pass has ended; when it began, if it is known.
+
+        What came before its first layer is not counted: the pass may have been announced early. Nor is what came
+        before the end of the pass before it, as a device computes one after the other. ``queued``: a device computed
+        it, and was only asked for the first layer when that was told.
+        """
         known = self._passes.get(_name(handed)) if handed else None
         if known is None:
             return None
+        layers = self._layers if queued else self._layers - 1
+        if known.first is not None and layers and known.tokens:
+            since = max(known.first, self._computed_at)
+            if at > since:
+                self._layer_token_s = _mixed(self._layer_token_s, (at - since) / (layers * known.tokens))
+        self._computed_at = max(self._computed_at, at)
         known.closed = True
         self._forget(handed, known)
         return known.began

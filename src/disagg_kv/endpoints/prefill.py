@@ -24,6 +24,7 @@ from ..protocol import (
     Ended,
     Gone,
     Lost,
+    Phase,
     Quiet,
     RoomFrame,
     RoomKey,
@@ -87,7 +88,7 @@ class PrefillRole:
         self._node = node
         self._pool = pool
         self._changes = changes
-        self._pacer = Pacer(node.clock, len(pool.site.shard.layers()))
+        self._pacer = Pacer(node.clock, len(pool.site.shard.layers()), traced=node.traced)
         self._ways = Ways(node.me, pool, strategy, schedule, paths, self._stuck, self._pacer.pace)
         self._parked = Parked(node.options)
         self._missed = Missed(node.options)
@@ -95,6 +96,7 @@ class PrefillRole:
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
         self._tokenless = frozenset(site.shard.layers()) - tokens
+        self.row_layers = frozenset(tokens)
         self._newest: dict[RoomId, _Room] = {}
         self._rooms: dict[RoomKey, _Room] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
@@ -142,7 +144,14 @@ class PrefillRole:
             room = self._rooms.get(one.key)
             if room is not None and one.batch.layered:
                 room.passes[one.turn] = cuts
-                cuts.add(room.machine.groups())
+                self._cut(room, cuts)
+
+    def _cut(self, room: _Room, cuts: Cuts) -> None:
+        cuts.add(room.key, room.machine.groups(), decided=room.machine.phase is not Phase.CONNECTING)
+
+    def begun(self, handed: Sequence[Handed], at: float) -> None:
+        """The engine has its first layer behind it."""
+        self._pacer.first(handed, at)
 
     def send(self, handed: Handed, ready: Event | None) -> None:
         """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
@@ -176,7 +185,7 @@ class PrefillRole:
             self._final(handed, layers)
         else:
             self._node.when(ready, partial(self._final, handed, layers), broken)
-        if layers is None or not handed or not handed[0].batch.layered:
+        if layers is None or not self._node.traced or not handed or not handed[0].batch.layered:
             return
         if ready is None:
             self._computed(handed, layers, said)
@@ -198,10 +207,11 @@ class PrefillRole:
         if start is not None and layers:
             self._span_of("compute", handed, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
 
-    def _ended(self, handed: Sequence[Handed], at: float | None) -> None:
-        start = self._pacer.closed(handed)
+    def _ended(self, handed: Sequence[Handed], said: float | None) -> None:
+        at = self._node.clock() if said is None else said
+        start = self._pacer.closed(handed, at, queued=said is None)
         if start is not None:
-            self._span_of("pass", handed, start, self._node.clock() if at is None else at)
+            self._span_of("pass", handed, start, at)
 
     def _span_of(self, name: str, handed: Sequence[Handed], start: float, stop: float, **labels: str) -> None:
         """Tell of work on all rooms of a forward pass."""
@@ -345,7 +355,7 @@ class PrefillRole:
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
         for cuts in room.passes.values():
-            cuts.add(room.machine.groups())
+            self._cut(room, cuts)
 
     def _grouped(self, room: _Room, run: range, groups: Groups) -> None:
         """Tell how the layers of a chunk are cut, and why."""
@@ -392,9 +402,9 @@ class PrefillRole:
         return self.mover.work() or waiting
 
     @property
-    def computing(self) -> bool:
+    def patience_s(self) -> float:
         """See :class:`~disagg_kv.endpoints.node.Role`."""
-        return self._pacer.computing
+        return self._pacer.patience_s
 
     def on_ticket(self, event: TicketEnded | Settled) -> None:
         """A write ended."""

@@ -155,7 +155,7 @@ class PrefillEndpoint:
         tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
         batch = Batch(tokens, self._uses | frozenset(uses), layered)
         handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-        cuts = Cuts()
+        cuts = Cuts([one.key for one in handed], self._role.row_layers)
         self._node.post(partial(self._role.announce, handed, self._node.clock(), cuts))
         layers, traced = self._pool.site.shard.layers(), self._node.traced
         return ForwardPass(handed, layers, self, cuts, layered=layered, traced=traced)
@@ -204,6 +204,10 @@ class PrefillEndpoint:
     def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""
         self._node.post(partial(self._role.final_at, handed, layers, ready, self._node.clock()), wake=False)
+
+    def begun(self, handed: Sequence[Handed]) -> None:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        self._node.post(partial(self._role.begun, handed, self._node.clock()), wake=False)
 
     def wake(self) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""

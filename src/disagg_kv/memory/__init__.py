@@ -1,6 +1,6 @@
 """Pools, buffers and planes."""
 
-from .base import Buffer, Event, MemoryPool
+from .base import Buffer, Event, Mark, MemoryPool
 from .devices import spread
 from .events import All, CudaEvent, parts
 from .paged import Layout, PagedPool, new_buffer
@@ -13,6 +13,7 @@ __all__ = [
     "CudaEvent",
     "Event",
     "Layout",
+    "Mark",
     "MemoryPool",
     "PagedPool",
     "bytes_of",

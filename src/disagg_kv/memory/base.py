@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from attrs import field, frozen
 
@@ -21,6 +21,10 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block until it has happened."""
         ...
+
+
+Mark: TypeAlias = "Callable[[], Event | None]"
+"""Makes an event behind all that a device was asked to do so far, on the current stream; None: it is done already."""
 
 
 @frozen

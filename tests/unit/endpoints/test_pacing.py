@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import pytest
 
-from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.channels import Hub, InprocChannel, News
 from disagg_kv.endpoints import PrefillEndpoint
 from disagg_kv.endpoints.delivery import Handed
-from disagg_kv.endpoints.node import FAST_BYTES_PER_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S
-from disagg_kv.endpoints.pacing import FRAMES_S, PASSES, Lines, Pacer
+from disagg_kv.endpoints.node import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.pacing import FRAMES_S, LEAST_S, MOST_S, PASSES, Lines, Pacer
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Generation, GroupId, LayerId, RoomId
 from disagg_kv.memory import PagedPool
@@ -32,10 +32,10 @@ def handed(turn: int = 1) -> list[Handed]:
 def computed(pacer: Pacer, clock: FakeClock) -> None:
     """A forward pass of two layers, each a second long."""
     pacer.begin(handed(), clock())
-    for layer in range(2):
-        clock.advance(1.0)
-        pacer.computed(handed(), [LayerId(layer)], clock())
-    pacer.closed(handed())
+    clock.advance(1.0)
+    pacer.first(handed(), clock())
+    clock.advance(1.0)
+    pacer.closed(handed(), clock(), queued=False)
 
 
 def test_what_was_queued_behind_a_gpu_counts_from_when_it_is_on_the_wire() -> None:
@@ -112,13 +112,13 @@ def test_launching_and_planning_are_part_of_what_a_group_costs() -> None:
 def test_the_engine_s_thread_is_in_a_pass_until_it_has_asked_for_all_of_it() -> None:
     clock = FakeClock()
     pacer = Pacer(clock, 2)
-    assert not pacer.computing
+    assert not pacer.patience_s
     for turn in (1, 2):
         pacer.begin(handed(turn), clock())
     pacer.asked(handed(1))
-    still = pacer.computing
+    still = pacer.patience_s
     pacer.asked(handed(2))
-    assert (still, pacer.computing) == (True, False)
+    assert (still, pacer.patience_s) == (LEAST_S, 0.0)
     pacer.asked(handed(3))
     pacer.asked([])
 
@@ -129,25 +129,40 @@ def test_a_pass_that_its_engine_gave_up_ends_with_its_room() -> None:
     other = RoomKey(RoomId(b"other"), Generation(1))
     pacer.begin(handed(), 1.0)
     pacer.room_ended(other)
-    still = pacer.computing
+    still = pacer.patience_s
     pacer.room_ended(handed()[0].key)
-    assert (still, pacer.computing) == (True, False)
-    assert pacer.closed(handed()) is None
+    assert (still, pacer.patience_s) == (LEAST_S, 0.0)
+    assert pacer.closed(handed(), 2.0, queued=False) is None
+
+
+class Waits(InprocChannel):
+    """How long it was asked to wait; it never does."""
+
+    def __init__(self) -> None:
+        super().__init__(Hub(), "prefill")
+        self.waits: list[float] = []
+
+    def poll(self, timeout_s: float) -> Sequence[News]:
+        """Note it."""
+        self.waits.append(timeout_s)
+        return super().poll(0.0)
 
 
 def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
-    """On a fast wire too: both need the interpreter. When the pass is asked for, it looks often again."""
+    """B1: both need the interpreter, so it waits to be told. When the pass is asked for, it looks often again."""
     spec = CacheSpec.kv(2, 4, 8, "float16")
     pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=16)
-    carrier, slept = InprocTransport(), list[float]()
+    carrier, slept, channel = InprocTransport(), list[float](), Waits()
     carrier.caps = attrs.evolve(carrier.caps, bytes_per_s=2 * FAST_BYTES_PER_S)
+    clock = FakeClock()
     end = PrefillEndpoint(
         pool,
         transport=carrier,
-        channel=InprocChannel(Hub(), "prefill"),
+        channel=channel,
         rendezvous=StaticRendezvous(),
         instance="prefill",
         strategy="staged+layer_pipelined",
+        clock=clock,
         sleep=slept.append,
         thread=False,
     )
@@ -156,14 +171,51 @@ def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
     step = end.step({room: (20, [PageTable(GroupId("kv"), [0, 1])])})
     step.layer_ready(LayerId(0), event)
     for _ in range(10):
-        end.driver.turn(0.0)
-    assert slept[-1] == LONGEST_PAUSE_S
+        end.driver.turn(1.0)
+    assert set(channel.waits) == {LEAST_S}
+    assert not slept
     step.close(event)
     for _ in range(3):
-        end.driver.turn(0.0)
-    assert slept[-1] == SHORTEST_PAUSE_S
+        end.driver.turn(1.0)
+    assert slept == [SHORTEST_PAUSE_S] * 3
+    assert channel.waits[-1] == 0.0
     event.fired = True
     end.close(0.0)
+
+
+@pytest.mark.parametrize(("pass_s", "looks_s"), [(2e-3, LEAST_S), (32e-3, 2e-3), (10.0, MOST_S)])
+def test_a_pass_is_interrupted_a_few_times_however_long_it_is(pass_s: float, looks_s: float) -> None:
+    """B1: unless it takes so long that something else would wait."""
+    clock = FakeClock()
+    pacer = Pacer(clock, 2)
+    for turn in (1, 2):
+        pacer.begin(handed(turn), clock())
+        pacer.first(handed(turn), clock())
+        if turn == 2:
+            assert pacer.patience_s == pytest.approx(looks_s)
+        clock.advance(pass_s)
+        pacer.closed(handed(turn), clock(), queued=True)
+
+
+def test_passes_that_a_device_computes_one_after_the_other_are_counted_once() -> None:
+    """B3: the second was asked for long before the first had ended; a late beginning is no part of either."""
+    clock = FakeClock()
+    pacer = Pacer(clock, 2)
+    computed(pacer, clock)
+    for turn in (1, 2):
+        pacer.begin(handed(turn), clock())
+    clock.advance(5.0)
+    for turn in (1, 2):
+        pacer.first(handed(turn), clock())
+    for turn in (1, 2):
+        clock.advance(2.0)
+        pacer.closed(handed(turn), clock(), queued=True)
+    pacer.began("a", queued=False)
+    clock.advance(0.5)
+    pacer.ended("a", 1000)
+    pace = pacer.pace()
+    assert pace is not None
+    assert pace.layer_token_s == pytest.approx(0.1)
 
 
 class Counted(Flag):

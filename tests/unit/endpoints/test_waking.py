@@ -9,9 +9,10 @@ import pytest
 from disagg_kv.channels import Channel, News
 from disagg_kv.endpoints.delivery import Cuts, ForwardPass, Handed
 from disagg_kv.geometry import CacheSpec, Component
-from disagg_kv.ids import LayerId
+from disagg_kv.ids import Generation, LayerId, RoomId
 from disagg_kv.memory import Event
 from disagg_kv.planning import Groups, LayerRun
+from disagg_kv.protocol import RoomKey
 from disagg_kv.strategies import LayerPipelined
 from tests.support.rig import Memory, Request, Rig, tp_shards
 from tests.support.rig_parts import Flag
@@ -100,7 +101,10 @@ class House:
 
 @pytest.mark.parametrize("size", [1, 4, 5, 32])
 def test_a_pass_wakes_once_for_each_group(size: int) -> None:
-    """B1: of 32 layers in N groups N wake; no other does, and every group lands before the pass is closed."""
+    """B1: of 32 layers in N groups N wake; no other does, and every group lands before the pass is closed.
+
+    One group crosses as it does per chunk: when the pass is closed.
+    """
     house = House(LayerPipelined(fixed=size), CacheSpec.kv(32, 4, 8, "float16"))
     request = house.request("room", 1).open_decode().expect(1).open_prefill()
     house.settle()
@@ -109,7 +113,7 @@ def test_a_pass_wakes_once_for_each_group(size: int) -> None:
     house.doors.wakes.clear()
     for layer in range(32):
         step.layer_ready(LayerId(layer))
-        closes = -(-(layer + 1) // size) if layer == 31 else (layer + 1) // size
+        closes = 0 if size == 32 else -(-(layer + 1) // size) if layer == 31 else (layer + 1) // size
         assert house.doors.wakes == ["inproc://P0"] * closes
         house.settle()
         assert request.receives[0].report.segments == closes
@@ -215,22 +219,97 @@ class Office:
     def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
         self.said.append("closed")
 
+    def begun(self, handed: Sequence[Handed]) -> None:
+        self.said.append("begun")
+
     def wake(self) -> None:
         self.said.append("wake")
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_when_an_event_happens_is_looked_for_where_it_counts(traced: bool) -> None:
-    """B3: the pace is measured from the first layer to the last; a trace shows each of them."""
-    office, cuts, layers = Office(), Cuts(), [LayerId(n) for n in range(4)]
-    cuts.add({frozenset(layers)})
-    step = ForwardPass([], layers, office, cuts, layered=True, traced=traced)  # type: ignore[arg-type]
-    wakes = []
-    for layer in layers:
+LAYERS = [LayerId(n) for n in range(4)]
+ROOM = RoomKey(RoomId(b"room"), Generation(1))
+HALVES = {frozenset(LAYERS[:2]), frozenset(LAYERS[2:])}
+
+
+def a_pass(*, traced: bool = False) -> tuple[Office, Cuts, ForwardPass]:
+    """A pass over one room, whose groups are not known yet."""
+    office, cuts = Office(), Cuts([ROOM], frozenset(LAYERS))
+    return office, cuts, ForwardPass([], LAYERS, office, cuts, layered=True, traced=traced)  # type: ignore[arg-type]
+
+
+class Marks:
+    """Counts the events that it makes."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self) -> Event:
+        self.made += 1
+        return Flag()
+
+
+def test_each_layer_with_an_event_wakes_where_a_trace_shows_it() -> None:
+    office, cuts, step = a_pass(traced=True)
+    cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
+    for layer in LAYERS:
         step.layer_ready(layer, Flag())
-        wakes.append("wake" in office.said)
-        assert office.said[0] == f"final [{layer}]", "first said, then woken"
-        office.said.clear()
-    assert wakes == [True, traced, traced, True]
+        assert office.said[-2:] == [f"final [{layer}]", "wake"], "first said, then woken"
     step.close()
-    assert office.said == ["final []", "closed"]
+    assert office.said[-2:] == ["final []", "closed"]
+
+
+def test_only_what_completes_a_group_is_marked() -> None:
+    """B1: an event takes time; behind it all is final that the device was asked to do before."""
+    office, cuts, step = a_pass()
+    cuts.add(ROOM, HALVES, decided=True)
+    marks, made = Marks(), []
+    for layer in LAYERS:
+        step.layer_ready(layer, marks)
+        made.append(marks.made)
+    assert made == [0, 1, 1, 2]
+    assert office.said == ["begun", "final [0, 1]", "wake", "final [2, 3]", "wake"]
+    step.close(Flag())
+    assert office.said[-2:] == ["final []", "closed"]
+
+
+@pytest.mark.parametrize("event", [None, Flag()])
+def test_nothing_is_marked_or_said_where_all_layers_are_one_group(event: Event | None) -> None:
+    """B3: a pass for which one group is chosen costs what it costs per chunk; only a pass without an event marks."""
+    office, cuts, step = a_pass()
+    cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
+    marks = Marks()
+    for layer in LAYERS:
+        step.layer_ready(layer, marks)
+    assert (office.said, marks.made) == (["begun"], 0)
+    step.close(event)
+    assert marks.made == (event is None)
+    assert "final [0, 1, 2, 3]" in office.said
+    assert office.said[-1] == "closed"
+    assert "wake" not in office.said
+
+
+def test_each_layer_is_marked_until_it_is_known_how_all_rooms_are_cut() -> None:
+    """B1: a host that runs ahead of its GPU has asked for all layers before decode asks; groups cross all the same."""
+    office, cuts, step = a_pass()
+    marks = Marks()
+    step.layer_ready(LAYERS[0], marks)
+    step.layer_ready(LAYERS[1], marks)
+    assert office.said == ["begun", "final [0]", "final [1]"]
+    cuts.add(ROOM, HALVES, decided=False)
+    step.layer_ready(LAYERS[2], marks)
+    assert marks.made == 3
+    cuts.add(ROOM, HALVES, decided=True)
+    step.layer_ready(LAYERS[3], marks)
+    assert marks.made == 4
+    assert office.said[3:] == ["final [2]", "final [3]", "wake"]
+
+
+def test_layers_that_are_not_marked_are_final_with_the_rest_of_the_pass() -> None:
+    office, cuts, step = a_pass()
+    cuts.add(ROOM, HALVES, decided=True)
+    marks = Marks()
+    for layer in LAYERS[:3]:
+        step.layer_ready(layer, marks)
+    step.close(Flag())
+    assert marks.made == 1
+    assert office.said[-2:] == ["final [2, 3]", "closed"]

@@ -30,7 +30,7 @@ from disagg_kv.engines.hf import PageAllocator, PagedHFCache, spec_from_config
 from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, shard
 from disagg_kv.ids import GroupId, LayerId
-from disagg_kv.memory import Buffer, Event, Layout, PagedPool
+from disagg_kv.memory import Buffer, Layout, Mark, PagedPool
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -174,8 +174,8 @@ def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
     own = paged.recording(table)
     seen: list[int] = []
 
-    def ready(layer: LayerId, event: Event | None) -> None:
-        assert event is None
+    def ready(layer: LayerId, mark: Mark | None) -> None:
+        assert mark is None
         keys, _ = paged.read(layer, table, 0, len(PROMPT))
         assert keys.any()
         seen.append(layer)
@@ -201,8 +201,8 @@ def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None
     own = paged.recording(table)
     seen: list[int] = []
 
-    def ready(layer: LayerId, event: Event | None) -> None:
-        assert event is None
+    def ready(layer: LayerId, mark: Mark | None) -> None:
+        assert mark is None
         keys, _ = paged.read(layer, table, 0, len(PROMPT))
         index = next(n for n, p in enumerate(pool.site.planes) if (p.layer, p.component) == (layer, "index"))
         assert keys.any()
@@ -246,8 +246,8 @@ def test_a_pass_that_raises_between_rows_and_index_leaves_nothing_to_the_next(an
     for number in range(len(pool.site.planes)):
         pool.view(number)[:] = 0
 
-    def ready(layer: LayerId, event: Event | None) -> None:
-        assert event is None
+    def ready(layer: LayerId, mark: Mark | None) -> None:
+        assert mark is None
         for number, plane in enumerate(pool.site.planes):
             if plane.layer == layer:
                 assert pool.view(number).any(), plane.component

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from ...geometry import PageTable
 from ...ids import LayerId
-from ...memory import Event
+from ...memory import Mark
 from .events import computed
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ class RecordingCache(Cache):
     """A model's own cache, of which every appended row also goes to the pages of one room.
 
     ``layer_ready``, where it is set, is called with each layer whose rows of the forward pass are in the pages, and
-    with the event behind which they are (None on a CPU): just what a step's ``layer_ready`` takes. On a GPU the host
-    waits for nothing. Layers that keep a state alone are not among them. After a pass that raised, ``reset`` and begin
-    anew. Do not ``crop``: it removes as many rows from what the pass had not reached, perhaps one half of a layer with
-    an index, as from what it had.
+    with what makes an event behind them (None on a CPU): just what a step's ``layer_ready`` takes. On a GPU the host
+    waits for nothing, and makes no event that nobody wants. Layers that keep a state alone are not among them. After a
+    pass that raised, ``reset`` and begin anew. Do not ``crop``: it removes as many rows from what the pass had not
+    reached, perhaps one half of a layer with an index, as from what it had.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class RecordingCache(Cache):
         super().__init__(layers=list(layers))
         self._paged = paged
         self._table = table
-        self.layer_ready: Callable[[LayerId, Event | None], None] | None = None
+        self.layer_ready: Callable[[LayerId, Mark | None], None] | None = None
+        self._mark = None if paged.device == "cpu" else partial(computed, paged.device)
         self._found: tuple[int, int, Places] | None = None
 
     def update(
@@ -76,4 +78,4 @@ class RecordingCache(Cache):
 
     def _final(self, layer_idx: int) -> None:
         if self.layer_ready is not None:
-            self.layer_ready(self._paged.layer_ids[layer_idx], computed(self._paged.device))
+            self.layer_ready(self._paged.layer_ids[layer_idx], self._mark)
