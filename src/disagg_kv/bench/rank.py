@@ -109,9 +109,10 @@ class Moved:
 
 
 class PrefillRank:
-    """Sends."""
+    """Sends. Without ``threaded``, who waits turns the endpoint too."""
 
     polls = False
+    threaded = True
 
     def __init__(self, setup: Setup) -> None:
         shape, shards = setup.shape, setup.shape.shards("prefill")
@@ -141,6 +142,7 @@ class PrefillRank:
                 slots=shape.slots,
                 options=_options(shape),
                 schedule=_schedule(shape, name),
+                thread=self.threaded,
                 **_how(shape, name),
             )
             for name in shape.runs
@@ -161,7 +163,7 @@ class PrefillRank:
         self._end, self._channel = self._ends[strategy], self._channels[strategy]
         self._delivery = self._end.open(RoomId(room))
         delivery, shape = self._delivery, self._shape
-        _until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED, delivery, shape)
+        self._until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED)
         if shape.announced:
             self._step = self._end.step({delivery.room: (shape.tokens, [PageTable(KV, self._ids)])})
             time.sleep(GRANTED_S)
@@ -178,8 +180,11 @@ class PrefillRank:
         else:
             delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
         delivery.finish(tokens)
-        _until(lambda: delivery.released, delivery, self._shape, SELDOM_S)
-        return _moved(delivery, began, time.monotonic(), self._channel.taken())
+        self._until(lambda: delivery.released, SELDOM_S)
+        return _moved(delivery, began, time.monotonic(), tuple(one.seconds for one in self._channel.taken()))
+
+    def _until(self, good: Callable[[], bool], look_s: float = LOOK_S) -> None:
+        _until(good, self._delivery, self._shape, look_s)
 
     def _compute(self, began: float) -> None:
         """A forward pass that takes its time and computes nothing: the rows are there already."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+
+from attrs import frozen
 
 from ..channels import Arrived, News, ZmqChannel
 from ..ids import RoomId
@@ -29,14 +32,31 @@ class Still:
         return kernels_for(pool.buffers[0].device).checksum(pool, moves, after)
 
 
+@frozen
+class Granted:
+    """One grant.
+
+    Args:
+        seconds: from handing its request to ZeroMQ until it was there.
+        request_bytes, grant_bytes: of the two frames.
+    """
+
+    seconds: float
+    request_bytes: int
+    grant_bytes: int
+
+
 class Timed:
-    """A channel that notes how long each segment's grant is under way; one thread calls all but ``taken``."""
+    """A channel that notes how long each segment's grant is under way.
+
+    Times alone are noted while it is used; the frames are read when somebody asks.
+    """
 
     def __init__(self, inner: ZmqChannel) -> None:
         self._inner = inner
         self._codec = Codec()
-        self._asked: dict[tuple[RoomId, Box], float] = {}
-        self._taken: list[float] = []
+        self._notes: deque[tuple[float, Sequence[bytes]]] = deque()
+        self._asked: dict[tuple[RoomId, Box], tuple[float, int]] = {}
 
     @property
     def address(self) -> str:
@@ -49,27 +69,31 @@ class Timed:
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """The same for several frames."""
-        for found in map(self._codec.decode, frames):
-            if isinstance(found, StagingRequest):
-                self._asked.setdefault((RoomId(found.room), found.segment), time.monotonic())
+        self._notes.append((time.monotonic(), frames))
         return self._inner.send_all(address, frames)
 
     def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; a grant stops its clock."""
         came = self._inner.poll(timeout_s)
-        now = time.monotonic()
-        for event in came:
-            found = self._codec.decode(event.frame) if isinstance(event, Arrived) else None
-            if isinstance(found, Grant):
-                asked = self._asked.pop((RoomId(found.room), found.segment), None)
-                if asked is not None:
-                    self._taken.append(now - asked)
+        frames = [event.frame for event in came if isinstance(event, Arrived)]
+        if frames:
+            self._notes.append((time.monotonic(), frames))
         return came
 
-    def taken(self) -> tuple[float, ...]:
-        """Seconds, each since the last call."""
-        taken, self._taken = tuple(self._taken), []
-        return taken
+    def taken(self) -> list[Granted]:
+        """Each grant that came since the last call; from any one thread."""
+        granted: list[Granted] = []
+        while self._notes:
+            at, frames = self._notes.popleft()
+            for frame in frames:
+                found = self._codec.decode(frame)
+                if isinstance(found, StagingRequest):
+                    self._asked.setdefault((RoomId(found.room), found.segment), (at, len(frame)))
+                elif isinstance(found, Grant):
+                    asked = self._asked.pop((RoomId(found.room), found.segment), None)
+                    if asked is not None:
+                        granted.append(Granted(at - asked[0], asked[1], len(frame)))
+        return granted
 
     def wake(self) -> None:
         """The inner channel's."""

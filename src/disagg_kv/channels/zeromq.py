@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from math import ceil
@@ -199,17 +199,14 @@ class ZmqChannel:
             return ()
         wait_ms = 0 if self._denied else max(0, ceil(timeout_s * 1000))
         ready = dict(self._poller.poll(wait_ms))
-        if self._woken.fileno() in ready:
+        came = self._frames() if ready.pop(self._pull, 0) else []
+        if ready.pop(self._woken.fileno(), 0):
             self._woken.recv(4096)
-        came: list[News] = self._frames() if self._pull in ready else []
-        failed = self._gate.work() if any(asked in ready for asked in self._gate.sockets) else 0
-        if failed:
-            came.append(Rejected(connections=failed))
-        for address, link in list(self._links.items()):
-            if link.monitor in ready:
-                came.extend(self._news(address, link))
-        came.extend(map(Denied, self._denied))
-        self._denied.clear()
+        if ready:
+            came += self._of_connections(ready)
+        if self._denied:
+            came += map(Denied, self._denied)
+            self._denied.clear()
         return came
 
     def wake(self) -> None:
@@ -292,6 +289,16 @@ class ZmqChannel:
             else:
                 refused += 1
         return [*came, Rejected(messages=refused)] if refused else came
+
+    def _of_connections(self, ready: Container[object]) -> list[News]:
+        came: list[News] = []
+        failed = self._gate.work() if any(asked in ready for asked in self._gate.sockets) else 0
+        if failed:
+            came.append(Rejected(connections=failed))
+        for address, link in list(self._links.items()):
+            if link.monitor in ready:
+                came.extend(self._news(address, link))
+        return came
 
     def _news(self, address: str, link: _Link) -> Iterator[Closed | Denied | Opened]:
         while True:

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .bench_grant import grant
 from .bench_pipeline import pipeline
 from .bench_prefix import prefix
 from .options import DecodePageSize, Device, HeadDim, KvHeads, Layers, PageSize, Transport, Verify
@@ -25,6 +26,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(callback=bench)
     group.command()(transfer)
     group.command()(adapter)
+    group.command()(grant)
     group.command()(prefix)
     group.command()(pipeline)
     app.add_typer(group, name="bench")

@@ -254,7 +254,10 @@ class GrantQueue(Generic[P, K]):
         assert ahead == self._lookahead_held <= self._lookahead_limit, f"look-ahead holds {ahead} bytes"
 
     def _peer(self, peer: P) -> _Peer[P, K]:
-        return self._peers.setdefault(peer, _Peer())
+        known = self._peers.get(peer)
+        if known is None:
+            known = self._peers[peer] = _Peer()
+        return known
 
     def _settle(self, peer: P) -> None:
         known = self._peers.get(peer)
