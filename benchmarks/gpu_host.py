@@ -62,7 +62,7 @@ def calls() -> dict[str, Callable[[], object]]:
             torch.cuda.Event().record(stream)
 
     def by_driver() -> None:
-        with queue.current():
+        with queue:
             queue.upload(on, device.data_ptr(), pinned.data_ptr(), WORDS * 8)
             queue.wait(on, known)
             queue.record(on)

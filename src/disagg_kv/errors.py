@@ -176,3 +176,11 @@ class PrefixChangedError(IntegrityError):
     def __init__(self, message: str, rows: int) -> None:
         self.rows = rows
         super().__init__(message)
+
+
+def without_frames(error: BaseException) -> None:
+    """Take the tracebacks away from an error that is kept: their frames would keep a peer's watch, and a descriptor."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from ..errors import (
@@ -14,11 +13,10 @@ from ..errors import (
     QuarantineFullError,
     RemoteProtocolError,
 )
-from ..geometry import Part
-from ..ids import Epoch, Generation, Rank, RoomId
-from ..kernels import Kernels, Move
+from ..ids import Epoch, Generation, RoomId
+from ..kernels import Kernels
 from ..memory import Buffer, MemoryPool
-from ..planning import PartView, RowRange, Segment
+from ..planning import Segment
 from ..protocol import (
     MAX_ENTRIES,
     Awaited,
@@ -38,7 +36,6 @@ from ..protocol import (
     RoomFrame,
     RoomKey,
     Scatter,
-    Scattered,
     Send,
     Store,
     Tick,
@@ -62,11 +59,11 @@ from ..protocol.sending import room_head
 from ..protocol.wire import tables_to_wire
 from ..rendezvous import Source
 from ..staging import GrantQueue
-from ..strategies import Job, Path
+from ..strategies import Path
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
-from .decode_room import DecodeRoom, PrefillInstance, Scattering, check_ranks
+from .decode_room import DecodeRoom, PrefillInstance, check_ranks
 from .handles import Changes
 from .introduction import Remote
 from .keeping import KeptCheck
@@ -74,7 +71,7 @@ from .node import LOOKUP_S, Node
 from .reception import ReceptionHandle, Wanted
 from .routes import Routes
 from .scatter_pace import ScatterPace
-from .verifying import compare, layer_sums
+from .scattering import Scatterer
 
 TICK_S = 0.02
 """How often open rooms look at the clock."""
@@ -115,10 +112,8 @@ class DecodeRole:
         self._instances: dict[Source, PrefillInstance] = {}
         self._routes: dict[tuple[Epoch, ...], Routes] = {}
         self._paces: dict[Epoch, WirePace] = {}
-        self._scattering: list[Scattering] = []
+        self._scatters = Scatterer(node, pool, ring, kernels, pace, self._rooms, self._handle)
         self._checking: list[DecodeRoom] = []
-        self._pace = pace
-        self._paced: deque[tuple[RoomKey, Scatter]] = deque()
         self._tick_at = 0.0
         self.quarantined = 0
 
@@ -150,7 +145,7 @@ class DecodeRole:
         room.wanted = wanted
         checked = wanted.kept and verified(key.room, Segment(0, wanted.start, 0, 0), self._verify)
         if checked and room.machine.error is None:
-            room.checking = KeptCheck(_name(key), self._kernels, self._pool, wanted.kept)
+            room.checking = KeptCheck(room.name, self._kernels, self._pool, wanted.kept)
             self._checking.append(room)
             self._check_kept()
         else:
@@ -367,7 +362,7 @@ class DecodeRole:
                     moved = True
                     self.quarantined = self._queue.quarantined_bytes()
                 case Scatter():
-                    self._scatter(room, effect)
+                    self._scatters.add(room.key, effect)
                 case Store(data):
                     if room.wanted is not None and room.wanted.aux is not None:
                         self._store(room, room.wanted.aux, data)
@@ -409,109 +404,11 @@ class DecodeRole:
         else:
             self._pool.write_aux(slot, data)
 
-    def _scatter(self, room: DecodeRoom, effect: Scatter) -> None:
-        """Now, or when the pace allows it: arrivals must not hold up what is being decoded (C7)."""
-        if self._paced or (self._pace is not None and not self._pace.ready(self._node.now)):
-            self._paced.append((room.key, effect))
-        else:
-            self._begin_scatter(room, effect)
-
-    def _begin_scatter(self, room: DecodeRoom, effect: Scatter) -> None:
-        assert room.routes is not None
-        assert room.wanted is not None
-        self._node.flush()
-        one = Scattering(room.key, effect.segment, None, self._node.clock())
-        try:
-            if effect.parts:
-                moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
-                if self._pace is not None:
-                    self._pace.begin(sum(move.layout.nbytes for move in moves), self._node.now)
-                one.event = self._kernels.scatter(self._pool, moves, self._ring)
-            if effect.sums:
-                self._compare(room, effect, one)
-        except Exception as exc:
-            # A scatter that has begun reads the lease and writes pages until its event, whatever failed behind it.
-            one.error = exc
-        if one.event is None:
-            self._scattered(room, one, one.error)
-        else:
-            self._scattering.append(one)
-
-    def _compare(self, room: DecodeRoom, effect: Scatter, one: Scattering) -> None:
-        """Sum our pages behind the scatter; compared is when the sums are there."""
-        assert room.wanted is not None
-        began = self._node.clock()
-        site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
-        layouts = {rank: self._view(room, rank)[1].layout(segment) for rank in effect.sums}
-        sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
-        one.comparing = self._node.clock() - began
-        room.handle.report.spend("checksum", one.comparing)
-        exposing = " or ".join(name for name, path in self._paths.items() if path.exposes_pages)
-        paths = {rank: room.machine.paths.get(rank, exposing) for rank in effect.sums}
-        where = _name(room.key)
-        one.event = sums.event
-        one.check = lambda: compare(where, site, segment, tables, layouts, effect.sums, sums.read(), paths)
-
-    def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
-        assert room.wanted is not None
-        site = self._pool.site
-        rows = RowRange(room.wanted.start, room.wanted.stop)
-        parts, view = self._view(room, rank)
-        job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
-        return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
-
-    def _view(self, room: DecodeRoom, rank: Rank) -> tuple[Sequence[Part], PartView]:
-        """What a prefill rank was elected to send of what this room awaits, and where it lies in our pool."""
-        if rank not in room.views:
-            assert room.routes is not None
-            assert room.wanted is not None
-            name, rows = room.key.room, RowRange(room.wanted.start, room.wanted.stop)
-            view = room.routes.view(name, rank, self._pool.site).for_rows(rows)
-            room.views[rank] = room.routes.intake(name).parts[rank], view
-        return room.views[rank]
-
-    def _scattered(self, room: DecodeRoom, one: Scattering, error: Exception | None = None) -> None:
-        now = self._node.clock()
-        room.handle.report.spend("scatter", now - one.started - one.comparing)
-        if self._node.traced:
-            labels = one.segment.labels()
-            self._node.observer.span(Span("scatter", room.key.room, one.started, now, labels=labels))
-        if error is None and one.check is not None:
-            error = one.check()
-        self._handle(room, Scattered(one.segment, error))
-
     def work(self) -> bool:
         """Finish scatters, and begin those whose time has come."""
-        for one in list(self._scattering):
-            try:
-                if one.event is not None and not one.event.query():
-                    continue
-                error = one.error
-            except Exception as exc:
-                error = exc
-            self._scattering.remove(one)
-            room = self._rooms.get(one.key)
-            if room is not None:
-                self._scattered(room, one, error)
-        self._begin_paced()
+        scattering = self._scatters.work()
         self._check_kept()
-        return bool(self._scattering or self._checking)
-
-    def _begin_paced(self) -> None:
-        assert self._pace is not None or not self._paced
-        while self._paced:
-            key, effect = self._paced[0]
-            room = self._rooms.get(key)
-            failed = room is None or room.machine.error is not None
-            if not failed and self._pace is not None and not self._pace.ready(self._node.now):
-                return
-            self._paced.popleft()
-            if room is None:
-                continue
-            if failed:
-                self._handle(room, Scattered(effect.segment))
-            else:
-                self._begin_scatter(room, effect)
+        return scattering or bool(self._checking)
 
     def _publish(self, room: DecodeRoom) -> None:
         machine, report = room.machine, room.handle.report
@@ -571,8 +468,9 @@ class DecodeRole:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        if self._paced and self._pace is not None:
-            return min(self._tick_at, self._pace.ready_at)
+        ready = self._scatters.ready_at
+        if ready is not None:
+            return min(self._tick_at, ready)
         return self._tick_at if self._rooms or self._queue.waiting else None
 
     def integrity_failure(self, error: DisaggKVError) -> None:
@@ -590,10 +488,6 @@ class DecodeRole:
         self._queue.check_integrity()
         for room in self._rooms.values():
             room.machine.check_integrity()
-
-
-def _name(key: RoomKey) -> str:
-    return f"room {key.room.hex()} generation {key.generation}"
 
 
 def _key(frame: RoomFrame) -> RoomKey:

@@ -1,16 +1,15 @@
-"""What a decode rank keeps per room, per prefill instance and per scatter."""
+"""What a decode rank keeps per room and per prefill instance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from attrs import define, field
 
-from ..errors import IncompatiblePeerError, IntegrityError
+from ..errors import IncompatiblePeerError
 from ..geometry import Part
 from ..ids import Rank
-from ..memory import Event
-from ..planning import PartView, Segment
+from ..planning import PartView
 from ..protocol import ReceiveRoom, RoomKey
 from ..rendezvous import Source
 from .introduction import Remote
@@ -38,6 +37,11 @@ class DecodeRoom:
     checking: KeptCheck | None = None
     views: dict[Rank, tuple[Sequence[Part], PartView]] = field(factory=dict)
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"room {self.key.room.hex()} generation {self.key.generation}"
+
 
 @define(eq=False)
 class PrefillInstance:
@@ -46,19 +50,6 @@ class PrefillInstance:
     addresses: tuple[str, ...] | None = None
     look_at: float = 0.0
     waiting: list[DecodeRoom] = field(factory=list)
-
-
-@define(eq=False)
-class Scattering:
-    """A scatter and, where there is one, the comparison of what it brought; ``error``: that could not begin."""
-
-    key: RoomKey
-    segment: Segment
-    event: Event | None
-    started: float
-    error: Exception | None = None
-    check: Callable[[], IntegrityError | None] | None = None
-    comparing: float = 0.0
 
 
 def check_ranks(source: Source, remotes: Sequence[Remote]) -> None:

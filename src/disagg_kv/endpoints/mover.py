@@ -202,6 +202,10 @@ class Mover:
             for slot in self._slots
         )
 
+    def crossing(self) -> set[Epoch]:
+        """To whom bytes are on the wire."""
+        return {post.transfer.to for post in self._posts.values() if post.crossing}
+
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """Queue a transfer; one that is queued already is replaced."""
         self._queue[(room, transfer.to, transfer.segment)] = transfer

@@ -27,7 +27,7 @@ from ..channels import (
     check_frame,
     key_of,
 )
-from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError
+from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError, without_frames
 from ..ids import Epoch, Peer, Rank
 from ..memory import Event
 from ..protocol import (
@@ -83,6 +83,10 @@ TARGET_S = 0.001
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that nothing but looking shows to be done."""
+
+NUDGE_S = 150e-6
+"""A silence of bytes' notices that is filled while they are on a fast wire: a hypervisor that halts a core for longer
+wakes it late, and notices pass through two threads of ZeroMQ's on cores of their own."""
 
 FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
@@ -239,6 +243,8 @@ class Node:
             self._awake_until = self.now + self.linger_s
         for event in arrived:
             self._guard(self._on_channel, event)
+        if arrived:
+            self._guard(self.role.work)
         self._guard(self.flush)
         if not looks or arrived:
             self._pause = SHORTEST_PAUSE_S
@@ -456,7 +462,7 @@ class Node:
             return self.me.transport.connect(up.hello.descriptor, CONNECT_S)
         except Exception as exc:
             error = ours(exc, f"peer {up.epoch.hex()[:8]} at {up.hello.address}: transport {up.hello.transport!r}")
-        _strip(error)
+        without_frames(error)
         self._unlinked[up.epoch] = (self.now, error)
         while len(self._unlinked) > LOST_LINKS:
             self._unlinked.popitem(last=False)
@@ -518,9 +524,9 @@ class Node:
             self._put(address, self.codec.encode(send.frame))
 
     def nudge(self, epoch: Epoch) -> None:
-        """Have a peer wake that will be needed soon; on a fast wire it may else wake after the bytes are there."""
+        """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
         if self.linger_s and self.now >= self._nudged.get(epoch, self.now):
-            self._nudged[epoch] = self.now + self.linger_s
+            self._nudged[epoch] = self.now + NUDGE_S
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 
     def _put(self, address: str, frame: bytes) -> None:
@@ -590,11 +596,3 @@ class Node:
             log.warning("%d writes were still in flight when the endpoint closed", len(left))
         self._exits.close()
         self.channel.close()
-
-
-def _strip(error: BaseException) -> None:
-    """Take the tracebacks away from an error that is kept: their frames would keep a peer's watch, and a descriptor."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__

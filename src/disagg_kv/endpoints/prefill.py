@@ -399,7 +399,11 @@ class PrefillRole:
         """Gather and post."""
         assert self.mover is not None
         waiting = self._lines.look()
-        return self.mover.work() or waiting
+        moving = self.mover.work()
+        if self._node.linger_s:
+            for epoch in self.mover.crossing():
+                self._node.nudge(epoch)
+        return moving or waiting
 
     @property
     def patience_s(self) -> float:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ..errors import DisaggKVError
 
@@ -44,7 +42,7 @@ class Mark:
 
     def precede(self, stream: int) -> None:
         """What is enqueued on a stream (``cuda_stream`` of torch's) from now on begins after it."""
-        with self._queue.current():  # stream 0 is each context's own
+        with self._queue:  # stream 0 is each context's own
             self._queue.wait(stream, self.cuda_event)
 
     def __del__(self) -> None:
@@ -79,14 +77,12 @@ class CudaQueue:
         self._library.cuGetErrorName(status, ctypes.byref(word))
         return (word.value or b"unknown error").decode()
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """The device's context is the calling thread's inside; afterwards what was."""
         self._call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent_v2", self._popped)
+
+    def __exit__(self, *exc: object) -> None:
+        self._call("cuCtxPopCurrent_v2", self._popped)
 
     def upload(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy of pinned memory to the device."""

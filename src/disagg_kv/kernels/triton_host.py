@@ -237,7 +237,7 @@ class Host:
         constants = shape.aligned, shape.pieces, shape.columns
         compiled = lane.compiled.get(constants)
         args = shape.tiles, ELEMENTS[shape.element_bytes], *constants
-        with queue.current():
+        with queue:
             queue.upload(on, slot.addr, slot.source, words * 8)
             behind(queue, on, after)
             if compiled is not None and programs:
@@ -249,7 +249,7 @@ class Host:
         with torch.cuda.stream(stream):
             launched = self._kernel[(programs,)](table, slot.device, *args, num_warps=self._tuning.warps)
         lane.compiled[constants] = launched
-        with queue.current():
+        with queue:
             return queue.record(on)
 
     def _lane(self, device: str) -> _Lane:

@@ -164,13 +164,15 @@ class Planes:
         self._lock = threading.Lock()
         self._entries: dict[bytes, Entries] = {}
         self._patterns: dict[bytes, Pattern] = {}
-        self._seen: dict[tuple[int, ...], tuple[Sequence[StagedLayout], Pattern]] = {}
+        self._seen: dict[tuple[Hashable, ...], Pattern] = {}
 
     def pattern(self, layouts: Sequence[StagedLayout]) -> Pattern:
         """The pattern of these layouts, none of them empty; segments of one size share it."""
+        alike = tuple([x.alike for x in layouts])
         with self._lock:
-            # What was seen is kept, so no other layout has its id.
-            return _known(self._seen, tuple(map(id, layouts)), lambda: (layouts, self._equal(layouts)))[1]
+            if None in alike:
+                return self._equal(layouts)
+            return _known(self._seen, alike, lambda: self._equal(layouts))
 
     def _equal(self, layouts: Sequence[StagedLayout]) -> Pattern:
         """The pattern of what is equal to these layouts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import attrs
@@ -82,6 +83,13 @@ class StagedLayout:
     row_stop: I64 = field(eq=_same)
     offset: I64 = field(eq=_same)
     nbytes: int
+    alike: Hashable = field(default=None, init=False, eq=False, repr=False)
+    """Parts that are equal in this differ in nothing but ``row_start[0]``; None, as after ``evolve``: nobody knows."""
+
+    def one_of(self, alike: Hashable) -> StagedLayout:
+        """Say that this part and others differ in nothing but ``row_start[0]``."""
+        object.__setattr__(self, "alike", alike)
+        return self
 
 
 @frozen

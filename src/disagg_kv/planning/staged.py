@@ -7,7 +7,7 @@ from copy import copy
 from functools import lru_cache
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 
 from ..errors import GeometryError
 from ..geometry import I32, I64, CacheSpec, Extent, Part, Site
@@ -19,13 +19,17 @@ VIEWS = 256
 BOXES = 256
 """Runs of layers of which a view remembers the planes; a peer may name many."""
 
+SIZES = 64
+"""Sizes of segments that are remembered of each."""
+
 
 @frozen(eq=False)
 class _Planes:
     """What a view has of some layers: a column of its table each, and whether all of it needs the same rows.
 
     ``before`` are the bytes of one row of all planes before each, ``row_bytes`` those of all; ``low`` to ``high`` are
-    the rows of which whole planes are sent (from ``low`` up to ``low``: none).
+    the rows of which whole planes are sent (from ``low`` up to ``low``: none). ``sizes`` are numbers of rows of such
+    segments, each with where its planes begin and what all its layouts share.
     """
 
     plane: I32
@@ -40,6 +44,16 @@ class _Planes:
     row_bytes: int
     low: int
     high: int
+    sizes: dict[int, tuple[I64, object]] = field(factory=dict, repr=False)
+
+    def size(self, rows: int) -> tuple[I64, object]:
+        """Of so many rows; remembered, as segments have few sizes."""
+        found = self.sizes.get(rows)
+        if found is None:
+            if len(self.sizes) >= SIZES:
+                self.sizes.clear()
+            found = self.sizes[rows] = self.before * rows, object()
+        return found
 
 
 class PartView:
@@ -127,9 +141,9 @@ class PartView:
         of = self._planes(segment)
         if of.low <= segment.start < segment.stop <= of.high:
             rows, start = segment.rows, np.full(len(of.plane), segment.start, np.int64)
-            return StagedLayout(
-                of.plane, of.first_unit, of.units, start, start + rows, of.before * rows, nbytes=of.row_bytes * rows
-            )
+            offset, alike = of.size(rows)
+            what = of.plane, of.first_unit, of.units, start, start + rows, offset
+            return StagedLayout(*what, nbytes=of.row_bytes * rows).one_of(alike)
         low = np.maximum(of.lows, segment.start)
         needed = np.maximum(np.minimum(of.highs, segment.stop) - low, 0)
         start, stop = low + needed * of.index // of.ways, low + needed * (of.index + 1) // of.ways

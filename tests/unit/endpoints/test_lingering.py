@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import attrs
 
 from disagg_kv.channels import Channel, News
+from disagg_kv.endpoints.node import NUDGE_S
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Codec, Options
+from disagg_kv.protocol import Codec, Options, Phase
 from disagg_kv.protocol.frames import Heartbeat
 from disagg_kv.rendezvous import Source
+from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -111,7 +113,7 @@ def test_on_a_slow_wire_it_sleeps_at_once() -> None:
 
 
 def test_who_writes_to_a_peer_wakes_it_first() -> None:
-    """Once per ``linger_s``: it would else wake when the bytes are there."""
+    """It would else wake when the bytes are there."""
     beats = []
     for memory in (Memory(transport=FastTransport), Memory()):
         rig, channels = world(memory, linger_s=60.0)
@@ -119,3 +121,37 @@ def test_who_writes_to_a_peer_wakes_it_first() -> None:
         frames = [Codec().decode(frame) for frame in channels[0].said]
         beats.append(sum(isinstance(frame, Heartbeat) for frame in frames))
     assert beats[0] == beats[1] + 1
+
+
+class SlowlyFast(FaultyTransport):
+    """As fast as NVLink, by its own account; writes stay on the wire until the test lets them go."""
+
+    def __init__(self) -> None:
+        super().__init__(InprocTransport(), lambda number: Fault.DELAYED)
+        self.caps = attrs.evolve(self.caps, late_writes=False, bytes_per_s=3.8e11)
+
+
+def test_while_bytes_are_on_a_fast_wire_no_thread_on_the_way_of_their_notice_falls_asleep() -> None:
+    """A heartbeat as often as once in ``NUDGE_S``, and none before and after."""
+    carriers = [SlowlyFast()]
+    carrier = carriers[0]
+    rig, channels = world(Memory(transport=lambda: carriers.pop() if carriers else FastTransport()))
+
+    def beats() -> int:
+        return sum(isinstance(Codec().decode(frame), Heartbeat) for frame in channels[0].said)
+
+    request = rig.request("room", rig.prefills, rig.decodes, 128).open_decode().expect().open_prefill()
+    rig.wait(0.01, NUDGE_S)
+    assert beats() == 0
+    request.send(128).finish()
+    rig.until(lambda: bool(carrier.held), "a write")
+    before = beats()
+    rig.wait(10.5 * NUDGE_S, NUDGE_S / 4)
+    assert 9 <= beats() - before <= 12
+    while not request.all(Phase.DONE):
+        carrier.release()
+        rig.turn()
+    request.landed()
+    before = beats()
+    rig.wait(0.01, NUDGE_S)
+    assert beats() == before

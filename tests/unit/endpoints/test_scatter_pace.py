@@ -7,6 +7,8 @@ import pytest
 from disagg_kv.endpoints.scatter_pace import BURST_S, ScatterPace
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
+from disagg_kv.memory import Event
+from disagg_kv.protocol import Phase
 from tests.support.rig import STEP_S, Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels
 
@@ -94,3 +96,55 @@ def test_the_bucket() -> None:
     for pace, burst in ((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)):
         with pytest.raises(ConfigurationError):
             ScatterPace(pace, burst)
+
+
+class Queued(CountingKernels):
+    """Launches are queued, as on a GPU; they have ended when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events = []
+
+    def orders(self, event: Event) -> bool:
+        """Whatever it is."""
+        return True
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_what_came_together_is_one_launch_where_launches_are_queued(queued: bool) -> None:
+    """A launch costs the thread more than a segment does; a CPU that copies by itself takes them one by one."""
+    rig, kernels = Rig(SPEC), Queued() if queued else CountingKernels()
+    memory = Memory(page_size=8, pages=64)
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels)
+    requests = [rig.request(name, rig.prefills, rig.decodes, 32) for name in ("a", "b")]
+    for request in requests:
+        request.start()
+    rig.until(lambda: sum(kernels.scatters) == 8, "all scatters")
+    rig.wait(1.0)
+    assert len(kernels.scatters) == (1 if queued else 8)
+    if kernels.events is not None:
+        assert all(request.receives[0].phase is Phase.MOVING for request in requests)
+        assert rig.decodes[0].endpoint.leased_bytes > 0
+        for event in kernels.events:
+            event.fired = True
+    for request in requests:
+        request.released().done()
+    rig.check()
+    rig.quiet()
+
+
+def test_a_launch_of_several_rooms_that_fails_fails_all_of_them_and_frees_their_leases() -> None:
+    """Nobody knows whose segment it was."""
+    rig, kernels = Rig(SPEC), Queued()
+    memory = Memory(page_size=8, pages=64)
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged")
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels)
+    requests = [rig.request(name, rig.prefills, rig.decodes, 32) for name in ("a", "b")]
+    kernels.fail = RuntimeError("no launch")
+    for request in requests:
+        request.start()
+    for request in requests:
+        request.failed()
+        assert "no launch" in request.errors()
+    rig.quiet()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 from disagg_kv.errors import RegistrationError, UnsupportedError
-from disagg_kv.geometry import CacheSpec, PageTable, shard
+from disagg_kv.geometry import CacheSpec, PageTable, elect, shard
 from disagg_kv.kernels import KERNELS, Move, SupportsStreams, SupportsWarmUp, kernels_for
 from disagg_kv.kernels.triton_tables import Call, Planes, shapes
 from disagg_kv.memory import Buffer, Layout, PagedPool
+from disagg_kv.planning import PartView, Segment
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
 from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, strided
@@ -130,6 +133,21 @@ def test_patterns_are_remembered_within_bounds() -> None:
         words = planes.pattern([staged_layout([(0, unit, 1, 5, 7, 3)], 2)]).words
         assert words.tolist() == [[0, unit, 1, 0, 2, 0, 3, 0]]
     assert planes.pattern([staged_layout([(0, 0, 1, 5, 6, 0)], 1)]) is not first
+
+
+def test_a_pattern_is_found_by_what_layouts_say_of_each_other_and_is_that_of_their_content() -> None:
+    """Layouts that a view makes are not compared byte by byte; the result is as if they were."""
+    spec = CacheSpec.kv(2, 4, 2, "uint8")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
+    planes = Planes(pool)
+    writers = [shard(spec, tp=2, rank=rank) for rank in range(2)]
+    views = [PartView(pool.site, parts, spec) for parts in elect(spec, writers, shard(spec))]
+    segments = [Segment(0, 4, 0, 2), Segment(4, 8, 0, 2), Segment(0, 5, 0, 2), Segment(0, 4, 0, 1)]
+    for pair in itertools.product(segments, repeat=2):
+        first, again = ([v.layout(segment) for v, segment in zip(views, pair, strict=True)] for _ in range(2))
+        found = planes.pattern(first)
+        assert planes.pattern(again) is found
+        assert planes.pattern([attrs.evolve(layout) for layout in first]) is found
 
 
 def test_memory_on_two_devices_is_refused() -> None:

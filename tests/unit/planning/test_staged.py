@@ -9,6 +9,7 @@ from disagg_kv.errors import GeometryError
 from disagg_kv.geometry import CacheSpec, Holding, Part, Shard, elect, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.planning import Intake, PartView, Segment, intake_of, part_view, plain_site
+from disagg_kv.planning.staged import SIZES
 
 SPEC = CacheSpec.kv(3, 4, 2, "int8", v_head_dim=1)
 
@@ -50,6 +51,24 @@ def test_planes_without_rows_are_left_out() -> None:
     layouts = [PartView(site, mine, spec).layout(Segment(3, 4, 0, 1)) for mine in parts]
     assert [(layout.nbytes, len(layout.plane)) for layout in layouts] == [(0, 0)] * 3 + [(2, 1)]
     assert PartView(site, (), spec).layout(Segment(0, 4, 0, 1)).nbytes == 0
+
+
+def test_segments_of_one_size_are_known_to_be_alike_and_a_changed_copy_is_not() -> None:
+    """What depends on all but the first row need not be worked out again; a wrong match would move wrong bytes."""
+    parts = elect(SPEC, [shard(SPEC)], shard(SPEC))[0]
+    view = PartView(plain_site(SPEC, shard(SPEC), 512, 4), parts, SPEC)
+    first, second = view.layout(Segment(0, 4, 0, 3)), view.layout(Segment(4, 8, 0, 3))
+    assert first.alike is second.alike is not None
+    assert attrs.evolve(second, row_start=first.row_start, row_stop=first.row_stop) == first
+    others = [
+        view.layout(Segment(0, 5, 0, 3)),
+        view.layout(Segment(0, 4, 0, 2)),
+        attrs.evolve(first, units=first.units),
+    ]
+    assert first.alike not in [other.alike for other in others]
+    assert others[-1].alike is None
+    for rows in range(1, 2 * SIZES):
+        assert view.layout(Segment(0, rows, 0, 3)).nbytes == first.nbytes // 4 * rows
 
 
 def test_a_pool_that_does_not_have_the_parts_is_refused() -> None:

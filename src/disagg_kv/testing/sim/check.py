@@ -242,7 +242,7 @@ class Checks:
                     "leases": endpoint.leased_bytes,
                     "quarantine": endpoint.quarantined_bytes,
                     "waiting": role._queue.waiting,
-                    "scatters": len(role._scattering),
+                    "scatters": len(role._scatters._running) + len(role._scatters._waiting),
                 }
             elif isinstance(endpoint, PrefillEndpoint):
                 mover = endpoint._mover

@@ -1,0 +1,187 @@
+"""From the ring into pages: when the pace allows it, and in one launch what has come together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from attrs import define
+
+from ..errors import IntegrityError
+from ..geometry import Part
+from ..ids import Rank
+from ..kernels import Kernels, Move, SupportsStreams
+from ..memory import Buffer, Event, MemoryPool
+from ..planning import PartView, RowRange, Segment
+from ..protocol import RoomKey, Scatter, Scattered
+from ..strategies import Job, Path
+from ..trace import Span
+from .decode_room import DecodeRoom
+from .node import Node
+from .scatter_pace import ScatterPace
+from .verifying import compare, layer_sums
+
+
+@define(eq=False)
+class _Scattering:
+    """A scatter and, where there is one, the comparison of what it brought; ``error``: that could not begin."""
+
+    room: DecodeRoom
+    segment: Segment
+    started: float
+    event: Event | None = None
+    error: Exception | None = None
+    check: Callable[[], IntegrityError | None] | None = None
+    comparing: float = 0.0
+
+
+class Scatterer:
+    """Runs on the endpoint's thread only.
+
+    Arrivals must not hold up what is being decoded (C7), so each waits until the pace allows it. What may begin in one
+    turn is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
+    gets its bytes back as early as it can.
+
+    Args:
+        rooms: those that are not forgotten.
+        ended: told how each scatter went.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        pool: MemoryPool,
+        ring: Buffer,
+        kernels: Kernels,
+        pace: ScatterPace | None,
+        rooms: Mapping[RoomKey, DecodeRoom],
+        ended: Callable[[DecodeRoom, Scattered], None],
+    ) -> None:
+        self._node = node
+        self._pool = pool
+        self._ring = ring
+        self._kernels = kernels
+        self._together = isinstance(kernels, SupportsStreams)
+        self._pace = pace
+        self._rooms = rooms
+        self._ended = ended
+        self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
+        self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
+        self._running: list[_Scattering] = []
+
+    def add(self, room: RoomKey, effect: Scatter) -> None:
+        """A segment has arrived."""
+        self._waiting.append((room, effect))
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the pace lets the next one begin; None: nothing waits for it."""
+        return self._pace.ready_at if self._waiting and self._pace is not None else None
+
+    def work(self) -> bool:
+        """Finish scatters, and begin those whose time has come; True while one is under way."""
+        for one in list(self._running):
+            try:
+                if one.event is not None and not one.event.query():
+                    continue
+                error = one.error
+            except Exception as exc:
+                error = exc
+            self._running.remove(one)
+            self._finish(one, error)
+        while begun := self._next():
+            self._begin(begun)
+        return bool(self._running)
+
+    def _next(self) -> list[tuple[_Scattering, Scatter, list[Move]]]:
+        """What may begin now, in one launch."""
+        begun: list[tuple[_Scattering, Scatter, list[Move]]] = []
+        while self._waiting and (self._together or not begun):
+            key, effect = self._waiting[0]
+            room = self._rooms.get(key)
+            failed = room is None or room.machine.error is not None
+            if not failed and self._pace is not None and not self._pace.ready(self._node.now):
+                break
+            self._waiting.popleft()
+            if room is None:
+                continue
+            if failed:
+                self._ended(room, Scattered(effect.segment))
+                continue
+            one = _Scattering(room, effect.segment, self._node.clock())
+            try:
+                moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
+            except Exception as exc:
+                # A path may be somebody else's code: its errors fail this room alone.
+                self._finish(one, exc)
+                continue
+            if self._pace is not None:
+                self._pace.begin(sum([move.layout.nbytes for move in moves]), self._node.now)
+            begun.append((one, effect, moves))
+        return begun
+
+    def _begin(self, begun: Sequence[tuple[_Scattering, Scatter, list[Move]]]) -> None:
+        self._node.flush()
+        moves = [move for _, _, some in begun for move in some]
+        event: Event | None = None
+        error: Exception | None = None
+        try:
+            if moves:
+                event = self._kernels.scatter(self._pool, moves, self._ring)
+        except Exception as exc:
+            error = exc
+        for one, effect, _ in begun:
+            one.event, one.error = event, error
+            if effect.sums and error is None:
+                try:
+                    self._compare(one, effect)
+                except Exception as exc:
+                    # A scatter that has begun reads the lease and writes pages until its event, whatever fails after.
+                    one.error = exc
+            if one.event is None:
+                self._finish(one, one.error)
+            else:
+                self._running.append(one)
+
+    def _finish(self, one: _Scattering, error: Exception | None) -> None:
+        now = self._node.clock()
+        one.room.handle.report.spend("scatter", now - one.started - one.comparing)
+        if self._node.traced:
+            labels = one.segment.labels()
+            self._node.observer.span(Span("scatter", one.room.key.room, one.started, now, labels=labels))
+        if error is None and one.check is not None:
+            error = one.check()
+        self._ended(one.room, Scattered(one.segment, error))
+
+    def _compare(self, one: _Scattering, effect: Scatter) -> None:
+        """Sum our pages behind the scatter; compared is when the sums are there."""
+        room = one.room
+        assert room.wanted is not None
+        began = self._node.clock()
+        site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
+        layouts = {rank: self._view(room, rank)[1].layout(segment) for rank in effect.sums}
+        sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
+        one.comparing = self._node.clock() - began
+        room.handle.report.spend("checksum", one.comparing)
+        exposing = " or ".join(name for name, path in self._paths.items() if path.exposes_pages)
+        paths = {rank: room.machine.paths.get(rank, exposing) for rank in effect.sums}
+        one.event = sums.event
+        one.check = lambda: compare(room.name, site, segment, tables, layouts, effect.sums, sums.read(), paths)
+
+    def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
+        assert room.wanted is not None
+        site = self._pool.site
+        rows = RowRange(room.wanted.start, room.wanted.stop)
+        parts, view = self._view(room, rank)
+        job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
+        return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
+
+    def _view(self, room: DecodeRoom, rank: Rank) -> tuple[Sequence[Part], PartView]:
+        """What a prefill rank was elected to send of what this room awaits, and where it lies in our pool."""
+        if rank not in room.views:
+            assert room.routes is not None
+            assert room.wanted is not None
+            name, rows = room.key.room, RowRange(room.wanted.start, room.wanted.stop)
+            view = room.routes.view(name, rank, self._pool.site).for_rows(rows)
+            room.views[rank] = room.routes.intake(name).parts[rank], view
+        return room.views[rank]
