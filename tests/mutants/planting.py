@@ -31,7 +31,6 @@ class Mutant:
         name: what goes wrong, in words.
         where: ``module:Class.method`` or ``module:function``; a property counts as a method.
         item: which promise it breaks: a letter and a number of the requirements, or I1 to I8 of the simulator.
-        first: the seed from which on it is hunted; not 0 where few of 100,000 worlds show it.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Mutant:
     where: str
     old: str
     new: str
-    first: int = 0
 
     @contextmanager
     def planted(self) -> Iterator[None]:

@@ -82,15 +82,24 @@ class Checks:
             )
 
     def _noticed(self, entry: Entry) -> None:
-        """I4: who has lost its only peer is told so by its silence, long before the deadline.
-
-        Where another life came back in its instance, the room may wait for that one, which knows nothing of it.
-        """
-        world = self._world
+        """I4: who has lost its only peer, or one whose notices are missing, is told by silence, before the deadline."""
         others = entry.room.decode if entry in entry.room.prefill else entry.room.prefill
-        peer = others[0].node
+        for other in others:
+            if len(others) == 1 or self._owes(entry, other.node):
+                self._noticed_one(entry, other.node)
+
+    def _owes(self, entry: Entry, peer: SimNode) -> bool:
+        """Whether a decode rank has not heard all of the notices of a prefill rank that it has met."""
+        role = entry.node.role
+        rooms = role._rooms.values() if isinstance(role, DecodeRole) else ()
+        writers = next((r.machine._writers for r in rooms if r.handle is entry.handle), {})
+        return peer.epoch in writers and not writers[peer.epoch].complete
+
+    def _noticed_one(self, entry: Entry, peer: SimNode) -> None:
+        """Where another life came back in its instance, the room may wait for that one, which knows nothing of it."""
+        world = self._world
         died = peer.frozen_at if peer.died_at is None else peer.died_at
-        if len(others) > 1 or died is None or peer.followed or not self._met(entry):
+        if died is None or peer.followed or not self._met(entry):
             return
         took = world.now - max(died, entry.opened, world.network.again_at.get(entry.node.address, 0.0))
         if took > world.scenario.options.silence_s + 2 * SLACK_S + entry.node.stood_still:

@@ -47,7 +47,7 @@ class Moments:
         pairs = [(m, epoch, RoomId(h["room"])) for m, epoch, h in world.rumours.pairs(node) if _brief(m, epoch)]
         if not pairs:
             return
-        machine, epoch, name = world.random.choice(pairs)
+        machine, epoch, name = world.random.choice([pair for pair in pairs if _unheard(*pair[:2])] or pairs)
         acts = self._losses(epoch)
         if drawn < SEIZED and machine.state in BRIEF:
             acts += self._engine_acts(node, name)
@@ -73,7 +73,14 @@ class Moments:
 
 
 def _brief(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
-    """Also: one of several writers has nothing more to do, and may end without harm."""
+    """Also: one of several writers has nothing more to do, and may end without harm if its notices have come."""
     if machine.state is Receiving.MOVING and isinstance(machine, ReceiveRoom):
         return machine._writers[peer].done is not None
     return machine.state in BRIEF
+
+
+def _unheard(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
+    """A writer is done, but notices of it are lost or late: the room still needs it. Such are preferred."""
+    if machine.state is not Receiving.MOVING or not isinstance(machine, ReceiveRoom):
+        return False
+    return machine._writers[peer].done is not None and not machine._writers[peer].complete

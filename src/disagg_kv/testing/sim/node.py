@@ -190,6 +190,7 @@ class SimNode:
         self.followed = False
         self.frozen_at: float | None = None
         self.stood_still = 0.0
+        self.losses = 0
         self.touched = False
         self.leased: dict[tuple[RoomKey, int], ReceiveRoom] = {}
         self.offset = 0.0

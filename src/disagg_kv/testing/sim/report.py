@@ -37,6 +37,7 @@ MARKS = frozenset(
         "release:settled",
         "release:exposed pages",
         "noticed:by the transport",
+        "greeting:of an older life",
         "refused:quarantine full",
         "room:id used again",
         "engine:waits for pages",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ...endpoints.decode import DecodeRole
 from ...ids import Epoch, Peer, RoomId
 from ...protocol import Codec
@@ -124,6 +126,24 @@ class Rumours:
         if steady and (machine.state, machine.ignored) != (before, after):
             then = f"{machine.state}, {machine.ignored} ignored instead of {after}"
             self._world.violation("I7", f"{node.address}: {type(frame).__name__} out of turn in {before}: {then}")
+
+    def greet(self, node: SimNode) -> None:
+        """Somebody was lost who may be heard again: an older life of that address says, late, who it is."""
+        lost = node.counters.of.get("peers.lost", 0)
+        if lost == node.losses:
+            return
+        node.losses = lost
+        peers = node.node.peers
+        for address, epoch in list(peers._at.items()):
+            there = peers._peers[epoch]
+            if not there.lost or there.ended:
+                continue
+            self._world.hit(FaultClass.STALE)
+            self._world.mark("greeting:of an older life")
+            older = structs.replace(there.hello, src=b"old" + epoch[3:], dst=b"", born=there.hello.born - 1)
+            node.hear(self._codec.encode(older))
+            if peers._at.get(address) != epoch:
+                self._world.violation("I7", f"{node.address}: a late greeting gave {address} back to an older life")
 
     def _has_finished(self, node: SimNode, epoch: Epoch, head: Head) -> bool:
         """Whether a peer's flow has nothing more to move: it then ignores whatever it is told of a segment."""

@@ -114,6 +114,7 @@ class World:
         self.rumours = Rumours(self)
         self.moments = Moments(self)
         self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
+        self._stale = FaultClass.STALE in scenario.faults
         for number, split in enumerate(scenario.prefills):
             self._launch(f"prefill {number}", split)
         self._launch("decode", scenario.decode)
@@ -494,6 +495,8 @@ class World:
         self.dma.check_all()
         if self._gossip and self.random.random() < GOSSIP and self.rumours.tempted(node):
             self.rumours.spread(node)
+        if self._stale:
+            self.rumours.greet(node)
         self.moments.seize(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
