@@ -371,14 +371,15 @@ def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, l
 
 
 def wait_until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float, pause_s: float) -> None:
-    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time."""
+    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time. 0: do not sleep."""
     until = time.monotonic() + timeout_s
     while not good():
         if handle.error is not None:
             raise handle.error
         if time.monotonic() > until:
             raise DeadlineError(f"room {handle.room.hex()}: not done after {timeout_s:g} s")
-        time.sleep(pause_s)
+        if pause_s:
+            time.sleep(pause_s)
 
 
 def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, ...] = ()) -> Moved:
