@@ -23,6 +23,9 @@ BRIEF = (Receiving.LANDED, Sending.COMPLETE)
 SEIZED, LOST = 0.2, 0.7
 """Share of the turns after which something befalls such a room; and after which its peer is lost."""
 
+HUSHED, HUSH_S = 0.3, 0.1
+"""Share of the turns in which a rank is about to finish a room after which its notices are lost; and for how long."""
+
 MOST = 3
 """So many rooms of a world are given up or preempted."""
 
@@ -44,7 +47,10 @@ class Moments:
         drawn = world.random.random() if self._left or self._loses else 1.0
         if drawn >= LOST or world.calm:
             return
-        pairs = [(m, epoch, RoomId(h["room"])) for m, epoch, h in world.rumours.pairs(node) if _brief(m, epoch)]
+        machines = world.rumours.pairs(node)
+        if self._may_lose("prefill") and drawn < HUSHED and any(_about_to_finish(m) for m, _, _ in machines):
+            world.network.hush(node, HUSH_S)
+        pairs = [(m, epoch, RoomId(h["room"])) for m, epoch, h in machines if _brief(m, epoch)]
         if not pairs:
             return
         machine, epoch, name = world.random.choice([pair for pair in pairs if _unheard(*pair[:2])] or pairs)
@@ -58,8 +64,13 @@ class Moments:
         """The peer's process ends, if none of its side has."""
         world = self._world
         peer = next((other for other in world.nodes if other.epoch == epoch and not other.followed), None)
-        crash = None if peer is None or world.healed else self._loses.get(peer.side)
-        return [] if peer is None or crash is None or crash in world.hits else [partial(world.lose, crash, peer)]
+        if peer is None or not self._may_lose(peer.side):
+            return []
+        return [partial(world.lose, self._loses[peer.side], peer)]
+
+    def _may_lose(self, side: str) -> bool:
+        crash = self._loses.get(side)
+        return crash is not None and crash not in self._world.hits and not self._world.healed
 
     def _engine_acts(self, node: SimNode, name: RoomId) -> list[Callable[[], object]]:
         """The engine gives the room up, or takes its pages away."""
@@ -77,6 +88,11 @@ def _brief(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
     if machine.state is Receiving.MOVING and isinstance(machine, ReceiveRoom):
         return machine._writers[peer].done is not None
     return machine.state in BRIEF
+
+
+def _about_to_finish(machine: ReceiveRoom | Flow) -> bool:
+    """Its engine has, and the last writes are under way: ``Done`` follows with the last notice."""
+    return isinstance(machine, Flow) and machine.state is Sending.MOVING and machine._finished is not None
 
 
 def _unheard(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:

@@ -8,6 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...channels import Arrived, Closed, Opened, check_together
+from ...protocol import Codec
+from ...protocol.frames import ChunkReady
 from .fault import FaultClass
 from .kind import Kind
 
@@ -84,6 +86,7 @@ class Network:
     def __init__(self, world: World) -> None:
         self._world = world
         self._random = world.random
+        self._codec = Codec()
         faults = world.scenario.faults
         self._noisy = any(
             f in faults
@@ -95,6 +98,7 @@ class Network:
         self._last: dict[tuple[str, str], float] = {}
         self._shut: dict[tuple[str, str], float] = {}
         self._lost: dict[tuple[str, str], float] = {}
+        self._hushed: dict[str, float] = {}
         self._kept: list[tuple[str, Message]] = []
         self.again_at: dict[str, float] = {}
         """When an address last got a frame of long ago: whoever sent that seems to be alive."""
@@ -109,6 +113,10 @@ class Network:
         if len(message) > 1:
             world.saw(Kind.TOGETHER)
         self._recent.setdefault(source.address, deque(maxlen=LINGER)).append((address, message))
+        if self._hushed.get(source.address, 0.0) > world.now and world.faulty:
+            message = self._without_notices(message)
+            if not message:
+                return
         watchers = self._watchers.setdefault(address, {})
         if source not in watchers:
             watchers[source] = None
@@ -152,6 +160,16 @@ class Network:
             self._deliver(link, message, latency + rng.randrange(10) / 1000, ordered=False)
         else:
             self._deliver(link, message, latency)
+
+    def hush(self, node: SimNode, seconds: float) -> None:
+        """Of what a process says the notices are lost for a while, and nothing else: not that it is done."""
+        self._hushed[node.address] = self._world.now + seconds
+
+    def _without_notices(self, message: Message) -> Message:
+        left = [frame for frame in message if not isinstance(self._codec.decode(frame), ChunkReady)]
+        if len(left) < len(message):
+            self._world.hit(FaultClass.DROP)
+        return left
 
     def _cut(self, message: Message, left: int) -> Message:
         """The first bytes of a message: whole frames, and what is left of the next one."""
