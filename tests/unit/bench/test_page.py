@@ -78,6 +78,14 @@ def test_a_committed_small_write_costs_little_more_than_the_librarys_call(name: 
     assert small["overhead_s"] <= 80e-6
 
 
+def test_a_committed_grant_in_a_row_is_there_within_its_limit() -> None:
+    """Half of the round trips from a request to its grant take less than 300 us."""
+    found = json.loads((RESULTS / "cpu_grant.json").read_text())
+    assert (found["ok"], found["in_a_row"]["pause_s"]) == (True, 0.0)
+    assert found["repeats"] >= 1000
+    assert found["in_a_row"]["grant"]["p50"] < 300e-6
+
+
 def test_the_committed_worlds_broke_no_rule_and_reached_all_that_a_gate_reaches() -> None:
     """E1 to E16: every batch is a range of seeds of its own."""
     found = json.loads((RESULTS / "simulation.json").read_text())
