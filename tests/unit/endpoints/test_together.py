@@ -12,7 +12,7 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool
 from disagg_kv.protocol import Options, RoomFrame
-from disagg_kv.protocol.frames import Landed
+from disagg_kv.protocol.frames import ChunkReady, Done, Landed
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Listening
 
@@ -68,6 +68,34 @@ def test_what_one_turn_says_to_one_peer_is_one_message_and_waits_for_no_copy() -
     assert max(sizes) > Options().window // 2
     assert len(kernels.told) > 16
     assert all(told > before for before, told in enumerate(kernels.told))
+
+
+class Noting(Together):
+    """Notes of what kinds the frames of each message are."""
+
+    def __init__(self, inner: Channel, messages: list[list[type[RoomFrame]]]) -> None:
+        super().__init__(inner, [], [])
+        self._messages = messages
+
+    def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
+        """Note and pass on."""
+        before = len(self._heard)
+        sent = super().send_all(address, frames)
+        self._messages.append([type(frame) for frame in self._heard[before:]])
+        return sent
+
+
+@pytest.mark.parametrize("strategy", ["staged", "auto"])
+def test_done_crosses_in_one_message_with_the_last_notice(strategy: str) -> None:
+    """Nothing is acknowledged by then: what decode waits for takes no round trip after the last write."""
+    rig = Rig(SPEC)
+    messages: list[list[type[RoomFrame]]] = []
+    memory = Memory(channel=lambda inner: Noting(inner, messages))
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=strategy)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy=strategy)
+    rig.request("room", prefills, decodes, 64).start(64).landed()
+    (last,) = [kinds for kinds in messages if Done in kinds]
+    assert last[-2:] == [ChunkReady, Done]
 
 
 @pytest.mark.parametrize("most", [MAX_FRAME, 2048])
