@@ -313,6 +313,11 @@ class _Member:
         assert self._receiver is not None
         return self._receiver.quarantined_bytes
 
+    def pinned_slots(self) -> int:
+        """Prefill: staging slots that a write may still read."""
+        assert self._sender is not None
+        return self._sender.pinned_slots
+
     def held(self) -> int:
         """Prefill: writes that the transport does not move yet."""
         assert isinstance(self._transport, _Gate)
@@ -378,7 +383,9 @@ class Node:
     def ask(self, name: Literal["footprint"]) -> Footprint: ...
     @overload
     def ask(
-        self, name: Literal["wrong", "differing", "open_rooms", "quarantined", "held", "rss"], *args: object
+        self,
+        name: Literal["wrong", "differing", "open_rooms", "quarantined", "pinned_slots", "held", "rss"],
+        *args: object,
     ) -> int: ...
     @overload
     def ask(

@@ -31,6 +31,9 @@ REPORTED_S = 5.0 if "DISAGG_KV_KILLS" in os.environ else 120.0
 LATE_S = 60.0
 """What a busy host may add to the time after which the transport says that the last write has landed."""
 
+MOST_KEPT = 32
+"""Ended rooms that wait for evidence before another is begun: half of those for which a survivor has pages."""
+
 KEPT = {"mooncake": 3}
 """Ended connections, at most, per peer that has ended, which a library keeps and offers no way to close."""
 
@@ -77,6 +80,7 @@ class Killing:
 
     def begin(self) -> tuple[bytes, Node]:
         """A room on its way from or to a new peer, which has introduced itself."""
+        wait(self._has_place, lambda: f"no place for another room beside {self._open}", 2 * LATE_S)
         number = next(self._numbers)
         room, name = f"room {number}".encode(), f"victim-{number}"
         path = self._draw.choice(["staged", "slice"])
@@ -89,6 +93,12 @@ class Killing:
         self._open.append(room)
         self.survivor.until(room, lambda look: look.phase != "CONNECTING")
         return room, victim
+
+    def _has_place(self) -> bool:
+        """A quick host kills more peers than a survivor can keep rooms of, where evidence takes its time."""
+        self._free()
+        pinned = self.survivor.ask("pinned_slots") if self._role == "prefill" else 0
+        return len(self._open) < MOST_KEPT and pinned < self._knobs.slots // 4
 
     def whole(self) -> float:
         """A room whose peer lives; gives the seconds that it took."""
