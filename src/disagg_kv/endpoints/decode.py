@@ -292,7 +292,7 @@ class DecodeRole:
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
-        """See :class:`~disagg_kv.endpoints.node.Role`."""
+        """See :class:`~disagg_kv.endpoints.role.Role`."""
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
@@ -463,7 +463,7 @@ class DecodeRole:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.node.Role`: nobody says when decode computes."""
+        """See :class:`~disagg_kv.endpoints.role.Role`: nobody says when decode computes."""
         return 0.0
 
     def next_at(self) -> float | None:

@@ -9,7 +9,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Protocol, TypeVarTuple
+from typing import TypeVarTuple
 
 from attrs import define, field
 
@@ -34,7 +34,6 @@ from ..protocol import (
     Agreement,
     AnyFrame,
     Codec,
-    Decided,
     Ended,
     Forget,
     Hello,
@@ -43,7 +42,6 @@ from ..protocol import (
     Outcome,
     PeerEffect,
     PeerTable,
-    RoomFrame,
     RoomKey,
     Send,
     SendTo,
@@ -61,6 +59,7 @@ from ..transports import Heard, Settled
 from .base import PeerInfo
 from .exits import Exits
 from .introduction import Remote, Self
+from .role import Role
 
 log = logging.getLogger("disagg_kv")
 
@@ -84,68 +83,16 @@ TARGET_S = 0.001
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that nothing but looking shows to be done."""
 
+SOON, SOON_S = 2, 300e-6
+"""So many looks, so far apart, before ``patience_s`` after something was told or has come: what that began ends soon
+where a GPU waits for its engine's thread, and a wire that is told late is idle until then."""
+
 NUDGE_S = 150e-6
 """A silence of bytes' notices that is filled while they are on a fast wire: a hypervisor that halts a core for longer
 wakes it late, and notices pass through two threads of ZeroMQ's on cores of their own."""
 
 FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
-
-
-class Role(Protocol):
-    """The half that is different: rooms, and what moves their bytes."""
-
-    def on_frame(self, frame: RoomFrame) -> None:
-        """A frame about a room, from a life that is known, to this life."""
-        ...
-
-    def on_up(self, remote: Remote) -> None:
-        """A peer of the other side is there."""
-        ...
-
-    def on_lost(self, lost: Lost) -> None:
-        """A peer of the other side is lost."""
-        ...
-
-    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
-        """Nobody whom we can work with answers at an address."""
-        ...
-
-    def on_gone(self, epoch: Epoch) -> None:
-        """Evidence: a peer's process has ended and its last writes have landed."""
-        ...
-
-    def on_ticket(self, event: TicketEnded | Settled) -> None:
-        """A write ended, or is quiet at last."""
-        ...
-
-    def on_decided(self, key: RoomKey, decided: Decided) -> None:
-        """The ranks of our instance agree."""
-        ...
-
-    def work(self) -> bool:
-        """Start and finish copies; True while something is in flight that only polling finishes."""
-        ...
-
-    @property
-    def patience_s(self) -> float:
-        """How long nothing has to be looked for while the engine's own thread is in a forward pass; 0: it is in none.
-
-        This thread holds that one up whenever it runs.
-        """
-        ...
-
-    def tick(self) -> None:
-        """Time has passed."""
-        ...
-
-    def next_at(self) -> float | None:
-        """When ``tick`` is due."""
-        ...
-
-    def integrity_failure(self, error: DisaggKVError) -> None:
-        """Something unforeseen went wrong in this endpoint: no open room can be trusted."""
-        ...
 
 
 @define
@@ -188,6 +135,7 @@ class Node:
         self.role: Role | None = None
         self._sleep = sleep
         self._pause = SHORTEST_PAUSE_S
+        self._soon = 0
         fast = me.transport.caps.bytes_per_s >= FAST_BYTES_PER_S
         self._longest = SHORTEST_PAUSE_S if fast else LONGEST_PAUSE_S
         self.linger_s = options.linger_s if fast else 0.0
@@ -237,10 +185,14 @@ class Node:
             self._awake_until = self.now + self.linger_s
         looks = busy or (timeout_s > 0 and self._lingers())
         patience_s = min(timeout_s, self.role.patience_s) if looks else timeout_s
-        arrived = self._arrived(self._wait(patience_s) if patience_s and not self._commands else 0.0)
+        self._soon = SOON if told else self._soon
+        soon = looks and patience_s > 0 and self._soon > 0
+        waits = patience_s and not soon and not self._commands
+        arrived = self._arrived(self._wait(patience_s) if waits else 0.0)
         self.now = self.clock()
         if arrived:
             self._awake_until = self.now + self.linger_s
+            self._soon = SOON
         for event in arrived:
             self._guard(self._on_channel, event)
         if arrived:
@@ -248,6 +200,9 @@ class Node:
         self._guard(self.flush)
         if not looks or arrived:
             self._pause = SHORTEST_PAUSE_S
+        elif soon:
+            self._soon -= 1
+            self._sleep(SOON_S)
         elif not patience_s:
             self._sleep(self._pause)
             self._pause = min(2 * self._pause, self._longest)

@@ -72,7 +72,7 @@ class Pacer:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.node.Role`; a GPU may be in a pass for longer than its engine's thread."""
+        """See :class:`~disagg_kv.endpoints.role.Role`; a GPU may be in a pass for longer than its engine's thread."""
         tokens = [known.tokens for known in self._passes.values() if not known.asked]
         if not tokens:
             return 0.0

@@ -259,7 +259,7 @@ class PrefillRole:
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
-        """See :class:`~disagg_kv.endpoints.node.Role`."""
+        """See :class:`~disagg_kv.endpoints.role.Role`."""
         epoch = Epoch(frame.src)
         room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
         if room is not None:
@@ -407,7 +407,7 @@ class PrefillRole:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.node.Role`."""
+        """See :class:`~disagg_kv.endpoints.role.Role`."""
         return self._pacer.patience_s
 
     def on_ticket(self, event: TicketEnded | Settled) -> None:

@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.channels import Hub, InprocChannel, News
 from disagg_kv.endpoints import PrefillEndpoint
 from disagg_kv.endpoints.delivery import Handed
-from disagg_kv.endpoints.node import FAST_BYTES_PER_S, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.node import FAST_BYTES_PER_S, SHORTEST_PAUSE_S, SOON, SOON_S
 from disagg_kv.endpoints.pacing import FRAMES_S, LEAST_S, MOST_S, PASSES, Lines, Pacer
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Generation, GroupId, LayerId, RoomId
@@ -149,7 +149,10 @@ class Waits(InprocChannel):
 
 
 def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
-    """B1: both need the interpreter, so it waits to be told. When the pass is asked for, it looks often again."""
+    """B1: both need the interpreter, so it waits to be told, and looks for the end of what it has begun a little later.
+
+    When the pass is asked for, it looks often again.
+    """
     spec = CacheSpec.kv(2, 4, 8, "float16")
     pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=16)
     carrier, slept, channel = InprocTransport(), list[float](), Waits()
@@ -172,8 +175,9 @@ def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
     step.layer_ready(LayerId(0), event)
     for _ in range(10):
         end.driver.turn(1.0)
-    assert set(channel.waits) == {LEAST_S}
-    assert not slept
+    assert channel.waits == [0.0] * SOON + [LEAST_S] * (10 - SOON)
+    assert slept == [SOON_S] * SOON
+    slept.clear()
     step.close(event)
     for _ in range(3):
         end.driver.turn(1.0)
