@@ -209,9 +209,7 @@ class DecodeRole:
 
     def _introduce(self, instance: PrefillInstance) -> None:
         """Once all ranks are there, begin the rooms that wait for them."""
-        epochs = [self._node.peers.at(a) for a in instance.addresses or ()]
-        remotes = [self._node.remotes.get(e) for e in epochs if e is not None]
-        ready = [r for r in remotes if r is not None]
+        ready = self._there(instance)
         if not instance.addresses or len(ready) < len(instance.addresses):
             return
         waiting, instance.waiting = instance.waiting, []
@@ -235,6 +233,12 @@ class DecodeRole:
             room.routes = self._routes[writers]
             pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
             self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
+
+    def _there(self, instance: PrefillInstance) -> list[Remote]:
+        """Those of its ranks that we know."""
+        epochs = [self._node.peers.at(address) for address in instance.addresses or ()]
+        remotes = [self._node.remotes.get(epoch) for epoch in epochs if epoch is not None]
+        return [remote for remote in remotes if remote is not None]
 
     def _turn_away(self, room: DecodeRoom, remotes: Sequence[Remote], reason: str) -> None:
         """Tell whoever is there that nothing comes of the room; they would wait for their deadline."""
@@ -265,12 +269,14 @@ class DecodeRole:
                 self._unreachable(instance, error)
 
     def _unreachable(self, instance: PrefillInstance, error: DisaggKVError) -> None:
+        there = self._there(instance)
         instance.addresses = None
         waiting, instance.waiting = instance.waiting, []
         for room in waiting:
             if self._rooms.get(room.key) is room:
-                # Also one that was declined: there is nobody to tell it.
+                # Also one that was declined: not all of those are there who would have to be told.
                 self._handle(room, Lost(Epoch(b""), error))
+                self._turn_away(room, there, str(error))
 
     def on_lost(self, lost: Lost) -> None:
         """Rooms that need this rank fail; what it may still write to stays in quarantine."""

@@ -235,6 +235,22 @@ def test_an_instance_that_is_not_what_the_rendezvous_says() -> None:
     assert "slot_bytes" in request.receives[0].error.field
 
 
+def test_who_is_there_is_told_when_another_rank_of_its_instance_cannot_be_reached() -> None:
+    """Nothing comes of the room; the ranks that were reached would wait for their deadline."""
+    rig = Rig(SPEC)
+    shards = tp_shards(SPEC, 2)
+    prefills = rig.prefill(shards, only=[0])
+    prefills += rig.prefill(shards, only=[1], memory=Memory(transport=ShmTransport))
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 8).open_prefill(60.0).open_decode()
+    began = rig.clock()
+    request.failed()
+    assert rig.clock() - began < 30.0
+    assert isinstance(request.receives[0].error, IncompatiblePeerError)
+    assert "transport" in str(request.sends[0].error)
+    rig.quiet()
+
+
 def test_one_endpoint_for_two_ranks_is_refused_before_anything_is_written() -> None:
     """Bad input: the rendezvous names one address twice; the error says which rank is not there."""
     rig = Rig(SPEC)
