@@ -216,8 +216,9 @@ class Step(Protocol):
         """A layer's rows are final, now or at ``ready``, for all rooms of the step; layers come in any order, once.
 
         An event per layer takes time that only some of them are worth. Given a function that makes one, the step calls
-        it, before this returns, for layers that complete a group, and not for those in between: they are final at the
-        next event that it makes, or at that of ``close``. So the functions of a pass make events of one stream.
+        it, before this returns, for layers that may complete a group, and not for those of which it knows that they do
+        not: they are final at the next event that is made so, at the latest by ``close``, which calls the last such
+        function if it has to. So the functions of a pass make events of one stream, whichever is current then.
 
         Raises:
             GeometryError: no such layer on this rank.

@@ -54,6 +54,7 @@ from ..protocol.frames import (
     Landed,
     StagingRequest,
     WirePace,
+    words,
 )
 from ..protocol.sending import room_head
 from ..protocol.wire import tables_to_wire
@@ -244,7 +245,7 @@ class DecodeRole:
         """Tell whoever is there that nothing comes of the room; they would wait for their deadline."""
         for remote in remotes:
             head = room_head(self._node.me.epoch, remote.epoch, room.key.room, room.key.generation)
-            self._node.send(Send(remote.epoch, Abort(**head, reason=reason[:1000])))
+            self._node.send(Send(remote.epoch, Abort(**head, reason=words(reason))))
 
     def _check_quarantine(self, remotes: Sequence[Remote]) -> None:
         for remote in remotes:
@@ -457,9 +458,12 @@ class DecodeRole:
 
     def _check_silence(self, room: DecodeRoom, now: float) -> None:
         if not room.machine.writers and now - room.opened >= room.silence_s:
-            # A room that was declined ends here too: there is nobody to tell it.
+            # A room that was declined ends here too: not all of those are there who would have to be told.
             error = PeerLostError(f"prefill instance {room.source.instance!r} was not found in {room.silence_s:g} s")
             self._handle(room, Lost(Epoch(b""), error))
+            instance = self._instances.get(room.source)
+            if instance is not None:
+                self._turn_away(room, self._there(instance), str(error))
         if room.machine.error is not None:
             return
         for epoch in room.machine.writers:

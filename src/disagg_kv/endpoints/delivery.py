@@ -239,6 +239,7 @@ class ForwardPass:
         self._ready: list[tuple[set[LayerId], Event | None]] = []
         self._unmarked: set[LayerId] = set()
         self._mark: Mark | None = None
+        self._last: Event | None = None
         self._closed = False
 
     def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> None:
@@ -270,12 +271,13 @@ class ForwardPass:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
         if self._closed:
             raise LocalProtocolError("the step is closed already")
-        self._closed = True
-        if self._unmarked and ready is None and self._mark is not None:
+        if self._unmarked and self._mark is not None:
             self._set_mark(self._mark)
-        self._add((self._layers - self._seen) | self._unmarked, ready)
+        last = self._last if ready is None else ready
+        self._closed = True
+        self._add(self._layers - self._seen, ready)
         self._flush()
-        self._office.closed(self._handed, ready)
+        self._office.closed(self._handed, last)
 
     def _set_mark(self, mark: Mark) -> None:
         """What was computed before is final behind it too: a device computes in order."""
@@ -289,6 +291,7 @@ class ForwardPass:
 
     def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:
         """Layers often share an event: one look at it serves all of them."""
+        self._last = self._last if ready is None else ready
         for known, event in self._ready:
             if event is ready:
                 known.update(layers)

@@ -204,7 +204,7 @@ class Mover:
 
     def crossing(self) -> set[Epoch]:
         """To whom bytes are on the wire."""
-        return {post.transfer.to for post in self._posts.values() if post.crossing}
+        return {post.transfer.to for post in self._posts.values() if post.crossing and post.tickets}
 
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """Queue a transfer; one that is queued already is replaced."""

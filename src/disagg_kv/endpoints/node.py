@@ -463,6 +463,7 @@ class Node:
     def _unlink(self, epoch: Epoch) -> None:
         """No evidence about this life is awaited any more."""
         self._exits.forget(epoch)
+        self._nudged.pop(epoch, None)
         link = self.links.pop(epoch, None)
         if link is not None:
             self.me.transport.disconnect(link)
@@ -480,7 +481,7 @@ class Node:
 
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
-        if self.linger_s and self.now >= self._nudged.get(epoch, self.now):
+        if self.linger_s and epoch in self.remotes and self.now >= self._nudged.get(epoch, self.now):
             self._nudged[epoch] = self.now + NUDGE_S
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 

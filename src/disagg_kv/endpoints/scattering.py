@@ -21,6 +21,9 @@ from .node import Node
 from .scatter_pace import ScatterPace
 from .verifying import compare, layer_sums
 
+ENTRIES = 256
+"""Planes of parts that one launch takes, about: what it needs for them, and for as many pages, was allocated before."""
+
 
 @define(eq=False)
 class _Scattering:
@@ -33,6 +36,9 @@ class _Scattering:
     error: Exception | None = None
     check: Callable[[], IntegrityError | None] | None = None
     comparing: float = 0.0
+
+
+_Begun = tuple[_Scattering, Scatter, list[Move]]
 
 
 class Scatterer:
@@ -68,6 +74,7 @@ class Scatterer:
         self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
         self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
         self._running: list[_Scattering] = []
+        self._failed: list[tuple[_Scattering, Exception | None]] = []
 
     def add(self, room: RoomKey, effect: Scatter) -> None:
         """A segment has arrived."""
@@ -91,12 +98,16 @@ class Scatterer:
             self._finish(one, error)
         while begun := self._next():
             self._begin(begun)
+        failed, self._failed = self._failed, []
+        for one, error in failed:
+            self._finish(one, error)
         return bool(self._running)
 
-    def _next(self) -> list[tuple[_Scattering, Scatter, list[Move]]]:
+    def _next(self) -> list[_Begun]:
         """What may begin now, in one launch."""
-        begun: list[tuple[_Scattering, Scatter, list[Move]]] = []
-        while self._waiting and (self._together or not begun):
+        begun: list[_Begun] = []
+        entries = 0
+        while self._waiting and (self._together or not begun) and entries < ENTRIES:
             key, effect = self._waiting[0]
             room = self._rooms.get(key)
             failed = room is None or room.machine.error is not None
@@ -105,22 +116,23 @@ class Scatterer:
             self._waiting.popleft()
             if room is None:
                 continue
-            if failed:
-                self._ended(room, Scattered(effect.segment))
-                continue
             one = _Scattering(room, effect.segment, self._node.clock())
+            if failed:
+                self._failed.append((one, None))
+                continue
             try:
                 moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
             except Exception as exc:
                 # A path may be somebody else's code: its errors fail this room alone.
-                self._finish(one, exc)
+                self._failed.append((one, exc))
                 continue
             if self._pace is not None:
                 self._pace.begin(sum([move.layout.nbytes for move in moves]), self._node.now)
             begun.append((one, effect, moves))
+            entries += sum([len(move.layout.plane) for move in moves])
         return begun
 
-    def _begin(self, begun: Sequence[tuple[_Scattering, Scatter, list[Move]]]) -> None:
+    def _begin(self, begun: Sequence[_Begun]) -> None:
         self._node.flush()
         moves = [move for _, _, some in begun for move in some]
         event: Event | None = None
@@ -129,6 +141,11 @@ class Scatterer:
             if moves:
                 event = self._kernels.scatter(self._pool, moves, self._ring)
         except Exception as exc:
+            if len(begun) > 1:
+                # One of them is at fault, or they are too many for one launch.
+                for single in begun:
+                    self._begin([single])
+                return
             error = exc
         for one, effect, _ in begun:
             one.event, one.error = event, error
@@ -138,10 +155,9 @@ class Scatterer:
                 except Exception as exc:
                     # A scatter that has begun reads the lease and writes pages until its event, whatever fails after.
                     one.error = exc
-            if one.event is None:
-                self._finish(one, one.error)
-            else:
-                self._running.append(one)
+        self._running += [one for one, _, _ in begun if one.event is not None]
+        for one in [one for one, _, _ in begun if one.event is None]:
+            self._finish(one, one.error)
 
     def _finish(self, one: _Scattering, error: Exception | None) -> None:
         now = self._node.clock()
@@ -150,7 +166,10 @@ class Scatterer:
             labels = one.segment.labels()
             self._node.observer.span(Span("scatter", one.room.key.room, one.started, now, labels=labels))
         if error is None and one.check is not None:
-            error = one.check()
+            try:
+                error = one.check()
+            except Exception as exc:
+                error = exc
         self._ended(one.room, Scattered(one.segment, error))
 
     def _compare(self, one: _Scattering, effect: Scatter) -> None:

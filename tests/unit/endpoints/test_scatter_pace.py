@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from disagg_kv.endpoints.scatter_pace import BURST_S, ScatterPace
-from disagg_kv.errors import ConfigurationError
+from disagg_kv.errors import ConfigurationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.memory import Event
+from disagg_kv.kernels import Move
+from disagg_kv.memory import Buffer, Event, MemoryPool
 from disagg_kv.protocol import Phase
 from tests.support.rig import STEP_S, Memory, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels
+from tests.support.rig_parts import CountingKernels, Flag
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 ROW_BYTES = 4 * 2 * 4 * 16
@@ -134,8 +137,49 @@ def test_what_came_together_is_one_launch_where_launches_are_queued(queued: bool
     rig.quiet()
 
 
-def test_a_launch_of_several_rooms_that_fails_fails_all_of_them_and_frees_their_leases() -> None:
-    """Nobody knows whose segment it was."""
+class Picky(Queued):
+    """Launches no more than one move at a time."""
+
+    def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """Refuse, or count and pass on."""
+        if len(moves) > 1:
+            raise UnsupportedError("too many")
+        event = super().scatter(pool, moves, staging)
+        assert isinstance(event, Flag)
+        event.fired = True
+        return event
+
+
+def test_a_launch_of_several_segments_that_fails_is_tried_one_by_one() -> None:
+    """E8: one room's error is no other room's; and what is too much for one launch is not too much for several."""
+    rig, kernels = Rig(SPEC), Picky()
+    memory = Memory(page_size=8, pages=64)
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels)
+    rig.request("room", rig.prefills, rig.decodes, 32).start().landed()
+    assert kernels.scatters == [1] * 4
+    rig.quiet()
+
+
+def test_a_launch_takes_no_more_than_was_prepared_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a launch needs must not be allocated while others run."""
+    monkeypatch.setattr("disagg_kv.endpoints.scattering.ENTRIES", 9)
+    rig, kernels = Rig(SPEC), Queued()
+    memory = Memory(page_size=8, pages=64)
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels)
+    request = rig.request("room", rig.prefills, rig.decodes, 32).start()
+    rig.until(lambda: sum(kernels.scatters) == 4, "all scatters")
+    assert kernels.scatters == [2, 2]
+    assert kernels.events is not None
+    for event in kernels.events:
+        event.fired = True
+    request.landed()
+    rig.quiet()
+
+
+def test_launches_that_fail_fail_their_rooms_and_free_their_leases() -> None:
+    """Each with its error."""
     rig, kernels = Rig(SPEC), Queued()
     memory = Memory(page_size=8, pages=64)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged")

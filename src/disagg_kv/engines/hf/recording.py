@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from ...geometry import PageTable
 from ...ids import LayerId
 from ...memory import Mark
-from .events import computed
+from .events import marker
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicIndexedLayer
@@ -37,7 +36,6 @@ class RecordingCache(Cache):
         self._paged = paged
         self._table = table
         self.layer_ready: Callable[[LayerId, Mark | None], None] | None = None
-        self._mark = None if paged.device == "cpu" else partial(computed, paged.device)
         self._found: tuple[int, int, Places] | None = None
 
     def update(
@@ -78,4 +76,4 @@ class RecordingCache(Cache):
 
     def _final(self, layer_idx: int) -> None:
         if self.layer_ready is not None:
-            self.layer_ready(self._paged.layer_ids[layer_idx], self._mark)
+            self.layer_ready(self._paged.layer_ids[layer_idx], marker(self._paged.device))
