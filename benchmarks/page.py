@@ -373,6 +373,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_transfer_nixl_1to1.json": transfer,
     "cpu_grant.json": grant,
     "cpu_grant_quiet.json": grant,
+    "h200_grant.json": grant,
     "cpu_adapter_nixl.json": adapter,
     "cpu_adapter_mooncake.json": adapter,
     "cpu_verify.json": verify,
