@@ -65,7 +65,7 @@ BUGS: Sequence[Mutant] = (
            "staging.ring:RingStagingAllocator.reserve",
            "(free_from := self._last_end_before(place + size)) > place", "(free_from := 0) > place"),
     Mutant("a lease is released before its scatter has ended", "I1",
-           "endpoints.scattering:Scatterer._begin", "if one.event is None:", "if True:"),
+           "endpoints.scattering:Scatterer._begin", "if one.event is None]", "]"),
     Mutant("Done is taken for success", "I2",
            RECEIVE + "_check_landed", "if not complete or any(p.scattering for p in self._parts.values()):",
            "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.LANDED\n"

@@ -155,8 +155,9 @@ class Scatterer:
                 except Exception as exc:
                     # A scatter that has begun reads the lease and writes pages until its event, whatever fails after.
                     one.error = exc
-        self._running += [one for one, _, _ in begun if one.event is not None]
-        for one in [one for one, _, _ in begun if one.event is None]:
+        ended = [one for one, _, _ in begun if one.event is None]
+        self._running += [one for one, _, _ in begun if one not in ended]
+        for one in ended:
             self._finish(one, one.error)
 
     def _finish(self, one: _Scattering, error: Exception | None) -> None:
