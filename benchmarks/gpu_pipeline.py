@@ -102,6 +102,11 @@ class Pair:
         self._prefill.ask(type(None), "shut")
         self._decode.ask(type(None), "shut")
 
+    def end(self, way: str) -> None:
+        """End one way's endpoints."""
+        self._prefill.ask(type(None), "end", way)
+        self._decode.ask(type(None), "end", way)
+
     def computed(self) -> float:
         """Seconds of compute alone."""
         self._number += 1
@@ -176,6 +181,8 @@ def measured(pair: Pair, layers: int, repeats: int, until: float) -> dict[str, o
     for way in COMPARED:
         pair.checked(way)
     group = group_s(pair, layers)
+    for way in (TOGETHER, SINGLY):
+        pair.end(way)
     took, sent = turns(pair, repeats, until)
     groups, reason = sent.groups, sent.reason
     for way in COMPARED:

@@ -250,12 +250,15 @@ class Prefill:
             )
         keep()
 
+    def end(self, way: str) -> None:
+        """End the endpoint of one way: idle ones, too, take the interpreter from the model now and then."""
+        self._room.clear()
+        self._ends.pop(way).close(1.0)
+
     def shut(self) -> None:
         """End the endpoints of a case."""
-        for end in self._ends.values():
-            end.close(1.0)
-        self._ends.clear()
-        self._room.clear()
+        for way in list(self._ends):
+            self.end(way)
         gc.unfreeze()
         gc.collect()
 
@@ -394,12 +397,15 @@ class Decode:
             )
         keep()
 
+    def end(self, way: str) -> None:
+        """End the endpoint of one way."""
+        self._room.clear()
+        self._ends.pop(way).close(1.0)
+
     def shut(self) -> None:
         """End the endpoints of a case."""
-        for end in self._ends.values():
-            end.close(1.0)
-        self._ends.clear()
-        self._room.clear()
+        for way in list(self._ends):
+            self.end(way)
         self._pools.clear()
         gc.unfreeze()
         gc.collect()

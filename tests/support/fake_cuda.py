@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 from collections import deque
+from collections.abc import Sequence
 from itertools import count
 from weakref import WeakSet
 
@@ -113,12 +114,11 @@ class FakeCuda:
     def end(self, device: int, stream: Stream) -> None:
         assert not self.streams.pop(stream), "a stream was given up with work in it"
 
-    def wait(self, device: int, stream: Stream, event: int) -> None:
-        self._check("wait")
-        self.streams[stream].append(event)
-
-    def copy(self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64) -> Mark:
+    def copy(
+        self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64, after: Sequence[int] = ()
+    ) -> Mark:
         self._check("copy")
+        self.streams[stream].extend(after)
         assert bool((nbytes > 0).all()), "the driver refuses batches with copies of nothing"
         mark = Mark(next(self._numbers))
         # As the hardware: in an order of its own.

@@ -22,6 +22,9 @@ _ARGUMENTS = {
     "cuEventSynchronize": (ctypes.c_void_p,),
 }
 
+_SLOW = frozenset({"cuEventSynchronize", "cuDevicePrimaryCtxRetain"})
+"""These may take long, and let other threads run Python meanwhile."""
+
 
 class Mark:
     """The end of what was enqueued before it; any thread."""
@@ -59,8 +62,11 @@ class CudaQueue:
 
     def __init__(self, device: int) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
+        # What only queues or asks keeps the interpreter: given away, it comes back late from an engine's busy thread.
+        self._quick = ctypes.PyDLL("libcuda.so.1")
         for name, types in _ARGUMENTS.items():
-            getattr(self._library, name).argtypes = types
+            for library in (self._library, self._quick):
+                getattr(library, name).argtypes = types
         self.spare: deque[int] = deque()
         ordinal, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device))
@@ -68,7 +74,7 @@ class CudaQueue:
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     def _call(self, name: str, *args: object) -> None:
-        status: int = getattr(self._library, name)(*args)
+        status: int = getattr(self._library if name in _SLOW else self._quick, name)(*args)
         if status:
             raise DisaggKVError(f"cuda: {name}: {self._word(status)} ({status})")
 
@@ -105,7 +111,7 @@ class CudaQueue:
 
     def passed(self, event: int) -> bool:
         """Whether all before an event is done."""
-        status: int = self._library.cuEventQuery(event)
+        status: int = self._quick.cuEventQuery(event)
         if status not in (0, _NOT_READY):
             raise DisaggKVError(f"cuda: cuEventQuery: {self._word(status)} ({status})")
         return status == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NewType, Protocol
 
 from ..geometry import I64
@@ -48,12 +49,14 @@ class Cuda(Protocol):
         """Give a queue up in which nothing is left."""
         ...
 
-    def wait(self, device: int, stream: Stream, event: int) -> None:
-        """What is queued from now on begins after an event (``CUevent``), as it was last recorded."""
-        ...
+    def copy(
+        self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64, after: Sequence[int] = ()
+    ) -> Mark:
+        """Queue copies of at least one byte each, in any order; gives the place behind them.
 
-    def copy(self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64) -> Mark:
-        """Queue copies of at least one byte each, in any order; gives the place behind them."""
+        They, and what is queued later, begin when all events (``CUevent``) of ``after`` have happened, as those were
+        last recorded.
+        """
         ...
 
     def passed(self, mark: Mark) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -26,6 +26,19 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 _Pointer = ctypes.c_uint64
+
+_QUICK = frozenset(
+    {
+        "cuCtxPushCurrent_v2",
+        "cuCtxPopCurrent_v2",
+        "cuStreamWaitEvent",
+        "cuMemcpyDtoDAsync_v2",
+        "cuMemcpyBatchAsync_v2",
+        "cuEventRecord",
+        "cuEventQuery",
+    }
+)
+"""What only queues or asks keeps the interpreter: given away, it comes back late from an engine's busy thread."""
 
 
 class _Handle(ctypes.Structure):
@@ -51,6 +64,20 @@ class _Attributes(ctypes.Structure):
     )
 
 
+class _Context:
+    """A device's primary context, which is the calling thread's inside ``with``; afterwards what was."""
+
+    def __init__(self, driver: Driver, context: ctypes.c_void_p) -> None:
+        self._driver = driver
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(self, *exc: object) -> None:
+        self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
 @cache
 def driver() -> Driver:
     """This process's driver.
@@ -68,19 +95,27 @@ class Driver:
         what, remedy = "transport 'cuda_ipc'", "run where nvidia-smi shows a GPU"
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
+            self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise MissingDependencyError(what, f"the CUDA driver cannot be loaded: {error}", remedy) from error
         try:
-            self._call("cuInit", ctypes.c_uint(0))
+            self.call("cuInit", ctypes.c_uint(0))
         except TransportError as error:
             raise MissingDependencyError(what, str(error), remedy) from error
-        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._contexts: dict[int, _Context] = {}
+        self._devices: dict[Mark, int] = {}
+        self._spare: defaultdict[int, deque[Mark]] = defaultdict(deque)
         self._lock = threading.Lock()
         self._batches = hasattr(self._library, "cuMemcpyBatchAsync_v2")
         self._order = _Attributes(order=_STREAM_ORDER)
 
-    def _call(self, name: str, *args: object) -> None:
-        status: int = getattr(self._library, name)(*args)
+    def call(self, name: str, *args: object) -> None:
+        """Call a function of the library.
+
+        Raises:
+            TransportError: it did not succeed.
+        """
+        status: int = getattr(self._quick if name in _QUICK else self._library, name)(*args)
         if status:
             raise TransportError(f"cuda: {name}: {self._word(status)} ({status})")
 
@@ -89,43 +124,34 @@ class Driver:
         self._library.cuGetErrorName(status, ctypes.byref(word))
         return (word.value or b"unknown error").decode()
 
-    @contextmanager
-    def _on(self, device: int) -> Iterator[None]:
-        """The device's context is the calling thread's inside; afterwards what was."""
-        self._call("cuCtxPushCurrent_v2", self._context(device))
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def _context(self, device: int) -> ctypes.c_void_p:
+    def _on(self, device: int) -> _Context:
         with self._lock:
             if device not in self._contexts:
                 ordinal, context = ctypes.c_int(), ctypes.c_void_p()
-                self._call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device))
-                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
-                self._contexts[device] = context
+                self.call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device))
+                self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+                self._contexts[device] = _Context(self, context)
             return self._contexts[device]
 
     def segment(self, device: int, addr: int) -> tuple[int, int]:
         """See :meth:`Cuda.segment`."""
         base, nbytes = _Pointer(), ctypes.c_size_t()
         with self._on(device):
-            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), _Pointer(addr))
+            self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), _Pointer(addr))
         return base.value, nbytes.value
 
     def shareable(self, device: int, addr: int) -> bool:
         """See :meth:`Cuda.shareable`."""
         found = ctypes.c_int()
         with self._on(device):
-            self._call("cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_IPC_CAPABLE), _Pointer(addr))
+            self.call("cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_IPC_CAPABLE), _Pointer(addr))
         return bool(found.value)
 
     def export(self, device: int, addr: int) -> bytes:
         """See :meth:`Cuda.export`."""
         handle = _Handle()
         with self._on(device):
-            self._call("cuIpcGetMemHandle", ctypes.byref(handle), _Pointer(addr))
+            self.call("cuIpcGetMemHandle", ctypes.byref(handle), _Pointer(addr))
         return bytes(handle)
 
     def open(self, device: int, handle: bytes) -> int:
@@ -135,38 +161,37 @@ class Driver:
         addr = _Pointer()
         with self._on(device):
             given = _Handle.from_buffer_copy(handle)
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(addr), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+            self.call("cuIpcOpenMemHandle_v2", ctypes.byref(addr), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return addr.value
 
     def close(self, device: int, addr: int) -> None:
         """See :meth:`Cuda.close`."""
         with self._on(device):
-            self._call("cuIpcCloseMemHandle", _Pointer(addr))
+            self.call("cuIpcCloseMemHandle", _Pointer(addr))
 
     def stream(self, device: int) -> Stream:
         """See :meth:`Cuda.stream`."""
         made = ctypes.c_void_p()
         with self._on(device):
-            self._call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
+            self.call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
         return Stream(made.value or 0)
 
     def end(self, device: int, stream: Stream) -> None:
         """See :meth:`Cuda.end`."""
         with self._on(device):
-            self._call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+            self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
 
-    def wait(self, device: int, stream: Stream, event: int) -> None:
-        """See :meth:`Cuda.wait`."""
-        with self._on(device):
-            self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
-
-    def copy(self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64) -> Mark:
+    def copy(
+        self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64, after: Sequence[int] = ()
+    ) -> Mark:
         """See :meth:`Cuda.copy`."""
-        queue, mark = ctypes.c_void_p(stream), ctypes.c_void_p()
+        queue = ctypes.c_void_p(stream)
         with self._on(device):
+            for event in after:
+                self.call("cuStreamWaitEvent", queue, ctypes.c_void_p(event), ctypes.c_uint(0))
             if self._batches and len(nbytes) > 1:
                 columns = [np.ascontiguousarray(c, np.int64) for c in (target, source, nbytes)]
-                self._call(
+                self.call(
                     "cuMemcpyBatchAsync_v2",
                     *(ctypes.c_void_p(c.ctypes.data) for c in columns),
                     ctypes.c_size_t(len(nbytes)),
@@ -177,18 +202,29 @@ class Driver:
                 )
             else:
                 for to, at, size in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
-                    self._call("cuMemcpyDtoDAsync_v2", _Pointer(to), _Pointer(at), ctypes.c_size_t(size), queue)
-            self._call("cuEventCreate", ctypes.byref(mark), ctypes.c_uint(_NO_TIMING))
-            self._call("cuEventRecord", mark, queue)
-        return Mark(mark.value or 0)
+                    self.call("cuMemcpyDtoDAsync_v2", _Pointer(to), _Pointer(at), ctypes.c_size_t(size), queue)
+            mark = self._mark(device)
+            self.call("cuEventRecord", ctypes.c_void_p(mark), queue)
+        return mark
+
+    def _mark(self, device: int) -> Mark:
+        """An event that nobody uses; the device's context is current."""
+        try:
+            mark = self._spare[device].popleft()
+        except IndexError:
+            made = ctypes.c_void_p()
+            self.call("cuEventCreate", ctypes.byref(made), ctypes.c_uint(_NO_TIMING))
+            mark = Mark(made.value or 0)
+        self._devices[mark] = device
+        return mark
 
     def passed(self, mark: Mark) -> bool:
         """See :meth:`Cuda.passed`."""
-        status: int = self._library.cuEventQuery(ctypes.c_void_p(mark))
+        status: int = self._quick.cuEventQuery(ctypes.c_void_p(mark))
         if status not in (0, _NOT_READY):
             raise TransportError(f"cuda: cuEventQuery: {self._word(status)} ({status})")
         return status == 0
 
     def forget(self, mark: Mark) -> None:
-        """See :meth:`Cuda.forget`."""
-        self._call("cuEventDestroy_v2", ctypes.c_void_p(mark))
+        """See :meth:`Cuda.forget`; kept for the next copy."""
+        self._spare[self._devices.pop(mark)].append(mark)

@@ -264,21 +264,22 @@ class CudaIpcTransport:
         target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
         self._look(remote)
-        some = writes.nbytes > 0
         if remote.lost:
             self._events.append(Ended(ticket, PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended")))
-        elif not some.any():
+        elif not writes.nbytes.any():
             self._events.append(Ended(ticket))
         else:
+            ranges = target, source, writes.nbytes
             if len(writes) > 1:
                 writes = coalesce(writes)
                 source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
                 target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
                 some = writes.nbytes > 0
+                ranges = target[some], source[some], writes.nbytes[some]
             given = list(parts(after))
             streams = [event for event in given if isinstance(event, CudaEvent)]
             hosts = [event for event in given if not isinstance(event, CudaEvent)]
-            flight = _Flight(ticket, remote, target[some], source[some], writes.nbytes[some], streams, hosts)
+            flight = _Flight(ticket, remote, *ranges, streams, hosts)
             self._table.hold(ticket, writes)
             remote.flights.append(flight)
             self._begin(flight)
@@ -292,10 +293,9 @@ class CudaIpcTransport:
             flight.waits = [event for event in flight.waits if not event.query()]
             if flight.waits:
                 return
-            for event in flight.events:
-                if event.cuda_event:
-                    self._cuda.wait(remote.device, remote.stream, event.cuda_event)
-            flight.mark = self._cuda.copy(remote.device, remote.stream, flight.target, flight.source, flight.nbytes)
+            after = [event.cuda_event for event in flight.events if event.cuda_event]
+            ranges = flight.target, flight.source, flight.nbytes
+            flight.mark = self._cuda.copy(remote.device, remote.stream, *ranges, after)
         except Exception as error:
             # An event may be somebody else's code; and some of the copies may be queued.
             self._end(flight, error, quiesced=bool(flight.waits))

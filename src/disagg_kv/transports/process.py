@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from pathlib import Path
 from typing import Protocol
 
 from attrs import frozen
 
 from ..errors import PeerLostError, TransportError
+
+
+LOOK_S = 0.005
+"""How often a process is looked at: every look gives the interpreter away, which an engine's thread keeps for long."""
 
 
 def _started(pid: int) -> int:
@@ -29,10 +34,19 @@ class Watch:
         self._pidfd = pidfd
         self._poll = select.poll()
         self._poll.register(pidfd, select.POLLIN)
+        self._look_at = 0.0
+        self._ended = False
 
     def ended(self) -> bool:
-        """Whether it has; then no thread of it runs any more, so nothing that it copied itself lands later."""
-        return bool(self._poll.poll(0))
+        """Whether it had when it was last looked at, no longer than LOOK_S ago.
+
+        Then no thread of it runs any more, so nothing that it copied itself lands later.
+        """
+        now = time.monotonic()
+        if now >= self._look_at and not self._ended:
+            self._look_at = now + LOOK_S
+            self._ended = bool(self._poll.poll(0))
+        return self._ended
 
     def __del__(self) -> None:
         os.close(self._pidfd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from enum import Enum
 
 import attrs
@@ -30,7 +31,7 @@ from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import StagedPath
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
-from disagg_kv.transports.process import Process
+from disagg_kv.transports.process import LOOK_S, Process
 from tests.support.rig import Decodes, E, Memory, Prefills, Rig, tp_shards
 from tests.support.rig_parts import CountingKernels, Flag, RecordingTransport
 
@@ -285,6 +286,7 @@ def test_exits_of_processes_are_noticed() -> None:
         exits.watch(Epoch(b"far"), msgspec.structs.replace(alive, host="elsewhere"))
         assert exits.ended() == []
         child.communicate(b"\n")
+        time.sleep(LOOK_S)
     exits.watch(Epoch(b"late"), alive)
     exits.forget(Epoch(b"other"))
     assert exits.ended() == [b"late", b"alive"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import attrs
 import pytest
 
 from disagg_kv.errors import PeerLostError, TransportError
 from disagg_kv.transports import Process
-from disagg_kv.transports.process import _started
+from disagg_kv.transports.process import LOOK_S, _started
 
 
 def test_a_running_process_has_not_ended() -> None:
@@ -28,6 +29,7 @@ def test_the_end_of_a_process_is_seen_before_anybody_waits_for_it() -> None:
     assert not watch.ended()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    time.sleep(LOOK_S)
     assert watch.ended()
     with pytest.raises(PeerLostError, match="nobody has waited"):
         process.watch()
