@@ -342,7 +342,7 @@ def gpu_pipeline(found: Found) -> str:
 
     def row(case: Found) -> list[str]:
         if "error" in case:
-            return [wire(case), f"{case['tokens']:,}", case["error"], *[""] * 8]
+            return [wire(case), f"{case['tokens']:,}", case["error"], *[""] * 9]
         times = ("compute_ms", "transfer_ms", "per_chunk_ms", "pipelined_ms")
         return [
             wire(case),
@@ -351,18 +351,22 @@ def gpu_pipeline(found: Found) -> str:
             str(case["groups"]),
             f"{case['bound_ms']:,.1f}",
             f"{case['over_bound']:.3f}",
+            f"{case['quiet']['over_bound']:.3f}" if "quiet" in case else "",
             "" if case["hidden"] is None else f"{case['hidden']:.0%}",
             f"{case['pipelined_over_per_chunk']:.3f}",
         ]
 
     near = sum(c["over_bound"] <= 1.05 for c in good)
+    even = [c for c in good if 0.5 <= c["transfer_ms"] / c["compute_ms"] <= 2 and "quiet" in c]
+    quiet = sum(c["quiet"]["over_bound"] <= 1.05 for c in even)
     slower = sum(c["pipelined_over_per_chunk"] > 1.03 for c in good)
     said = (
-        f"{near} of {len(good)} cases are within 5% of the bound; {slower} of {len(good)} are more than 3% slower than "
+        f"{near} of {len(good)} cases are within 5% of the bound, and {quiet} of the {len(even)} with T/C "
+        f"from 0.5 to 2 in the quiet quarter of their turns; {slower} of {len(good)} are more than 3% slower than "
         f"per chunk. Devices: {', '.join(found['settings']['devices'])}. {found.get('note', '')}".strip()
     )
     names = ("wire", "tokens", "C, ms", "T, ms", "per chunk, ms", "pipelined, ms", "groups", "bound, ms")
-    head = [*names, "over the bound", "hidden", "pipelined / per chunk"]
+    head = [*names, "over the bound", "quiet", "hidden", "pipelined / per chunk"]
     return f"{said}\n\n{table([head, *map(row, found['cases'])])}"
 
 

@@ -12,7 +12,6 @@ from attrs import frozen
 
 from ..errors import PeerLostError, TransportError
 
-
 LOOK_S = 0.005
 """How often a process is looked at: every look gives the interpreter away, which an engine's thread keeps for long."""
 

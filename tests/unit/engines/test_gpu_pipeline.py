@@ -48,6 +48,11 @@ def test_a_case_that_fails_is_a_row_and_the_others_go_on(capsys: pytest.CaptureF
     over = [took["staged+layer_pipelined"][turn] / bounds[turn] for turn in range(2)]
     assert good["over_bound"] == pytest.approx(sum(over) / 2, abs=0.01)
     assert len(took["staged"]) == 2
+    least = {name: min(of) for name, of in took.items()}
+    assert good["quiet"]["pipelined_ms"] == least["staged+layer_pipelined"]
+    c, t = least["compute"], least["transfer"]
+    bound = min(max(c, t) + min(c, t) / n + n * good["group_ms"] for n in range(1, 5))
+    assert good["quiet"]["over_bound"] == pytest.approx(least["staged+layer_pipelined"] / bound, abs=0.01)
 
 
 def test_a_file_has_all_that_is_there_after_each_case_in_the_order_asked_for(tmp_path: Path) -> None:
