@@ -212,8 +212,10 @@ class Reception(Handle, Protocol):
 class Step(Protocol):
     """One forward pass over many rooms."""
 
-    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> None:
+    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
         """A layer's rows are final, now or at ``ready``, for all rooms of the step; layers come in any order, once.
+
+        False: everything crosses when the step is closed, so the engine may leave out all other layers.
 
         An event per layer takes time that only some of them are worth. Given a function that makes one, the step calls
         it, before this returns, for layers that may complete a group, and not for those of which it knows that they do
@@ -227,7 +229,10 @@ class Step(Protocol):
         ...
 
     def close(self, ready: Event | None = None) -> None:
-        """Every layer that was not announced is final, now or at ``ready``."""
+        """Every layer that was not announced is final at ``ready``.
+
+        None: now, or behind all that was asked of the stream of those functions that ``layer_ready`` was given.
+        """
         ...
 
 

@@ -242,7 +242,7 @@ class ForwardPass:
         self._last: Event | None = None
         self._closed = False
 
-    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> None:
+    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
         """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`."""
         if layer not in self._layers:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
@@ -256,8 +256,10 @@ class ForwardPass:
             self._mark = ready
         else:
             self._add({layer}, ready)
-        if self._layered and (self._traced or not self._cuts.whole):
+        wanted = self._layered and (self._traced or not self._cuts.whole)
+        if wanted:
             self._say(layer, ready)
+        return wanted
 
     def _say(self, layer: LayerId, ready: Event | Mark | None) -> None:
         """Tell of what is final. A mark is only set where it may let something cross, or a trace shows each layer."""
@@ -271,8 +273,9 @@ class ForwardPass:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
         if self._closed:
             raise LocalProtocolError("the step is closed already")
-        if self._unmarked and self._mark is not None:
+        if self._mark is not None and (self._unmarked or (ready is None and self._layers > self._seen)):
             self._set_mark(self._mark)
+            ready = self._last if ready is None else ready
         last = self._last if ready is None else ready
         self._closed = True
         self._add(self._layers - self._seen, ready)

@@ -212,8 +212,10 @@ class Office:
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.events: list[Event | None] = []
 
     def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+        self.events.append(ready)
         self.said.append(f"final {sorted(layers or ())}")
 
     def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
@@ -264,7 +266,7 @@ def test_only_what_completes_a_group_is_marked() -> None:
     cuts.add(ROOM, HALVES, decided=True)
     marks, made = Marks(), []
     for layer in LAYERS:
-        step.layer_ready(layer, marks)
+        assert step.layer_ready(layer, marks)
         made.append(marks.made)
     assert made == [0, 1, 1, 2]
     assert office.said == ["begun", "final [0, 1]", "wake", "final [2, 3]", "wake"]
@@ -282,7 +284,7 @@ def test_nothing_is_marked_or_said_where_all_layers_are_one_group(event: Event |
     cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
     marks = Marks()
     for layer in LAYERS:
-        step.layer_ready(layer, marks)
+        assert not step.layer_ready(layer, marks)
     assert (office.said, marks.made) == (["begun"], 0)
     step.close(event)
     assert marks.made == 1
@@ -316,3 +318,17 @@ def test_layers_that_are_not_marked_are_final_with_the_rest_of_the_pass() -> Non
     step.close(Flag())
     assert marks.made == 2
     assert office.said[-3:] == ["final [2]", "final [3]", "closed"]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_an_engine_may_leave_out_the_layers_of_which_none_matters(given: bool) -> None:
+    """They are final behind the event that close is given; without one behind what their stream was asked for."""
+    office, cuts, step = a_pass()
+    cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
+    marks, event = Marks(), Flag()
+    assert not step.layer_ready(LAYERS[0], marks)
+    step.close(event if given else None)
+    assert marks.made == 1
+    assert None not in office.events
+    assert (event in office.events) == given
+    assert office.said[-1] == "closed"

@@ -185,6 +185,23 @@ def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
     assert seen == list(range(model.config.num_hidden_layers))
 
 
+def test_layers_are_announced_until_the_answer_is_that_none_matters() -> None:
+    """B3: what is not asked for costs nothing."""
+    model = llama(torch.bfloat16)
+    paged = PagedHFCache(pool_for(model))
+    own = paged.recording(table_for(paged, len(PROMPT)))
+    seen: list[int] = []
+
+    def ready(layer: LayerId, mark: Mark | None) -> bool:
+        seen.append(layer)
+        return False
+
+    own.layer_ready = ready
+    run(model, PROMPT, own)
+    assert seen == [0]
+    assert own.layer_ready is None
+
+
 def indexed() -> tuple[Any, PagedPool, PagedHFCache, PageTable]:
     """A model whose layers keep an index beside their rows, and pages for a prompt."""
     torch.manual_seed(0)

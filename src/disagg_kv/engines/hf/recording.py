@@ -24,7 +24,8 @@ class RecordingCache(Cache):
 
     ``layer_ready``, where it is set, is called with each layer whose rows of the forward pass are in the pages, and
     with what makes an event behind them (None on a CPU): just what a step's ``layer_ready`` takes. On a GPU the host
-    waits for nothing, and makes no event that nobody wants. Layers that keep a state alone are not among them. After a
+    waits for nothing, and makes no event that nobody wants. Once it has answered False it is not called any more, until
+    it is set again for the next pass. Layers that keep a state alone are not among them. After a
     pass that raised, ``reset`` and begin anew. Do not ``crop``: it removes as many rows from what the pass had not
     reached, perhaps one half of a layer with an index, as from what it had.
     """
@@ -35,7 +36,7 @@ class RecordingCache(Cache):
         super().__init__(layers=list(layers))
         self._paged = paged
         self._table = table
-        self.layer_ready: Callable[[LayerId, Mark | None], None] | None = None
+        self.layer_ready: Callable[[LayerId, Mark | None], bool | None] | None = None
         self._found: tuple[int, int, Places] | None = None
 
     def update(
@@ -75,5 +76,7 @@ class RecordingCache(Cache):
         return self._found[2]
 
     def _final(self, layer_idx: int) -> None:
-        if self.layer_ready is not None:
-            self.layer_ready(self._paged.layer_ids[layer_idx], marker(self._paged.device))
+        if self.layer_ready is None:
+            return
+        if self.layer_ready(self._paged.layer_ids[layer_idx], marker(self._paged.device)) is False:
+            self.layer_ready = None
