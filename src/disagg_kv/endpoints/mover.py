@@ -168,6 +168,7 @@ class Mover:
     ) -> None:
         self._pool = pool
         self._kernels = kernels
+        self._streams = kernels if isinstance(kernels, SupportsStreams) else None
         self._max_batch = transport.caps.max_batch
         self._posts_wait = transport.caps.waits_events
         self._staging = staging
@@ -244,7 +245,7 @@ class Mover:
 
     def orders(self, event: Event) -> bool:
         """Whether gathers put themselves behind an event, so that no thread needs to look at it."""
-        return isinstance(self._kernels, SupportsStreams) and self._kernels.orders(event)
+        return self._streams is not None and self._streams.orders(event)
 
     def _waits(self, room: RoomKey, transfer: Transfer) -> bool:
         """Whether a transfer has to wait here for an event: one that is not gathered, of a transport that waits not."""
@@ -510,13 +511,13 @@ class Mover:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
-        pinned = {n for slot in self._slots for n in slot.pins}
+        held = [slot for slot in self._slots if slot.pins]
+        pinned = {n for slot in held for n in slot.pins}
         live = {p.number for p in self._posts.values() if p.slot is not None}
         live |= {post.number for g in self._gathering if not g.posted for post, _ in g.posts}
         assert pinned == live, (pinned, live)
-        towards = [to for slot in self._slots for to in {post.transfer.to for post in slot.pins.values()}]
-        assert len(towards) == sum(self._pins.values()), (towards, self._pins)
-        assert all(towards.count(to) == slots for to, slots in self._pins.items()), (towards, self._pins)
+        towards = Counter(to for slot in held for to in {post.transfer.to for post in slot.pins.values()})
+        assert towards == self._pins, (towards, self._pins)
         filling = {g.slot.offset for g in self._gathering}
         assert filling == {s.offset for s in self._slots if s.filling}, filling
 

@@ -68,4 +68,4 @@ class Repeater:
 
     def next_at(self) -> float | None:
         """When ``tick`` has something to do, or None."""
-        return min((due.at for due in self._due.values()), default=None)
+        return min([due.at for due in self._due.values()]) if self._due else None

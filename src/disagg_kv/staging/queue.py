@@ -234,23 +234,27 @@ class GrantQueue(Generic[P, K]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts do not add up or a limit is broken."""
+        held, stuck, ahead = dict.fromkeys(self._peers, 0), dict.fromkeys(self._peers, 0), 0
+        for granted in self._granted.values():
+            assert granted.peer in held, "a lease of nobody"
+            held[granted.peer] += granted.lease.nbytes
+            stuck[granted.peer] += granted.lease.nbytes if granted.quarantined else 0
+            ahead += granted.lease.nbytes if granted.lookahead else 0
+        lines = 0
         for name, peer in self._peers.items():
-            leases = [granted.lease.nbytes for granted in self._granted.values() if granted.peer == name]
-            assert peer.held == sum(leases), f"{name!r} holds {sum(leases)} bytes, {peer.held} are counted"
-            stuck = sum(g.lease.nbytes for g in self._granted.values() if g.peer == name and g.quarantined)
-            assert peer.quarantined == stuck, f"{stuck} bytes of {name!r} wait for evidence, {peer.quarantined} counted"
+            has, waits = held[name], stuck[name]
+            assert peer.held == has, f"{name!r} holds {has} bytes, {peer.held} are counted"
+            assert peer.quarantined == waits, f"{waits} bytes of {name!r} wait for evidence, {peer.quarantined} counted"
             assert not peer.idle(), f"{name!r} is kept for nothing"
+            lines += len(peer.ready) + len(peer.ahead)
             for line in (peer.ready, peer.ahead):
                 for key, waiting in line.items():
                     assert self._waiting.get(key) is waiting, f"{key!r} waits in one place only"
                     assert waiting.peer == name, f"{key!r} waits in the line of {name!r}"
                     assert peer.line(waiting.lookahead) is line, f"{key!r} waits in the wrong line"
-        lines = sum(len(peer.ready) + len(peer.ahead) for peer in self._peers.values())
         assert lines == len(self._waiting), f"{lines} requests are in line, {len(self._waiting)} wait"
         assert not self._waiting.keys() & self._granted.keys(), "a key both waits and has a lease"
-        assert {granted.peer for granted in self._granted.values()} <= self._peers.keys(), "a lease of nobody"
-        assert self._quarantined == sum(peer.quarantined for peer in self._peers.values())
-        ahead = sum(granted.lease.nbytes for granted in self._granted.values() if granted.lookahead)
+        assert self._quarantined == sum(stuck.values()), f"{self._quarantined} bytes are counted to wait for evidence"
         assert ahead == self._lookahead_held <= self._lookahead_limit, f"look-ahead holds {ahead} bytes"
 
     def _peer(self, peer: P) -> _Peer[P, K]:
