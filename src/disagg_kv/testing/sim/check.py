@@ -202,7 +202,7 @@ class Checks:
         except AssertionError as exc:
             self._fail("I3", f"{node.address}: {exc!r}")
         self.released(node)
-        if any(node.counters.of.get(mistake) for mistake in MISTAKES):
+        if not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
 
     # When all is over.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 from attrs import define
 
 from ...errors import PeerLostError, RegistrationError, TransportError
@@ -319,7 +318,7 @@ class Dma:
         if op.lease is None:
             memory = op.target.node.memory
             for _, _, _, to, n in piece:
-                if not np.array_equal(memory.cells[to : to + n], memory.want[to : to + n]):
+                if memory.cells[to : to + n].tobytes() != memory.want[to : to + n].tobytes():
                     world.violation(
                         "I2",
                         f"{op.target.node.address}: wrong bytes land in pages at byte {to}",

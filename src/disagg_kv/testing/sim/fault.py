@@ -12,6 +12,8 @@ from ...errors import UnknownNameError
 class FaultClass(Enum):
     """One way in which the world may fail. The value says what happens."""
 
+    __hash__ = object.__hash__  # every frame looks up the rates of many; Enum's own hash is computed in Python
+
     DROP = "a frame is lost"
     DUPLICATE = "a frame arrives twice"
     REORDER = "a frame arrives after later ones"

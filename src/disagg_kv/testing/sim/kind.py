@@ -8,6 +8,8 @@ from enum import Enum
 class Kind(Enum):
     """Something that requests of some worlds do. The value says what."""
 
+    __hash__ = object.__hash__  # each is counted as it happens; Enum's own hash is computed in Python
+
     PREFIX = "only what follows a held prefix crosses"
     FULL_HIT = "nothing of the tokens crosses, as all of them are held"
     UNEQUAL = "ranks of decode hold different prefixes, and settle on the shortest"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -242,7 +243,7 @@ class RankMemory:
 
     def put(
         self,
-        cells: U8,
+        into: Sequence[U8],
         pages: list[int],
         first: int,
         start: int,
@@ -250,14 +251,19 @@ class RankMemory:
         room: U8,
         layer: int | None = None,
     ) -> None:
-        """Lay the rows ``[start, stop)`` of a room, or one layer of them, into pages that begin at row ``first``."""
+        """Lay the rows ``[start, stop)`` of a room, or one layer of them, into pages that begin at row ``first``.
+
+        ``into`` is what the pages hold, what they should hold, or both.
+        """
         rows = np.arange(start - first, stop - first)
         where = self.lens.places[np.asarray(pages)[rows // self.page_rows], rows % self.page_rows]
         columns = self.lens.columns
         if layer is not None:
             held = self.lens.layers == layer
             where, columns = where[:, held], columns[held]
-        cells[where] = room[start:stop, columns]
+        brought = room[start:stop, columns]
+        for cells in into:
+            cells[where] = brought
 
     def wrong(self, pages: list[int]) -> int | None:
         """The first byte of these pages that is not as it should be; None: all are."""
@@ -283,12 +289,9 @@ class RankMemory:
 
     def owner_of(self, offset: int, nbytes: int) -> int:
         """Whose these bytes are; :data:`FREE` if they are nobody's, or not of one owner."""
-        of = self.lens.page_of[offset : offset + nbytes]
-        if len(of) == 0 or int(of.min()) < 0:
-            return FREE
-        owners = self.owners[of]
-        first = int(owners[0])
-        return first if bool((owners == first).all()) else FREE
+        pages = set(self.lens.page_of[offset : offset + nbytes].tolist())
+        owners = {int(self.owners[page]) if page >= 0 else FREE for page in pages}
+        return owners.pop() if len(owners) == 1 else FREE
 
     def check_pages(self) -> bool:
         """I3: free and owned pages are all there are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -44,6 +44,9 @@ BOX = (0, 1, 0, 1, False)
 
 BRIEF = (Receiving.OPENED, Receiving.LANDED, Sending.COMPLETE)
 """States that rooms are seldom seen in: they are preferred."""
+
+SELDOM = (*BRIEF, Sending.FINISHED)
+"""States that more rumours are spread in than would come by themselves."""
 
 LATE = (Sending.FINISHED, Sending.ABORTING, Sending.DRAINING)
 """States that rooms do not stay in for long: of the others they are preferred."""
@@ -89,7 +92,14 @@ class Rumours:
 
     def tempted(self, node: SimNode) -> bool:
         """Whether a room of a process is in a state that is seldom seen."""
-        return any(pair[0].state in (*BRIEF, Sending.FINISHED) for pair in self.pairs(node))
+        role = node.role
+        machines: Iterable[ReceiveRoom | Flow] = (
+            [room.machine for room in role._rooms.values()]
+            if isinstance(role, DecodeRole)
+            else [flow for room in role._flows.values() for flow in room.machine.flows.values()]
+        )
+        # Seldom is any, and to find out whose peer is there takes longer.
+        return any(m.state in SELDOM for m in machines) and any(m.state in SELDOM for m, _, _ in self.pairs(node))
 
     def spread(self, node: SimNode) -> None:
         """Frames for one room of a process, if it has any: one that acts, or about half of those that do nothing."""

@@ -115,7 +115,7 @@ class Turn:
             entry.aux = memory.aux.pop()
         room.await_states(entry)
         if len(table.pages):
-            memory.put(memory.want, table.pages.tolist(), table.first, table.first, plan.rows, room.truth)
+            memory.put((memory.want,), table.pages.tolist(), table.first, table.first, plan.rows, room.truth)
         entry.exposed = entry.node.exposes and bool(len(table.pages) or entry.slots)
         prefixes.check()
         stop = None if plan.open_end else plan.rows
@@ -179,8 +179,7 @@ class Turn:
             pages, more = entry.pages, 0
         if len(prefixes.index) < known:
             self._world.saw(Kind.EVICTED_FOR)
-        for cells in (memory.cells, memory.want):
-            memory.put(cells, pages, 0, rows, rows + more, self._said.truth)
+        memory.put((memory.cells, memory.want), pages, 0, rows, rows + more, self._said.truth)
         before = len(prefixes.index)
         claim.end(self._said.tokens[: rows + more])
         if len(prefixes.index) > before:

@@ -266,8 +266,7 @@ class Room:
     ) -> None:
         """The forward pass, or one layer of it, is done: the rows are in their pages."""
         memory = entry.node.memory
-        for cells in (memory.cells, memory.want):
-            memory.put(cells, pages, 0, start, stop, self.truth, layer)
+        memory.put((memory.cells, memory.want), pages, 0, start, stop, self.truth, layer)
 
     def _final(self, chunk: Chunk, ready: SimEvent) -> None:
         if chunk.entry.node.alive:
