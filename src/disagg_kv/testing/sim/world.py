@@ -525,6 +525,9 @@ class World:
             self.violation("I4", f"not at rest {self.now:.3f} s from the start: {'; '.join(left)}")
             return
         if not left:
+            for node in self.nodes:
+                if node.busy:  # it was told something without being woken, which it hears in whatever turn comes next
+                    node.turn()
             self.check.at_rest()
             check_served(self, self._last or [])
         for room in self.rooms:
