@@ -14,16 +14,28 @@ import pytest
 import torch
 from hypothesis import given
 
-from disagg_kv.errors import RegistrationError
+from disagg_kv.errors import LocalProtocolError, RegistrationError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import LayerId
-from disagg_kv.kernels import KERNELS, Kernels, Move, Sums, SupportsStreams, SupportsWarmUp, available, kernels_for
+from disagg_kv.kernels import (
+    KERNELS,
+    Kernels,
+    Move,
+    Prepared,
+    Sums,
+    SupportsPreparing,
+    SupportsStreams,
+    SupportsWarmUp,
+    available,
+    kernels_for,
+)
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.select import _launcher
+from disagg_kv.kernels.triton_host import MOST_PREPARED, SLOTS, Launcher
 from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
-from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, content_of, placed, strided
+from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, check_prepared, content_of, placed, strided
 from tests.support.pools import KV, Bytes, copies, noise, staged_layout
 from tests.support.rig_parts import Flag
 
@@ -212,8 +224,6 @@ def test_sums_that_nobody_reads_cost_no_memory() -> None:
 
 def test_kernels_that_are_warmed_in_inference_mode_work_outside_of_it() -> None:
     """An engine makes endpoints in whatever mode it is in; their own thread is in none."""
-    from disagg_kv.kernels.triton_host import Launcher
-
     pool, memory = _small()
     memory.fill_(3)
     staging = _staging(4096)
@@ -239,6 +249,109 @@ def test_arguments_in_flight_are_not_written_over() -> None:
     for event in events:
         _wait(event)
     assert np.array_equal(content_of(staging).reshape(64, 4096), np.arange(64, dtype=np.uint8)[:, None].repeat(4096, 1))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_prepared_scatter_equals_the_reference(layout: Layout, page_size: int) -> None:
+    """A1, A2: it reads what has come since it was prepared, and no page changes before it is launched."""
+    check_prepared(TRITON, Grid.of(layout, False, page_size, 16, SLICES), "cuda")
+
+
+def _prepared(launcher: Launcher, pool: PagedPool, page: int, staging: Buffer) -> Prepared:
+    prepared = launcher.prepare(pool, [_page(page, page * 4096)], staging)
+    assert prepared is not None
+    return prepared
+
+
+def _pages_of(memory: torch.Tensor) -> list[int]:
+    """What each page of the first plane is full of."""
+    torch.cuda.synchronize()
+    pages = memory.view(-1, 4096)[:64].cpu().numpy()
+    assert (pages == pages[:, :1]).all()
+    return [int(page[0]) for page in pages]
+
+
+def test_what_is_prepared_first_may_be_compiled_at_its_launch() -> None:
+    """A launcher that was not warmed compiles when it launches."""
+    pool, memory = _small()
+    memory.fill_(9)
+    staging = buffer_on("cuda", np.arange(64, dtype=np.uint8).repeat(4096))
+    scatter = Launcher("scatter")
+    first = _prepared(scatter, pool, 0, staging)
+    for prepared in (first, _prepared(scatter, pool, 5, staging)):
+        _wait(prepared.launch())
+    assert _pages_of(memory) == [5 if page == 5 else 0 if page == 0 else 9 for page in range(64)]
+
+
+def test_prepared_scatters_keep_their_arguments_whatever_is_launched_or_dropped_meanwhile() -> None:
+    """A2: also where their uploads are queued behind what waits for an engine."""
+    pool, memory = _small()
+    other, _ = _small()
+    staging = buffer_on("cuda", np.arange(64, dtype=np.uint8).repeat(4096))
+    scatter = Launcher("scatter")
+    scatter.warm(pool)
+    memory.fill_(99)
+    torch.cuda.synchronize()
+    kept = [_prepared(scatter, pool, page, staging) for page in range(0, 64, 2)]
+    torch.cuda._sleep(LONG)
+    computed = torch.cuda.Event()
+    computed.record()
+    for page in range(16):
+        scatter(other, [_page(page, 0)], staging, computed)
+        _prepared(scatter, pool, page, staging).drop()
+        kept.append(_prepared(scatter, pool, 2 * page, staging))
+    events = [prepared.launch() for prepared in kept]
+    assert not computed.query()
+    for event in events:
+        _wait(event)
+    assert _pages_of(memory) == [99 if page % 2 else page for page in range(64)]
+
+
+def test_no_more_is_prepared_than_leaves_slots_for_calls_and_no_memory_is_taken_for_it() -> None:
+    """To allocate pinned memory may wait for all of the GPU. Launched or dropped makes room again."""
+    pool, memory = _small()
+    staging = buffer_on("cuda", np.arange(64, dtype=np.uint8).repeat(4096))
+    scatter = Launcher("scatter")
+    scatter.warm(pool)
+    memory.fill_(99)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for end in ("launch", "drop"):
+        full = [_prepared(scatter, pool, page % 64, staging) for page in range(MOST_PREPARED)]
+        assert scatter.prepare(pool, [_page(0, 0)], staging) is None
+        for _ in range(SLOTS - MOST_PREPARED):
+            _wait(scatter(pool, [_page(1, 4096)], staging))
+        for prepared in full:
+            getattr(prepared, end)()
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert _pages_of(memory) == list(range(64))
+    table = PageTable(KV, np.zeros(1 << 14, np.int32))
+    large = Move(staged_layout([(0, 0, 2, 0, 16 << 14, 0)], 4096), {KV: table}, 0)
+    assert scatter.prepare(pool, [large], staging) is None, "there is no slot for so many page ids yet"
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_what_was_prepared_is_launched_once_or_dropped() -> None:
+    pool, memory = _small()
+    memory.fill_(9)
+    staging = _staging(4096)
+    assert isinstance(TRITON, SupportsPreparing)
+    assert TRITON.prepare_scatter(pool, [], staging) is None
+    dropped, launched = (TRITON.prepare_scatter(pool, [_page(0, 0)], staging) for _ in range(2))
+    assert dropped is not None
+    assert launched is not None
+    dropped.drop()
+    dropped.drop()
+    with pytest.raises(LocalProtocolError, match="launched or dropped before"):
+        dropped.launch()
+    assert _pages_of(memory)[0] == 9
+    _wait(launched.launch())
+    assert _pages_of(memory)[0] == 0
+    launched.drop()
+    with pytest.raises(LocalProtocolError, match="launched or dropped before"):
+        launched.launch()
 
 
 def test_an_event_that_is_not_of_cuda_is_waited_for() -> None:

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from disagg_kv.geometry import CacheSpec, PageTable, Plane, shard
-from disagg_kv.kernels import Kernels, Move, ReferenceKernels
+from disagg_kv.kernels import Kernels, Move, ReferenceKernels, SupportsPreparing
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.memory import Buffer, Layout, PagedPool
 from tests.support.pools import KV, Bytes, noise, staged_layout
@@ -128,6 +128,25 @@ def check(
     reference.scatter(into[1], moves, staged[1])
     assert np.array_equal(content_of(into[0].buffers[0]), content_of(into[1].buffers[0]))
     assert np.array_equal(content_of(staged[0]), content_of(staged[1]))
+
+
+def check_prepared(kernels: Kernels, grid: Grid, device: str) -> None:
+    """Compare a prepared scatter with the reference's, every byte; no byte of pages changes before it is launched."""
+    assert isinstance(kernels, SupportsPreparing)
+    nbytes = grid.pool.site.buffers[0]
+    truth = placed(grid.pool, buffer_on(device, noise(nbytes, 1)))
+    into = [placed(grid.pool, buffer_on(device, noise(nbytes, 3))) for _ in range(2)]
+    staging = buffer_on(device, noise(grid.staging_bytes, 2))
+    prepared = kernels.prepare_scatter(into[0], grid.moves, staging)
+    assert prepared is not None
+    # The bytes come after it was prepared.
+    ReferenceKernels().gather(truth, grid.moves, staging, None)
+    assert np.array_equal(content_of(into[0].buffers[0]), noise(nbytes, 3))
+    event = prepared.launch()
+    if event is not None:
+        event.synchronize()
+    ReferenceKernels().scatter(into[1], grid.moves, staging)
+    assert np.array_equal(content_of(into[0].buffers[0]), content_of(into[1].buffers[0]))
 
 
 def strided(unit_bytes: int, units: int, gap: int, page_size: int) -> PagedPool:

@@ -1,6 +1,6 @@
 """Gather, scatter and checksum: for each a plain reference and fast versions."""
 
-from .base import Kernels, Move, Sums, SupportsStreams, SupportsWarmUp
+from .base import Kernels, Move, Prepared, Sums, SupportsPreparing, SupportsStreams, SupportsWarmUp
 from .select import KERNELS, CpuKernels, ReferenceKernels, TritonKernels, available, kernels_for
 
 __all__ = [
@@ -8,8 +8,10 @@ __all__ = [
     "CpuKernels",
     "Kernels",
     "Move",
+    "Prepared",
     "ReferenceKernels",
     "Sums",
+    "SupportsPreparing",
     "SupportsStreams",
     "SupportsWarmUp",
     "TritonKernels",

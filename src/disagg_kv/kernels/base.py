@@ -76,6 +76,35 @@ class SupportsStreams(Protocol):
         ...
 
 
+class Prepared(Protocol):
+    """A launch of which all is done that can be done before its bytes are there. One thread; the first call counts."""
+
+    def launch(self) -> Event | None:
+        """Enqueue it now and return the event of its end; None: it is done already. Bytes are read from now on.
+
+        Raises:
+            LocalProtocolError: it was launched or dropped before.
+        """
+        ...
+
+    def drop(self) -> None:
+        """It will not be launched: give back what it holds. Nothing happens after either call."""
+        ...
+
+
+@runtime_checkable
+class SupportsPreparing(Protocol):
+    """Kernels whose launches cost the host less once they are prepared."""
+
+    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
+        """Prepare ``scatter`` of these moves, while what they read may still change; does not wait, nor allocate.
+
+        None: there is nothing to prepare, or as much is prepared as may be; ``scatter`` does it all at once, as ever.
+        Raises what ``scatter`` would.
+        """
+        ...
+
+
 @runtime_checkable
 class SupportsWarmUp(Protocol):
     """Kernels that have to be compiled."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from attrs import define, frozen
 
-from ..errors import RegistrationError
+from ..errors import LocalProtocolError, RegistrationError
 from ..geometry import I64
 from ..memory import Buffer, Event, MemoryPool, parts
 from .base import Move
@@ -101,6 +102,9 @@ SLOTS = 128
 SLOT_WORDS = 4096
 """What nearly all calls fit."""
 
+MOST_PREPARED = SLOTS // 2
+"""So many slots of a lane wait at most for their launch: the others are for calls that are launched at once."""
+
 
 @define(eq=False)
 class _Slot:
@@ -135,6 +139,7 @@ class _Lane:
         self.reading = torch.cuda.Stream(device)
         self.queue = CudaQueue(self.reading.device_index)
         self._turn = 0
+        self._prepared = 0
         self._device = device
         self._neighbours_together = neighbours_together
         self._lock = threading.Lock()
@@ -170,19 +175,31 @@ class _Lane:
 
     def take(self, words: int) -> _Slot:
         """A slot that no launch reads, for at least that many words."""
-        size = max(SLOT_WORDS, 1 << (words - 1).bit_length())
+        size = _size(words)
         with self._lock:
             slots = self._slots.setdefault(size, deque())
-            for _ in range(len(slots)):
-                slot = slots.popleft()
-                if slot.event is None or slot.event.query():
-                    return slot
-                slots.append(slot)
-        taken, *others = self._cut(size, SLOTS if size == SLOT_WORDS else 1)
-        slots.extend(others)
-        return taken
+            slot = _free(slots)
+        if slot is None:
+            slot, *others = self._cut(size, SLOTS if size == SLOT_WORDS else 1)
+            slots.extend(others)
+        return slot
 
-    def give(self, slot: _Slot, event: Mark) -> None:
+    def spare(self, words: int) -> _Slot | None:
+        """The same, but None where there is none: nothing is allocated."""
+        with self._lock:
+            return _free(self._slots.get(_size(words), deque()))
+
+    @property
+    def may_prepare(self) -> bool:
+        """Whether one more slot may wait for its launch."""
+        return self._prepared < MOST_PREPARED
+
+    def prepared(self, more: int) -> None:
+        """So many more slots wait for their launch."""
+        with self._lock:
+            self._prepared += more
+
+    def give(self, slot: _Slot, event: Mark | None) -> None:
         """Return a slot that is read until ``event``. Takes no lock: a finalizer may call it, whoever holds one."""
         slot.event = event
         self._slots[len(slot.words)].append(slot)
@@ -198,6 +215,48 @@ class _Lane:
             _Slot(host, host.numpy(), host.data_ptr(), there, there.data_ptr())
             for host, there in zip(pinned.unbind(), device.unbind(), strict=True)
         ]
+
+
+def _size(words: int) -> int:
+    """Words of the slots for so many."""
+    return max(SLOT_WORDS, 1 << (words - 1).bit_length())
+
+
+def _free(slots: deque[_Slot]) -> _Slot | None:
+    """Take one out that no launch reads."""
+    for _ in range(len(slots)):
+        slot = slots.popleft()
+        if slot.event is None or slot.event.query():
+            return slot
+        slots.append(slot)
+    return None
+
+
+@define(eq=False)
+class Written:
+    """A call whose table is written; ``stream`` is where the table is brought to the GPU, and then read.
+
+    Args:
+        lane, stream, table: on what, and the pool's table.
+        slot: the call's own table, of ``words`` words, those that go up.
+        programs, shape: how the launch is cut.
+        uploaded: whether the words are on their way.
+    """
+
+    lane: _Lane
+    stream: torch.cuda.Stream
+    table: torch.Tensor
+    slot: _Slot
+    words: int
+    programs: int
+    shape: Shape
+    uploaded: bool = False
+
+    def upload(self) -> None:
+        """Bring the words to the GPU; inside ``with lane.queue``."""
+        if not self.uploaded:
+            self.lane.queue.upload(self.stream.cuda_stream, self.slot.addr, self.slot.source, self.words * 8)
+            self.uploaded = True
 
 
 class Host:
@@ -221,33 +280,24 @@ class Host:
                 f"Triton is {'' if INTERPRETED else 'not '}interpreted here: no memory on {device!r}"
             )
 
-    def _launch(
-        self,
-        lane: _Lane,
-        stream: torch.cuda.Stream,
-        table: torch.Tensor,
-        slot: _Slot,
-        words: int,
-        programs: int,
-        shape: Shape,
-        after: Event | None,
-    ) -> Mark:
-        """Bring a call's first words to the GPU and launch behind ``after``; what ends when the kernel has ended."""
-        queue, on = lane.queue, stream.cuda_stream
+    def _launch(self, call: Written, after: Event | None) -> Mark:
+        """Bring a call's words to the GPU and launch behind ``after``; what ends when the kernel has ended."""
+        lane, slot, programs, shape = call.lane, call.slot, call.programs, call.shape
+        queue, on = lane.queue, call.stream.cuda_stream
         constants = shape.aligned, shape.pieces, shape.columns
         compiled = lane.compiled.get(constants)
         args = shape.tiles, ELEMENTS[shape.element_bytes], *constants
         with queue:
-            queue.upload(on, slot.addr, slot.source, words * 8)
+            call.upload()
             behind(queue, on, after)
             if compiled is not None and programs:
                 grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
-                compiled.run(*grid, None, None, None, table.data_ptr(), slot.addr, *args)
+                compiled.run(*grid, None, None, None, call.table.data_ptr(), slot.addr, *args)
             if compiled is not None or not programs:
                 return queue.record(on)
         # Torch chooses a device, and so a context, of its own.
-        with torch.cuda.stream(stream):
-            launched = self._kernel[(programs,)](table, slot.device, *args, num_warps=self._tuning.warps)
+        with torch.cuda.stream(call.stream):
+            launched = self._kernel[(programs,)](call.table, slot.device, *args, num_warps=self._tuning.warps)
         lane.compiled[constants] = launched
         with queue:
             return queue.record(on)
@@ -308,25 +358,71 @@ class Launcher(Host):
             RegistrationError: pool and staging lie on different devices, or not where Triton runs.
             UnsupportedError: more pieces than one launch can count.
         """
+        lane = self._lane_of(pool, staging)
+        if lane is None:
+            self._interpret(pool, moves, staging, after)
+            return None
+        call = self._write(lane, pool, moves, staging, lane.take)
+        return None if call is None else self._enqueue(call, after)
+
+    def prepare(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Launch | None:
+        """The same call without ``after``, up to its launch; see :class:`.base.SupportsPreparing`."""
+        lane = self._lane_of(pool, staging)
+        if lane is None:
+            return Launch(lambda: self._interpret(pool, moves, staging, None), lambda: None)
+        call = self._write(lane, pool, moves, staging, lane.spare) if lane.may_prepare else None
+        if call is None:
+            return None
+        with lane.queue:
+            call.upload()
+        lane.prepared(1)
+        return Launch(partial(self._enqueue_kept, call), partial(self._give_up, call))
+
+    def _lane_of(self, pool: MemoryPool, staging: Buffer) -> _Lane | None:
+        """Where such calls go; None: Triton interprets them."""
         device = pool.buffers[0].device
         if staging.device != device:
             raise RegistrationError(f"the pool lies on {device!r}, the staging buffer on {staging.device!r}")
         self._check_device(device)
-        if device == "cpu":
-            self._interpret(pool, moves, staging, after)
-            return None
-        lane = self._lane(device)
+        return None if device == "cpu" else self._lane(device)
+
+    def _write(
+        self,
+        lane: _Lane,
+        pool: MemoryPool,
+        moves: Sequence[Move],
+        staging: Buffer,
+        take: Callable[[int], _Slot | None],
+    ) -> Written | None:
+        """A call's table in a slot; None: there is nothing to do, or no slot."""
         stream = lane.stream()
         planes, table = lane.planes(pool, stream)
         call = Call(planes, moves)
-        if not call.entries:
+        slot = take(call.words) if call.entries else None
+        if slot is None:
             return None
-        slot = lane.take(call.words)
-        shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes)
-        programs = call.entries * shape.tiles
-        mark = self._launch(lane, stream, table, slot, call.words, programs, shape, after)
-        lane.give(slot, mark)
+        try:
+            shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes)
+        except Exception:
+            lane.give(slot, slot.event)
+            raise
+        return Written(lane, stream, table, slot, call.words, call.entries * shape.tiles, shape)
+
+    def _enqueue(self, call: Written, after: Event | None) -> Mark:
+        mark = self._launch(call, after)
+        call.lane.give(call.slot, mark)
         return mark
+
+    def _enqueue_kept(self, call: Written) -> Mark:
+        call.lane.prepared(-1)
+        return self._enqueue(call, None)
+
+    def _give_up(self, call: Written) -> None:
+        """The slot is free again once its words are on the GPU: until then they are read here and written there."""
+        call.lane.prepared(-1)
+        with call.lane.queue:
+            mark = call.lane.queue.record(call.stream.cuda_stream)
+        call.lane.give(call.slot, mark)
 
     def _interpret(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """The same on the CPU's memory, done when it returns."""
@@ -338,6 +434,33 @@ class Launcher(Host):
             words = np.zeros(call.words, np.int64)
             shape = call.write(words, words.ctypes.data, staging.addr, self._tuning.tile_bytes)
             self._run(planes, words, call.entries * shape.tiles, shape)
+
+
+class Launch:
+    """A prepared launch; see :class:`.base.Prepared`.
+
+    Args:
+        enqueue: launches.
+        give_up: gives back what it holds.
+    """
+
+    def __init__(self, enqueue: Callable[[], Mark | None], give_up: Callable[[], None]) -> None:
+        self._enqueue = enqueue
+        self._give_up = give_up
+        self._over = False
+
+    def launch(self) -> Mark | None:
+        """See :meth:`.base.Prepared.launch`."""
+        if self._over:
+            raise LocalProtocolError("what was prepared has been launched or dropped before")
+        self._over = True
+        return self._enqueue()
+
+    def drop(self) -> None:
+        """See :meth:`.base.Prepared.drop`."""
+        if not self._over:
+            self._over = True
+            self._give_up()
 
 
 def behind(queue: CudaQueue, stream: int, after: Event | None) -> None:

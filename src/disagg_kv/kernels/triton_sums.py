@@ -13,7 +13,7 @@ from ..geometry import I64
 from ..memory import Event, MemoryPool
 from .base import Move, Sums
 from .checksum.mixing import U64, places
-from .triton_host import Host, Tuning
+from .triton_host import Host, Tuning, Written
 from .triton_tables import Call, Planes
 
 
@@ -50,7 +50,8 @@ class Summer(Host):
         sums = slice(call.words, call.words + call.entries)
         slot = lane.take(sums.stop)
         shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
-        mark = self._launch(lane, stream, table, slot, sums.stop, call.entries * shape.tiles, shape, after)
+        written = Written(lane, stream, table, slot, sums.stop, call.entries * shape.tiles, shape)
+        mark = self._launch(written, after)
 
         def read() -> Sequence[U64]:
             # Enqueued with the launch, this copy can make the caller wait for the kernel. Here it waits for nothing.

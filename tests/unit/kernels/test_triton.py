@@ -13,15 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from disagg_kv.errors import RegistrationError, UnsupportedError
+from disagg_kv.errors import LocalProtocolError, RegistrationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, PageTable, elect, shard
-from disagg_kv.kernels import KERNELS, Move, SupportsStreams, SupportsWarmUp, kernels_for
+from disagg_kv.kernels import KERNELS, Move, SupportsPreparing, SupportsStreams, SupportsWarmUp, kernels_for
 from disagg_kv.kernels.triton_tables import Call, Planes, shapes
 from disagg_kv.memory import Buffer, Layout, PagedPool
 from disagg_kv.planning import PartView, Segment
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
-from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, strided
+from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, check_prepared, strided
 from tests.support.pools import KV, Bytes, buffer_over, copies, noise, staged_layout
 from tests.support.rig_parts import Flag
 
@@ -120,6 +120,35 @@ def test_gather_reads_the_pages_only_after_the_event() -> None:
     assert [of.tolist() for of in sums] == [[cell_sum(b"\7" * 8, 0, "k", 2, 1)]]
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_prepared_scatter_equals_the_reference_and_reads_what_is_there_when_it_is_launched(layout: Layout) -> None:
+    """A2: what comes between has effect, and no byte moves before."""
+    grid = Grid.of(layout, False, 3, 16, [(0, 1), (1, 3)])
+    check_prepared(TRITON, grid, "cpu")
+
+
+def test_what_was_prepared_is_launched_once_or_dropped() -> None:
+    assert isinstance(TRITON, SupportsPreparing)
+    assert not any(isinstance(KERNELS[name], SupportsPreparing) for name in ("cpu", "reference"))
+    spec = CacheSpec.kv(1, 2, 4, "bfloat16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
+    staging = noise(8, 0)
+    move = Move(staged_layout([(0, 1, 1, 2, 3, 0)], 8), {KV: PageTable(KV, [3])}, 0)
+    dropped, launched = (TRITON.prepare_scatter(pool, [move], buffer_over(staging)) for _ in range(2))
+    assert dropped is not None
+    assert launched is not None
+    dropped.drop()
+    dropped.drop()
+    with pytest.raises(LocalProtocolError, match="launched or dropped before"):
+        dropped.launch()
+    assert not pool.view(0).any()
+    assert launched.launch() is None
+    assert pool.view(0).any()
+    launched.drop()
+    with pytest.raises(LocalProtocolError, match="launched or dropped before"):
+        launched.launch()
+
+
 def test_patterns_are_remembered_within_bounds() -> None:
     """More peers and layer groups than a pool remembers only cost time."""
     from disagg_kv.kernels.triton_tables import PATTERNS, Planes
@@ -158,6 +187,9 @@ def test_memory_on_two_devices_is_refused() -> None:
     far = PagedPool.adopt(spec, shard(spec), pool.site.groups, pool.site.planes, [_elsewhere(pool)])
     with pytest.raises(RegistrationError, match="interpreted here: no memory on 'cuda:0'"):
         TRITON.scatter(far, [], Buffer(4096, 4096, "cuda:0"))
+    assert isinstance(TRITON, SupportsPreparing)
+    with pytest.raises(RegistrationError, match=r"'cpu'.*'cuda:1'"):
+        TRITON.prepare_scatter(pool, [], Buffer(4096, 4096, "cuda:1"))
     with pytest.raises(RegistrationError, match="interpreted here: no memory on 'cuda:0'"):
         TRITON.checksum(far, [], None)
 
