@@ -11,6 +11,7 @@ FLOW = "protocol.sending:Flow."
 MOVER = "endpoints.mover:Mover."
 PREFILL = "endpoints.prefill:PrefillRole."
 DECODE = "endpoints.decode:DecodeRole."
+SCATTER = "endpoints.scattering:Scatterer."
 DELIVERY = "endpoints.delivery:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
 
@@ -65,7 +66,15 @@ BUGS: Sequence[Mutant] = (
            "staging.ring:RingStagingAllocator.reserve",
            "(free_from := self._last_end_before(place + size)) > place", "(free_from := 0) > place"),
     Mutant("a lease is released before its scatter has ended", "I1",
-           "endpoints.scattering:Scatterer._begin", "if one.event is None]", "]"),
+           SCATTER + "_follow", "if one.event is None:", "if True:"),
+    Mutant("a prepared launch survives its lease", "I1",
+           DECODE + "_apply", "case Free(segment):\n                self._scatters.drop(room.key, segment)",
+           "case Free(segment):\n                pass"),
+    Mutant("what was prepared for a room that failed is kept", "I3",
+           DECODE + "_apply", "case Quarantine(segment):\n                self._scatters.drop(room.key, segment)",
+           "case Quarantine(segment):\n                pass"),
+    Mutant("what was prepared in vain is not given back", "I3",
+           SCATTER + "_give_up", "ready.prepared.drop()", "pass"),
     Mutant("Done is taken for success", "I2",
            RECEIVE + "_check_landed", "if not complete or any(p.scattering for p in self._parts.values()):",
            "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.LANDED\n"

@@ -6,7 +6,7 @@ They are an oracle for the real endpoints. Time, network, memory and engine belo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from disagg_kv.errors import AbortedError, CapacityError, DisaggKVError
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
@@ -26,6 +26,7 @@ from disagg_kv.protocol import (
     Options,
     Outcome,
     Phase,
+    Prepare,
     Quarantine,
     Quiet,
     ReceiveRoom,
@@ -130,6 +131,7 @@ class DecodeNode(Node):
         self.queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(self.ring)
         self.leases: dict[tuple[RoomKey, Segment], Lease] = {}
         self.scatters: list[tuple[RoomKey, Scatter]] = []
+        self.prepared: dict[tuple[RoomKey, Segment], Mapping[Rank, int]] = {}
         self.aux: dict[RoomKey, bytes] = {}
         self._work: deque[tuple[RoomKey, Effect]] = deque()
         self._busy = False
@@ -172,10 +174,17 @@ class DecodeNode(Node):
                 self.queue.cancel((key, segment))
                 self.queue.release((key, segment))
                 self.leases.pop((key, segment), None)
+                self.prepared.pop((key, segment), None)
                 self._pump()
             case Quarantine(segment):
                 self.queue.quarantine((key, segment))
-            case Scatter():
+                self.prepared.pop((key, segment), None)
+            case Prepare(segment, parts):
+                assert (key, segment) not in self.prepared, "once per lease"
+                assert (key, segment) in self.leases
+                self.prepared[key, segment] = parts
+            case Scatter(segment, parts):
+                assert parts.items() <= self.prepared.pop((key, segment), parts).items()
                 self.scatters.append((key, effect))
             case Store(data):
                 self.aux[key] = data

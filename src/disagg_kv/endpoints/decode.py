@@ -29,6 +29,7 @@ from ..protocol import (
     Introduced,
     Leased,
     Lost,
+    Prepare,
     Quarantine,
     ReceiveRoom,
     Receiving,
@@ -361,13 +362,17 @@ class DecodeRole:
                 case Reserve():
                     self._reserve(room, effect)
                 case Free(segment):
+                    self._scatters.drop(room.key, segment)
                     self._queue.cancel((room.key, segment))
                     self._queue.release((room.key, segment))
                     freed = True
                 case Quarantine(segment):
+                    self._scatters.drop(room.key, segment)
                     self._queue.quarantine((room.key, segment))
                     moved = True
                     self.quarantined = self._queue.quarantined_bytes()
+                case Prepare():
+                    self._scatters.prepare(room.key, effect)
                 case Scatter():
                     self._scatters.add(room.key, effect)
                 case Store(data):
@@ -412,7 +417,7 @@ class DecodeRole:
             self._pool.write_aux(slot, data)
 
     def work(self) -> bool:
-        """Finish scatters, and begin those whose time has come."""
+        """Finish scatters, begin those whose time has come, and prepare one that is to come."""
         scattering = self._scatters.work()
         self._check_kept()
         return scattering or bool(self._checking)
@@ -498,6 +503,7 @@ class DecodeRole:
         self._queue.check_integrity()
         for room in self._rooms.values():
             room.machine.check_integrity()
+        self._scatters.check_integrity(self._queue)
 
 
 def _key(frame: RoomFrame) -> RoomKey:

@@ -1,4 +1,8 @@
-"""From the ring into pages: when the pace allows it, and in one launch what has come together."""
+"""From the ring into pages: prepared while bytes are on their way, launched when the pace allows it.
+
+What comes when the endpoint's thread has slept finds it cold: nearly all of what a launch costs the host is therefore
+done when the lease is granted, where kernels support it. What is not prepared and has come together is one launch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from attrs import define
 
 from ..errors import IntegrityError
 from ..geometry import Part
-from ..ids import Rank
-from ..kernels import Kernels, Move, SupportsStreams
+from ..ids import Epoch, Rank
+from ..kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStreams
 from ..memory import Buffer, Event, MemoryPool
 from ..planning import PartView, RowRange, Segment
-from ..protocol import RoomKey, Scatter, Scattered
+from ..protocol import Prepare, RoomKey, Scatter, Scattered
+from ..staging import GrantQueue
 from ..strategies import Job, Path
 from ..trace import Span
 from .decode_room import DecodeRoom
@@ -39,10 +44,23 @@ class _Scattering:
 
 
 _Begun = tuple[_Scattering, Scatter, list[Move]]
+_Place = tuple[RoomKey, Segment]
+
+
+@define(eq=False)
+class _Ready:
+    """A prepared launch for parts that begin at these places and have ``nbytes`` together."""
+
+    places: Mapping[Rank, int]
+    nbytes: int
+    prepared: Prepared
 
 
 class Scatterer:
     """Runs on the endpoint's thread only.
+
+    A segment is prepared when its parts' places are known, one in a turn and after all that is urgent. A prepared
+    launch belongs to the segment's lease: :meth:`drop` is told when that ends.
 
     Arrivals must not hold up what is being decoded (C7), so each waits until the pace allows it. What may begin in one
     turn is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
@@ -68,17 +86,39 @@ class Scatterer:
         self._ring = ring
         self._kernels = kernels
         self._together = isinstance(kernels, SupportsStreams)
+        self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
         self._pace = pace
         self._rooms = rooms
         self._ended = ended
         self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
         self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
         self._running: list[_Scattering] = []
-        self._failed: list[tuple[_Scattering, Exception | None]] = []
+        self._over: list[tuple[_Scattering, Exception | None]] = []
+        self._unprepared: dict[_Place, Prepare] = {}
+        self._prepared: dict[_Place, _Ready] = {}
+
+    def prepare(self, room: RoomKey, effect: Prepare) -> None:
+        """A segment will arrive there."""
+        if self._preparing is not None:
+            self._unprepared[room, effect.segment] = effect
 
     def add(self, room: RoomKey, effect: Scatter) -> None:
         """A segment has arrived."""
         self._waiting.append((room, effect))
+
+    def drop(self, room: RoomKey, segment: Segment) -> None:
+        """A segment has no lease any more, or its room has failed: nothing will be launched for it."""
+        self._unprepared.pop((room, segment), None)
+        ready = self._prepared.pop((room, segment), None)
+        if ready is not None:
+            self._give_up(ready)
+
+    def _give_up(self, ready: _Ready) -> None:
+        try:
+            ready.prepared.drop()
+        except Exception:
+            # What the kernels kept for it is lost to them; no room depends on it.
+            self._node.observer.count("scatters.not_dropped")
 
     @property
     def ready_at(self) -> float | None:
@@ -86,7 +126,7 @@ class Scatterer:
         return self._pace.ready_at if self._waiting and self._pace is not None else None
 
     def work(self) -> bool:
-        """Finish scatters, and begin those whose time has come; True while one is under way."""
+        """Finish scatters, begin those whose time has come, and prepare one; True while something is under way."""
         for one in list(self._running):
             try:
                 if one.event is not None and not one.event.query():
@@ -98,13 +138,20 @@ class Scatterer:
             self._finish(one, error)
         while begun := self._next():
             self._begin(begun)
-        failed, self._failed = self._failed, []
-        for one, error in failed:
+        self._finish_over()
+        if self._unprepared:
+            # What was granted just now goes out before: bytes may come the sooner.
+            self._node.flush()
+            self._prepare_one()
+        return bool(self._running or self._unprepared)
+
+    def _finish_over(self) -> None:
+        over, self._over = self._over, []
+        for one, error in over:
             self._finish(one, error)
-        return bool(self._running)
 
     def _next(self) -> list[_Begun]:
-        """What may begin now, in one launch."""
+        """Launch what may begin now and is prepared; the rest of what may begin now, in one launch, comes out."""
         begun: list[_Begun] = []
         entries = 0
         while self._waiting and (self._together or not begun) and entries < ENTRIES:
@@ -118,19 +165,59 @@ class Scatterer:
                 continue
             one = _Scattering(room, effect.segment, self._node.clock())
             if failed:
-                self._failed.append((one, None))
+                self._over.append((one, None))
+                continue
+            ready = self._take(key, effect)
+            if ready is not None:
+                self._launch(one, effect, ready)
                 continue
             try:
                 moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
             except Exception as exc:
                 # A path may be somebody else's code: its errors fail this room alone.
-                self._failed.append((one, exc))
+                self._over.append((one, exc))
                 continue
             if self._pace is not None:
                 self._pace.begin(sum([move.layout.nbytes for move in moves]), self._node.now)
             begun.append((one, effect, moves))
             entries += sum([len(move.layout.plane) for move in moves])
         return begun
+
+    def _take(self, key: RoomKey, effect: Scatter) -> _Ready | None:
+        """What was prepared for exactly this, where something was."""
+        self._unprepared.pop((key, effect.segment), None)
+        ready = self._prepared.pop((key, effect.segment), None)
+        if ready is not None and ready.places != effect.parts:
+            self._give_up(ready)
+            return None
+        return ready
+
+    def _launch(self, one: _Scattering, effect: Scatter, ready: _Ready) -> None:
+        if self._pace is not None:
+            self._pace.begin(ready.nbytes, self._node.now)
+        event: Event | None = None
+        error: Exception | None = None
+        try:
+            event = ready.prepared.launch()
+        except Exception as exc:
+            error = exc
+        self._follow(one, effect, event, error)
+
+    def _prepare_one(self) -> None:
+        """The one whose lease is the oldest: what is wrong with it now will be met again, and told, when it arrives."""
+        assert self._preparing is not None
+        (key, segment), effect = next(iter(self._unprepared.items()))
+        del self._unprepared[key, segment]
+        try:
+            room = self._rooms[key]
+            moves = [self._move(room, segment, rank, base) for rank, base in effect.parts.items()]
+            prepared = self._preparing.prepare_scatter(self._pool, moves, self._ring)
+        except Exception:
+            self._node.observer.count("scatters.not_prepared")
+            return
+        if prepared is not None:
+            nbytes = sum([move.layout.nbytes for move in moves])
+            self._prepared[key, segment] = _Ready(effect.parts, nbytes, prepared)
 
     def _begin(self, begun: Sequence[_Begun]) -> None:
         self._node.flush()
@@ -148,17 +235,22 @@ class Scatterer:
                 return
             error = exc
         for one, effect, _ in begun:
-            one.event, one.error = event, error
-            if effect.sums and error is None:
-                try:
-                    self._compare(one, effect)
-                except Exception as exc:
-                    # A scatter that has begun reads the lease and writes pages until its event, whatever fails after.
-                    one.error = exc
-        ended = [one for one, _, _ in begun if one.event is None]
-        self._running += [one for one, _, _ in begun if one not in ended]
-        for one in ended:
-            self._finish(one, one.error)
+            self._follow(one, effect, event, error)
+        self._finish_over()
+
+    def _follow(self, one: _Scattering, effect: Scatter, event: Event | None, error: Exception | None) -> None:
+        """A launch is under way, or has failed: compare behind it, and wait for its end, if it has not come."""
+        one.event, one.error = event, error
+        if effect.sums and error is None:
+            try:
+                self._compare(one, effect)
+            except Exception as exc:
+                # A scatter that has begun reads the lease and writes pages until its event, whatever fails after.
+                one.error = exc
+        if one.event is None:
+            self._over.append((one, one.error))
+        else:
+            self._running.append(one)
 
     def _finish(self, one: _Scattering, error: Exception | None) -> None:
         now = self._node.clock()
@@ -205,3 +297,14 @@ class Scatterer:
             view = room.routes.view(name, rank, self._pool.site).for_rows(rows)
             room.views[rank] = room.routes.intake(name).parts[rank], view
         return room.views[rank]
+
+    def check_integrity(self, leases: GrantQueue[Epoch, _Place]) -> None:
+        """Raise AssertionError unless all that is prepared, or will be, lies in a lease of a room that still hopes."""
+        assert not self._unprepared.keys() & self._prepared.keys()
+        places = {at: effect.parts for at, effect in self._unprepared.items()}
+        for at, parts in (places | {at: ready.places for at, ready in self._prepared.items()}).items():
+            lease, room = leases.granted(at), self._rooms.get(at[0])
+            assert room is not None, f"prepared for a room that is over: {at}"
+            assert room.machine.error is None, f"prepared for a room that has failed: {at}"
+            assert lease is not None, f"prepared without a lease: {at}"
+            assert all(lease.offset <= base < lease.offset + lease.nbytes for base in parts.values()), at

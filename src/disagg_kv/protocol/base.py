@@ -258,6 +258,14 @@ class Quarantine:
 
 
 @frozen
+class Prepare:
+    """These writers' parts of a segment will be scattered from here, unless its lease ends before: get ready."""
+
+    segment: Segment
+    parts: Mapping[Rank, int]
+
+
+@frozen
 class Scatter:
     """Move these writers' parts (rank -> byte in the ring) of a segment into pages; then compare writers' sums."""
 
@@ -292,7 +300,7 @@ class Transfer:
     lease: int | None
 
 
-Effect = Send | Reserve | Free | Quarantine | Scatter | Store | Vote | Transfer
+Effect = Send | Reserve | Free | Quarantine | Prepare | Scatter | Store | Vote | Transfer
 
 
 class RoomKey(NamedTuple):

@@ -58,6 +58,11 @@ class Machine(Generic[S]):
         return out
 
 
+def corners(segment: Segment) -> tuple[int, int, int, int]:
+    """As :class:`~disagg_kv.geometry.Coverage` takes them."""
+    return segment.start, segment.stop, segment.first, segment.last
+
+
 def overlap(a: Segment, b: Segment) -> bool:
     """True if the two rectangles share a cell."""
     rows, layers = a.start < b.stop and b.start < a.stop, a.first < b.last and b.first < a.last

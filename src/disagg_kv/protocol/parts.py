@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from attrs import define, field
 
@@ -118,6 +118,7 @@ class Part:
         asked: writers that may write to the lease, now or once it is granted.
         arrived: writers whose bytes are there; staged: those of them whose bytes are in the lease.
         sums: what writers say that their bytes sum up to, where they are compared.
+        prepared: True once whoever scatters was told where the parts of this lease will lie.
         scattering: True while the lease, or what it brought, is read.
     """
 
@@ -131,12 +132,19 @@ class Part:
     arrived: set[Rank] = field(factory=set)
     staged: set[Rank] = field(factory=set)
     sums: dict[Rank, bytes] = field(factory=dict)
+    prepared: bool = False
     scattering: bool = False
 
-    def places(self) -> dict[Rank, int]:
-        """Where in the ring the staged parts begin."""
+    def places(self, of: Collection[Rank]) -> dict[Rank, int]:
+        """Where in the ring the parts of some of the writers begin."""
         base = 0 if self.lease is None else self.lease.offset
-        return {rank: base + self.offsets[rank][0] for rank in sorted(self.staged)}
+        return {rank: base + self.offsets[rank][0] for rank in sorted(of)}
+
+    def newly_known(self) -> bool:
+        """True once per lease: as soon as all writers have asked for it, and so have said how they send."""
+        new = self.lease is not None and not self.prepared and self.asked.issuperset(self.writers)
+        self.prepared |= new
+        return new
 
     def granted(self, rank: Rank, lease: int) -> bool:
         """True if a writer may have written under this lease."""

@@ -25,6 +25,7 @@ from .base import (
     Lost,
     Options,
     Phase,
+    Prepare,
     Quarantine,
     Reserve,
     Scatter,
@@ -58,16 +59,12 @@ from .frames import (
     WirePace,
     words,
 )
-from .machine import Machine, ours, overlap
+from .machine import Machine, corners, ours, overlap
 from .parts import Part, Writer, misplaced, waited_for
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
 from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire
-
-
-def _corners(segment: Segment) -> tuple[int, int, int, int]:
-    return segment.start, segment.stop, segment.first, segment.last
 
 
 class ReceiveRoom(Machine[Receiving]):
@@ -208,6 +205,7 @@ class ReceiveRoom(Machine[Receiving]):
         part.asked.add(w.rank)
         if part.lease is not None:
             self._grant(w, segment, part)
+            self._prepare(segment, part)
             return
         if again:
             self._send(w, Queued(**self._to(w), segment=event.segment))
@@ -222,7 +220,7 @@ class ReceiveRoom(Machine[Receiving]):
             if segment in self._parts:
                 part = self._parts[segment]
             else:
-                if self._coverage[segment.state].contains(*_corners(segment)):
+                if self._coverage[segment.state].contains(*corners(segment)):
                     self._landed(w, segment)
                     return None
                 part = self._new_part(w, segment)
@@ -232,7 +230,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._fail(RemoteProtocolError(f"{self._name()}: {exc}"))
             return None
         if segment not in self._parts:
-            self._claimed[segment.state].add(*_corners(segment))
+            self._claimed[segment.state].add(*corners(segment))
             self._parts[segment] = part
         return part
 
@@ -244,7 +242,7 @@ class ReceiveRoom(Machine[Receiving]):
         if not segment.state and (segment.start < first or segment.stop > most):
             raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {first}-{most}")
         self._intake.validate(segment)
-        if self._claimed[segment.state].overlaps(*_corners(segment)):
+        if self._claimed[segment.state].overlaps(*corners(segment)):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = self._intake.lease(segment)
         return Part(tuple(offsets), offsets, nbytes, w.epoch)
@@ -255,6 +253,7 @@ class ReceiveRoom(Machine[Receiving]):
         for w in self._writers.values():
             if w.rank in part.asked:
                 self._grant(w, event.segment, part)
+        self._prepare(event.segment, part)
 
     def _grant(self, w: Writer, segment: Segment, part: Part) -> None:
         assert part.lease is not None
@@ -269,6 +268,10 @@ class ReceiveRoom(Machine[Receiving]):
         )
         self._send(w, grant)
 
+    def _prepare(self, segment: Segment, part: Part) -> None:
+        if part.newly_known():
+            self._out.append(Prepare(segment, part.places(part.writers)))
+
     def _on_given_back(self, event: Return) -> None:
         """A writer does without what it was granted; the lease is free once nobody has it."""
         w, segment = self._writers[Epoch(event.src)], Segment(*event.segment)
@@ -278,7 +281,7 @@ class ReceiveRoom(Machine[Receiving]):
             return
         part.asked.discard(w.rank)
         if not part.asked:
-            part.lease = None
+            part.lease, part.prepared = None, False
             self._out.append(Free(segment))
 
     def _on_chunk_ready(self, event: ChunkReady) -> None:
@@ -312,7 +315,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._check_landed()
         elif part.staged or part.sums:
             part.scattering = True
-            self._out.append(Scatter(segment, part.places(), part.sums))
+            self._out.append(Scatter(segment, part.places(part.staged), part.sums))
         else:
             self._finish_part(segment)
 
@@ -329,7 +332,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._finish_part(event.segment)
 
     def _finish_part(self, segment: Segment) -> None:
-        self._coverage[segment.state].add(*_corners(segment))
+        self._coverage[segment.state].add(*corners(segment))
         self.segments_landed += 1
         self.bytes_landed += sum(nbytes for _, nbytes in self._parts[segment].offsets.values())
         del self._parts[segment]
@@ -372,7 +375,7 @@ class ReceiveRoom(Machine[Receiving]):
             return
         assert self._stop is not None
         needed = self._intake.needed(RowRange(self._awaited.start, self._stop))
-        short = [box for box in needed if not self._coverage[box.state].covers(*_corners(box))] or [*self._parts]
+        short = [box for box in needed if not self._coverage[box.state].covers(*corners(box))] or [*self._parts]
         if short:
             what = f"{'states of ' if short[0].state else ''}layers {short[0].layers}"
             self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))

@@ -223,6 +223,11 @@ class GrantQueue(Generic[P, K]):
             self._peer(granted.peer).quarantined -= granted.lease.nbytes
         self._settle(granted.peer)
 
+    def granted(self, key: K) -> Lease | None:
+        """The live lease, unless it is in quarantine; None: there is none."""
+        granted = self._granted.get(key)
+        return None if granted is None or granted.quarantined else granted.lease
+
     def grants(self) -> list[tuple[K, Lease]]:
         """Grant all that fits now, in order of grant. To be called after whatever may have made room."""
         granted: list[tuple[K, Lease]] = []

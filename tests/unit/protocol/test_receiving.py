@@ -22,6 +22,7 @@ from disagg_kv.protocol import (
     Introduced,
     Leased,
     Phase,
+    Prepare,
     Quarantine,
     Receiving,
     Reserve,
@@ -155,6 +156,35 @@ def test_a_lease_that_all_its_askers_give_back_is_free_and_is_asked_for_afresh()
     assert only(room.say(again), Reserve) == [Reserve(P[0], A, 2048, False)]
     room.say(request(1, ask=1), Leased(A, OTHER_LEASE), chunk(0, lease=OTHER_LEASE))
     assert only(room.say(chunk(1, lease=OTHER_LEASE)), Scatter) != []
+
+
+def test_a_scatter_can_be_prepared_once_there_is_a_lease_and_all_writers_have_asked() -> None:
+    """Its places are then known, and each writer's path; it is said once, and with the places of the scatter."""
+    places = {Rank(0): 70000 - 65536, Rank(1): 70000 - 65536 + 1024}
+    room = Room()
+    assert only(room.say(request(0), request(1)), Prepare) == []
+    assert only(room.say(Leased(A, LEASE)), Prepare) == [Prepare(A, places)]
+    assert only(room.say(request(0), request(1)), Prepare) == []
+    assert only(room.say(chunk(0), chunk(1)), Scatter) == [Scatter(A, places)]
+    late = Room()
+    assert only(late.say(request(1), Leased(A, LEASE), chunk(1)), Prepare) == []
+    assert only(late.say(request(0)), Prepare) == [Prepare(A, places)]
+
+
+def test_each_lease_is_prepared_for_anew_and_one_that_is_kept_is_not() -> None:
+    room = Room()
+    room.lease()
+    assert only(room.say(back(0), request(0, ask=1)), Prepare) == []
+    room.say(back(0, 1), back(1))
+    effects = room.say(request(0, ask=2), request(1, ask=1), Leased(A, OTHER_LEASE))
+    assert only(effects, Prepare) == [Prepare(A, {Rank(0): 75008 - 65536, Rank(1): 75008 - 65536 + 1024})]
+
+
+def test_nothing_is_prepared_where_a_writer_writes_into_pages() -> None:
+    room = Room(exposed=True)
+    effects = room.say(request(0), Leased(A, LEASE), chunk(1, lease=None), chunk(0))
+    assert only(effects, Prepare) == []
+    assert only(effects, Scatter) == [Scatter(A, {Rank(0): 70000 - 65536})]
 
 
 def test_what_another_writer_has_written_is_kept() -> None:

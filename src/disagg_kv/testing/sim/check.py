@@ -202,6 +202,10 @@ class Checks:
         except AssertionError as exc:
             self._fail("I3", f"{node.address}: {exc!r}")
         self.released(node)
+        role = node.role
+        if isinstance(role, DecodeRole) and len(node.prepared) != len(role._scatters._prepared):
+            known = len(role._scatters._prepared)
+            self._fail("I3", f"{node.address}: {len(node.prepared)} scatters are prepared, {known} are known")
         if not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
 
@@ -252,6 +256,7 @@ class Checks:
                     "quarantine": endpoint.quarantined_bytes,
                     "waiting": role._queue.waiting,
                     "scatters": len(role._scatters._running) + len(role._scatters._waiting),
+                    "prepared": len(node.prepared) + len(role._scatters._unprepared),
                 }
             elif isinstance(endpoint, PrefillEndpoint):
                 mover = endpoint._mover

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
     from .world import World
 
 CPU = KERNELS["cpu"]
+
+MOST_PREPARED = 3
+"""Scatters of one rank: few, so that there are both those that are prepared and those that are not."""
 
 
 class SimEvent:
@@ -88,6 +90,21 @@ class SimKernels:
 
         return self._run(act)
 
+    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:
+        """Sometimes; what is prepared is for leases that are live now."""
+        world, node = self._world, self._node
+        if world.faulty and world.chance(FaultClass.KERNEL):
+            world.hit(FaultClass.KERNEL)
+            raise RuntimeError("sim: the kernel failed")
+        if len(node.prepared) >= MOST_PREPARED:
+            world.mark("prepared:as much as may be")
+            return None
+        live = node.leases()
+        leases = [one for move in moves for one in live if one.offset <= move.base < one.offset + one.nbytes]
+        if len(leases) < len(moves):
+            world.violation("I1", f"{node.address}: a scatter is prepared from bytes that no lease has")
+        return SimPrepared(world, node, leases, lambda: self.scatter(pool, moves, staging))
+
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
         """Sum pages."""
         return CPU.checksum(pool, moves, after)
@@ -123,6 +140,36 @@ class SimKernels:
 
         world.later(world.random.randint(1, 4) / 1000, happen)
         return event
+
+
+class SimPrepared:
+    """A prepared scatter: it is launched once or dropped, and launched only while its leases live."""
+
+    def __init__(
+        self, world: World, node: SimNode, leases: Sequence[Lease], scatter: Callable[[], Event | None]
+    ) -> None:
+        self._world = world
+        self._node = node
+        self._leases = leases
+        self._scatter = scatter
+        node.prepared.add(self)
+
+    def launch(self) -> Event | None:
+        """Read what is in the ring by now, and not before."""
+        node = self._node
+        if self not in node.prepared:
+            self._world.violation("I1", f"{node.address}: a scatter is launched that was launched or dropped before")
+        if not all(node.holds(lease) for lease in self._leases):
+            self._world.violation("I1", f"{node.address}: a scatter is launched that was prepared for an earlier lease")
+        node.prepared.discard(self)
+        self._world.mark("prepared:launched")
+        return self._scatter()
+
+    def drop(self) -> None:
+        """Nothing is launched."""
+        if self in self._node.prepared:
+            self._world.mark("prepared:dropped")
+        self._node.prepared.discard(self)
 
 
 class SimWatch:
@@ -192,6 +239,7 @@ class SimNode:
         self.stood_still = 0.0
         self.losses = 0
         self.touched = False
+        self.prepared: set[SimPrepared] = set()
         self.leased: dict[tuple[RoomKey, int], ReceiveRoom] = {}
         self.offset = 0.0
         self.wake_at = 0.0
@@ -223,7 +271,7 @@ class SimNode:
             )  # fmt: skip
             self.endpoint, self.role = decode, decode._role
             self._live = decode._ring._live
-            self._queue = OrderedDict()
+            self._queue = decode._role._scatters._unprepared
             self.exposes = decode._role._exposed
         else:
             prefill = PrefillEndpoint(

@@ -1,0 +1,286 @@
+"""Scatters are prepared while their bytes are on the way: launched when those are there, dropped with their lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import pytest
+
+from disagg_kv.endpoints.scattering import Scatterer
+from disagg_kv.errors import DisaggKVError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import Generation
+from disagg_kv.kernels import Move
+from disagg_kv.memory import Buffer, Event, MemoryPool
+from disagg_kv.protocol import Phase, RoomKey
+from tests.support.rig import Memory, Request, Rig, tp_shards
+from tests.support.rig_parts import CountingKernels, Flag
+
+SPEC = CacheSpec.kv(4, 4, 8, "float16")
+ROW_BYTES = 4 * 2 * 4 * 16
+ROWS, SEGMENT = 32, 8
+
+
+class Preparing(CountingKernels):
+    """Kernels that prepare ``most`` scatters at a time, and may be told to fail at any of it."""
+
+    def __init__(self, most: int = 99) -> None:
+        super().__init__()
+        self.most = most
+        self.held: list[Held] = []
+        self.launched: list[int] = []
+        self.fail_to_prepare: Exception | None = None
+        self.fail_to_drop: Exception | None = None
+
+    def orders(self, event: Event) -> bool:
+        """As on a GPU, what has come together is one launch."""
+        return True
+
+    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Held | None:
+        """Keep the moves."""
+        if self.fail_to_prepare is not None:
+            raise self.fail_to_prepare
+        if len(self.held) >= self.most:
+            return None
+        self.held.append(Held(self, pool, moves, staging))
+        return self.held[-1]
+
+    def run(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """What a launch does."""
+        self.launched.append(len(moves))
+        return self._done(self._inner.scatter(pool, moves, staging))
+
+
+class Held:
+    """A prepared scatter."""
+
+    def __init__(self, kernels: Preparing, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
+        self._kernels = kernels
+        self._work = pool, moves, staging
+
+    def launch(self) -> Event | None:
+        """Once, and not after ``drop``."""
+        self._kernels.held.remove(self)
+        return self._kernels.run(*self._work)
+
+    def drop(self) -> None:
+        """Once, and not after ``launch``."""
+        self._kernels.held.remove(self)
+        if self._kernels.fail_to_drop is not None:
+            raise self._kernels.fail_to_drop
+
+
+def world(kernels: Preparing, ranks: int = 1, pace: float | None = None) -> Rig:
+    """Some ranks to one rank, in segments of eight rows."""
+    rig, memory = Rig(SPEC), Memory(page_size=8)
+    nbytes = SEGMENT * ROW_BYTES
+    rig.prefill(tp_shards(SPEC, ranks), memory=memory, strategy="staged", slot_bytes=nbytes // ranks, slots=64)
+    rig.decode(
+        tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels,
+        scatter_bytes_per_s=pace,
+    )  # fmt: skip
+    return rig
+
+
+def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
+    """A room whose leases are there, and whose rows are not final before ``event``."""
+    request = rig.request(name, rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    request.send(ROWS, ready=event).finish()
+    rig.wait(1.0)
+    return request
+
+
+def scatterer(rig: Rig) -> Scatterer:
+    """The decode rank's."""
+    return rig.decodes[0].endpoint._role._scatters
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_segments_are_prepared_when_granted_and_launched_when_all_of_their_bytes_are_there(ranks: int) -> None:
+    """One launch each; nothing is left to do then but to launch."""
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels, ranks)
+    request = granted(rig, event)
+    assert len(kernels.held) == ROWS // SEGMENT
+    assert not kernels.launched
+    event.fired = True
+    request.landed()
+    assert kernels.launched == [ranks] * (ROWS // SEGMENT)
+    assert not kernels.scatters
+    assert not kernels.held
+    rig.quiet()
+
+
+def test_one_is_prepared_in_a_turn_so_that_what_comes_meanwhile_does_not_wait() -> None:
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels)
+    request = rig.request("room", rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    request.send(ROWS, ready=event).finish()
+    seen: list[int] = []
+    while len(kernels.held) < ROWS // SEGMENT:
+        rig.turn()
+        seen.append(len(kernels.held))
+    assert max(after - before for before, after in zip([0, *seen], seen, strict=False)) <= 2, "a turn looks twice"
+    event.fired = True
+    request.landed()
+
+
+def test_what_kernels_do_not_prepare_is_scattered_at_once_as_ever() -> None:
+    """Prepared ones are launches of their own; the others, come together, are one."""
+    kernels, event = Preparing(most=2), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    event.fired = True
+    request.landed()
+    assert kernels.launched == [1, 1]
+    assert sum(kernels.scatters) == ROWS // SEGMENT - 2
+    rig.quiet()
+
+
+def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
+    """E8: whatever is wrong is met again when the bytes are there."""
+    kernels, event = Preparing(), Flag()
+    kernels.fail_to_prepare = RuntimeError("not now")
+    rig = world(kernels)
+    request = granted(rig, event)
+    event.fired = True
+    request.landed()
+    assert sum(kernels.scatters) == ROWS // SEGMENT
+    assert rig.decodes[0].observer.counters["scatters.not_prepared"] == ROWS // SEGMENT
+    rig.quiet()
+
+
+def test_a_prepared_launch_that_fails_fails_its_room_and_frees_its_lease() -> None:
+    """E8: one room's error is no other room's."""
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    kernels.fail = RuntimeError("no launch")
+    event.fired = True
+    request.failed()
+    assert "no launch" in request.errors()
+    assert not kernels.held
+    kernels.fail = None
+    request.forgive()
+    rig.request("other", rig.prefills, rig.decodes, ROWS).start().landed()
+    rig.quiet()
+
+
+def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
+    """Also what has not been prepared yet; a drop that fails is counted."""
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    kernels.fail_to_drop = DisaggKVError("no")
+    request.receives[0].abort("changed its mind")
+    rig.turn()
+    assert not kernels.held
+    assert rig.decodes[0].observer.counters["scatters.not_dropped"] == ROWS // SEGMENT
+    request.failed()
+    assert not kernels.launched
+    rig.quiet()
+
+
+def test_what_was_prepared_ends_with_its_lease_and_is_prepared_anew_for_the_next() -> None:
+    """E12: a preempted room gives its leases back; the new ones may lie elsewhere."""
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    first = list(kernels.held)
+    fired = request.sends[0].withdraw()
+    rig.until(fired.query, "the end of reads")
+    rig.until(lambda: not kernels.held, "the leases to come back")
+    other = granted(rig, Flag(), "other")
+    request.send(ROWS, ready=event)
+    rig.wait(1.0)
+    assert len(kernels.held) == 2 * ROWS // SEGMENT
+    assert not set(kernels.held) & set(first)
+    event.fired = True
+    rig.until(lambda: request.receives[0].phase is Phase.DONE, "the room")
+    assert len(kernels.launched) == ROWS // SEGMENT
+    other.receives[0].abort("is over")
+    other.failed()
+    rig.quiet()
+
+
+def test_what_was_prepared_for_other_places_is_not_launched() -> None:
+    """Whatever else goes wrong: a launch reads where the bytes are, or is none."""
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    for ready in scatterer(rig)._prepared.values():
+        ready.places = {rank: base + 1 for rank, base in ready.places.items()}
+    event.fired = True
+    request.landed()
+    assert not kernels.launched
+    assert not kernels.held
+    assert sum(kernels.scatters) == ROWS // SEGMENT
+    rig.quiet()
+
+
+def test_a_prepared_scatter_keeps_to_the_pace() -> None:
+    """C7: a launch costs as much of it as any."""
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels, pace=SEGMENT * ROW_BYTES / 5.0)
+    request = granted(rig, event)
+    event.fired = True
+    rig.wait(2.0)
+    assert 1 <= len(kernels.launched) <= 2
+    request.landed()
+    assert len(kernels.launched) == ROWS // SEGMENT
+    rig.quiet()
+
+
+def test_the_lease_stays_until_the_prepared_launch_has_ended() -> None:
+    """I1: its event is what is waited for."""
+    kernels, event = Preparing(), Flag()
+    kernels.events = []
+    rig = world(kernels)
+    request = granted(rig, event)
+    event.fired = True
+    rig.wait(1.0)
+    assert len(kernels.launched) == len(kernels.events) == ROWS // SEGMENT
+    assert rig.decodes[0].endpoint.leased_bytes
+    assert request.receives[0].phase is Phase.MOVING
+    for launched in kernels.events:
+        launched.fired = True
+    request.landed()
+    rig.quiet()
+
+
+def test_what_a_prepared_launch_brings_is_compared() -> None:
+    """E15."""
+    kernels = Preparing()
+    rig, memory = Rig(SPEC), Memory(page_size=8)
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=SEGMENT * ROW_BYTES, slots=64)
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels, verify="full")
+    event = Flag()
+    request = granted(rig, event)
+    event.fired = True
+    request.landed()
+    assert len(kernels.launched) == len(kernels.checksums) == ROWS // SEGMENT
+    rig.quiet()
+
+
+def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
+    """No room, no lease, or a place beside it."""
+    kernels, event = Preparing(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    prepared, role = scatterer(rig)._prepared, rig.decodes[0].endpoint._role
+    (key, segment), ready = next(iter(prepared.items()))
+    role.check_integrity()
+    for at, what in (
+        ((RoomKey(key.room, Generation(99)), segment), ready),
+        ((key, segment._replace(start=segment.start + 1)), ready),
+        ((key, segment), attrs.evolve(ready, places=dict.fromkeys(ready.places, 1 << 20))),
+    ):
+        kept = prepared.copy()
+        prepared[at] = what
+        with pytest.raises(AssertionError):
+            role.check_integrity()
+        prepared.clear()
+        prepared.update(kept)
+    event.fired = True
+    request.landed()
