@@ -1,7 +1,9 @@
 """What a launch costs the host on a thread that was at work (``hot_us``), and on one that has slept (``cold_us``).
 
 Prints one JSON document: the calls of CUDA that a launch makes, through torch and through the driver alone; gather and
-scatter calls of 1,024 tokens; and how long another thread or process takes to answer. Medians, in microseconds.
+scatter calls of 1,024 tokens; a scatter that was prepared before, and before the sleep, which an endpoint does while
+bytes are on the way: what is prepared is not in its time; and how long another thread or process takes to answer.
+Medians, in microseconds.
 
     python -m benchmarks.gpu_host > benchmarks/results/h200_host.json
 """
@@ -31,12 +33,14 @@ from .gpu_kernels import CASES, Bench, _said
 HOT, COLD, SLEEP_S, WORDS = 300, 60, 0.01, 1024
 
 
-def timed(call: Callable[[], object]) -> dict[str, float]:
-    """Of calls in a row, and of calls after a sleep."""
+def timed(call: Callable[[], object], before: Callable[[], object] | None = None) -> dict[str, float]:
+    """Of calls in a row, and of calls after a sleep; what has to be done ``before`` each of them does not count."""
     found = {}
     for name, number, pause_s in (("hot_us", HOT, 0.0), ("cold_us", COLD, SLEEP_S)):
         seconds = []
         for _ in range(number + 10):
+            if before is not None:
+                before()
             if pause_s:
                 time.sleep(pause_s)
             start = time.perf_counter()
@@ -84,6 +88,24 @@ def launches(number: int) -> dict[str, Callable[[], object]]:
     return {f"{case.op}, returned": lambda: bench.call(launcher), f"{case.op}, ended": ended}
 
 
+def prepared(number: int) -> dict[str, dict[str, float]]:
+    """The same case, of which only the launch is left."""
+    case = CASES[number]
+    bench, launcher = Bench(case, 48, "cuda"), Launcher(case.op)
+    bench.check(launcher)
+    prepare, launch = bench.halves(launcher)
+
+    def ended() -> None:
+        event = launch()
+        assert event is not None
+        event.synchronize()
+
+    return {
+        f"{case.op} prepared, returned": timed(launch, prepare),
+        f"{case.op} prepared, ended": timed(ended, prepare),
+    }
+
+
 def echo(folder: str) -> None:
     """Be another process that answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -120,14 +142,16 @@ def main() -> None:
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        of = {**calls(), **launches(12), **launches(13), **answers(folder)}
+        of = {name: timed(call) for name, call in {**calls(), **launches(12), **launches(13)}.items()}
+        of |= prepared(13)
+        of |= {name: timed(call) for name, call in answers(folder).items()}
         document = {
             "command": "python -m benchmarks.gpu_host",
             "commit": given.commit or _said("git", "rev-parse", "HEAD"),
             "gpu": torch.cuda.get_device_name(),
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "versions": {name: installed(name) for name in ("torch", "triton", "pyzmq")},
-            "cases": [{"what": name, **timed(call)} for name, call in of.items()],
+            "cases": [{"what": name, **found} for name, found in of.items()],
         }
     json.dump(document, sys.stdout, indent=1)
     print()

@@ -33,7 +33,7 @@ from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Move, ReferenceKernels, Sums
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
-from disagg_kv.kernels.triton_host import TUNED, Launcher, Tuning
+from disagg_kv.kernels.triton_host import TUNED, Launch, Launcher, Tuning
 from disagg_kv.kernels.triton_sums import Summer
 from disagg_kv.memory import Buffer, Event, Layout, PagedPool
 from disagg_kv.planning import StagedLayout
@@ -159,6 +159,20 @@ class Bench:
             self._sums.remove(sums)
         self._sums.append(launcher(self.pools[0], moves or self.moves, after))
         return self._sums[-1].event
+
+    def halves(self, launcher: Launcher) -> tuple[Callable[[], None], Callable[[], Event | None]]:
+        """What does all of the case but its launch, and what launches it then."""
+        ready: list[Launch] = []
+
+        def prepare() -> None:
+            prepared = launcher.prepare(self.pools[0], self.moves, self.staging[0])
+            if prepared is None:
+                _finish(self.device)  # earlier launches may still read all the memory that there is for arguments
+                prepared = launcher.prepare(self.pools[0], self.moves, self.staging[0])
+            assert prepared is not None, "nothing to prepare"
+            ready.append(prepared)
+
+        return prepare, lambda: ready.pop().launch()
 
     def check(self, launcher: Launcher | Summer) -> None:
         """Stop the program where bytes differ from the reference's, moved or not, or sums do."""

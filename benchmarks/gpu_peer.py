@@ -3,7 +3,9 @@
 Takes the file ``sglang/srt/disaggregation/common/staging_buffer.py`` and ``sglang/kernels/ops/memory/ptr_table.py`` of
 an unpacked wheel of sglang 0.5.23, which is no part of this repository; what they import from the rest of that package
 is stood in for. 1,024 tokens, where launching is what takes the time. Bytes are compared first. ``call_us`` is from the
-call until its result is there, as the host sees it, and ``ratio`` our time over theirs: medians of calls in turn.
+call until its result is there, as the host sees it, and ``ratio`` our time over theirs: medians of calls in turn. An
+endpoint prepares scatters while their bytes are on the way: ``ours_prepared_us`` is from the launch of such a one, and
+what was prepared before is not in it.
 
     python -m benchmarks.gpu_peer STAGING_BUFFER PTR_TABLE > benchmarks/results/h200_peer.json
 """
@@ -56,11 +58,13 @@ def load(name: str, file: str) -> types.ModuleType:
     return module
 
 
-def timed(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median microseconds until each call's result is there; the calls take turns."""
+def timed(calls: dict[str, Callable[[], object]], before: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median microseconds until each call's result is there; the calls take turns. What is ``before`` is not in it."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(CALLS + 10):
         for name, call in calls.items():
+            if name in before:
+                before[name]()
             torch.cuda.synchronize()
             start = time.perf_counter()
             call()
@@ -94,6 +98,14 @@ def measure(theirs: Any, number: int) -> dict[str, object]:
         assert event is not None
         event.synchronize()
 
+    prepare, launch = bench.halves(launcher)
+
+    def we_prepared() -> None:
+        event = launch()
+        assert event is not None
+        event.synchronize()
+
+    calls: dict[str, Callable[[], object]] = {"ours_us": we}
     if case.op == "gather":
 
         def they() -> None:
@@ -113,21 +125,25 @@ def measure(theirs: Any, number: int) -> dict[str, object]:
 
         they()
         there = [plane_of(bench.pools[0], i)[torch.from_numpy(pages).long().cuda()].clone() for i in bench._order]
-        tensor_of(bench.pools[0].buffers[0]).random_(0, 256)
-        torch.cuda.synchronize()  # our kernels run on streams of their own
-        we()
-        again = [plane_of(bench.pools[0], i)[torch.from_numpy(pages).long().cuda()] for i in bench._order]
-        if not all(map(torch.equal, there, again)):
-            sys.exit("their scatter and ours differ")
-    found = timed({"ours": we, "theirs": they})
+        calls["ours_prepared_us"] = we_prepared
+        for name, call in calls.items():
+            if call is we_prepared:
+                prepare()
+            tensor_of(bench.pools[0].buffers[0]).random_(0, 256)
+            torch.cuda.synchronize()  # our kernels run on streams of their own
+            call()
+            again = [plane_of(bench.pools[0], i)[torch.from_numpy(pages).long().cuda()] for i in bench._order]
+            if not all(map(torch.equal, there, again)):
+                sys.exit(f"their scatter and ours differ: {name}")
+    calls["theirs_us"] = they
+    found = timed(calls, {"ours_prepared_us": prepare})
     return {
         "op": case.op,
         "tp": case.tp,
         "tokens": case.tokens,
         "bytes": bench.nbytes,
-        "ours_us": found["ours"],
-        "theirs_us": found["theirs"],
-        "ratio": round(found["ours"] / found["theirs"], 3),
+        **found,
+        "ratio": round(found["ours_us"] / found["theirs_us"], 3),
     }
 
 

@@ -315,15 +315,18 @@ def gpu_paths(found: Found) -> str:
 
 def gpu_peer(found: Found) -> str:
     """Kernels side by side."""
+    times = {"ours_us": "ours, us", "ours_prepared_us": "ours, launch of what was prepared, us"}
+    times["theirs_us"] = f"{found['peer']}, us"
+    known = [name for name in times if any(name in c for c in found["cases"])]
     rows = (
         [
             f"{c['op']} {c.get('dtype', 'bfloat16')} TP {c['tp']}, {c['tokens']:,} tokens",
-            *(f"{c[name]:,.0f}" for name in ("ours_us", "theirs_us")),
+            *(f"{c[name]:,.0f}" if name in c else "" for name in known),
             f"{c['ratio']:.2f}",
         ]
         for c in found["cases"]
     )
-    return table([["case", "ours, us", f"{found['peer']}, us", "ours / theirs"], *rows])
+    return table([["case", *(times[name] for name in known), "ours / theirs"], *rows])
 
 
 def gpu_host(found: Found) -> str:

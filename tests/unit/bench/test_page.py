@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page import MARK, PAGES, RESULTS, VIEWS, filled, shown
+from benchmarks.page import MARK, PAGES, RESULTS, VIEWS, filled, gpu_peer, shown
 from tests.support.pages import ROOT
 
 
@@ -22,6 +22,19 @@ def test_everything_that_can_be_shown_is_and_a_mark_that_names_nothing_is_notice
     assert sum(page.read_text().count("<!-- from ") for page in PAGES) == len(marks), "a mark without its end"
     with pytest.raises(KeyError, match="none"):
         filled("<!-- from none.json -->\n\nold\n\n<!-- end -->")
+
+
+def test_a_column_that_was_not_measured_is_left_out() -> None:
+    """What older results do not have is not shown as if it were nothing."""
+    found = json.loads((RESULTS / "h200_peer.json").read_text())
+    for case in found["cases"]:
+        case.pop("ours_prepared_us", None)
+    assert "prepared" not in gpu_peer(found)
+    found["cases"][1]["ours_prepared_us"] = 87.6
+    head, _, gather, scatter = gpu_peer(found).splitlines()
+    assert head.count("|") == gather.count("|") == scatter.count("|") == 6
+    assert "| ours, launch of what was prepared, us |" in head
+    assert "| 88 |" in scatter
 
 
 def test_what_stands_between_marks_is_made_anew_and_nothing_else_is() -> None:
