@@ -33,7 +33,7 @@ from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Move, ReferenceKernels, Sums
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
-from disagg_kv.kernels.triton_host import TUNED, Launch, Launcher, Tuning
+from disagg_kv.kernels.triton_host import TUNED, Launcher, PreparedLaunch, Tuning
 from disagg_kv.kernels.triton_sums import Summer
 from disagg_kv.memory import Buffer, Event, Layout, PagedPool
 from disagg_kv.planning import StagedLayout
@@ -150,7 +150,7 @@ class Bench:
     def call(
         self, launcher: Launcher | Summer, after: Event | None = None, *, moves: list[Move] | None = None
     ) -> Event | None:
-        """Launch the case, or other moves."""
+        """PreparedLaunch the case, or other moves."""
         if isinstance(launcher, Launcher):
             return launcher(self.pools[0], moves or self.moves, self.staging[0], after)
         # As an endpoint would: what is there by now is read, and its arguments' memory is used again.
@@ -162,7 +162,7 @@ class Bench:
 
     def halves(self, launcher: Launcher) -> tuple[Callable[[], None], Callable[[], Event | None]]:
         """What does all of the case but its launch, and what launches it then."""
-        ready: list[Launch] = []
+        ready: list[PreparedLaunch] = []
 
         def prepare() -> None:
             prepared = launcher.prepare(self.pools[0], self.moves, self.staging[0])

@@ -102,6 +102,9 @@ SLOTS = 128
 SLOT_WORDS = 4096
 """What nearly all calls fit."""
 
+LARGE_WORDS = SLOTS * SLOT_WORDS // 4
+"""Words of one allocation for larger calls, unless a single one needs more."""
+
 MOST_PREPARED = SLOTS // 2
 """So many slots of a lane wait at most for their launch: the others are for calls that are launched at once."""
 
@@ -180,7 +183,8 @@ class _Lane:
             slots = self._slots.setdefault(size, deque())
             slot = _free(slots)
         if slot is None:
-            slot, *others = self._cut(size, SLOTS if size == SLOT_WORDS else 1)
+            # Of larger ones a few at once, or none would be left for what is prepared.
+            slot, *others = self._cut(size, SLOTS if size == SLOT_WORDS else max(1, LARGE_WORDS // size))
             slots.extend(others)
         return slot
 
@@ -365,18 +369,18 @@ class Launcher(Host):
         call = self._write(lane, pool, moves, staging, lane.take)
         return None if call is None else self._enqueue(call, after)
 
-    def prepare(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Launch | None:
+    def prepare(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedLaunch | None:
         """The same call without ``after``, up to its launch; see :class:`.base.SupportsPreparing`."""
         lane = self._lane_of(pool, staging)
         if lane is None:
-            return Launch(lambda: self._interpret(pool, moves, staging, None), lambda: None)
+            return PreparedLaunch(lambda: self._interpret(pool, moves, staging, None), lambda: None)
         call = self._write(lane, pool, moves, staging, lane.spare) if lane.may_prepare else None
         if call is None:
             return None
         with lane.queue:
             call.upload()
         lane.prepared(1)
-        return Launch(partial(self._enqueue_kept, call), partial(self._give_up, call))
+        return PreparedLaunch(partial(self._enqueue_kept, call), partial(self._give_up, call))
 
     def _lane_of(self, pool: MemoryPool, staging: Buffer) -> _Lane | None:
         """Where such calls go; None: Triton interprets them."""
@@ -436,7 +440,7 @@ class Launcher(Host):
             self._run(planes, words, call.entries * shape.tiles, shape)
 
 
-class Launch:
+class PreparedLaunch:
     """A prepared launch; see :class:`.base.Prepared`.
 
     Args:
