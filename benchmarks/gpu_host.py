@@ -1,9 +1,9 @@
 """What a launch costs the host on a thread that was at work (``hot_us``), and on one that has slept (``cold_us``).
 
 Prints one JSON document: the calls of CUDA that a launch makes, through torch and through the driver alone; gather and
-scatter calls of 1,024 tokens; a scatter that was prepared before, and before the sleep, which an endpoint does while
-bytes are on the way: what is prepared is not in its time; and how long another thread or process takes to answer.
-Medians, in microseconds.
+scatter calls of 1,024 tokens; the same where they were prepared before, and before the sleep, which an endpoint does
+while rows are computed or bytes are on the way: what is prepared is not in their times; and how long another thread or
+process takes to answer. Medians, in microseconds.
 
     python -m benchmarks.gpu_host > benchmarks/results/h200_host.json
 """
@@ -143,7 +143,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         of = {name: timed(call) for name, call in {**calls(), **launches(12), **launches(13)}.items()}
-        of |= prepared(13)
+        of |= {**prepared(12), **prepared(13)}
         of |= {name: timed(call) for name, call in answers(folder).items()}
         document = {
             "command": "python -m benchmarks.gpu_host",

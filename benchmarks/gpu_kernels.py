@@ -165,10 +165,12 @@ class Bench:
         ready: list[PreparedLaunch] = []
 
         def prepare() -> None:
-            prepared = launcher.prepare(self.pools[0], self.moves, self.staging[0])
+            case = self.pools[0], self.moves, self.staging[0]
+            moved = self.case.op == "gather"
+            prepared = launcher.prepare(*case, moved=moved)
             if prepared is None:
                 _finish(self.device)  # earlier launches may still read all the memory that there is for arguments
-                prepared = launcher.prepare(self.pools[0], self.moves, self.staging[0])
+                prepared = launcher.prepare(*case, moved=moved)
             assert prepared is not None, "nothing to prepare"
             ready.append(prepared)
 

@@ -4,8 +4,8 @@ Takes the file ``sglang/srt/disaggregation/common/staging_buffer.py`` and ``sgla
 an unpacked wheel of sglang 0.5.23, which is no part of this repository; what they import from the rest of that package
 is stood in for. 1,024 tokens, where launching is what takes the time. Bytes are compared first. ``call_us`` is from the
 call until its result is there, as the host sees it, and ``ratio`` our time over theirs: medians of calls in turn. An
-endpoint prepares scatters while their bytes are on the way: ``ours_prepared_us`` is from the launch of such a one, and
-what was prepared before is not in it.
+endpoint prepares gathers while their rows are computed, and scatters while their bytes are on the way:
+``ours_prepared_us`` is from the launch of what was prepared, and what was done before is not in it.
 
     python -m benchmarks.gpu_peer STAGING_BUFFER PTR_TABLE > benchmarks/results/h200_peer.json
 """
@@ -105,16 +105,21 @@ def measure(theirs: Any, number: int) -> dict[str, object]:
         assert event is not None
         event.synchronize()
 
-    calls: dict[str, Callable[[], object]] = {"ours_us": we}
+    calls: dict[str, Callable[[], object]] = {"ours_us": we, "ours_prepared_us": we_prepared}
     if case.op == "gather":
 
         def they() -> None:
             theirs._gather_all_layers_triton(keys, values, pages, buffer, 0, case.heads, case.page_size)
 
-        we()
         they()
-        if not torch.equal(tensor_of(ours), other):
-            sys.exit("their gather and ours differ")
+        for name, call in calls.items():
+            if call is we_prepared:
+                prepare()
+            tensor_of(ours).random_(0, 256)
+            torch.cuda.synchronize()  # our kernels run on streams of their own
+            call()
+            if not torch.equal(tensor_of(ours), other):
+                sys.exit(f"their gather and ours differ: {name}")
     else:
         other.copy_(tensor_of(ours))
 
@@ -125,7 +130,6 @@ def measure(theirs: Any, number: int) -> dict[str, object]:
 
         they()
         there = [plane_of(bench.pools[0], i)[torch.from_numpy(pages).long().cuda()].clone() for i in bench._order]
-        calls["ours_prepared_us"] = we_prepared
         for name, call in calls.items():
             if call is we_prepared:
                 prepare()

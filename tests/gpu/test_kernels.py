@@ -35,7 +35,17 @@ from disagg_kv.kernels.triton_host import MOST_PREPARED, SLOTS, Launcher
 from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
-from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, check_prepared, content_of, placed, strided
+from tests.support.kernel_grid import (
+    ALIGNMENTS,
+    Grid,
+    buffer_on,
+    check,
+    check_prepared,
+    check_prepared_gather,
+    content_of,
+    placed,
+    strided,
+)
 from tests.support.pools import KV, Bytes, copies, noise, staged_layout
 from tests.support.rig_parts import Flag
 
@@ -256,6 +266,37 @@ def test_arguments_in_flight_are_not_written_over() -> None:
 def test_a_prepared_scatter_equals_the_reference(layout: Layout, page_size: int) -> None:
     """A1, A2: it reads what has come since it was prepared, and no page changes before it is launched."""
     check_prepared(TRITON, Grid.of(layout, False, page_size, 16, SLICES), "cuda")
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_prepared_gather_equals_the_reference(layout: Layout, alignment: int) -> None:
+    """A1, A2: it goes where it is sent when it is launched, and reads what is in the pages by then."""
+    check_prepared_gather(TRITON, Grid.of(layout, False, 3, alignment, SLICES), "cuda")
+
+
+def test_a_prepared_gather_comes_after_the_engines_event_and_waits_for_no_other() -> None:
+    """A1: not for the event of a gather that was launched after it was prepared, on whatever stream."""
+    pool, memory = _small()
+    staging = _staging(16 * 4096)
+    gather = Launcher("gather")
+    gather.warm(pool)
+    memory.fill_(3)
+    torch.cuda.synchronize()
+    first, second = (gather.prepare(pool, [_page(page, 0)], staging, moved=True) for page in (0, 1))
+    assert first is not None
+    assert second is not None
+    torch.cuda._sleep(LONG)
+    memory.fill_(7)
+    computed = torch.cuda.Event()
+    computed.record()
+    for at in range(2, 5):  # one stream is left that waits for nothing
+        gather(pool, [_page(at, at * 4096)], staging, computed)
+    _wait(first.launch(0))
+    assert not computed.query()
+    assert content_of(staging)[:4096].tolist() == [3] * 4096
+    _wait(second.launch(4096, computed))
+    assert content_of(staging)[4096:8192].tolist() == [7] * 4096
 
 
 def _prepared(launcher: Launcher, pool: PagedPool, page: int, staging: Buffer) -> Prepared:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from disagg_kv.geometry import CacheSpec, PageTable, Plane, shard
 from disagg_kv.kernels import Kernels, Move, ReferenceKernels, SupportsPreparing
@@ -147,6 +147,27 @@ def check_prepared(kernels: Kernels, grid: Grid, device: str) -> None:
         event.synchronize()
     ReferenceKernels().scatter(into[1], grid.moves, staging)
     assert np.array_equal(content_of(into[0].buffers[0]), content_of(into[1].buffers[0]))
+
+
+def check_prepared_gather(kernels: Kernels, grid: Grid, device: str) -> None:
+    """The same for a gather, which goes further on than was said when it was prepared; no byte before it changes."""
+    assert isinstance(kernels, SupportsPreparing)
+    nbytes, base = grid.pool.site.buffers[0], 4096
+    truth = placed(grid.pool, buffer_on(device, noise(nbytes, 3)))
+    staged = [buffer_on(device, noise(base + grid.staging_bytes, 2)) for _ in range(2)]
+    prepared = kernels.prepare_gather(truth, grid.moves, staged[0])
+    assert prepared is not None
+    # The bytes come after it was prepared.
+    tensor_of(truth.buffers[0]).copy_(torch.from_numpy(noise(nbytes, 1)))
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert np.array_equal(content_of(staged[0]), noise(base + grid.staging_bytes, 2))
+    event = prepared.launch(base, None)
+    if event is not None:
+        event.synchronize()
+    moved = [evolve(move, base=move.base + base) for move in grid.moves]
+    ReferenceKernels().gather(truth, moved, staged[1], None)
+    assert np.array_equal(content_of(staged[0]), content_of(staged[1]))
 
 
 def strided(unit_bytes: int, units: int, gap: int, page_size: int) -> PagedPool:

@@ -21,6 +21,7 @@ from disagg_kv.protocol import (
     FlowPlan,
     Free,
     Gone,
+    Granted,
     Leased,
     Lost,
     Options,
@@ -286,6 +287,8 @@ class PrefillNode(Node):
                     self.outbox.append(effect)
                 case Transfer(to, segment):
                     self.transfers[(key, to, segment)] = effect
+                case Granted(transfer):
+                    assert machine.flows[transfer.to].awaits(transfer)
                 case Vote(ok, reason):
                     self.vote(key, ok, reason)
                 case _:

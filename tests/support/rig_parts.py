@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from attrs import evolve
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
@@ -68,6 +69,69 @@ class CountingKernels:
             return event
         self.events.append(Flag())
         return self.events[-1]
+
+
+class PreparingKernels(CountingKernels):
+    """Kernels that prepare ``most`` launches at a time, and may be told to fail at any of it."""
+
+    def __init__(self, most: int = 99) -> None:
+        super().__init__()
+        self.most = most
+        self.held: list[Held] = []
+        self.launched: list[int] = []
+        self.fail_to_prepare: Exception | None = None
+        self.fail_to_drop: Exception | None = None
+
+    def orders(self, event: Event) -> bool:
+        """As on a GPU, what has come together is one launch; events are still waited for by the thread."""
+        return False
+
+    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Held | None:
+        """Keep the moves."""
+        return self._held(moves, lambda base, after: self._inner.scatter(pool, moves, staging))
+
+    def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Held | None:
+        """Keep the moves."""
+
+        def gather(base: int, after: Event | None) -> Event | None:
+            return self._inner.gather(pool, [evolve(move, base=move.base + base) for move in moves], staging, after)
+
+        return self._held(moves, gather)
+
+    def _held(self, moves: Sequence[Move], work: Callable[[int, Event | None], Event | None]) -> Held | None:
+        if self.fail_to_prepare is not None:
+            raise self.fail_to_prepare
+        if len(self.held) >= self.most:
+            return None
+        self.held.append(Held(self, len(moves), work))
+        return self.held[-1]
+
+    def run(self, moves: int, work: Callable[[], Event | None]) -> Event | None:
+        """What a launch does."""
+        self.launched.append(moves)
+        return self._done(work())
+
+
+class Held:
+    """A prepared launch: it is launched or dropped, once."""
+
+    def __init__(
+        self, kernels: PreparingKernels, moves: int, work: Callable[[int, Event | None], Event | None]
+    ) -> None:
+        self._kernels = kernels
+        self._moves = moves
+        self._work = work
+
+    def launch(self, base: int = 0, after: Event | None = None) -> Event | None:
+        """Once, and not after ``drop``."""
+        self._kernels.held.remove(self)
+        return self._kernels.run(self._moves, lambda: self._work(base, after))
+
+    def drop(self) -> None:
+        """Once, and not after ``launch``."""
+        self._kernels.held.remove(self)
+        if self._kernels.fail_to_drop is not None:
+            raise self._kernels.fail_to_drop
 
 
 Damage = Callable[[Bytes], None]

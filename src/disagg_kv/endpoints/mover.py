@@ -17,6 +17,7 @@ from ..planning import Segment, StagedLayout, Writes
 from ..protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ..staging import ALIGNMENT
 from ..transports import Ended, Settled, Transport
+from .ahead import Ahead, Foreseen, Planned
 from .base import Report
 from .verifying import Summing, layer_sums
 
@@ -53,8 +54,16 @@ class Rooms(Protocol):
         """Transfers of one segment for which this is equal carry the same bytes."""
         ...
 
-    def begin(self, room: RoomKey, transfer: Transfer) -> Load | None:
+    def plan(self, room: RoomKey, transfer: Transfer) -> Planned | None:
+        """What a transfer will gather whose rows are still to come; None: that cannot be said, or it is void."""
+        ...
+
+    def begin(self, room: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
         """Begin a transfer: from now on it reads and writes. None: it has become void."""
+        ...
+
+    def count(self, name: str) -> None:
+        """Something went wrong that fails no room."""
         ...
 
     def broken(self, rooms: Sequence[RoomKey], exc: Exception) -> None:
@@ -185,6 +194,7 @@ class Mover:
         self._posts: dict[Ticket, _Post] = {}
         self._number = 0
         self._looked = clock()
+        self.ahead = Ahead(pool, kernels, staging, rooms.plan, rooms.count)
 
     @property
     def quota(self) -> int:
@@ -215,6 +225,7 @@ class Mover:
         """Drop what is queued for a room that has ended."""
         for key in [k for k in self._queue if k[0] == room]:
             del self._queue[key]
+        self.ahead.forget(room)
 
     def work(self) -> bool:
         """Start what can start, finish gathers; True while something is in flight."""
@@ -241,6 +252,7 @@ class Mover:
             else:
                 self._staged(key[0], transfer)
         self._looked = self._clock()
+        waiting |= self.ahead.work()
         return waiting or bool(self._gathering or self._posts or self._summing)
 
     def orders(self, event: Event) -> bool:
@@ -257,7 +269,7 @@ class Mover:
     # Straight from pages to pages.
 
     def _direct(self, room: RoomKey, transfer: Transfer) -> None:
-        load = self._rooms.begin(room, transfer)
+        load = self._rooms.begin(room, transfer, None)
         if load is None:
             return
         assert isinstance(load.plan, Writes)
@@ -283,6 +295,7 @@ class Mover:
         self._rooms.reading(room, 1)
         loads: list[tuple[Transfer, Load, int]] = []
         places: dict[Hashable, int] = {}
+        foreseen: list[Foreseen | None] = []
         used = 0
         for transfer in self._same(room, first):
             share = self._rooms.sharing(room, transfer)
@@ -290,15 +303,20 @@ class Mover:
             if self._full(transfer.to) or (places and used + need > self._slot_bytes):
                 continue
             del self._queue[(room, transfer.to, transfer.segment)]
-            load = self._rooms.begin(room, transfer)
+            known = self.ahead.take(room, transfer)
+            load = self._rooms.begin(room, transfer, None if known is None else known.planned)
+            foreseen.append(known)
             if load is not None:
                 places.setdefault(share, used)
                 used += need
                 loads.append((transfer, load, places[share]))
         if loads:
-            self._gather(room, slot, loads)
+            self._gather(room, slot, loads, foreseen)
         else:
             self._rooms.reading(room, -1)
+        # What is left was prepared for a gather that is another one now.
+        for known in foreseen:
+            self.ahead.drop(known)
 
     def _same(self, room: RoomKey, first: Transfer) -> list[Transfer]:
         return [t for (r, _, s), t in self._queue.items() if r == room and s == first.segment and t.offset is not None]
@@ -307,7 +325,14 @@ class Mover:
         """One destination pins at most a quarter of the slots; of one gather it gets one post at most."""
         return self._pins[to] >= self._quota
 
-    def _gather(self, room: RoomKey, slot: _Slot, loads: list[tuple[Transfer, Load, int]]) -> None:
+    def _gather(
+        self,
+        room: RoomKey,
+        slot: _Slot,
+        loads: list[tuple[Transfer, Load, int]],
+        foreseen: list[Foreseen | None],
+    ) -> None:
+        """Those ``foreseen`` are of these loads, or of transfers that have become void; what is launched is taken."""
         moves: dict[int, Move] = {}
         posts: list[tuple[_Post, Writes]] = []
         summed: list[tuple[_Post, Load, int]] = []
@@ -324,7 +349,12 @@ class Mover:
             # First: once a gather is under way its slot is not free before it has ended.
             self._sum(summed)
             started = self._clock()
-            event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
+            known = foreseen[0] if len(foreseen) == 1 else None
+            if known is not None and known.gather is not None:
+                foreseen.clear()
+                event = known.gather.launch(slot.offset, after)
+            else:
+                event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
         except Exception as exc:
             self._not_gathered(posts, exc)
             return

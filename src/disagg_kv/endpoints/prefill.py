@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 
-from attrs import define, field
-
 from ..errors import (
     AbortedError,
     DisaggKVError,
@@ -23,6 +21,7 @@ from ..protocol import (
     Effect,
     Ended,
     Gone,
+    Granted,
     Lost,
     Phase,
     Quiet,
@@ -44,8 +43,8 @@ from ..strategies import Path, Schedule, Strategy
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
+from .ahead import Planned
 from .delivery import Cuts, DeliveryHandle, Handed
-from .gates import Gates
 from .handles import Changes, Happened
 from .introduction import Remote
 from .missed import Missed
@@ -53,23 +52,11 @@ from .mover import Load, Mover
 from .node import Node
 from .pacing import Lines, Pacer
 from .parked import Parked
-from .ways import Way, Ways, taken
+from .prefill_room import PrefillRoom
+from .ways import Ways, taken
 
 TICK_S = 0.02
 """How often open rooms look at the clock."""
-
-
-@define(eq=False)
-class _Room:
-    key: RoomKey
-    machine: SendRoom
-    handle: DeliveryHandle
-    silence_s: float
-    opened: float
-    ways: dict[Epoch, Way] = field(factory=dict)
-    withdrawn: list[Happened] = field(factory=list)
-    gates: Gates = field(factory=Gates)
-    passes: dict[int, Cuts] = field(factory=dict)
 
 
 class PrefillRole:
@@ -97,9 +84,9 @@ class PrefillRole:
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
         self._tokenless = frozenset(site.shard.layers()) - tokens
         self.row_layers = frozenset(tokens)
-        self._newest: dict[RoomId, _Room] = {}
-        self._rooms: dict[RoomKey, _Room] = {}
-        self._flows: dict[tuple[RoomId, Epoch, int], _Room] = {}
+        self._newest: dict[RoomId, PrefillRoom] = {}
+        self._rooms: dict[RoomKey, PrefillRoom] = {}
+        self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
         self._lines = Lines(node.clock)
         self._tick_at = 0.0
@@ -118,7 +105,7 @@ class PrefillRole:
         now = self._node.now
         me, options = self._node.me.epoch, self._node.options
         machine = SendRoom(key.room, key.generation, me, options, now, total_s, self._tokenless)
-        room = _Room(key, machine, handle, silence_s, now)
+        room = PrefillRoom(key, machine, handle, silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
         self._node.vote(key, None, "")
         declined = self._missed.declined(key.room)
@@ -146,7 +133,7 @@ class PrefillRole:
                 room.passes[one.turn] = cuts
                 self._cut(room, cuts)
 
-    def _cut(self, room: _Room, cuts: Cuts) -> None:
+    def _cut(self, room: PrefillRoom, cuts: Cuts) -> None:
         cuts.add(room.key, room.machine.groups(), decided=room.machine.phase is not Phase.CONNECTING)
 
     def begun(self, handed: Sequence[Handed], at: float) -> None:
@@ -320,7 +307,7 @@ class PrefillRole:
         head = room_head(node.me.epoch, epoch, name, generation)
         node.send(Send(epoch, Drained(**head, reason=frame.reason)))
 
-    def _begin(self, room: _Room, frame: Expect) -> None:
+    def _begin(self, room: PrefillRoom, frame: Expect) -> None:
         """A decode rank awaits an open room: decide how its bytes cross."""
         node, epoch, name = self._node, Epoch(frame.src), room.key.room
         remote = node.remotes.get(epoch)
@@ -357,7 +344,7 @@ class PrefillRole:
         for cuts in room.passes.values():
             self._cut(room, cuts)
 
-    def _grouped(self, room: _Room, run: range, groups: Groups) -> None:
+    def _grouped(self, room: PrefillRoom, run: range, groups: Groups) -> None:
         """Tell how the layers of a chunk are cut, and why."""
         report, now = room.handle.report, self._node.now
         report.groups, report.schedule = groups.count, groups.reason
@@ -425,7 +412,12 @@ class PrefillRole:
         room = self._rooms.get(key)
         return None if room is None else room.ways[transfer.to].share
 
-    def begin(self, key: RoomKey, transfer: Transfer) -> Load | None:
+    def plan(self, key: RoomKey, transfer: Transfer) -> Planned | None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        self._node.flush()
+        return self._rooms[key].foresee(transfer, self._ways.plan)
+
+    def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
         """Plan a transfer, if it still makes sense."""
         room = self._rooms.get(key)
         if room is None or not room.machine.flows[transfer.to].begin(transfer):
@@ -436,9 +428,10 @@ class PrefillRole:
         way = room.ways[transfer.to]
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
+        assert planned is None or planned.tables is tables, "pages are taken away with their grant"
         started = self._node.clock()
         try:
-            plan = self._ways.plan(way, transfer, tables)
+            plan = self._ways.plan(way, transfer, tables) if planned is None else planned.plan
         except Exception as exc:
             error = ours(exc, f"room {key.room.hex()} towards {transfer.to.hex()[:8]}")
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
@@ -449,6 +442,10 @@ class PrefillRole:
         compared = verified(key.room, transfer.segment, self._verify, way.verify)
         summed = way.pair.view.layout(transfer.segment) if compared else None
         return Load(plan, tables, after, way.ring, room.handle.report, summed)
+
+    def count(self, name: str) -> None:
+        """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
+        self._node.observer.count(name)
 
     def launched(self, seconds: float) -> None:
         """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
@@ -496,7 +493,7 @@ class PrefillRole:
 
     # Effects and time.
 
-    def _apply(self, room: _Room, effects: Sequence[Effect]) -> None:
+    def _apply(self, room: PrefillRoom, effects: Sequence[Effect]) -> None:
         assert self.mover is not None
         votes: list[Vote] = []
         for effect in effects:
@@ -507,6 +504,8 @@ class PrefillRole:
                     votes.append(effect)
                 case Transfer():
                     self.mover.add(room.key, effect)
+                case Granted(transfer):
+                    self.mover.ahead.add(room.key, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
@@ -514,10 +513,12 @@ class PrefillRole:
         for vote in votes:
             self._node.vote(room.key, vote.ok, vote.reason)
 
-    def _publish(self, room: _Room) -> None:
+    def _publish(self, room: PrefillRoom) -> None:
+        assert self.mover is not None
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
+            self.mover.ahead.forget(room.key)
         report, released = room.handle.report, machine.released
         report.segments = sum([f.segments_landed for f in machine.flows.values()])
         if room.withdrawn and machine.reads == 0:
@@ -531,7 +532,7 @@ class PrefillRole:
         if released and machine.closed and self._rooms.get(room.key) is room:
             self._close(room)
 
-    def _close(self, room: _Room) -> None:
+    def _close(self, room: PrefillRoom) -> None:
         assert self.mover is not None
         node, name, machine = self._node, room.key.room, room.machine
         self.mover.forget(room.key)
@@ -592,6 +593,7 @@ class PrefillRole:
         """Raise AssertionError if the accounts contradict each other."""
         assert self.mover is not None
         self.mover.check_integrity()
+        self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
         assert all(self._rooms.get(room.key) is room for room in self._flows.values())
         assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():

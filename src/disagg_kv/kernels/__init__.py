@@ -1,6 +1,15 @@
 """Gather, scatter and checksum: for each a plain reference and fast versions."""
 
-from .base import Kernels, Move, Prepared, Sums, SupportsPreparing, SupportsStreams, SupportsWarmUp
+from .base import (
+    Kernels,
+    Move,
+    Prepared,
+    PreparedGather,
+    Sums,
+    SupportsPreparing,
+    SupportsStreams,
+    SupportsWarmUp,
+)
 from .select import KERNELS, CpuKernels, ReferenceKernels, TritonKernels, available, kernels_for
 
 __all__ = [
@@ -9,6 +18,7 @@ __all__ = [
     "Kernels",
     "Move",
     "Prepared",
+    "PreparedGather",
     "ReferenceKernels",
     "Sums",
     "SupportsPreparing",

@@ -92,6 +92,18 @@ class Prepared(Protocol):
         ...
 
 
+class PreparedGather(Protocol):
+    """The same for a gather, of which the place in staging is not known yet."""
+
+    def launch(self, base: int, after: Event | None) -> Event | None:
+        """As :meth:`Prepared.launch`, behind ``after``; each part goes ``base`` bytes, a multiple of 16, further on."""
+        ...
+
+    def drop(self) -> None:
+        """See :meth:`Prepared.drop`."""
+        ...
+
+
 @runtime_checkable
 class SupportsPreparing(Protocol):
     """Kernels whose launches cost the host less once they are prepared."""
@@ -102,6 +114,10 @@ class SupportsPreparing(Protocol):
         None: there is nothing to prepare, or as much is prepared as may be; ``scatter`` does it all at once, as ever.
         Raises what ``scatter`` would.
         """
+        ...
+
+    def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
+        """The same for ``gather``: pages are read when it is launched, and not before its ``after``."""
         ...
 
 

@@ -16,7 +16,7 @@ from ..geometry import CacheSpec, PageTable, shard
 from ..ids import GroupId
 from ..memory import U8, Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
 from ..planning import StagedLayout
-from .base import Kernels, Move, Prepared, Sums
+from .base import Kernels, Move, Prepared, PreparedGather, Sums
 from .checksum import cpu as checksum_cpu
 from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu
@@ -105,6 +105,10 @@ class TritonKernels:
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
         """Write the table of a scatter and bring it to the GPU."""
         return _launcher("scatter").prepare(pool, moves, staging)
+
+    def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedGather | None:
+        """Write the table of a gather."""
+        return _launcher("gather").prepare(pool, moves, staging, moved=True)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
         """Enqueue the sums behind ``after``, and their way to the host."""

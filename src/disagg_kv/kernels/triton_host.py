@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from ..errors import LocalProtocolError, RegistrationError
 from ..geometry import I64
@@ -23,7 +23,7 @@ from .checksum.triton import checksum
 from .cuda_queue import CudaQueue, Mark
 from .gather.triton import gather
 from .scatter.triton import scatter
-from .triton_tables import Call, Planes, Shape, shapes
+from .triton_tables import ENTRY, Call, Planes, Shape, shapes
 
 ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """What is moved, by its bytes; what the bytes mean is nobody's business here."""
@@ -242,7 +242,7 @@ class Written:
 
     Args:
         lane, stream, table: on what, and the pool's table.
-        slot: the call's own table, of ``words`` words, those that go up.
+        slot: the call's own table, of ``words`` words, those that go up, of which ``entries`` come first.
         programs, shape: how the launch is cut.
         uploaded: whether the words are on their way.
     """
@@ -252,9 +252,16 @@ class Written:
     table: torch.Tensor
     slot: _Slot
     words: int
+    entries: int
     programs: int
     shape: Shape
     uploaded: bool = False
+
+    def shift(self, base: int) -> None:
+        """Its parts lie so many bytes further on in staging; not once it is on its way to the GPU."""
+        assert not self.uploaded
+        assert base % 16 == 0, "accesses are no wider than was promised for what is written"
+        self.slot.words[: self.entries * ENTRY].reshape(self.entries, ENTRY)[:, 6] += base
 
     def upload(self) -> None:
         """Bring the words to the GPU; inside ``with lane.queue``."""
@@ -369,18 +376,21 @@ class Launcher(Host):
         call = self._write(lane, pool, moves, staging, lane.take)
         return None if call is None else self._enqueue(call, after)
 
-    def prepare(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> PreparedLaunch | None:
-        """The same call without ``after``, up to its launch; see :class:`.base.SupportsPreparing`."""
+    def prepare(
+        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, *, moved: bool = False
+    ) -> PreparedLaunch | None:
+        """The same call up to its launch; see :class:`.base.SupportsPreparing`. ``moved``: its parts will be."""
         lane = self._lane_of(pool, staging)
         if lane is None:
-            return PreparedLaunch(lambda: self._interpret(pool, moves, staging, None), lambda: None)
+            return PreparedLaunch(partial(self._interpret_moved, pool, moves, staging), lambda: None)
         call = self._write(lane, pool, moves, staging, lane.spare) if lane.may_prepare else None
         if call is None:
             return None
-        with lane.queue:
-            call.upload()
+        if not moved:
+            with lane.queue:
+                call.upload()
         lane.prepared(1)
-        return PreparedLaunch(partial(self._enqueue_kept, call), partial(self._give_up, call))
+        return PreparedLaunch(partial(self._enqueue_kept, pool, call), partial(self._give_up, call))
 
     def _lane_of(self, pool: MemoryPool, staging: Buffer) -> _Lane | None:
         """Where such calls go; None: Triton interprets them."""
@@ -410,23 +420,35 @@ class Launcher(Host):
         except Exception:
             lane.give(slot, slot.event)
             raise
-        return Written(lane, stream, table, slot, call.words, call.entries * shape.tiles, shape)
+        return Written(lane, stream, table, slot, call.words, call.entries, call.entries * shape.tiles, shape)
 
     def _enqueue(self, call: Written, after: Event | None) -> Mark:
         mark = self._launch(call, after)
         call.lane.give(call.slot, mark)
         return mark
 
-    def _enqueue_kept(self, call: Written) -> Mark:
+    def _enqueue_kept(self, pool: MemoryPool, call: Written, base: int, after: Event | None) -> Mark:
         call.lane.prepared(-1)
-        return self._enqueue(call, None)
+        if not call.uploaded:
+            call.shift(base)
+            # What waits for its event on the stream that it was written for came later.
+            call.stream = call.lane.stream()
+            call.lane.planes(pool, call.stream)
+        return self._enqueue(call, after)
 
     def _give_up(self, call: Written) -> None:
         """The slot is free again once its words are on the GPU: until then they are read here and written there."""
         call.lane.prepared(-1)
-        with call.lane.queue:
-            mark = call.lane.queue.record(call.stream.cuda_stream)
+        mark = call.slot.event
+        if call.uploaded:
+            with call.lane.queue:
+                mark = call.lane.queue.record(call.stream.cuda_stream)
         call.lane.give(call.slot, mark)
+
+    def _interpret_moved(
+        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, base: int, after: Event | None
+    ) -> None:
+        self._interpret(pool, [evolve(move, base=move.base + base) for move in moves], staging, after)
 
     def _interpret(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> None:
         """The same on the CPU's memory, done when it returns."""
@@ -441,24 +463,24 @@ class Launcher(Host):
 
 
 class PreparedLaunch:
-    """A prepared launch; see :class:`.base.Prepared`.
+    """A prepared launch; see :class:`.base.Prepared` and :class:`.base.PreparedGather`.
 
     Args:
-        enqueue: launches.
+        enqueue: launches, with parts so many bytes further on, behind an event.
         give_up: gives back what it holds.
     """
 
-    def __init__(self, enqueue: Callable[[], Mark | None], give_up: Callable[[], None]) -> None:
+    def __init__(self, enqueue: Callable[[int, Event | None], Mark | None], give_up: Callable[[], None]) -> None:
         self._enqueue = enqueue
         self._give_up = give_up
         self._over = False
 
-    def launch(self) -> Mark | None:
-        """See :meth:`.base.Prepared.launch`."""
+    def launch(self, base: int = 0, after: Event | None = None) -> Mark | None:
+        """See :meth:`.base.PreparedGather.launch`; ``base`` only where that was said when it was prepared."""
         if self._over:
             raise LocalProtocolError("what was prepared has been launched or dropped before")
         self._over = True
-        return self._enqueue()
+        return self._enqueue(base, after)
 
     def drop(self) -> None:
         """See :meth:`.base.Prepared.drop`."""

@@ -50,7 +50,7 @@ class Summer(Host):
         sums = slice(call.words, call.words + call.entries)
         slot = lane.take(sums.stop)
         shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
-        written = Written(lane, stream, table, slot, sums.stop, call.entries * shape.tiles, shape)
+        written = Written(lane, stream, table, slot, sums.stop, call.entries, call.entries * shape.tiles, shape)
         mark = self._launch(written, after)
 
         def read() -> Sequence[U64]:

@@ -300,7 +300,14 @@ class Transfer:
     lease: int | None
 
 
-Effect = Send | Reserve | Free | Quarantine | Prepare | Scatter | Store | Vote | Transfer
+@frozen
+class Granted:
+    """A transfer whose rows are still to be computed has its place: get ready. Void when the grant is given back."""
+
+    transfer: Transfer
+
+
+Effect = Send | Reserve | Free | Quarantine | Prepare | Scatter | Store | Vote | Transfer | Granted
 
 
 class RoomKey(NamedTuple):

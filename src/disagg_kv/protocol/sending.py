@@ -15,6 +15,7 @@ from .base import (
     Cancel,
     Finished,
     Gone,
+    Granted,
     Lost,
     Offered,
     Options,
@@ -197,15 +198,22 @@ class Flow(Machine[Sending]):
 
     def begin(self, transfer: Transfer) -> bool:
         """The mover starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
+        if not self.awaits(transfer) or self._readiness(transfer.segment) is not Readiness.READY:
+            return False
+        self._parts[transfer.segment].step = _Step.WRITING
+        self._unquiet.add(transfer.segment)
+        return True
+
+    def awaits(self, transfer: Transfer) -> bool:
+        """Whether a transfer has its grant still, and has not begun."""
         part = self._parts.get(transfer.segment)
         if self.state is not Sending.MOVING or part is None or part.step is not _Step.GRANTED:
             return False
-        lease = None if part.grant is None else part.grant.lease
-        if lease != transfer.lease or self._readiness(transfer.segment) is not Readiness.READY:
-            return False
-        part.step = _Step.WRITING
-        self._unquiet.add(transfer.segment)
-        return True
+        return transfer.lease == (None if part.grant is None else part.grant.lease)
+
+    def has(self, segment: Segment) -> bool:
+        """Whether a segment is of this flow and has not landed."""
+        return segment in self._parts
 
     def runs(self) -> Set[range]:
         """Layers of rows that have not landed, as they cross together."""
@@ -266,11 +274,12 @@ class Flow(Machine[Sending]):
 
     def _transfer(self, segment: Segment, part: _Part) -> None:
         """The mover drops what it has already, so a repeated Transfer is harmless."""
+        self._out.append(self._of(segment, part))
+
+    def _of(self, segment: Segment, part: _Part) -> Transfer:
         g = part.grant
-        if g is None:
-            self._out.append(Transfer(self.peer, segment, None, part.nbytes, None))
-        else:
-            self._out.append(Transfer(self.peer, segment, g.offset, part.nbytes, g.lease))
+        offset, lease = (None, None) if g is None else (g.offset, g.lease)
+        return Transfer(self.peer, segment, offset, part.nbytes, lease)
 
     def _on_queued(self, event: Queued) -> None:
         """It will be granted; nothing to do, the request is repeated ever more slowly."""
@@ -289,6 +298,8 @@ class Flow(Machine[Sending]):
         part.grant = event
         part.step = _Step.GRANTED
         self._use(segment, part)
+        if self._readiness(segment) is Readiness.AHEAD:
+            self._out.append(Granted(self._of(segment, part)))
 
     def _on_wrote(self, event: Wrote) -> None:
         self._unquiet.discard(event.segment)

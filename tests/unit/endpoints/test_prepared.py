@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 import pytest
 
@@ -11,67 +9,16 @@ from disagg_kv.endpoints.scattering import Scatterer
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Generation
-from disagg_kv.kernels import Move
-from disagg_kv.memory import Buffer, Event, MemoryPool
 from disagg_kv.protocol import Phase, RoomKey
 from tests.support.rig import Memory, Request, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag
+from tests.support.rig_parts import Flag, PreparingKernels
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 ROW_BYTES = 4 * 2 * 4 * 16
 ROWS, SEGMENT = 32, 8
 
 
-class Preparing(CountingKernels):
-    """Kernels that prepare ``most`` scatters at a time, and may be told to fail at any of it."""
-
-    def __init__(self, most: int = 99) -> None:
-        super().__init__()
-        self.most = most
-        self.held: list[Held] = []
-        self.launched: list[int] = []
-        self.fail_to_prepare: Exception | None = None
-        self.fail_to_drop: Exception | None = None
-
-    def orders(self, event: Event) -> bool:
-        """As on a GPU, what has come together is one launch."""
-        return True
-
-    def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Held | None:
-        """Keep the moves."""
-        if self.fail_to_prepare is not None:
-            raise self.fail_to_prepare
-        if len(self.held) >= self.most:
-            return None
-        self.held.append(Held(self, pool, moves, staging))
-        return self.held[-1]
-
-    def run(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
-        """What a launch does."""
-        self.launched.append(len(moves))
-        return self._done(self._inner.scatter(pool, moves, staging))
-
-
-class Held:
-    """A prepared scatter."""
-
-    def __init__(self, kernels: Preparing, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
-        self._kernels = kernels
-        self._work = pool, moves, staging
-
-    def launch(self) -> Event | None:
-        """Once, and not after ``drop``."""
-        self._kernels.held.remove(self)
-        return self._kernels.run(*self._work)
-
-    def drop(self) -> None:
-        """Once, and not after ``launch``."""
-        self._kernels.held.remove(self)
-        if self._kernels.fail_to_drop is not None:
-            raise self._kernels.fail_to_drop
-
-
-def world(kernels: Preparing, ranks: int = 1, pace: float | None = None) -> Rig:
+def world(kernels: PreparingKernels, ranks: int = 1, pace: float | None = None) -> Rig:
     """Some ranks to one rank, in segments of eight rows."""
     rig, memory = Rig(SPEC), Memory(page_size=8)
     nbytes = SEGMENT * ROW_BYTES
@@ -99,7 +46,7 @@ def scatterer(rig: Rig) -> Scatterer:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_segments_are_prepared_when_granted_and_launched_when_all_of_their_bytes_are_there(ranks: int) -> None:
     """One launch each; nothing is left to do then but to launch."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, ranks)
     request = granted(rig, event)
     assert len(kernels.held) == ROWS // SEGMENT
@@ -113,7 +60,7 @@ def test_segments_are_prepared_when_granted_and_launched_when_all_of_their_bytes
 
 
 def test_one_is_prepared_in_a_turn_so_that_what_comes_meanwhile_does_not_wait() -> None:
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = rig.request("room", rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
     request.send(ROWS, ready=event).finish()
@@ -128,7 +75,7 @@ def test_one_is_prepared_in_a_turn_so_that_what_comes_meanwhile_does_not_wait() 
 
 def test_what_kernels_do_not_prepare_is_scattered_at_once_as_ever() -> None:
     """Prepared ones are launches of their own; the others, come together, are one."""
-    kernels, event = Preparing(most=2), Flag()
+    kernels, event = PreparingKernels(most=2), Flag()
     rig = world(kernels)
     request = granted(rig, event)
     event.fired = True
@@ -140,7 +87,7 @@ def test_what_kernels_do_not_prepare_is_scattered_at_once_as_ever() -> None:
 
 def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
     """E8: whatever is wrong is met again when the bytes are there."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     kernels.fail_to_prepare = RuntimeError("not now")
     rig = world(kernels)
     request = granted(rig, event)
@@ -153,7 +100,7 @@ def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
 
 def test_a_prepared_launch_that_fails_fails_its_room_and_frees_its_lease() -> None:
     """E8: one room's error is no other room's."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
     kernels.fail = RuntimeError("no launch")
@@ -169,7 +116,7 @@ def test_a_prepared_launch_that_fails_fails_its_room_and_frees_its_lease() -> No
 
 def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
     """Also what has not been prepared yet; a drop that fails is counted."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
     kernels.fail_to_drop = DisaggKVError("no")
@@ -184,7 +131,7 @@ def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
 
 def test_what_was_prepared_ends_with_its_lease_and_is_prepared_anew_for_the_next() -> None:
     """E12: a preempted room gives its leases back; the new ones may lie elsewhere."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
     first = list(kernels.held)
@@ -206,7 +153,7 @@ def test_what_was_prepared_ends_with_its_lease_and_is_prepared_anew_for_the_next
 
 def test_what_was_prepared_for_other_places_is_not_launched() -> None:
     """Whatever else goes wrong: a launch reads where the bytes are, or is none."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
     for ready in scatterer(rig)._prepared.values():
@@ -221,7 +168,7 @@ def test_what_was_prepared_for_other_places_is_not_launched() -> None:
 
 def test_a_prepared_scatter_keeps_to_the_pace() -> None:
     """C7: a launch costs as much of it as any."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, pace=SEGMENT * ROW_BYTES / 5.0)
     request = granted(rig, event)
     event.fired = True
@@ -234,7 +181,7 @@ def test_a_prepared_scatter_keeps_to_the_pace() -> None:
 
 def test_the_lease_stays_until_the_prepared_launch_has_ended() -> None:
     """I1: its event is what is waited for."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     kernels.events = []
     rig = world(kernels)
     request = granted(rig, event)
@@ -251,7 +198,7 @@ def test_the_lease_stays_until_the_prepared_launch_has_ended() -> None:
 
 def test_what_a_prepared_launch_brings_is_compared() -> None:
     """E15."""
-    kernels = Preparing()
+    kernels = PreparingKernels()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=SEGMENT * ROW_BYTES, slots=64)
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17, kernels=kernels, verify="full")
@@ -265,7 +212,7 @@ def test_what_a_prepared_launch_brings_is_compared() -> None:
 
 def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
     """No room, no lease, or a place beside it."""
-    kernels, event = Preparing(), Flag()
+    kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
     prepared, role = scatterer(rig)._prepared, rig.decodes[0].endpoint._role

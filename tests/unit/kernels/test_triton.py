@@ -21,7 +21,7 @@ from disagg_kv.memory import Buffer, Layout, PagedPool
 from disagg_kv.planning import PartView, Segment
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
-from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, check_prepared, strided
+from tests.support.kernel_grid import ALIGNMENTS, Grid, buffer_on, check, check_prepared, check_prepared_gather, strided
 from tests.support.pools import KV, Bytes, buffer_over, copies, noise, staged_layout
 from tests.support.rig_parts import Flag
 
@@ -121,10 +121,11 @@ def test_gather_reads_the_pages_only_after_the_event() -> None:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_prepared_scatter_equals_the_reference_and_reads_what_is_there_when_it_is_launched(layout: Layout) -> None:
+def test_what_is_prepared_equals_the_reference_and_reads_what_is_there_when_it_is_launched(layout: Layout) -> None:
     """A2: what comes between has effect, and no byte moves before."""
     grid = Grid.of(layout, False, 3, 16, [(0, 1), (1, 3)])
     check_prepared(TRITON, grid, "cpu")
+    check_prepared_gather(TRITON, grid, "cpu")
 
 
 def test_what_was_prepared_is_launched_once_or_dropped() -> None:

@@ -11,6 +11,7 @@ from disagg_kv.planning import Intake, Segment
 from disagg_kv.protocol import (
     Decided,
     FlowPlan,
+    Granted,
     Phase,
     Transfer,
     Vote,
@@ -68,6 +69,26 @@ def test_a_room_from_its_opening_to_its_end() -> None:
     assert room.machine.decided(Decided(True, ""), 0.0) == []
     assert (phase(room), room.machine.released, room.machine.closed) == (Phase.DONE, True, True)
     assert room.machine.next_at() is None
+
+
+def test_what_is_granted_before_its_rows_are_final_can_be_prepared_until_it_is_given_back() -> None:
+    room = Room(chunks=1, ready=False)
+    room.expect()
+    coming = Transfer(D[0], A, 0, 1024, 0)
+    assert only(room.say(grant()), Granted) == [Granted(coming)]
+    flow = room.machine.flows[D[0]]
+    assert (flow.awaits(coming), flow.has(A), flow.has(B)) == (True, True, False)
+    assert only(room.ready(1), Transfer) == [coming]
+    assert room.begin()
+    assert not flow.awaits(coming)
+    other = Room(chunks=1, ready=False)
+    other.expect()
+    other.say(grant())
+    other.machine.withdraw(0.0)
+    assert not other.machine.flows[D[0]].awaits(coming)
+    final = Room(chunks=1)
+    final.expect()
+    assert only(final.say(grant()), Granted) == []
 
 
 def test_rows_that_decode_holds_or_does_not_await_are_not_sent() -> None:

@@ -203,8 +203,13 @@ class Checks:
             self._fail("I3", f"{node.address}: {exc!r}")
         self.released(node)
         role = node.role
-        if isinstance(role, DecodeRole) and len(node.prepared) != len(role._scatters._prepared):
+        if isinstance(role, DecodeRole):
             known = len(role._scatters._prepared)
+        else:
+            assert role.mover is not None
+            known = sum(one.gather is not None for one in role.mover.ahead.foreseen.values())
+        if len(node.prepared) != known:
+            self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
             self._fail("I3", f"{node.address}: {len(node.prepared)} scatters are prepared, {known} are known")
         if not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
@@ -267,6 +272,7 @@ class Checks:
                     "gathers": len(mover._gathering),
                     "flows": len(endpoint._role._flows),
                     "newest": len(endpoint._role._newest),
+                    "prepared": len(node.prepared) + len(mover.ahead.waiting) + len(mover.ahead.foreseen),
                 }
             if any(left.values()):
                 self._fail(

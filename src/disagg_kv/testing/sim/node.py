@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from ...channels import Arrived
 from ...endpoints import DecodeEndpoint, Life, PrefillEndpoint
 from ...endpoints.decode import DecodeRole
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 CPU = KERNELS["cpu"]
 
 MOST_PREPARED = 3
-"""Scatters of one rank: few, so that there are both those that are prepared and those that are not."""
+"""Launches of one rank: few, so that there are both those that are prepared and those that are not."""
 
 
 class SimEvent:
@@ -93,17 +95,33 @@ class SimKernels:
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:
         """Sometimes; what is prepared is for leases that are live now."""
         world, node = self._world, self._node
-        if world.faulty and world.chance(FaultClass.KERNEL):
-            world.hit(FaultClass.KERNEL)
-            raise RuntimeError("sim: the kernel failed")
-        if len(node.prepared) >= MOST_PREPARED:
-            world.mark("prepared:as much as may be")
+        if not self._prepares():
             return None
         live = node.leases()
         leases = [one for move in moves for one in live if one.offset <= move.base < one.offset + one.nbytes]
         if len(leases) < len(moves):
             world.violation("I1", f"{node.address}: a scatter is prepared from bytes that no lease has")
         return SimPrepared(world, node, leases, lambda: self.scatter(pool, moves, staging))
+
+    def prepare_gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPreparedGather | None:
+        """Sometimes; whether its pages are still the room's is seen by what it brings."""
+        if not self._prepares():
+            return None
+
+        def gather(base: int, after: Event | None) -> Event | None:
+            return self.gather(pool, [evolve(move, base=move.base + base) for move in moves], staging, after)
+
+        return SimPreparedGather(self._world, self._node, gather)
+
+    def _prepares(self) -> bool:
+        world = self._world
+        if world.faulty and world.chance(FaultClass.KERNEL):
+            world.hit(FaultClass.KERNEL)
+            raise RuntimeError("sim: the kernel failed")
+        if len(self._node.prepared) < MOST_PREPARED:
+            return True
+        world.mark("prepared:as much as may be")
+        return False
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
         """Sum pages."""
@@ -142,34 +160,59 @@ class SimKernels:
         return event
 
 
-class SimPrepared:
+class SimHeld:
+    """What is prepared on a rank, until it is launched or dropped."""
+
+    def __init__(self, world: World, node: SimNode, what: str) -> None:
+        self._world = world
+        self._node = node
+        self._what = what
+        node.prepared.add(self)
+
+    def drop(self) -> None:
+        """Nothing is launched."""
+        if self in self._node.prepared:
+            self._world.mark(f"prepared:{self._what} dropped")
+        self._node.prepared.discard(self)
+
+    def _end(self) -> None:
+        node = self._node
+        if self not in node.prepared:
+            self._world.violation("I1", f"{node.address}: a {self._what} is launched after its end")
+        node.prepared.discard(self)
+        self._world.mark(f"prepared:{self._what} launched")
+
+
+class SimPreparedGather(SimHeld):
+    """A prepared gather: it is launched once or dropped."""
+
+    def __init__(self, world: World, node: SimNode, gather: Callable[[int, Event | None], Event | None]) -> None:
+        super().__init__(world, node, "gather")
+        self._gather = gather
+
+    def launch(self, base: int, after: Event | None) -> Event | None:
+        """Read what is in the pages by now, and not before."""
+        self._end()
+        return self._gather(base, after)
+
+
+class SimPrepared(SimHeld):
     """A prepared scatter: it is launched once or dropped, and launched only while its leases live."""
 
     def __init__(
         self, world: World, node: SimNode, leases: Sequence[Lease], scatter: Callable[[], Event | None]
     ) -> None:
-        self._world = world
-        self._node = node
+        super().__init__(world, node, "scatter")
         self._leases = leases
         self._scatter = scatter
-        node.prepared.add(self)
 
     def launch(self) -> Event | None:
         """Read what is in the ring by now, and not before."""
         node = self._node
-        if self not in node.prepared:
-            self._world.violation("I1", f"{node.address}: a scatter is launched that was launched or dropped before")
         if not all(node.holds(lease) for lease in self._leases):
             self._world.violation("I1", f"{node.address}: a scatter is launched that was prepared for an earlier lease")
-        node.prepared.discard(self)
-        self._world.mark("prepared:launched")
+        self._end()
         return self._scatter()
-
-    def drop(self) -> None:
-        """Nothing is launched."""
-        if self in self._node.prepared:
-            self._world.mark("prepared:dropped")
-        self._node.prepared.discard(self)
 
 
 class SimWatch:
@@ -209,6 +252,7 @@ class SimNode:
     prefixes: Prefixes | None = None
     passes: Passes
     _live: dict[int, Lease]
+    _ahead: Sized = ()
 
     def __init__(
         self,
@@ -239,7 +283,7 @@ class SimNode:
         self.stood_still = 0.0
         self.losses = 0
         self.touched = False
-        self.prepared: set[SimPrepared] = set()
+        self.prepared: set[SimHeld] = set()
         self.leased: dict[tuple[RoomKey, int], ReceiveRoom] = {}
         self.offset = 0.0
         self.wake_at = 0.0
@@ -285,13 +329,14 @@ class SimNode:
             self.endpoint, self.role = prefill, prefill._role
             self._live = {}
             self._queue = prefill._mover._queue
+            self._ahead = prefill._mover.ahead.waiting
         self.node = self.endpoint._node
         self.turn = self.endpoint.driver.turn
 
     @property
     def busy(self) -> bool:
         """Whether another turn would do something at once."""
-        return bool(self.node._commands or self._queue)
+        return bool(self.node._commands or self._queue or self._ahead)
 
     def hear(self, frame: bytes) -> None:
         """A frame is taken in, and nothing else is done: what follows from it is left to the next turn."""

@@ -1,0 +1,45 @@
+"""What a prefill rank keeps per room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from attrs import define, field
+
+from ..geometry import PageTable
+from ..ids import Epoch, GroupId
+from ..planning import StagedLayout, Writes
+from ..protocol import RoomKey, SendRoom, Transfer
+from .ahead import Planned
+from .delivery import Cuts, DeliveryHandle
+from .gates import Gates
+from .handles import Happened
+from .ways import Way
+
+Plan = Callable[[Way, Transfer, Mapping[GroupId, PageTable]], Writes | StagedLayout]
+
+
+@define(eq=False)
+class PrefillRoom:
+    """A room, with the ways to its decode ranks and the events that its rows wait for."""
+
+    key: RoomKey
+    machine: SendRoom
+    handle: DeliveryHandle
+    silence_s: float
+    opened: float
+    ways: dict[Epoch, Way] = field(factory=dict)
+    withdrawn: list[Happened] = field(factory=list)
+    gates: Gates = field(factory=Gates)
+    passes: dict[int, Cuts] = field(factory=dict)
+
+    def foresee(self, transfer: Transfer, plan: Plan) -> Planned | None:
+        """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""
+        segment = transfer.segment
+        if segment.state or not self.machine.flows[transfer.to].awaits(transfer):
+            return None
+        tables = self.machine.rows.chunk(segment).tables
+        planned = None if tables is None else plan(self.ways[transfer.to], transfer, tables)
+        if tables is None or not isinstance(planned, StagedLayout):
+            return None
+        return Planned(planned, tables, sum(flow.has(segment) for flow in self.machine.flows.values()) == 1)

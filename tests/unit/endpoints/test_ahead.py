@@ -1,0 +1,189 @@
+"""Gathers are planned and prepared while their rows are computed, and launched, once a slot is free, when those are."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.endpoints.ahead import Ahead
+from disagg_kv.errors import DisaggKVError
+from disagg_kv.geometry import CacheSpec
+from tests.support.rig import Memory, Request, Rig, tp_shards
+from tests.support.rig_parts import CountingKernels, Flag, PreparingKernels
+
+SPEC = CacheSpec.kv(4, 4, 8, "float16")
+ROW_BYTES = 4 * 2 * 4 * 16
+ROWS, SEGMENT = 32, 8
+SEGMENTS = ROWS // SEGMENT
+
+
+def world(kernels: CountingKernels, decode: int = 1, slots: int = 64, rows: int = SEGMENT) -> Rig:
+    """One rank to some ranks, in segments of as many rows as fill a slot, or of all."""
+    rig, memory = Rig(SPEC), Memory(page_size=8)
+    rig.prefill(
+        tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=rows * ROW_BYTES, slots=slots,
+        kernels=kernels,
+    )  # fmt: skip
+    rig.decode(tp_shards(SPEC, decode), memory=memory, strategy="staged", ring_bytes=1 << 17)
+    return rig
+
+
+def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
+    """A room whose grants are in hand, and whose rows are not final before ``event``."""
+    request = rig.request(name, rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    request.send(ROWS, ready=event).finish()
+    rig.wait(1.0)
+    return request
+
+
+def ahead(rig: Rig) -> Ahead:
+    """The prefill rank's."""
+    return rig.prefills[0].endpoint._mover.ahead
+
+
+@pytest.mark.parametrize("slots", [64, 1])
+def test_gathers_are_prepared_when_granted_and_launched_when_their_rows_are_there(slots: int) -> None:
+    """Into whatever slot is free by then, however few there are."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels, slots=slots)
+    request = granted(rig, event)
+    assert len(kernels.held) == SEGMENTS
+    assert not kernels.launched
+    event.fired = True
+    request.landed()
+    assert kernels.launched == [1] * SEGMENTS
+    assert not kernels.gathers
+    assert not kernels.held
+    rig.quiet()
+
+
+def test_one_gather_for_several_destinations_is_not_prepared_but_planned() -> None:
+    """A8: destinations granted by then are served by one gather."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels, decode=2, rows=2 * ROWS)
+    request = granted(rig, event)
+    assert not kernels.held
+    assert len(ahead(rig).foreseen) == 2
+    event.fired = True
+    request.landed()
+    assert kernels.gathers == [2]
+    assert not kernels.launched
+    rig.quiet()
+
+
+def test_what_kernels_do_not_prepare_is_gathered_as_ever() -> None:
+    kernels, event = PreparingKernels(most=1), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    event.fired = True
+    request.landed()
+    assert kernels.launched == [1]
+    assert kernels.gathers == [1] * (SEGMENTS - 1)
+    rig.quiet()
+
+
+def test_nothing_is_foreseen_for_kernels_that_prepare_nothing() -> None:
+    kernels, event = CountingKernels(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    assert not ahead(rig).waiting
+    assert not ahead(rig).foreseen
+    event.fired = True
+    request.landed()
+
+
+def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
+    """E8."""
+    kernels, event = PreparingKernels(), Flag()
+    kernels.fail_to_prepare = RuntimeError("not now")
+    rig = world(kernels)
+    request = granted(rig, event)
+    event.fired = True
+    request.landed()
+    assert kernels.gathers == [1] * SEGMENTS
+    assert rig.prefills[0].observer.counters["gathers.not_prepared"] == SEGMENTS
+    rig.quiet()
+
+
+def test_a_prepared_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
+    """E8."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    kernels.fail = RuntimeError("no launch")
+    event.fired = True
+    request.failed()
+    assert "no launch" in request.errors()
+    assert not kernels.held
+    kernels.fail = None
+    request.forgive()
+    rig.request("other", rig.prefills, rig.decodes, ROWS).start().landed()
+    rig.quiet()
+
+
+def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
+    """A drop that fails is counted."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    kernels.fail_to_drop = DisaggKVError("no")
+    request.sends[0].abort("changed its mind")
+    rig.turn()
+    assert not kernels.held
+    assert rig.prefills[0].observer.counters["gathers.not_dropped"] == SEGMENTS
+    request.failed()
+    assert not kernels.launched
+    rig.quiet()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_pages_that_were_taken_away_are_not_gathered(early: bool) -> None:
+    """C1: a preempted room gives its grants back; what was prepared for them reads pages that it has no more.
+
+    The rows are there before or after the new grants.
+    """
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    first = list(kernels.held)
+    fired = request.sends[0].withdraw()
+    rig.until(fired.query, "the end of reads")
+    event.fired = early
+    request.send(ROWS, ready=event)
+    rig.wait(1.0)
+    assert early or not set(kernels.held) & set(first)
+    event.fired = True
+    request.landed()
+    assert kernels.launched == ([] if early else [1] * SEGMENTS)
+    assert not kernels.held
+    rig.quiet()
+
+
+def test_a_prepared_gather_of_what_is_compared() -> None:
+    """E15."""
+    kernels, event = PreparingKernels(), Flag()
+    rig, memory = Rig(SPEC), Memory(page_size=8)
+    rig.prefill(
+        tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=SEGMENT * ROW_BYTES, slots=64,
+        kernels=kernels, verify="full",
+    )  # fmt: skip
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17)
+    request = granted(rig, event)
+    event.fired = True
+    request.landed()
+    assert len(kernels.launched) == len(kernels.checksums) == SEGMENTS
+    rig.quiet()
+
+
+def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    role = rig.prefills[0].endpoint._role
+    role.check_integrity()
+    (room, _, _), _ = next(iter(ahead(rig).foreseen.items()))
+    role._failed.add(room)
+    with pytest.raises(AssertionError, match="foreseen for a room that is over"):
+        ahead(rig).check_integrity(role._rooms.keys() - role._failed)
+    role._failed.discard(room)
+    event.fired = True
+    request.landed()
