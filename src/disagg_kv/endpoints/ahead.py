@@ -16,11 +16,15 @@ from ..protocol import RoomKey, Transfer
 
 @frozen(eq=False)
 class Planned:
-    """What a transfer will gather from these pages; ``alone``: no other destination gets some of the segment."""
+    """What a transfer will gather from these pages, planned in so many seconds.
+
+    ``alone``: no other destination gets some of the segment.
+    """
 
     plan: StagedLayout
     tables: Mapping[GroupId, PageTable]
     alone: bool
+    seconds: float
 
 
 @define(eq=False)

@@ -415,7 +415,7 @@ class PrefillRole:
     def plan(self, key: RoomKey, transfer: Transfer) -> Planned | None:
         """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
         self._node.flush()
-        return self._rooms[key].foresee(transfer, self._ways.plan)
+        return self._rooms[key].foresee(transfer, self._ways.plan, self._node.clock)
 
     def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
         """Plan a transfer, if it still makes sense."""
@@ -429,7 +429,7 @@ class PrefillRole:
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
         assert planned is None or planned.tables is tables, "pages are taken away with their grant"
-        started = self._node.clock()
+        started = self._node.clock() - (0.0 if planned is None else planned.seconds)
         try:
             plan = self._ways.plan(way, transfer, tables) if planned is None else planned.plan
         except Exception as exc:

@@ -33,13 +33,14 @@ class PrefillRoom:
     gates: Gates = field(factory=Gates)
     passes: dict[int, Cuts] = field(factory=dict)
 
-    def foresee(self, transfer: Transfer, plan: Plan) -> Planned | None:
+    def foresee(self, transfer: Transfer, plan: Plan, clock: Callable[[], float]) -> Planned | None:
         """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""
-        segment = transfer.segment
+        segment, started = transfer.segment, clock()
         if segment.state or not self.machine.flows[transfer.to].awaits(transfer):
             return None
         tables = self.machine.rows.chunk(segment).tables
         planned = None if tables is None else plan(self.ways[transfer.to], transfer, tables)
         if tables is None or not isinstance(planned, StagedLayout):
             return None
-        return Planned(planned, tables, sum(flow.has(segment) for flow in self.machine.flows.values()) == 1)
+        alone = sum(flow.has(segment) for flow in self.machine.flows.values()) == 1
+        return Planned(planned, tables, alone, clock() - started)

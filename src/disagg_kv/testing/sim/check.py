@@ -210,7 +210,6 @@ class Checks:
             known = sum(one.gather is not None for one in role.mover.ahead.foreseen.values())
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
-            self._fail("I3", f"{node.address}: {len(node.prepared)} scatters are prepared, {known} are known")
         if not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
 
