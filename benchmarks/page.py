@@ -362,11 +362,13 @@ def gpu_pipeline(found: Found) -> str:
     near = sum(c["over_bound"] <= 1.05 for c in good)
     even = [c for c in good if 0.5 <= c["transfer_ms"] / c["compute_ms"] <= 2 and "quiet" in c]
     quiet = sum(c["quiet"]["over_bound"] <= 1.05 for c in even)
+    where = (
+        f", and {quiet} of the {len(even)} with T/C from 0.5 to 2 in the quiet quarter of their turns" if even else ""
+    )
     slower = sum(c["pipelined_over_per_chunk"] > 1.03 for c in good)
     said = (
-        f"{near} of {len(good)} cases are within 5% of the bound, and {quiet} of the {len(even)} with T/C "
-        f"from 0.5 to 2 in the quiet quarter of their turns; {slower} of {len(good)} are more than 3% slower than "
-        f"per chunk. Devices: {', '.join(found['settings']['devices'])}. {found.get('note', '')}".strip()
+        f"{near} of {len(good)} cases are within 5% of the bound{where}; {slower} of {len(good)} are more than 3% "
+        f"slower than per chunk. Devices: {', '.join(found['settings']['devices'])}. {found.get('note', '')}".strip()
     )
     names = ("wire", "tokens", "C, ms", "T, ms", "per chunk, ms", "pipelined, ms", "groups", "bound, ms")
     head = [*names, "over the bound", "quiet", "hidden", "pipelined / per chunk"]

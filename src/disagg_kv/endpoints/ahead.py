@@ -37,7 +37,7 @@ class Foreseen:
 
 
 class Ahead:
-    """Runs on the endpoint's thread only.
+    """Runs on the endpoint's thread only. A room whose pages are taken away is forgotten: a grant may outlive them.
 
     Only kernels that prepare are worth it: others copy for longer than anybody plans. One transfer is foreseen in a
     turn: an engine may be launching its own kernels meanwhile, and holds the same interpreter.

@@ -215,7 +215,8 @@ class Step(Protocol):
     def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
         """A layer's rows are final, now or at ``ready``, for all rooms of the step; layers come in any order, once.
 
-        False: everything crosses when the step is closed, so the engine may leave out all other layers.
+        False: everything crosses when the step is closed, so the engine may leave out all other layers. Who does so
+        gives ``close`` an event that comes after them, unless a function was given whose stream computes them too.
 
         An event per layer takes time that only some of them are worth. Given a function that makes one, the step calls
         it, before this returns, for layers that may complete a group, and not for those of which it knows that they do
@@ -232,6 +233,9 @@ class Step(Protocol):
         """Every layer that was not announced is final at ``ready``.
 
         None: now, or behind all that was asked of the stream of those functions that ``layer_ready`` was given.
+
+        Raises:
+            LocalProtocolError: called twice.
         """
         ...
 

@@ -39,11 +39,11 @@ class Exits:
         except PeerLostError:
             self._end(epoch)
 
-    def ended(self) -> list[Epoch]:
-        """Whose process has ended since the last call."""
+    def ended(self, *, at_once: bool = False) -> list[Epoch]:
+        """Whose process has ended since the last call, perhaps as of a moment ago, or (``at_once``) by now."""
         if not self._watches and not self._news:
             return []
-        for epoch in [e for e, watch in self._watches.items() if watch.ended()]:
+        for epoch in [e for e, watch in self._watches.items() if watch.ended(at_once=at_once)]:
             del self._watches[epoch]
             self._end(epoch)
         found, self._news = self._news, []

@@ -252,7 +252,6 @@ class Mover:
             else:
                 self._staged(key[0], transfer)
         self._looked = self._clock()
-        waiting |= self.ahead.work()
         return waiting or bool(self._gathering or self._posts or self._summing)
 
     def orders(self, event: Event) -> bool:
@@ -305,6 +304,10 @@ class Mover:
             del self._queue[(room, transfer.to, transfer.segment)]
             known = self.ahead.take(room, transfer)
             load = self._rooms.begin(room, transfer, None if known is None else known.planned)
+            if known is not None and (load is None or load.tables is not known.planned.tables):
+                # Its pages were taken away meanwhile, or it has become void.
+                self.ahead.drop(known)
+                known = None
             foreseen.append(known)
             if load is not None:
                 places.setdefault(share, used)

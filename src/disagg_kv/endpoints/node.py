@@ -276,7 +276,7 @@ class Node:
         return max(0.0, until - self.now)
 
     def _notice_exits(self) -> None:
-        for epoch in self._exits.ended():
+        for epoch in self._exits.ended(at_once=bool(self._commands)):
             self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its process has ended"), ended=True)
         for epoch in self._exits.drained(self.me.transport.caps.drain_s):
             self._gone(epoch)

@@ -15,7 +15,7 @@ from ..errors import (
 )
 from ..ids import Epoch, Generation, LayerId, RoomId, Ticket
 from ..memory import Event, MemoryPool
-from ..planning import Groups, Writes
+from ..planning import Writes
 from ..protocol import (
     Decided,
     Effect,
@@ -241,6 +241,8 @@ class PrefillRole:
             fired.set()
             return
         room.withdrawn.append(fired)
+        assert self.mover is not None
+        self.mover.ahead.forget(key)
         self._apply(room, room.machine.withdraw(self._node.now))
 
     # Frames.
@@ -330,7 +332,7 @@ class PrefillRole:
         try:
             assert self.mover is not None
             way, plan = self._ways.find(
-                name, remote, frame, tuple(room.ways.values()), self.mover.quota, partial(self._grouped, room)
+                name, remote, frame, tuple(room.ways.values()), self.mover.quota, partial(room.grouped, node)
             )
         except Exception as exc:
             # A path may be somebody else's code: its errors fail this room alone.
@@ -343,14 +345,6 @@ class PrefillRole:
         self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
         for cuts in room.passes.values():
             self._cut(room, cuts)
-
-    def _grouped(self, room: PrefillRoom, run: range, groups: Groups) -> None:
-        """Tell how the layers of a chunk are cut, and why."""
-        report, now = room.handle.report, self._node.now
-        report.groups, report.schedule = groups.count, groups.reason
-        labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
-        self._node.observer.count("groups", groups.count)
-        self._node.observer.span(Span("groups", room.key.room, now, now, labels=labels))
 
     # Peers.
 
@@ -387,6 +381,9 @@ class PrefillRole:
         assert self.mover is not None
         waiting = self._lines.look()
         moving = self.mover.work()
+        if self.mover.ahead.waiting:
+            self._node.flush()
+            moving |= self.mover.ahead.work()
         if self._node.linger_s:
             for epoch in self.mover.crossing():
                 self._node.nudge(epoch)
@@ -414,7 +411,6 @@ class PrefillRole:
 
     def plan(self, key: RoomKey, transfer: Transfer) -> Planned | None:
         """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
-        self._node.flush()
         return self._rooms[key].foresee(transfer, self._ways.plan, self._node.clock)
 
     def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
@@ -428,7 +424,8 @@ class PrefillRole:
         way = room.ways[transfer.to]
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
-        assert planned is None or planned.tables is tables, "pages are taken away with their grant"
+        if planned is not None and planned.tables is not tables:
+            planned = None
         started = self._node.clock() - (0.0 if planned is None else planned.seconds)
         try:
             plan = self._ways.plan(way, transfer, tables) if planned is None else planned.plan

@@ -8,12 +8,14 @@ from attrs import define, field
 
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId
-from ..planning import StagedLayout, Writes
+from ..planning import Groups, StagedLayout, Writes
 from ..protocol import RoomKey, SendRoom, Transfer
+from ..trace import Span
 from .ahead import Planned
 from .delivery import Cuts, DeliveryHandle
 from .gates import Gates
 from .handles import Happened
+from .node import Node
 from .ways import Way
 
 Plan = Callable[[Way, Transfer, Mapping[GroupId, PageTable]], Writes | StagedLayout]
@@ -32,6 +34,14 @@ class PrefillRoom:
     withdrawn: list[Happened] = field(factory=list)
     gates: Gates = field(factory=Gates)
     passes: dict[int, Cuts] = field(factory=dict)
+
+    def grouped(self, node: Node, run: range, groups: Groups) -> None:
+        """Tell how the layers of a chunk are cut, and why."""
+        report, now = self.handle.report, node.now
+        report.groups, report.schedule = groups.count, groups.reason
+        labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
+        node.observer.count("groups", groups.count)
+        node.observer.span(Span("groups", self.key.room, now, now, labels=labels))
 
     def foresee(self, transfer: Transfer, plan: Plan, clock: Callable[[], float]) -> Planned | None:
         """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""

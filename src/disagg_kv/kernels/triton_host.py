@@ -106,7 +106,8 @@ LARGE_WORDS = SLOTS * SLOT_WORDS // 4
 """Words of one allocation for larger calls, unless a single one needs more."""
 
 MOST_PREPARED = SLOTS // 2
-"""So many slots of a lane wait at most for their launch: the others are for calls that are launched at once."""
+"""So many slots of a lane wait at most for their launch. Of the usual size others are left for calls that are launched
+at once; of a larger size all may wait, and such a call then has more of them allocated."""
 
 
 @define(eq=False)

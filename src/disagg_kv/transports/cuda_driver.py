@@ -32,13 +32,14 @@ _QUICK = frozenset(
         "cuCtxPushCurrent_v2",
         "cuCtxPopCurrent_v2",
         "cuStreamWaitEvent",
-        "cuMemcpyDtoDAsync_v2",
-        "cuMemcpyBatchAsync_v2",
         "cuEventRecord",
         "cuEventQuery",
     }
 )
 """What only queues or asks keeps the interpreter: given away, it comes back late from an engine's busy thread."""
+
+FEW = 64
+"""Copies that are queued so quickly, too: a full queue waits for the GPU, which may wait for a thread with Python."""
 
 
 class _Handle(ctypes.Structure):
@@ -115,7 +116,10 @@ class Driver:
         Raises:
             TransportError: it did not succeed.
         """
-        status: int = getattr(self._quick if name in _QUICK else self._library, name)(*args)
+        self._run(self._quick if name in _QUICK else self._library, name, *args)
+
+    def _run(self, library: ctypes.CDLL, name: str, *args: object) -> None:
+        status: int = getattr(library, name)(*args)
         if status:
             raise TransportError(f"cuda: {name}: {self._word(status)} ({status})")
 
@@ -185,13 +189,14 @@ class Driver:
         self, device: int, stream: Stream, target: I64, source: I64, nbytes: I64, after: Sequence[int] = ()
     ) -> Mark:
         """See :meth:`Cuda.copy`."""
-        queue = ctypes.c_void_p(stream)
+        queue, library = ctypes.c_void_p(stream), self._quick if len(nbytes) <= FEW else self._library
         with self._on(device):
             for event in after:
                 self.call("cuStreamWaitEvent", queue, ctypes.c_void_p(event), ctypes.c_uint(0))
             if self._batches and len(nbytes) > 1:
                 columns = [np.ascontiguousarray(c, np.int64) for c in (target, source, nbytes)]
-                self.call(
+                self._run(
+                    library,
                     "cuMemcpyBatchAsync_v2",
                     *(ctypes.c_void_p(c.ctypes.data) for c in columns),
                     ctypes.c_size_t(len(nbytes)),
@@ -202,7 +207,7 @@ class Driver:
                 )
             else:
                 for to, at, size in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
-                    self.call("cuMemcpyDtoDAsync_v2", _Pointer(to), _Pointer(at), ctypes.c_size_t(size), queue)
+                    self._run(library, "cuMemcpyDtoDAsync_v2", _Pointer(to), _Pointer(at), ctypes.c_size_t(size), queue)
             mark = self._mark(device)
             self.call("cuEventRecord", ctypes.c_void_p(mark), queue)
         return mark

@@ -36,13 +36,13 @@ class Watch:
         self._look_at = 0.0
         self._ended = False
 
-    def ended(self) -> bool:
-        """Whether it had when it was last looked at, no longer than LOOK_S ago.
+    def ended(self, *, at_once: bool = False) -> bool:
+        """Whether it had when it was last looked at, no longer than LOOK_S ago, or just now.
 
         Then no thread of it runs any more, so nothing that it copied itself lands later.
         """
         now = time.monotonic()
-        if now >= self._look_at and not self._ended:
+        if (at_once or now >= self._look_at) and not self._ended:
             self._look_at = now + LOOK_S
             self._ended = bool(self._poll.poll(0))
         return self._ended
@@ -54,8 +54,8 @@ class Watch:
 class Ending(Protocol):
     """Tells when one process has ended."""
 
-    def ended(self) -> bool:
-        """Whether it has; then nothing that it copied itself lands later."""
+    def ended(self, *, at_once: bool = False) -> bool:
+        """Whether it has, perhaps a moment ago or (``at_once``) by now; nothing that it copied itself lands later."""
         ...
 
 

@@ -7,8 +7,10 @@ import pytest
 from disagg_kv.endpoints.ahead import Ahead
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
+from disagg_kv.protocol import Codec
+from disagg_kv.protocol.frames import Return
 from tests.support.rig import Memory, Request, Rig, tp_shards
-from tests.support.rig_parts import CountingKernels, Flag, PreparingKernels
+from tests.support.rig_parts import CountingKernels, Flag, PreparingKernels, _Over
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 ROW_BYTES = 4 * 2 * 4 * 16
@@ -187,3 +189,41 @@ def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     role._failed.discard(room)
     event.fired = True
     request.landed()
+
+
+class WithoutReturns(_Over):
+    """Loses what says that a grant is given back."""
+
+    def send(self, address: str, frame: bytes) -> bool:
+        return isinstance(Codec().decode(frame), Return) or super().send(address, frame)
+
+
+@pytest.mark.parametrize("case", ["two writers", "a Return is lost"])
+def test_pages_that_were_taken_away_are_not_gathered_under_a_grant_that_outlives_them(case: str) -> None:
+    """C1: decode grants the same lease again while another writer has it still, or while it knows of nothing."""
+    kernels, event = PreparingKernels(), Flag()
+    rig, memory = Rig(SPEC), Memory(page_size=8)
+    writers = 2 if case == "two writers" else 1
+    rig.prefill(
+        tp_shards(SPEC, writers), memory=memory, strategy="staged", slot_bytes=SEGMENT * ROW_BYTES, slots=64,
+        kernels=kernels,
+    )  # fmt: skip
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17)
+    if writers == 1:
+        node = rig.prefills[0].endpoint._node
+        node.channel, node._together = WithoutReturns(node.channel), None
+    request = granted(rig, event)
+    assert kernels.held
+    for one in request.sends:
+        one.withdraw()
+    for rank, member in enumerate(rig.prefills):
+        for table in request.given[rank]:
+            for pool in (member.pool, member.want):
+                for plane in range(len(pool.site.planes)):
+                    pool.view(plane)[table.pages] = 7
+    event.fired = True
+    request.send(ROWS)
+    request.landed()
+    assert not kernels.launched
+    assert not kernels.held
+    rig.quiet()

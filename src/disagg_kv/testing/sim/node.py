@@ -221,7 +221,7 @@ class SimWatch:
     def __init__(self, node: SimNode) -> None:
         self._node = node
 
-    def ended(self) -> bool:
+    def ended(self, *, at_once: bool = False) -> bool:
         """Whether it has ended."""
         return not self._node.alive
 

@@ -527,7 +527,7 @@ class World:
         if not left:
             for node in self.nodes:
                 if node.busy:  # it was told something without being woken, which it hears in whatever turn comes next
-                    node.turn()
+                    self._turn(node)
             self.check.at_rest()
             check_served(self, self._last or [])
         for room in self.rooms:
