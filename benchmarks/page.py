@@ -397,6 +397,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer.json, two paths": gpu_paths,
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
+    "h200_pipeline_quiet.json": gpu_pipeline,
     "h200_host.json": gpu_host,
 }
 """What a mark can name: a file, or something of it."""
