@@ -73,8 +73,6 @@ BUGS: Sequence[Mutant] = (
     Mutant("what was prepared for a room that failed is kept", "I3",
            DECODE + "_apply", "case Quarantine(segment):\n                self._scatters.drop(room.key, segment)",
            "case Quarantine(segment):\n                pass"),
-    Mutant("a gather that is prepared reads pages that were taken away", "I2",
-           "endpoints.ahead:Ahead.take", "found.transfer != transfer", "False"),
     Mutant("what a room that failed would have gathered is kept", "I3",
            PREFILL + "_publish", "self.mover.ahead.forget(room.key)", "pass"),
     Mutant("what was prepared in vain is not given back", "I3",
