@@ -62,7 +62,7 @@ class CudaQueue:
 
     def __init__(self, device: int) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
-        # What only queues or asks keeps the interpreter: given away, it comes back late from an engine's busy thread.
+        # What only queues or asks keeps the interpreter: given away, it has to be won back from a busy engine.
         self._quick = ctypes.PyDLL("libcuda.so.1")
         for name, types in _ARGUMENTS.items():
             for library in (self._library, self._quick):

@@ -36,7 +36,7 @@ _QUICK = frozenset(
         "cuEventQuery",
     }
 )
-"""What only queues or asks keeps the interpreter: given away, it comes back late from an engine's busy thread."""
+"""What only queues or asks keeps the interpreter: given away, it has to be won back from an engine's busy thread."""
 
 FEW = 64
 """Copies that are queued so quickly, too: a full queue waits for the GPU, which may wait for a thread with Python."""

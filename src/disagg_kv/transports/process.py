@@ -13,7 +13,7 @@ from attrs import frozen
 from ..errors import PeerLostError, TransportError
 
 LOOK_S = 0.005
-"""How often a process is looked at: every look gives the interpreter away, which an engine's thread keeps for long."""
+"""How often a process is looked at: every look is a system call that gives the interpreter away."""
 
 
 def _started(pid: int) -> int:
