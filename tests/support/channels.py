@@ -14,8 +14,8 @@ from disagg_kv.channels import Channel, News
 
 _CHILD = """
 import sys
-from disagg_kv.channels import Arrived, ZmqChannel
-channel = ZmqChannel(sys.argv[1])
+from disagg_kv.channels import Arrived, UnixChannel, ZmqChannel
+channel = (UnixChannel if sys.argv[1].startswith("unix:") else ZmqChannel)(sys.argv[1])
 print(channel.address, flush=True)
 while True:
     for event in channel.poll(60):

@@ -11,12 +11,14 @@ from .base import (
     Opened,
     Rejected,
     SupportsBatches,
+    SupportsNaps,
     check_frame,
     check_together,
     fit_together,
 )
 from .inproc import Hub, InprocChannel
 from .keys import Keys, key_of, write_keys
+from .unix import UnixChannel
 from .zeromq import ZmqChannel
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "Opened",
     "Rejected",
     "SupportsBatches",
+    "SupportsNaps",
+    "UnixChannel",
     "ZmqChannel",
     "check_frame",
     "check_together",

@@ -90,7 +90,7 @@ class Channel(Protocol):
     """An inbox with an address, and best-effort sending to other addresses.
 
     A frame arrives whole, at most once, or not at all; between two endpoints usually in order. One thread calls,
-    except ``wake``.
+    except ``wake``, and goes on polling: what was sent may leave only then.
     """
 
     @property
@@ -133,4 +133,13 @@ class SupportsBatches(Protocol):
         Raises:
             ConfigurationError: none, too many, or together more than MAX_FRAME bytes.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsNaps(Protocol):
+    """A channel whose waits are exact to microseconds: who looks at something again and again hears it meanwhile."""
+
+    def nap(self, timeout_s: float) -> None:
+        """Sleep for so long, or until :meth:`Channel.poll` would return at once."""
         ...

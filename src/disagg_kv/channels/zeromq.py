@@ -29,6 +29,7 @@ from .base import (
     check_together,
     fit_together,
 )
+from .files import refuse_in_use
 from .gate import Gate
 from .keys import Keys, split_key, with_key
 
@@ -113,7 +114,9 @@ class ZmqChannel:
             raise ConfigurationError(f"channel {bind!r}: {reason}")
         if linger_s < 0 or high_water < 1:
             raise ConfigurationError(f"channel {bind!r}: linger_s {linger_s}, high_water {high_water}: out of range")
-        _refuse_in_use(bind)
+        if bind.startswith("ipc://"):
+            # ZeroMQ would take it away without a word.
+            refuse_in_use(bind, Path(bind.removeprefix("ipc://")))
         self._linger_ms = ceil(linger_s * 1000)
         self._high_water = high_water
         self._links: dict[str, _Link] = {}
@@ -339,17 +342,3 @@ def _refusal(address: str, anywhere: bool) -> str | None:
     if loopback or anywhere:
         return None
     return "without keys frames are not encrypted: only loopback and ipc, or unencrypted_network=True"
-
-
-def _refuse_in_use(bind: str) -> None:
-    """Raise if something lives at that ``ipc`` path: ZeroMQ would take it away without a word."""
-    if not bind.startswith("ipc://"):
-        return
-    path = Path(bind.removeprefix("ipc://"))
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise ConfigurationError(f"channel {bind!r}: the file is there and is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if probe.connect_ex(str(path)) == 0:
-            raise ConfigurationError(f"channel {bind!r}: the address is in use")

@@ -82,7 +82,7 @@ def examine() -> dict[str, Sequence[Finding]]:
     return {
         "transports": [_carrier(finding) for finding in _findings(transports())],
         "kernels": [mover(finding) for finding in _findings(kernels())],
-        "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _ipc()}),
+        "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")}),
         "libraries": system_libraries(),
         "packages": [_torch(), *(package(extra, *what) for extra, what in OPTIONAL.items())],
     }
@@ -176,17 +176,17 @@ def rivals(module: str, installed: Mapping[str, Sequence[str]]) -> Sequence[str]
     return [f"{' and '.join(names)} all install the module {module!r}: uninstall all of them, and install one"]
 
 
-def _ipc() -> str | None:
+def _local(scheme: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
-        return channel(f"ipc://{folder}/doctor")
+        return channel(f"{scheme}://{folder}/doctor")
 
 
 def channel(bind: str) -> str | None:
     """Why a frame does not come back over a channel bound to ``bind``; None: it does."""
-    from ..channels import Arrived, ZmqChannel
+    from ..channels import Arrived, UnixChannel, ZmqChannel
 
     try:
-        made = ZmqChannel(bind)
+        made = UnixChannel(bind) if bind.startswith("unix:") else ZmqChannel(bind)
     except ConfigurationError as error:
         return str(error)
     try:

@@ -37,7 +37,7 @@ def test_a_host_that_runs_the_tests_can_run_the_library(capsys: pytest.CaptureFi
     assert run(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
-    for kind, names in (("transports", {"inproc", "shm"}), ("kernels", {"cpu"}), ("channels", {"tcp", "ipc"})):
+    for kind, names in (("transports", {"inproc", "shm"}), ("kernels", {"cpu"}), ("channels", {"tcp", "ipc", "unix"})):
         assert names <= {f["name"] for f in found[kind] if f["works"]}
     assert {f["name"] for f in found["libraries"]} == set(PACKAGES)
     assert found["host"].keys() == {"python", "platform", "disagg_kv"}

@@ -1,0 +1,263 @@
+"""What only the channel over Unix-domain sockets promises."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, Opened, Rejected, UnixChannel
+from disagg_kv.channels.unix import RECONNECT_S
+from disagg_kv.errors import ConfigurationError
+from tests.support.channels import child_inbox, read_line, wait_for
+from tests.support.leftovers import given_back, held
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[UnixChannel]:
+    with closing(UnixChannel(f"unix://{tmp_path}/inbox")) as channel:
+        yield channel
+
+
+class TestAnotherProcess:
+    def test_the_death_of_a_process_is_reported_and_its_successor_found(
+        self, channel: UnixChannel, tmp_path: Path
+    ) -> None:
+        """E6, E10: killed, not closed."""
+        with child_inbox(f"unix://{tmp_path}/child") as (child, address):
+            assert channel.send(address, b"hello")
+            assert read_line(child) == "hello"
+            child.kill()
+            wait_for(channel, Closed(address))
+            assert not channel.send(address, b"lost")
+        with child_inbox(address) as (child, same):
+            assert same == address
+            wait_for(channel, Opened(address))
+            assert channel.send(address, b"welcome back")
+            assert read_line(child) == "welcome back"
+
+    def test_last_words_come_before_the_end_of_who_said_them(self, channel: UnixChannel, tmp_path: Path) -> None:
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            assert channel.send(other.address, b"hello")
+            wait_for(channel, Opened(other.address))
+            assert other.send_all(channel.address, [b"a", b"b"])
+        assert list(channel.poll(1)) == [Arrived(b"a"), Arrived(b"b"), Closed(other.address)]
+
+    def test_frames_are_kept_until_an_address_opens_for_the_first_time(
+        self, channel: UnixChannel, tmp_path: Path
+    ) -> None:
+        address = f"unix://{tmp_path}/late"
+        assert channel.send(address, b"early")
+        with closing(UnixChannel(address)) as late:
+            wait_for(channel, Opened(address))
+            assert wait_for(late, Arrived(b"early")) == [Arrived(b"early")]
+
+    def test_it_is_tried_ever_more_slowly(self, channel: UnixChannel, tmp_path: Path) -> None:
+        """E9: who is not there costs no core."""
+        assert channel.send(f"unix://{tmp_path}/nobody", b"early")
+        began, polls = time.monotonic(), 0
+        while time.monotonic() < began + 4 * RECONNECT_S[0]:
+            assert not channel.poll(60)
+            polls += 1
+        assert polls <= 3
+
+
+class TestNaps:
+    def test_a_nap_is_shorter_than_a_millisecond(self, channel: UnixChannel) -> None:
+        """Of twenty, as the machine may be busy."""
+        shortest = 1.0
+        for _ in range(20):
+            began = time.perf_counter()
+            channel.nap(20e-6)
+            shortest = min(shortest, time.perf_counter() - began)
+        assert 20e-6 <= shortest < 1e-3
+
+    def test_a_frame_ends_a_nap_and_stays_to_be_polled(self, channel: UnixChannel, tmp_path: Path) -> None:
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            assert other.send(channel.address, b"news")
+            channel.nap(1000)
+            assert wait_for(channel, Arrived(b"news")) == [Arrived(b"news")]
+
+    def test_wake_ends_a_nap(self, channel: UnixChannel) -> None:
+        thread = threading.Thread(target=channel.wake)
+        thread.start()
+        channel.nap(1000)
+        thread.join()
+        assert not channel.poll(1000)
+
+    def test_news_end_a_nap(self, channel: UnixChannel, tmp_path: Path) -> None:
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            assert channel.send(other.address, b"hello")
+            channel.nap(1000)
+            assert list(channel.poll(0)) == [Opened(other.address)]
+
+
+class TestStrangers:
+    @pytest.fixture
+    def stranger(self, channel: UnixChannel) -> Iterator[socket.socket]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(channel.address.removeprefix("unix://"))
+            yield sock
+
+    @pytest.mark.parametrize(
+        "garbage",
+        [
+            struct.pack("<I", 0),
+            struct.pack("<I", MAX_TOGETHER + 1),
+            struct.pack("<2I", 1, MAX_FRAME + 1),
+            struct.pack("<3I", 2, MAX_FRAME, 1),
+            b"GET / HTTP/1.1\r\n\r\n",
+        ],
+    )
+    def test_what_is_no_message_cuts_the_connection_and_is_counted(
+        self, channel: UnixChannel, stranger: socket.socket, garbage: bytes, tmp_path: Path
+    ) -> None:
+        """E13: and others are still heard."""
+        stranger.sendall(garbage)
+        wait_for(channel, Rejected(messages=1))
+        assert stranger.recv(1) == b""
+        with closing(UnixChannel(f"unix://{tmp_path}/friend")) as friend:
+            assert friend.send(channel.address, b"fine")
+            assert wait_for(channel, Arrived(b"fine")) == [Arrived(b"fine")]
+
+    def test_a_message_may_come_in_any_pieces(self, channel: UnixChannel, stranger: socket.socket) -> None:
+        whole = struct.pack("<3I", 2, 2, 3) + b"abcde" + struct.pack("<2I", 1, 0)
+        came: list[object] = []
+        for byte in whole:
+            stranger.sendall(bytes([byte]))
+            came += channel.poll(0.001)
+        assert came == [Arrived(b"ab"), Arrived(b"cde"), Arrived(b"")]
+
+    def test_a_message_that_never_ends_is_dropped_with_its_connection(
+        self, channel: UnixChannel, stranger: socket.socket
+    ) -> None:
+        stranger.sendall(struct.pack("<2I", 1, 100) + b"half")
+        stranger.close()
+        assert not channel.poll(0.01)
+        assert not channel.poll(0)
+
+    def test_who_speaks_where_nobody_answers_is_cut(self, channel: UnixChannel, tmp_path: Path) -> None:
+        """Connections have one direction: what comes back on one is nothing that we asked for."""
+        path = tmp_path / "talker"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.bind(str(path))
+            server.listen()
+            assert channel.send(f"unix://{path}", b"hello")
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(b"who are you?")
+                wait_for(channel, Opened(f"unix://{path}"), Closed(f"unix://{path}"))
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+    def test_other_users_are_neither_heard_nor_talked_to(self) -> None:
+        """E13: also where somebody has opened the file for everybody."""
+        script = (
+            "import os, socket, sys\n"
+            f"os.setuid({NOBODY})\n"
+            "with socket.socket(socket.AF_UNIX) as caller, socket.socket(socket.AF_UNIX) as server:\n"
+            "    server.bind(sys.argv[2])\n"
+            "    server.listen()\n"
+            "    caller.connect(sys.argv[1])\n"
+            "    print('there', flush=True)\n"
+            "    sys.stdin.read()\n"
+        )
+        with tempfile.TemporaryDirectory() as folder, closing(UnixChannel(f"unix://{folder}/inbox")) as channel:
+            os.chmod(folder, 0o777)
+            os.chmod(f"{folder}/inbox", 0o666)
+            command = [sys.executable, "-c", script, f"{folder}/inbox", f"{folder}/theirs"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+                assert read_line(child) == "there"
+                wait_for(channel, Rejected(connections=1))
+                assert not channel.send(f"unix://{folder}/theirs", b"secret")
+                assert list(channel.poll(0)) == [Denied(f"unix://{folder}/theirs")]
+                assert child.stdin is not None
+                child.stdin.close()
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("bind", ["", "/path", "unix:path", "unix://", "ipc:///path", "tcp://127.0.0.1:0"])
+    def test_what_is_no_address_is_refused(self, bind: str) -> None:
+        with pytest.raises(ConfigurationError, match="not unix:///path"):
+            UnixChannel(bind)
+
+    @pytest.mark.parametrize("bind", ["unix:///nowhere/at/all", "unix:///" + 200 * "x"])
+    def test_an_address_that_cannot_be_bound_is_refused(self, bind: str) -> None:
+        before = held()
+        with pytest.raises(ConfigurationError, match="cannot be bound"):
+            UnixChannel(bind)
+        given_back(before)
+
+    def test_an_address_in_use_is_refused(self, channel: UnixChannel) -> None:
+        with pytest.raises(ConfigurationError, match="in use"):
+            UnixChannel(channel.address)
+
+    def test_options_out_of_range_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="high_water 0"):
+            UnixChannel(f"unix://{tmp_path}/x", high_water=0)
+
+
+class TestNothingIsLeftBehind:
+    def test_a_socket_file_is_its_owners_alone_and_goes_away(self, tmp_path: Path) -> None:
+        path = tmp_path / "inbox"
+        channel = UnixChannel(f"unix://{path}")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        channel.close()
+        assert not path.exists()
+
+    def test_the_socket_file_of_a_killed_process_is_replaced(self, tmp_path: Path) -> None:
+        path = tmp_path / "inbox"
+        with child_inbox(f"unix://{path}") as (child, _):
+            child.kill()
+        assert path.exists()
+        UnixChannel(f"unix://{path}").close()
+        assert not path.exists()
+
+    def test_a_file_that_is_no_socket_is_left_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "precious"
+        path.write_text("data")
+        with pytest.raises(ConfigurationError, match="no socket"):
+            UnixChannel(f"unix://{path}")
+        assert path.read_text() == "data"
+
+    def test_close_gives_everything_back(self, tmp_path: Path) -> None:
+        before = held()
+        with (
+            closing(UnixChannel(f"unix://{tmp_path}/left")) as left,
+            closing(UnixChannel(f"unix://{tmp_path}/right")) as right,
+        ):
+            assert left.send(right.address, b"there")
+            wait_for(right, Arrived(b"there"))
+            assert right.send(left.address, b"and back")
+            wait_for(left, Arrived(b"and back"))
+            assert left.send(f"unix://{tmp_path}/nobody", b"nobody")
+        given_back(before)
+
+    def test_without_descriptors_nobody_is_lost(self, channel: UnixChannel, tmp_path: Path) -> None:
+        """E9: who calls waits until there are some again, and so does who wants to call."""
+        with ExitStack() as stack:
+            other = stack.enter_context(closing(UnixChannel(f"unix://{tmp_path}/other")))
+            assert other.send(channel.address, b"hello")
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with open(os.devnull) as file:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno(), hard))
+            try:
+                assert not channel.poll(0.01)
+                assert channel.send(other.address, b"and back")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert wait_for(channel, Opened(other.address), Arrived(b"hello"))
+            wait_for(other, Arrived(b"and back"))
