@@ -35,6 +35,8 @@ class Report:
         segments: segments acknowledged, or landed.
         seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``checksum``,
             ``total``.
+        placed: on decode, when this rank's rows were all in its pages, which the other ranks of its instance have still
+            to say of theirs; seconds of the endpoint's clock. None: they are not.
         ended: when the room's outcome was known here, seconds of the endpoint's clock; None: it is not.
     """
 
@@ -46,6 +48,7 @@ class Report:
     descriptors: int = 0
     segments: int = 0
     seconds: dict[str, float] = field(factory=dict)
+    placed: float | None = None
     ended: float | None = None
     _flying: int = field(default=0, init=False, repr=False)
     _since: float = field(default=0.0, init=False, repr=False)

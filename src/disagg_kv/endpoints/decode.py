@@ -387,6 +387,8 @@ class DecodeRole:
         self._publish(room)
         # May be decided, and told to the engine, at once: not before everything else has been done.
         for vote in votes:
+            if vote.ok and room.handle.report.placed is None:
+                room.handle.report.placed = self._node.clock()
             self._node.vote(room.key, vote.ok, vote.reason)
 
     def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:

@@ -24,6 +24,7 @@ from ..channels import (
     Opened,
     Rejected,
     SupportsBatches,
+    SupportsNaps,
     check_frame,
     key_of,
 )
@@ -83,6 +84,10 @@ TARGET_S = 0.001
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that nothing but looking shows to be done."""
 
+NAP_S = 10e-6
+"""The same where the channel's waits are that exact, and a fast wire has no thread that would need the interpreter
+meanwhile: a look itself takes several times as long."""
+
 SOON, SOON_S = 2, 300e-6
 """So many looks, so far apart, before ``patience_s`` after something was told or has come: what that began ends soon
 where a GPU waits for its engine's thread, and a wire that is told late is idle until then."""
@@ -126,6 +131,7 @@ class Node:
         self.now = clock()
         self.codec = Codec()
         self._together = channel if isinstance(channel, SupportsBatches) else None
+        self._naps = channel if isinstance(channel, SupportsNaps) else None
         self._unsent: dict[str, _Unsent] = {}
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
@@ -134,10 +140,11 @@ class Node:
         self.links: dict[Epoch, Peer] = {}
         self.role: Role | None = None
         self._sleep = sleep
-        self._pause = SHORTEST_PAUSE_S
         self._soon = 0
         fast = me.transport.caps.bytes_per_s >= FAST_BYTES_PER_S
-        self._longest = SHORTEST_PAUSE_S if fast else LONGEST_PAUSE_S
+        naps = fast and me.transport.caps.waits_events and self._naps is not None
+        self._pause = self._shortest = NAP_S if naps else SHORTEST_PAUSE_S
+        self._longest = self._shortest if fast else LONGEST_PAUSE_S
         self.linger_s = options.linger_s if fast else 0.0
         self._awake_until = self.now
         self._nudged: dict[Epoch, float] = {}
@@ -188,6 +195,9 @@ class Node:
         self._soon = SOON if told else self._soon
         soon = looks and patience_s > 0 and self._soon > 0
         waits = patience_s and not soon and not self._commands
+        pause_s = SOON_S if soon else self._pause if looks and not patience_s else 0.0
+        if pause_s and self._naps is not None:
+            self._naps.nap(pause_s)
         arrived = self._arrived(self._wait(patience_s) if waits else 0.0)
         self.now = self.clock()
         if arrived:
@@ -199,13 +209,14 @@ class Node:
             self._guard(self.role.work)
         self._guard(self.flush)
         if not looks or arrived:
-            self._pause = SHORTEST_PAUSE_S
-        elif soon:
+            self._pause = self._shortest
+            return
+        if soon:
             self._soon -= 1
-            self._sleep(SOON_S)
         elif not patience_s:
-            self._sleep(self._pause)
             self._pause = min(2 * self._pause, self._longest)
+        if pause_s and self._naps is None:
+            self._sleep(pause_s)
 
     def _lingers(self) -> bool:
         role = self.role
@@ -214,7 +225,9 @@ class Node:
     def _progress(self) -> bool:
         assert self.role is not None
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
-        self.poll_transport()
+        if self.poll_transport():
+            # A peer waits for what has been written.
+            self._guard(self.flush)
         self._guard(self._notice_exits)
         while self._commands:
             self._guard(self._commands.popleft())
@@ -228,10 +241,12 @@ class Node:
         self.poll_transport()
         return bool(busy) or bool(self._later)
 
-    def poll_transport(self) -> None:
-        """Take in what the transport tells."""
-        for report in self.me.transport.poll():
+    def poll_transport(self) -> bool:
+        """Take in what the transport tells; False: nothing."""
+        reports = self.me.transport.poll()
+        for report in reports:
             self._guard(self._on_transport, report)
+        return bool(reports)
 
     def _guard(self, act: Callable[[*A], object], *about: *A) -> object:
         """Whatever goes wrong ends rooms, with the reason, but never this thread (E8)."""
@@ -524,13 +539,15 @@ class Node:
         self.agree(self.agreement.vote(key, ok, reason, self.now))
 
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
-        """Act on what the agreement says."""
+        """Act on what the agreement says: first tell the others, who wait for it."""
         assert self.role is not None
+        for effect in effects:
+            if not isinstance(effect, Outcome):
+                self.send(effect)
+        self.flush()
         for effect in effects:
             if isinstance(effect, Outcome):
                 self.role.on_decided(effect.key, effect.decided)
-            else:
-                self.send(effect)
 
     def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: Ended) -> None:
         """A room has ended."""
