@@ -195,10 +195,10 @@ class Intake:
     ) -> list[Segment]:
         """Cut the tokens ``[start, stop)`` of ``layers`` into segments, the same for every writer of these layers.
 
-        All layers stay together, and rows are cut into as few near-equal pieces as the limits allow, at multiples of
-        ``page_rows`` where a page fits. Only where not even one row fits, the layers are cut too, into as few runs as
-        possible. Where not all rows fit at once and a window begins among them, they are cut there first. Rows of
-        which nothing is needed are in no segment.
+        All layers stay together, and rows are cut into near-equal pieces within the limits, of which the first and the
+        last are half as long, at multiples of ``page_rows`` where a page fits. Only where not even one row fits, the
+        layers are cut too, into as few runs as possible. Where not all rows fit at once and a window begins among them,
+        they are cut there first. Rows of which nothing is needed are in no segment.
 
         Args:
             start: first row.
@@ -245,14 +245,21 @@ class Intake:
         return segments
 
     def _row_runs(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
-        """As few near-equal runs of rows as fit; all rows of ``box`` have the same bytes, and one row fits."""
+        """Near-equal runs of rows that fit, of which the first and the last are half as long; one row fits.
+
+        While the first is gathered the wire is idle, and while the last is scattered: so both are short. All rows of
+        ``box`` have the same bytes.
+        """
         if not any(self._sizes(box).values()):
             return []
         most = self._most_rows(box, limits)
         step = page_rows if most >= page_rows else 1
         low, high = box.start // step, _ceil(box.stop, step)
         count = 1 if most == box.rows else _ceil(high - low, most // step)
-        edges = [box.start, *((low + _ceil((high - low) * i, count)) * step for i in range(1, count)), box.stop]
+        if count == 1:
+            return [box]
+        inner = {(low + ((high - low) * (2 * i + 1) + count) // (2 * count)) * step for i in range(count)}
+        edges = [box.start, *sorted(edge for edge in inner if box.start < edge < box.stop), box.stop]
         return [box._replace(start=a, stop=b) for a, b in pairwise(edges)]
 
     def _check_layers(self, layers: range) -> None:
