@@ -21,7 +21,7 @@ import torch
 from disagg_kv.bench import TransferReport, TransferShape, run_transfer
 from disagg_kv.errors import DisaggKVError
 
-PAIRS = ((1, 1), (2, 1), (1, 2), (2, 2))
+PAIRS = ("1->1", "2->1", "1->2", "2->2")
 TOKEN_KIB = 128
 """Of all layers and heads."""
 
@@ -29,7 +29,7 @@ TOKEN_KIB = 128
 def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
     """What is asked for on the command line, one after another."""
     for transport in given.transports:
-        for prefill_tp, decode_tp in PAIRS:
+        for prefill_tp, decode_tp in (tuple(map(int, tp.split("->"))) for tp in given.tp):
             for mib in given.mib:
                 yield TransferShape(
                     transport=transport,
@@ -39,6 +39,7 @@ def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
                     decode_tp=decode_tp,
                     tokens=mib * 1024 * max(prefill_tp, decode_tp) // TOKEN_KIB,
                     announced=True,
+                    queued_s=given.queued_ms / 1e3,
                     slots=given.slots,
                     slot_bytes=given.slot_mib << 20,
                     ring_bytes=given.ring_mib << 20,
@@ -58,12 +59,14 @@ def row(report: TransferReport, strategy: str) -> dict[str, object]:
         "bytes": report.nbytes,
         "writes": found.descriptors,
         "segments": found.segments,
+        "placed_us": round(found.phases["placed"].p50 * 1e6, 1),
         "total_us": round(found.phases["total"].p50 * 1e6, 1),
         "total_p95_us": round(found.phases["total"].p95 * 1e6, 1),
         "copies_us": round(report.ceiling.total.p50 * 1e6, 1),
         "GB_per_s": round(found.gb_per_s, 1),
         "copies_GB_per_s": round(report.ceiling.gb_per_s, 1),
-        "share": round(report.ceiling.total.p50 / found.phases["total"].p50, 3),
+        "share": round(report.ceiling.total.p50 / found.phases["placed"].p50, 3),
+        "share_until_known": round(report.ceiling.total.p50 / found.phases["total"].p50, 3),
         "share_of_wire": round(found.share_of_ceiling, 3),
         "host_us_per_gather": round(host * 1e6 * shape.prefill_tp / max(found.segments, 1), 1),
         "phases_us": {name: round(q.p50 * 1e6, 1) for name, q in found.phases.items()},
@@ -82,11 +85,13 @@ def main() -> None:
     """Print every case; one that fails has its error for a result."""
     parser = argparse.ArgumentParser(description="transfers between GPUs against peer copies")
     parser.add_argument("--transports", nargs="*", default=["cuda_ipc", "nixl", "mooncake"])
+    parser.add_argument("--tp", nargs="*", default=PAIRS, help="ranks of prefill and of decode")
     parser.add_argument("--mib", type=int, nargs="*", default=[256, 1024], help="of a pair of ranks")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--slot-mib", type=int, default=64)
     parser.add_argument("--ring-mib", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--queued-ms", type=float, default=3.0, help="that the engine's host is ahead of its GPU")
     parser.add_argument("--slice-repeats", type=int, default=3, help="0: leave that part out")
     parser.add_argument("--commit", help="of this checkout, where git cannot say")
     given = parser.parse_args()

@@ -41,7 +41,7 @@ class Rhythm:
 
     Args:
         pause_s: silence before each request.
-        grant: seconds from handing a request to ZeroMQ until its grant is there.
+        grant: seconds from handing a request over until its grant is there.
         zeromq: seconds of the same two frames between the same two processes, without anything behind ZeroMQ.
         ratio: of the two medians.
     """

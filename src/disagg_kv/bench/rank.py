@@ -13,7 +13,7 @@ from typing import Protocol, TypedDict
 import torch
 from attrs import frozen
 
-from ..channels import ZmqChannel
+from ..channels import UnixChannel
 from ..endpoints import DecodeEndpoint, PrefillEndpoint
 from ..endpoints.delivery import ForwardPass
 from ..endpoints.handles import RoomHandle
@@ -39,6 +39,9 @@ SELDOM_S = 0.002
 
 GRANTED_S = 0.02
 """After so long, grants for rows that were announced are there."""
+
+CYCLES_PER_S = 1.7e9
+"""Of a GPU, about."""
 
 KV = GroupId("kv")
 
@@ -71,7 +74,7 @@ class Setup:
 
     def address(self, role: Role, rank: int, strategy: str) -> str:
         """Where a rank's endpoint for a strategy is reached."""
-        return f"ipc://{self.folder}/{role}-{rank}-{self.shape.runs.index(strategy)}"
+        return f"unix://{self.folder}/{role}-{rank}-{self.shape.runs.index(strategy)}"
 
     def everybody(self, strategy: str) -> StaticRendezvous:
         """The addresses of all endpoints for a strategy."""
@@ -86,8 +89,8 @@ class Moved:
     """One transfer on one rank.
 
     Args:
-        began, ended: prefill: when it handed the rows over; decode: when they were all there. Seconds of the clock that
-            all processes of a host share.
+        began, ended: prefill: when it handed the rows over, or they were final; decode: when it knew that all ranks had
+            theirs. Seconds of the clock that all processes of a host share.
         seconds: per phase, as the endpoint's report has them.
         nbytes: bytes that it sent or received.
         descriptors: writes that it posted.
@@ -95,6 +98,7 @@ class Moved:
         path: how they crossed.
         grants: prefill: seconds from asking for each segment's grant until it was there.
         groups: prefill: into how many groups the layers were cut.
+        placed: decode: when its own rows were all in its pages.
     """
 
     began: float
@@ -106,6 +110,28 @@ class Moved:
     path: str
     grants: tuple[float, ...] = ()
     groups: int = 1
+    placed: float = 0.0
+
+
+class Queued:
+    """Work of an engine on its GPU that takes about so long from now, queued ahead by its host.
+
+    Args:
+        seconds: how long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._first = torch.cuda.Event(enable_timing=True)
+        self.over = torch.cuda.Event(enable_timing=True)
+        self._began = time.monotonic()
+        self._first.record()
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+        self.over.record()
+
+    def ended(self) -> float:
+        """When it had ended, on the clock that all processes of a host share; a little early, never late."""
+        seconds: float = self._first.elapsed_time(self.over) / 1e3
+        return self._began + seconds
 
 
 class PrefillRank:
@@ -128,7 +154,7 @@ class PrefillRank:
             device=setup.device,
         )
         fill(self._pool, shape, self._ids)
-        self._channels = {name: Timed(ZmqChannel(setup.address("prefill", setup.rank, name))) for name in shape.runs}
+        self._channels = {name: Timed(UnixChannel(setup.address("prefill", setup.rank, name))) for name in shape.runs}
         self._ends = {
             name: PrefillEndpoint(
                 self._pool,
@@ -171,16 +197,18 @@ class PrefillRank:
     def move(self) -> Moved:
         """Hand everything over, and wait until nobody reads it any more."""
         delivery, tokens = self._delivery, self._shape.tokens
+        queued = Queued(self._shape.queued_s) if self._shape.queued_s else None
         began = time.monotonic()
         if self._shape.compute_s:
             self._compute(began)
         elif self._step is not None:
-            self._step.close()
+            self._step.close(None if queued is None else queued.over)
             self._step = None
         else:
             delivery.send_chunk(tokens, [PageTable(KV, self._ids)])
         delivery.finish(tokens)
         self._until(lambda: delivery.released, SELDOM_S)
+        began = began if queued is None else queued.ended()
         return _moved(delivery, began, time.monotonic(), tuple(one.seconds for one in self._channel.taken()))
 
     def _until(self, good: Callable[[], bool], look_s: float = LOOK_S) -> None:
@@ -232,7 +260,7 @@ class DecodeRank:
             self._ends[name] = DecodeEndpoint(
                 pool,
                 transport=carrier,
-                channel=ZmqChannel(setup.address("decode", setup.rank, name)),
+                channel=UnixChannel(setup.address("decode", setup.rank, name)),
                 rendezvous=setup.everybody(name),
                 instance="decode",
                 rank=setup.rank,
@@ -386,4 +414,5 @@ def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, 
     if handle.error is not None:
         raise handle.error
     r = handle.report
-    return Moved(began, ended, dict(r.seconds), r.nbytes, r.descriptors, r.segments, r.path, grants, max(1, r.groups))
+    counts = r.nbytes, r.descriptors, r.segments
+    return Moved(began, ended, dict(r.seconds), *counts, r.path, grants, max(1, r.groups), r.placed or ended)

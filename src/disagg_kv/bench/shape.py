@@ -36,6 +36,8 @@ class TransferShape:
         compute_s: emulated compute of all layers: one is handed over after another, evenly; 0: all at once.
         announced: rows are announced before they are handed over, as by an engine that computes meanwhile: the
             grants' round trip is over by then (A4).
+        queued_s: on GPUs, with ``announced``: rows are handed over while the engine's GPU still computes them for about
+            so long, as by an engine whose host runs ahead; 0: they are final.
         slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.
         ring_bytes: of each decode rank; None: the endpoint's own choice.
         group: layers of a group where a schedule cuts them; None: as it chooses.
@@ -61,6 +63,7 @@ class TransferShape:
     decode_layout: Layout = "NHD"
     compute_s: float = 0.0
     announced: bool = False
+    queued_s: float = 0.0
     slots: int = 8
     slot_bytes: int | None = None
     ring_bytes: int | None = None
@@ -110,6 +113,8 @@ class TransferShape:
         if self.repeats < 1 or self.timeout_s <= 0:
             raise ConfigurationError(f"{self.repeats} repeats in at most {self.timeout_s} s")
         check_verify(self.verify)
+        if self.queued_s and (self.device == "cpu" or not self.announced):
+            raise ConfigurationError(f"{self.queued_s} s of queued work: only of GPUs, and of rows that are announced")
         if not 0 <= self.compute_s < self.timeout_s:
             raise ConfigurationError(f"{self.compute_s} s of compute in at most {self.timeout_s} s")
         found = explain(

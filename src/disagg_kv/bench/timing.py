@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from ..channels import Arrived, News, ZmqChannel
+from ..channels import Arrived, News, UnixChannel
 from ..ids import RoomId
 from ..kernels import Move, Sums, kernels_for
 from ..memory import Buffer, Event, MemoryPool
@@ -37,7 +37,7 @@ class Granted:
     """One grant.
 
     Args:
-        seconds: from handing its request to ZeroMQ until it was there.
+        seconds: from handing its request over until it was there.
         request_bytes, grant_bytes: of the two frames.
     """
 
@@ -52,7 +52,7 @@ class Timed:
     Times alone are noted while it is used; the frames are read when somebody asks.
     """
 
-    def __init__(self, inner: ZmqChannel) -> None:
+    def __init__(self, inner: UnixChannel) -> None:
         self._inner = inner
         self._codec = Codec()
         self._notes: deque[tuple[float, Sequence[bytes]]] = deque()
@@ -94,6 +94,10 @@ class Timed:
                     if asked is not None:
                         granted.append(Granted(at - asked[0], asked[1], len(frame)))
         return granted
+
+    def nap(self, timeout_s: float) -> None:
+        """The inner channel's."""
+        self._inner.nap(timeout_s)
 
     def wake(self) -> None:
         """The inner channel's."""

@@ -16,7 +16,7 @@ from .ranks import Ranks, started
 from .shape import WIRE, TransferShape
 
 PHASES = ("plan", "gather", "post", "wire", "scatter", "checksum")
-"""Of an endpoint's report; ``grant`` and ``total`` are measured here."""
+"""Of an endpoint's report; ``grant``, ``placed`` and ``total`` are measured here."""
 
 
 Runs = list[tuple[list[Moved], list[Moved]]]
@@ -45,8 +45,8 @@ class Measured:
         path: the path or paths that it took.
         descriptors: writes of one transfer, all ranks.
         segments: segments of one transfer, all prefill ranks.
-        phases: seconds; of the rank that spent most on the phase. ``total``: from the first rank that handed its rows
-            over until the last decode rank had them all.
+        phases: seconds; of the rank that spent most on the phase. ``placed``: from the first rank that handed its rows
+            over until the last decode rank had its own in its pages; ``total``: until each knew that all had.
         gb_per_s: bytes through the median total.
         wire_s: seconds of the wire phase, where gather and scatter take no cores from it: of a further run in which
             they copy nothing, if the path has them; else as in ``phases``.
@@ -231,6 +231,7 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
     grants = [grant for prefill, _ in runs for rank in prefill for grant in rank.grants]
     phases["grant"] = Quantiles.of(grants or [0.0])
     wire = _phase(wire_runs, "wire")
+    phases["placed"] = Quantiles.of([max(m.placed for m in decode) - _since(prefill) for prefill, decode in runs])
     phases["total"] = Quantiles.of(_totals(runs))
     last = runs[-1][0]
     speed = nbytes / phases["total"].p50 / 1e9
@@ -247,7 +248,11 @@ def _measured(runs: Runs, wire_runs: Runs, nbytes: int, ceiling: Ceiling) -> Mea
 
 
 def _totals(runs: Runs) -> list[float]:
-    return [max(d.ended for d in decode) - min(p.began for p in prefill) for prefill, decode in runs]
+    return [max(d.ended for d in decode) - _since(prefill) for prefill, decode in runs]
+
+
+def _since(prefill: Sequence[Moved]) -> float:
+    return min(m.began for m in prefill)
 
 
 def _phase(runs: Runs, phase: str) -> Quantiles:

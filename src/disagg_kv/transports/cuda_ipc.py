@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
-from ..memory import Buffer, CudaEvent, Event, parts
+from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
 from .base import Capabilities, Ended, Heard, Settled
 from .cuda_api import Cuda, Mark, Stream
@@ -78,14 +78,14 @@ class _Remote:
 
 @define(eq=False)
 class _Flight:
-    """One ticket's copies; not queued on the GPU while ``waits`` has events that only the host can ask."""
+    """One ticket's copies, ``after`` events of the driver's; not queued on the GPU while ``waits`` has others."""
 
     ticket: Ticket
     remote: _Remote
     target: I64
     source: I64
     nbytes: I64
-    events: Sequence[CudaEvent]
+    after: Sequence[int]
     waits: list[Event]
     mark: Mark | None = None
 
@@ -277,8 +277,10 @@ class CudaIpcTransport:
                 some = writes.nbytes > 0
                 ranges = target[some], source[some], writes.nbytes[some]
             given = list(parts(after))
-            streams = [event for event in given if isinstance(event, CudaEvent)]
-            hosts = [event for event in given if not isinstance(event, CudaEvent)]
+            # Not by ``isinstance``: to look a protocol's members up takes longer than to queue the copies.
+            handles: list[int | None] = [getattr(event, "cuda_event", None) for event in given]
+            streams = [handle for handle in handles if handle]
+            hosts = [event for event, handle in zip(given, handles, strict=True) if handle is None]
             flight = _Flight(ticket, remote, *ranges, streams, hosts)
             self._table.hold(ticket, writes)
             remote.flights.append(flight)
@@ -293,9 +295,8 @@ class CudaIpcTransport:
             flight.waits = [event for event in flight.waits if not event.query()]
             if flight.waits:
                 return
-            after = [event.cuda_event for event in flight.events if event.cuda_event]
             ranges = flight.target, flight.source, flight.nbytes
-            flight.mark = self._cuda.copy(remote.device, remote.stream, *ranges, after)
+            flight.mark = self._cuda.copy(remote.device, remote.stream, *ranges, flight.after)
         except Exception as error:
             # An event may be somebody else's code; and some of the copies may be queued.
             self._end(flight, error, quiesced=bool(flight.waits))

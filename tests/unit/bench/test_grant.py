@@ -13,7 +13,7 @@ import pytest
 from disagg_kv.bench import grant
 from disagg_kv.bench.grant import ASKED, rooms, run_grant
 from disagg_kv.bench.timing import Timed
-from disagg_kv.channels import Arrived, ZmqChannel
+from disagg_kv.channels import Arrived, UnixChannel
 from disagg_kv.cli.main import run
 from disagg_kv.errors import ConfigurationError, DeadlineError, IntegrityError
 from disagg_kv.ids import Peer, Ticket
@@ -80,7 +80,7 @@ def test_a_bare_frame_that_nobody_answers_is_not_awaited_for_ever(tmp_path: Path
 
 def test_a_grant_is_timed_from_its_first_request_and_once(tmp_path: Path) -> None:
     """A request that is repeated, or a grant that is, makes no second time; sizes are those of the frames."""
-    one, other = (Timed(ZmqChannel(f"ipc://{tmp_path}/{name}")) for name in "ab")
+    one, other = (Timed(UnixChannel(f"unix://{tmp_path}/{name}")) for name in "ab")
     codec = Codec()
     head: Head = {"src": b"a" * 16, "dst": b"b" * 16, "room": b"r", "generation": 1}
     box = (0, 16, 0, 2, False)

@@ -78,7 +78,7 @@ def test_an_error_that_does_not_survive_a_pipe_is_told_in_words() -> None:
 def test_a_rank_that_cannot_begin_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The channels' folder is too deep for a socket's address."""
     deep = Path("/tmp") / ("x" * 90)
-    monkeypatch.setattr("disagg_kv.bench.rank.Setup.address", lambda *_: f"ipc://{deep}/y")
+    monkeypatch.setattr("disagg_kv.bench.rank.Setup.address", lambda *_: f"unix://{deep}/y")
     with pytest.raises(Exception, match="cannot be bound"):
         run_transfer(SMALL)
 
