@@ -2,8 +2,11 @@
 
 TP 1->1, 2->1, 1->2 and 2->2 with pages in shuffled order, through each transport, 256 MiB and 1 GiB a pair of ranks: 32
 layers, 8 heads of 128, bf16. What is measured, and how, is ``disagg-kv bench transfer``'s matter: bytes are checked
-first, transfers and plain copies take turns, and ``share`` is the copies' median time over ours. Rows are announced
-before they are handed over. The last part holds ``staged`` against ``slice`` over NIXL, 1,024 tokens.
+first, transfers and plain copies take turns, and ``share`` is the copies' median time over ours until each decode rank
+has its rows in its pages (``share_until_known``: until each knows that all have). Rows are announced before they are
+handed over, and that happens while the GPU still computes for ``--queued-ms``, as engines' hosts run ahead; time counts
+from when it is done, for the plain copies too. The last part holds ``staged`` against ``slice`` over NIXL: 1,024
+tokens, final when they are handed over.
 
     python benchmarks/gpu_transfer.py > benchmarks/results/h200_transfer.json
 """
@@ -120,6 +123,7 @@ def main() -> None:
             "torch": torch.__version__,
             "triton": said(sys.executable, "-c", "import triton; print(triton.__version__)"),
         },
+        "queued_ms": given.queued_ms,
         "settings": {"slots": given.slots, "slot_mib": given.slot_mib, "repeats": given.repeats},
         "cases": rows,
     }

@@ -261,17 +261,19 @@ def gpu_transfer(found: Found) -> str:
         [
             f"{c['transport']} {c['strategy']} TP {c['tp']}, {c['tokens']:,} tokens, {c['bytes'] >> 20:,} MiB",
             f"{c['writes']:,}",
-            f"{c['total_us'] / 1e3:,.1f}",
-            f"{c['copies_us'] / 1e3:,.1f}",
+            f"{c['placed_us'] / 1e3:,.2f}",
+            f"{c['copies_us'] / 1e3:,.2f}",
             f"{c['share']:.1%}",
+            f"{c['share_until_known']:.1%}",
             f"{c['share_of_wire']:.1%}",
         ]
         for c in found["cases"]
     )
     settings = found["settings"]
     set_up = f"{settings['slots']} slots of {settings['slot_mib']} MiB, {settings['repeats']} repeats."
+    set_up += f" Rows are final {found['queued_ms']:g} ms after they are handed over."
     lines = [f"{set_up} GPUs a rank: {found['ranks_per_gpu']}.", *_near(found["cases"])]
-    head = ["case", "writes", "ms", "peer copies, ms", "share", "share, wire phase"]
+    head = ["case", "writes", "ms", "peer copies, ms", "share", "until all know", "wire phase"]
     return "\n\n".join(["\n".join(lines), table([head, *rows])])
 
 

@@ -13,6 +13,7 @@ from ..ids import Peer, RegionId
 from ..memory import Buffer
 from ..planning import Writes
 from ..transports import Ended, Transport
+from .timing import Queued
 
 
 class BulkTarget:
@@ -52,10 +53,11 @@ class BulkSource:
             peer = self._transport.connect(descriptor, self._timeout_s)
             self._batches.append((peer, Writes.one(self._region, 0, region, offset, nbytes)))
 
-    def move(self) -> tuple[float, float]:
-        """When it began, and when the last write had ended."""
+    def move(self, queued: Queued | None = None) -> tuple[float, float]:
+        """When it began, and when the last write had ended; behind ``queued``, from when that was over."""
         began = time.monotonic()
-        waiting = {self._transport.submit(peer, writes) for peer, writes in self._batches}
+        after = None if queued is None else queued.over
+        waiting = {self._transport.submit(peer, writes, after=after) for peer, writes in self._batches}
         while True:
             for event in self._transport.poll():
                 if isinstance(event, Ended):
@@ -64,7 +66,7 @@ class BulkSource:
                     waiting.discard(event.ticket)
             now = time.monotonic()
             if not waiting:
-                return began, now
+                return began if queued is None else queued.ended(), now
             if now - began > self._timeout_s:
                 raise DeadlineError(f"{len(waiting)} plain writes have not ended after {self._timeout_s:g} s")
             time.sleep(self._pause_s)

@@ -29,7 +29,7 @@ from ..transports import SupportsAllocate, Transport, between_processes, emulate
 from .bulk import BulkSource, BulkTarget
 from .data import SPARE, fill, page_ids, poison, wrong
 from .shape import WIRE, Role, TransferShape
-from .timing import Still, Timed
+from .timing import Queued, Still, Timed
 
 LOOK_S = 0.0005
 """How often a rank looks whether its room has ended; the endpoint has noted when it had."""
@@ -39,9 +39,6 @@ SELDOM_S = 0.002
 
 GRANTED_S = 0.02
 """After so long, grants for rows that were announced are there."""
-
-CYCLES_PER_S = 1.7e9
-"""Of a GPU, about."""
 
 KV = GroupId("kv")
 
@@ -113,27 +110,6 @@ class Moved:
     placed: float = 0.0
 
 
-class Queued:
-    """Work of an engine on its GPU that takes about so long from now, queued ahead by its host.
-
-    Args:
-        seconds: how long.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._first = torch.cuda.Event(enable_timing=True)
-        self.over = torch.cuda.Event(enable_timing=True)
-        self._began = time.monotonic()
-        self._first.record()
-        torch.cuda._sleep(int(seconds * CYCLES_PER_S))
-        self.over.record()
-
-    def ended(self) -> float:
-        """When it had ended, on the clock that all processes of a host share; a little early, never late."""
-        seconds: float = self._first.elapsed_time(self.over) / 1e3
-        return self._began + seconds
-
-
 class PrefillRank:
     """Sends. Without ``threaded``, who waits turns the endpoint too."""
 
@@ -182,7 +158,10 @@ class PrefillRank:
 
     def bulk(self) -> tuple[float, float]:
         """Write plainly; when it began and ended."""
-        return self._bulk.move()
+        return self._bulk.move(self._queued())
+
+    def _queued(self) -> Queued | None:
+        return Queued(self._shape.queued_s) if self._shape.queued_s else None
 
     def prepare(self, strategy: str, room: bytes) -> None:
         """Open a room, and wait until decode has said that it awaits it."""
@@ -197,7 +176,7 @@ class PrefillRank:
     def move(self) -> Moved:
         """Hand everything over, and wait until nobody reads it any more."""
         delivery, tokens = self._delivery, self._shape.tokens
-        queued = Queued(self._shape.queued_s) if self._shape.queued_s else None
+        queued = self._queued()
         began = time.monotonic()
         if self._shape.compute_s:
             self._compute(began)

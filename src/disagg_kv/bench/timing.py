@@ -1,4 +1,4 @@
-"""What isolates one part of a transfer: kernels that copy nothing, and a channel that times grants."""
+"""What isolates one part of a transfer: kernels that copy nothing, a channel that times grants, a GPU that computes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from attrs import frozen
 
 from ..channels import Arrived, News, UnixChannel
@@ -14,6 +15,30 @@ from ..kernels import Move, Sums, kernels_for
 from ..memory import Buffer, Event, MemoryPool
 from ..protocol import Codec
 from ..protocol.frames import Box, Grant, StagingRequest
+
+CYCLES_PER_S = 1.7e9
+"""Of a GPU, about."""
+
+
+class Queued:
+    """Work of an engine on its GPU that takes about so long from now, queued ahead by its host.
+
+    Args:
+        seconds: how long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._first = torch.cuda.Event(enable_timing=True)
+        self.over = torch.cuda.Event(enable_timing=True)
+        self._began = time.monotonic()
+        self._first.record()
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+        self.over.record()
+
+    def ended(self) -> float:
+        """When it had ended, on the clock that all processes of a host share; a little early, never late."""
+        seconds: float = self._first.elapsed_time(self.over) / 1e3
+        return self._began + seconds
 
 
 class Still:

@@ -192,9 +192,10 @@ class UnixChannel:
                 links.append(self._linked[number])
             else:
                 callers.append(self._callers[number])
-        if self._hear(callers, came):
-            for link in links:
-                self._look(link)
+        broken = [link for link in links if not self._look(link)] if self._hear(callers, came) else []
+        if broken:
+            # What a process has said before its end is here by now.
+            self._hear(list(self._callers.values()), came)
         self._retry()
         came += self._news
         self._news = []
@@ -282,10 +283,10 @@ class UnixChannel:
             if not self._parse(caller, came):
                 self._news.append(Rejected(messages=1))
                 data = b""
-            if data:
-                waiting.append(caller)
-            else:
+            if not data:
                 self._hang_up(caller)
+            elif len(data) == READ:
+                waiting.append(caller)
         return not waiting
 
     @staticmethod
@@ -355,20 +356,21 @@ class UnixChannel:
                 link.unsent[0] = link.unsent[0][sent:]
         self._epoll.modify(sock, select.EPOLLIN | (select.EPOLLOUT if waits else 0))
 
-    def _look(self, link: _Link) -> None:
-        """A link can be written again, or is broken: nobody ever writes to us on it."""
+    def _look(self, link: _Link) -> bool:
+        """A link can be written again; False: it is broken. Nobody ever writes to us on it."""
         sock = link.sock
         assert sock is not None
         try:
             sock.recv(1)
         except BlockingIOError:
             self._push(link, sock)
-            return
+            return True
         except OSError:
             pass
         self._unlink(link)
         link.lost, link.retry_at = True, time.monotonic() + link.pause_s
         self._news.append(Closed(link.address))
+        return False
 
     def _retry(self) -> None:
         if self._accepts_at is not None and self._accepts_at <= time.monotonic():

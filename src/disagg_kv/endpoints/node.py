@@ -94,7 +94,8 @@ where a GPU waits for its engine's thread, and a wire that is told late is idle 
 
 NUDGE_S = 150e-6
 """A silence of bytes' notices that is filled while they are on a fast wire: a hypervisor that halts a core for longer
-wakes it late, and notices pass through two threads of ZeroMQ's on cores of their own."""
+wakes it late, and notices pass through two threads of ZeroMQ's on cores of their own. Where a channel has no threads,
+there is only the peer's own to keep awake, which stays so for ``linger_s``."""
 
 FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
@@ -146,6 +147,7 @@ class Node:
         self._pause = self._shortest = NAP_S if naps else SHORTEST_PAUSE_S
         self._longest = self._shortest if fast else LONGEST_PAUSE_S
         self.linger_s = options.linger_s if fast else 0.0
+        self._nudge_s = NUDGE_S if self._naps is None else self.linger_s / 2
         self._awake_until = self.now
         self._nudged: dict[Epoch, float] = {}
         self._warn_at = self.now
@@ -206,6 +208,7 @@ class Node:
         for event in arrived:
             self._guard(self._on_channel, event)
         if arrived:
+            self._guard(self.poll_transport)
             self._guard(self.role.work)
         self._guard(self.flush)
         if not looks or arrived:
@@ -497,7 +500,7 @@ class Node:
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
         if self.linger_s and epoch in self.remotes and self.now >= self._nudged.get(epoch, self.now):
-            self._nudged[epoch] = self.now + NUDGE_S
+            self._nudged[epoch] = self.now + self._nudge_s
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 
     def _put(self, address: str, frame: bytes) -> None:
