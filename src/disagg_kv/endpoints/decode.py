@@ -421,7 +421,8 @@ class DecodeRole:
     def work(self) -> bool:
         """Finish scatters, begin those whose time has come, and prepare one that is to come."""
         scattering = self._scatters.work()
-        self._check_kept()
+        if self._checking:
+            self._check_kept()
         return scattering or bool(self._checking)
 
     def _publish(self, room: DecodeRoom) -> None:

@@ -39,6 +39,11 @@ class Exits:
         except PeerLostError:
             self._end(epoch)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether there is anybody whose end may be seen, or whose last writes may land."""
+        return bool(self._watches or self._news or self._ended)
+
     def ended(self, *, at_once: bool = False) -> list[Epoch]:
         """Whose process has ended since the last call, perhaps as of a moment ago, or (``at_once``) by now."""
         if not self._watches and not self._news:

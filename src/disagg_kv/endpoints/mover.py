@@ -233,10 +233,15 @@ class Mover:
             self._look(one)
         for summing in list(self._summing):
             self._look_at_sums(summing)
-        waiting = False
+        waiting, slot = False, self._free_slot() if self._queue else None
         for key in list(self._queue):
             transfer = self._queue.get(key)
             if transfer is None:
+                continue
+            if transfer.offset is not None:
+                if slot is not None and not self._full(transfer.to):
+                    self._staged(key[0], transfer, slot)
+                    slot = self._free_slot()
                 continue
             try:
                 waits = self._waits(key[0], transfer)
@@ -246,11 +251,10 @@ class Mover:
                 continue
             if waits:
                 waiting = True
-            elif transfer.offset is None:
+            else:
                 del self._queue[key]
                 self._direct(key[0], transfer)
-            else:
-                self._staged(key[0], transfer)
+                slot = self._free_slot()
         self._looked = self._clock()
         return waiting or bool(self._gathering or self._posts or self._summing)
 
@@ -259,8 +263,8 @@ class Mover:
         return self._streams is not None and self._streams.orders(event)
 
     def _waits(self, room: RoomKey, transfer: Transfer) -> bool:
-        """Whether a transfer has to wait here for an event: one that is not gathered, of a transport that waits not."""
-        if transfer.offset is not None or self._posts_wait:
+        """Whether one that is not gathered has to wait here for an event: its transport waits for none."""
+        if self._posts_wait:
             return False
         event = self._rooms.after(room, transfer)
         return event is not None and not event.query()
@@ -285,11 +289,14 @@ class Mover:
 
     # Through a slot.
 
-    def _staged(self, room: RoomKey, first: Transfer) -> None:
-        """One gather for all destinations of the same segment that are granted by now and fit a slot."""
-        slot = next((s for s in self._slots if s.free), None)
-        if slot is None or self._full(first.to):
-            return
+    def _free_slot(self) -> _Slot | None:
+        for slot in self._slots:
+            if slot.free:
+                return slot
+        return None
+
+    def _staged(self, room: RoomKey, first: Transfer, slot: _Slot) -> None:
+        """One gather for all destinations of the same segment that are granted by now and fit the slot."""
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
         self._rooms.reading(room, 1)
         loads: list[tuple[Transfer, Load, int]] = []
@@ -545,6 +552,9 @@ class Mover:
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         held = [slot for slot in self._slots if slot.pins]
+        if not held and not self._posts and not self._gathering:
+            assert not self._pins and not any(s.filling for s in self._slots), (self._pins, self._slots)
+            return
         pinned = {n for slot in held for n in slot.pins}
         live = {p.number for p in self._posts.values() if p.slot is not None}
         live |= {post.number for g in self._gathering if not g.posted for post, _ in g.posts}

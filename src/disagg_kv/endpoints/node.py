@@ -133,6 +133,8 @@ class Node:
         self.codec = Codec()
         self._together = channel if isinstance(channel, SupportsBatches) else None
         self._naps = channel if isinstance(channel, SupportsNaps) else None
+        # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
+        self._prompt = self._naps is not None
         self._unsent: dict[str, _Unsent] = {}
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
@@ -188,8 +190,13 @@ class Node:
         assert self.role is not None
         self.now = self.clock()
         told = bool(self._commands)
-        busy = self._guard(self._progress) is not False
-        self._guard(self.flush)
+        try:
+            busy = self._progress()
+        except Exception as exc:
+            self._met(exc)
+            busy = True
+        if self._unsent:
+            self._guard(self.flush)
         if told or busy:
             self._awake_until = self.now + self.linger_s
         looks = busy or (timeout_s > 0 and self._lingers())
@@ -205,12 +212,15 @@ class Node:
         if arrived:
             self._awake_until = self.now + self.linger_s
             self._soon = SOON
-        for event in arrived:
-            self._guard(self._on_channel, event)
-        if arrived:
+            for event in arrived:
+                try:
+                    self._on_channel(event)
+                except Exception as exc:
+                    self._met(exc)
             self._guard(self.poll_transport)
             self._guard(self.role.work)
-        self._guard(self.flush)
+        if self._unsent:
+            self._guard(self.flush)
         if not looks or arrived:
             self._pause = self._shortest
             return
@@ -228,39 +238,54 @@ class Node:
     def _progress(self) -> bool:
         assert self.role is not None
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
-        if self.poll_transport():
-            # A peer waits for what has been written.
+        if self.poll_transport() and self._prompt:
             self._guard(self.flush)
-        self._guard(self._notice_exits)
+        if self._exits.awaited:
+            self._guard(self._notice_exits)
         while self._commands:
             self._guard(self._commands.popleft())
         if self._later:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
-        self._guard(self._tick)
-        busy = self._guard(self.role.work)
+        try:
+            self._tick()
+        except Exception as exc:
+            self._met(exc)
+        try:
+            busy = self.role.work()
+        except Exception as exc:
+            self._met(exc)
+            busy = False
         # A transport that writes while it is told to has ended by now.
         self.poll_transport()
-        return bool(busy) or bool(self._later)
+        return busy or bool(self._later)
 
     def poll_transport(self) -> bool:
         """Take in what the transport tells; False: nothing."""
         reports = self.me.transport.poll()
         for report in reports:
-            self._guard(self._on_transport, report)
+            try:
+                self._on_transport(report)
+            except Exception as exc:
+                self._met(exc)
         return bool(reports)
 
     def _guard(self, act: Callable[[*A], object], *about: *A) -> object:
         """Whatever goes wrong ends rooms, with the reason, but never this thread (E8)."""
         try:
             return act(*about)
-        except RemoteProtocolError as exc:
+        except Exception as exc:
+            self._met(exc)
+        return None
+
+    def _met(self, exc: Exception) -> None:
+        """Something went wrong: of theirs it is counted, of ours it ends rooms."""
+        if isinstance(exc, RemoteProtocolError):
             self.observer.count("frames.refused")
             self._warn(f"refused: {exc}")
-        except Exception as exc:
+        else:
             self._unforeseen(exc)
-        return None
 
     def _warn(self, text: str) -> None:
         """What strangers can cause is said once a second at most: a log is no bounded thing. Counters know the rest."""
@@ -301,8 +326,10 @@ class Node:
 
     def _tick(self) -> None:
         assert self.role is not None
-        self._peer_effects(self.peers.tick(self.now))
-        self.agree(self.agreement.tick(self.now))
+        if effects := self.peers.tick(self.now):
+            self._peer_effects(effects)
+        if said := self.agreement.tick(self.now):
+            self.agree(said)
         if self._look_at is not None and self.now >= self._look_at:
             self._find_leader()
         self.role.tick()
@@ -318,9 +345,10 @@ class Node:
     # What comes in.
 
     def _on_channel(self, event: News) -> None:
+        if isinstance(event, Arrived):
+            self._on_frame(self.codec.decode(event.frame), event.key)
+            return
         match event:
-            case Arrived(frame, key):
-                self._on_frame(self.codec.decode(frame), key)
             case Closed(address):
                 self.peers.on_closed(address, self.now)
             case Opened(address):
@@ -350,7 +378,8 @@ class Node:
             self._peer_effects(self.peers.on_refused(frame, self.now))
             return
         good, effects = self.peers.on_frame(frame, self.now)
-        self._peer_effects(effects)
+        if effects:
+            self._peer_effects(effects)
         if not good:
             self.observer.count("frames.stale")
         elif isinstance(frame, Ballot):
@@ -547,7 +576,8 @@ class Node:
         for effect in effects:
             if not isinstance(effect, Outcome):
                 self.send(effect)
-        self.flush()
+        if self._prompt:
+            self.flush()
         for effect in effects:
             if isinstance(effect, Outcome):
                 self.role.on_decided(effect.key, effect.decided)

@@ -127,6 +127,8 @@ class Scatterer:
 
     def work(self) -> bool:
         """Finish scatters, begin those whose time has come, and prepare one; True while something is under way."""
+        if not (self._running or self._waiting or self._over or self._unprepared):
+            return False
         for one in list(self._running):
             try:
                 if one.event is not None and not one.event.query():

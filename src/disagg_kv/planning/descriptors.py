@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -121,26 +121,77 @@ def slice_writes(
 
 def slice_count(run: Run) -> int:
     """How many writes :func:`slice_writes` makes of a run."""
-    return (run.stop - run.start) * (1 if run.dense() else run.units)
+    return _slices(run, run.start, run.stop)
+
+
+def _slices(run: Run, start: int, stop: int) -> int:
+    return (stop - start) * (1 if run.dense() else run.units)
+
+
+@frozen
+class _Kind:
+    """Planes of some layers that take equal numbers of writes of any segment: most layers do.
+
+    Args:
+        run: one of them; its rows mean nothing.
+        index, ways: which of how many near-equal pieces of a run of rows they have.
+        low, high: the rows that are needed of them.
+        alike: how many they are.
+    """
+
+    run: Run
+    index: int
+    ways: int
+    low: int
+    high: int
+    alike: int
+
+    def rows(self, segment: Segment) -> tuple[int, int]:
+        """Which rows of a segment they have; none where the second is not above the first."""
+        low = max(self.low, segment.start)
+        needed = max(min(self.high, segment.stop) - low, 0)
+        return low + needed * self.index // self.ways, low + needed * (self.index + 1) // self.ways
 
 
 @lru_cache(COUNTS)
 def _kinds(
-    source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange
-) -> tuple[tuple[Run, int], ...]:
-    """One run of each kind of those of a segment, and how many are like it: most layers are. Kept, by value."""
-    kinds: dict[tuple[int, ...], tuple[Run, int]] = {}
-    for run in runs(source, target, parts, segment, rows):
-        strides = (run.source.row_stride, run.source.unit_stride, run.target.unit_stride)
-        kind = (run.start, run.stop, run.units, run.unit_bytes, run.source_group.rows_per_page, *strides)
-        first, alike = kinds.get(kind, (run, 0))
-        kinds[kind] = first, alike + 1
-    return tuple(kinds.values())
+    source: Site, target: Site, parts: tuple[Part, ...], first: int, last: int, state: bool, rows: RowRange
+) -> tuple[_Kind, ...]:
+    """The planes of some layers, by kind. Kept, by value: a room is cut into many segments of the same layers."""
+    box = Segment(0, 1, first, last, state)
+    ours, theirs = (part_view(site, parts, source.spec).for_rows(rows).planes(box) for site in (source, target))
+    columns = (ours.plane, theirs.plane, ours.units, ours.index, ours.ways, ours.lows, ours.highs)
+    found: dict[tuple[int, ...], tuple[Run, int]] = {}
+    for a, b, units, *bounds in zip(*(c.tolist() for c in columns), strict=True):
+        one, other = source.planes[a], target.planes[b]
+        group, unit_bytes = source.group(one.group), source.spec.component(one.layer, one.component).unit_bytes
+        kind = (*bounds, units, unit_bytes, group.rows_per_page, one.row_stride, one.unit_stride, other.unit_stride)
+        run, alike = found.get(kind, (None, 0))
+        if run is None:
+            run = Run(one, other, group, target.group(other.group), 0, 0, units, unit_bytes, 0, 1)
+        found[kind] = run, alike + 1
+    return tuple(_Kind(run, *kind[:4], alike) for kind, (run, alike) in found.items())
+
+
+def _total(
+    count: Callable[[Run, int, int], int],
+    source: Site,
+    target: Site,
+    parts: tuple[Part, ...],
+    segment: Segment,
+    rows: RowRange,
+) -> int:
+    total = 0
+    for kind in _kinds(source, target, parts, segment.first, segment.last, segment.state, rows):
+        start, stop = kind.rows(segment)
+        if start < stop:
+            total += kind.alike * count(kind.run, start, stop)
+    return total
 
 
 def slice_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
     """How many writes :func:`slice_writes` makes of a segment."""
-    return sum(alike * slice_count(run) for run, alike in _kinds(source, target, parts, segment, rows))
+    return _total(_slices, source, target, parts, segment, rows)
 
 
 def refuse_direct(source: Site, target: Site, parts: Sequence[Part]) -> str | None:
@@ -209,13 +260,20 @@ def direct_writes(
 
 def direct_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
     """At most how many writes :func:`direct_writes` makes of a segment."""
-    return sum(alike * direct_count(run) for run, alike in _kinds(source, target, parts, segment, rows))
+    return _total(_pages, source, target, parts, segment, rows)
 
 
 def direct_count(run: Run) -> int:
     """How many writes :func:`direct_writes` makes of a run if no two of its pages follow one another in memory."""
-    pieces = _pieces(run.start, run.stop, run.source_group.rows_per_page)
-    return sum((last - first) * len(_inside(run, low, high)[0]) for low, high, first, last in pieces)
+    return _pages(run, run.start, run.stop)
+
+
+def _pages(run: Run, start: int, stop: int) -> int:
+    plane, total = run.source, 0
+    for low, high, first, last in _pieces(start, stop, run.source_group.rows_per_page):
+        runs_of_one, _ = _byte_runs(high - low, plane.row_stride, run.units, plane.unit_stride, run.unit_bytes)
+        total += (last - first) * len(runs_of_one)
+    return total
 
 
 def coalesce(writes: Writes) -> Writes:

@@ -24,7 +24,7 @@ SIZES = 64
 
 
 @frozen(eq=False)
-class _Planes:
+class Planes:
     """What a view has of some layers: a column of its table each, and whether all of it needs the same rows.
 
     ``before`` are the bytes of one row of all planes before each, ``row_bytes`` those of all; ``low`` to ``high`` are
@@ -106,9 +106,9 @@ class PartView:
     def _bind(self, rows: RowRange) -> None:
         bounds = [e.bounds(rows.start, rows.stop) for e in self._extents]
         self._low, self._high = np.array(bounds, np.int64).reshape(len(bounds), 2).T[:, self._extent]
-        self._known: dict[tuple[int, int, bool], _Planes] = {}
+        self._known: dict[tuple[int, int, bool], Planes] = {}
 
-    def _planes(self, segment: Segment) -> _Planes:
+    def planes(self, segment: Segment) -> Planes:
         """The planes of a segment's layers that have its kind of rows; remembered, as few runs of layers are."""
         key = (segment.first, segment.last, segment.state)
         known = self._known.get(key)
@@ -117,7 +117,7 @@ class PartView:
             of_row, ways, lows, highs = self._row_bytes[keep], self._ways[keep], self._low[keep], self._high[keep]
             ends = np.cumsum(of_row)
             whole = len(ends) > 0 and bool((ways == 1).all())
-            known = _Planes(
+            known = Planes(
                 self._plane[keep],
                 self._first_unit[keep],
                 self._units[keep],
@@ -138,7 +138,7 @@ class PartView:
 
     def layout(self, segment: Segment) -> StagedLayout:
         """Where the bytes of this segment lie; planes of other layers and planes without rows are left out."""
-        of = self._planes(segment)
+        of = self.planes(segment)
         if of.low <= segment.start < segment.stop <= of.high:
             rows, start = segment.rows, np.full(len(of.plane), segment.start, np.int64)
             offset, alike = of.size(rows)

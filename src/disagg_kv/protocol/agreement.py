@@ -232,6 +232,8 @@ class Agreement:
 
     def tick(self, now: float) -> list[Send | Outcome]:
         """Repeat what is unanswered, and vote against what no life of rank 0 has opened in time."""
+        if not self._waiting:
+            return []
         out: list[Send | Outcome] = [self._dated(send, now) for send in self._repeat.tick(now)]
         for key in [key for key, until in self._unclaimed.items() if until <= now]:
             # A vote may end other rooms that are due.

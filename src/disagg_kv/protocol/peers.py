@@ -76,6 +76,10 @@ FORGET_AFTER = 20
 """A lost peer is forgotten after so many times the silence that made it lost; once, where its connection is broken."""
 
 
+ROUNDING_S = 1e-6
+"""So much earlier than it may be due a tick looks: a sum of times is rounded otherwise than a difference."""
+
+
 @define
 class _Dial:
     since: float
@@ -121,6 +125,8 @@ class PeerTable:
         self._absent: OrderedDict[str, None] = OrderedDict()
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._beat_at = 0.0
+        self._quiet_until = 0.0
+        """A tick has nothing to do before; 0: something happened to a peer since that was worked out."""
         self.dropped = 0
 
     def dial(self, address: str, now: float) -> list[PeerEffect]:
@@ -134,6 +140,7 @@ class PeerTable:
         o = self._options
         patience_s = min(o.closed_s, o.silence_s) if address in self._at or address in self._absent else o.silence_s
         self._dials[address] = _Dial(now, now + o.retry_s, o.retry_s, patience_s)
+        self._quiet_until = 0.0
         return [SendTo(address, self._hello(b""))]
 
     def at(self, address: str) -> Epoch | None:
@@ -169,6 +176,7 @@ class PeerTable:
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
         """Somebody introduces itself."""
         epoch = Epoch(hello.src)
+        self._quiet_until = 0.0
         if epoch == self._epoch or epoch in self._retired:
             self.dropped += 1
             return []
@@ -306,6 +314,7 @@ class PeerTable:
         if not peer.lost:
             return True, []
         peer.lost, peer.closed = False, None
+        self._quiet_until = 0.0
         return True, [Up(peer.hello)]
 
     def _may_answer(self, address: str, now: float) -> bool:
@@ -320,6 +329,7 @@ class PeerTable:
 
     def on_closed(self, address: str, now: float) -> None:
         """The connection towards an address broke."""
+        self._quiet_until = 0.0
         epoch = self._at.get(address)
         for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
             if one is not None and one.closed is None:
@@ -348,10 +358,13 @@ class PeerTable:
         if peer.lost:
             return []
         peer.lost = True
+        self._quiet_until = 0.0
         return [Lost(epoch, error)]
 
     def tick(self, now: float) -> list[PeerEffect]:
         """Dial again, beat, and notice who is silent."""
+        if now < self._quiet_until:
+            return []
         o = self._options
         out: list[PeerEffect] = []
         for address, dial in list(self._dials.items()):
@@ -396,7 +409,25 @@ class PeerTable:
             elif beat:
                 # Another life may have taken the address: it does not know us, and can answer only a Hello.
                 out.append(SendTo(peer.hello.address, self._hello(epoch)))
+        self._quiet_until = self._due_at()
         return out
+
+    def _due_at(self) -> float:
+        """When a tick may have something to do; whoever is heard until then only puts that off."""
+        o = self._options
+        times = [self._beat_at]
+        for dial in self._dials.values():
+            times += [dial.next_at, dial.since + dial.patience_s]
+            if dial.closed is not None:
+                times.append(dial.closed + o.closed_s)
+        for peer in self._peers.values():
+            if peer.lost:
+                times.append(peer.heard + o.silence_s * (FORGET_AFTER if peer.closed is None else 1))
+                continue
+            times.append(peer.heard + o.silence_s)
+            if peer.closed is not None:
+                times.append(peer.closed + o.closed_s)
+        return min(times) - ROUNDING_S
 
     def _give_up(self, address: str) -> list[PeerEffect]:
         """Nobody is there: without a life that was, nothing else would ever drop the connection."""
