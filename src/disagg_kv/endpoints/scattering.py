@@ -302,6 +302,8 @@ class Scatterer:
 
     def check_integrity(self, leases: GrantQueue[Epoch, _Place]) -> None:
         """Raise AssertionError unless all that is prepared, or will be, lies in a lease of a room that still hopes."""
+        if not self._unprepared and not self._prepared:
+            return
         assert not self._unprepared.keys() & self._prepared.keys()
         places = {at: effect.parts for at, effect in self._unprepared.items()}
         for at, parts in (places | {at: ready.places for at, ready in self._prepared.items()}).items():

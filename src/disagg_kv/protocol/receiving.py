@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 from ..errors import (
     AbortedError,
     DeadlineError,
@@ -582,18 +584,17 @@ class ReceiveRoom(Machine[Receiving]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
-        segments = list(self._parts)
-        assert not any(overlap(a, b) for i, a in enumerate(segments) for b in segments[i + 1 :])
+        for a, b in combinations(self._parts, 2):
+            assert not overlap(a, b), (a, b)
         for part in self._parts.values():
-            assert part.arrived <= set(part.writers)
+            assert part.arrived.issubset(part.writers)
             assert part.staged <= part.arrived <= part.asked | (part.arrived - part.staged)
             assert part.lease is not None or not part.staged
             assert part.asked <= part.asks.keys()
             assert part.lease is None or part.asked
-        for w in self._writers.values():
-            assert (
-                w.open == sum(w.rank in p.asks.keys() - p.arrived for p in self._parts.values())
-                or self.error is not None
-            )
+        if self.error is None:
+            for w in self._writers.values():
+                asked = [p for p in self._parts.values() if w.rank in p.asks and w.rank not in p.arrived]
+                assert w.open == len(asked), (w, asked)
         assert self.state is not Receiving.CLOSED or not self._parts
         assert (self.error is None) or self.state in (Receiving.DRAINING, Receiving.CLOSED)

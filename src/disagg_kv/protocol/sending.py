@@ -489,13 +489,15 @@ class Flow(Machine[Sending]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
+        state, unquiet = self.state, self._unquiet
         for segment, part in self._parts.items():
-            assert (part.step is _Step.WRITING) == (segment in self._unquiet), (segment, part)
-            assert part.step not in (_Step.PLANNED, _Step.ASKED) or part.grant is None
-        assert self.state is Sending.ABORTING or not self._unquiet or self.state is Sending.MOVING
-        assert self.state in (Sending.MOVING, Sending.FINISHED) or not self._parts
-        assert self.state is not Sending.COMPLETE or self.segments_landed >= self._announced
-        assert self.state is not Sending.FINISHED or all(p.announced for p in self._parts.values())
+            step = part.step
+            assert (step is _Step.WRITING) == (segment in unquiet), (segment, part)
+            assert part.grant is None or (step is not _Step.PLANNED and step is not _Step.ASKED)
+            assert state is not Sending.FINISHED or step is _Step.ANNOUNCED
+        assert not unquiet or state is Sending.ABORTING or state is Sending.MOVING
+        assert not self._parts or state is Sending.MOVING or state is Sending.FINISHED
+        assert state is not Sending.COMPLETE or self.segments_landed >= self._announced
 
 
 def room_head(epoch: Epoch, peer: Epoch, room: RoomId, generation: Generation) -> Head:

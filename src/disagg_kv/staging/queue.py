@@ -242,15 +242,20 @@ class GrantQueue(Generic[P, K]):
         held, stuck, ahead = dict.fromkeys(self._peers, 0), dict.fromkeys(self._peers, 0), 0
         for granted in self._granted.values():
             assert granted.peer in held, "a lease of nobody"
-            held[granted.peer] += granted.lease.nbytes
-            stuck[granted.peer] += granted.lease.nbytes if granted.quarantined else 0
-            ahead += granted.lease.nbytes if granted.lookahead else 0
+            nbytes = granted.lease.nbytes
+            held[granted.peer] += nbytes
+            if granted.quarantined:
+                stuck[granted.peer] += nbytes
+            if granted.lookahead:
+                ahead += nbytes
         lines = 0
         for name, peer in self._peers.items():
             has, waits = held[name], stuck[name]
             assert peer.held == has, f"{name!r} holds {has} bytes, {peer.held} are counted"
             assert peer.quarantined == waits, f"{waits} bytes of {name!r} wait for evidence, {peer.quarantined} counted"
             assert not peer.idle(), f"{name!r} is kept for nothing"
+            if not peer.ready and not peer.ahead:
+                continue
             lines += len(peer.ready) + len(peer.ahead)
             for line in (peer.ready, peer.ahead):
                 for key, waiting in line.items():

@@ -151,7 +151,12 @@ class Checks:
         role = node.role
         if not isinstance(role, DecodeRole):
             return
-        live = {(key, int(granted.lease.start)): key for (key, _), granted in role._queue._granted.items()}
+        granted = role._queue._granted
+        if not granted and not node.leased:
+            return
+        live = {(key, int(one.lease.start)): key for (key, _), one in granted.items()}
+        if live.keys() == node.leased.keys():
+            return
         leased = {at: node.leased.get(at) or role._rooms[key].machine for at, key in live.items()}
         for at, machine in node.leased.items():
             if at in leased:
@@ -207,7 +212,7 @@ class Checks:
             known = len(role._scatters._prepared)
         else:
             assert role.mover is not None
-            known = sum(one.gather is not None for one in role.mover.ahead.foreseen.values())
+            known = len([one for one in role.mover.ahead.foreseen.values() if one.gather is not None])
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
         if not node.counters.of.keys().isdisjoint(MISTAKES):

@@ -418,10 +418,12 @@ class Dma:
                 f"{op.target.node.address}: pages {op.pages} were freed while a write may land there",
             )
 
-    def check_all(self) -> None:
-        """After every event."""
+    def check_all(self, node: SimNode) -> None:
+        """After every turn: those that it can have done something to; the others are looked at as they land and end."""
+        here = node.transport
         for op in self.live:
-            self.check(op)
+            if op.source is here or op.target is here:
+                self.check(op)
 
 
 def _torn(ranges: list[Range], pieces: int, order: float) -> list[list[Range]]:

@@ -492,7 +492,8 @@ class World:
             if entry is not None:
                 entry.room.changed(entry)
         self.check.node(node)
-        self.dma.check_all()
+        if self.dma.live:
+            self.dma.check_all(node)
         if self._gossip and self.random.random() < GOSSIP and self.rumours.tempted(node):
             self.rumours.spread(node)
         if self._stale:
