@@ -243,8 +243,11 @@ class Agreement:
 
     def next_at(self) -> float | None:
         """When a tick is due."""
-        times = (self._repeat.next_at(), min(self._unclaimed.values(), default=None))
-        return min((at for at in times if at is not None), default=None)
+        soonest = self._repeat.next_at()
+        if not self._unclaimed:
+            return soonest
+        unclaimed = min(self._unclaimed.values())
+        return unclaimed if soonest is None else min(soonest, unclaimed)
 
     # Other ranks.
 

@@ -76,10 +76,12 @@ class SendRoom:
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
-        times = [f.next_at() for f in self.flows.values()]
-        if self.error is None and not self.done:
-            times.append(self._deadline)
-        return min((t for t in times if t is not None), default=None)
+        soonest = self._deadline if self.error is None and not self.done else None
+        for flow in self.flows.values():
+            at = flow.next_at()
+            if at is not None and (soonest is None or at < soonest):
+                soonest = at
+        return soonest
 
     # What the engine says.
 

@@ -6,6 +6,7 @@ generation too. What does not match is counted and dropped by the receiver, neve
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, ClassVar, TypedDict
 
 import msgspec
@@ -353,6 +354,12 @@ class Head(TypedDict):
     generation: int
 
 
+@cache
+def _decoder() -> msgspec.msgpack.Decoder[AnyFrame]:
+    """One for all: it has no state but the types, which take longer to look at than many frames."""
+    return msgspec.msgpack.Decoder(AnyFrame)
+
+
 class Codec:
     """Turns frames into bytes and checked bytes into frames."""
 
@@ -360,7 +367,7 @@ class Codec:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
+        self._decoder = _decoder()
 
     def encode(self, frame: Frame) -> bytes:
         """The frame's bytes."""

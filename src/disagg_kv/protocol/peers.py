@@ -442,7 +442,7 @@ class PeerTable:
 
     def next_at(self) -> float:
         """When a tick is due."""
-        return min([self._beat_at, *(d.next_at for d in self._dials.values())])
+        return min([self._beat_at, *[d.next_at for d in self._dials.values()]]) if self._dials else self._beat_at
 
 
 def is_older(hello: Hello, other: Hello) -> bool:

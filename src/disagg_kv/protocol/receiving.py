@@ -132,10 +132,10 @@ class ReceiveRoom(Machine[Receiving]):
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
-        times = [self._repeat.next_at()]
+        soonest = self._repeat.next_at()
         if self.state in (Receiving.OPENED, Receiving.MOVING, Receiving.LANDED):
-            times.append(self._deadline)
-        return min((t for t in times if t is not None), default=None)
+            return self._deadline if soonest is None else min(soonest, self._deadline)
+        return soonest
 
     # Beginning.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ...endpoints.decode import DecodeRole
 from ...ids import Epoch, RoomId
 from ...protocol.receiving import ReceiveRoom
 from ...protocol.sending import Flow
@@ -47,6 +48,8 @@ class Moments:
         drawn = world.random.random() if self._left or self._loses else 1.0
         if drawn >= LOST or world.calm:
             return
+        if not self._may_matter(node):
+            return
         machines = world.rumours.pairs(node)
         if self._may_lose("prefill") and drawn < HUSHED and any(_about_to_finish(m) for m, _, _ in machines):
             world.network.hush(node, HUSH_S)
@@ -59,6 +62,15 @@ class Moments:
             acts += self._engine_acts(node, name)
         if acts:
             world.random.choice(acts)()
+
+    def _may_matter(self, node: SimNode) -> bool:
+        """Whether a room of a process is in such a state, whoever its peers are; to look at those takes longer."""
+        role = node.role
+        if isinstance(role, DecodeRole):
+            machines = [room.machine for room in role._rooms.values()]
+            return any(any(_brief(m, peer) for peer in m.writers) for m in machines)
+        flows = [flow for room in role._flows.values() for flow in room.machine.flows.values()]
+        return any(flow.state in BRIEF or _about_to_finish(flow) for flow in flows)
 
     def _losses(self, epoch: Epoch) -> list[Callable[[], object]]:
         """The peer's process ends, if none of its side has."""

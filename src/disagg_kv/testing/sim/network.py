@@ -95,6 +95,13 @@ class Network:
                 FaultClass.CLOG, FaultClass.PARTITION, FaultClass.TRUNCATED,
             )
         )  # fmt: skip
+        self._rates = tuple(
+            faults.get(f)
+            for f in (
+                FaultClass.PARTITION, FaultClass.CLOG, FaultClass.DROP, FaultClass.TRUNCATED, FaultClass.STALE,
+                FaultClass.DELAY, FaultClass.DUPLICATE, FaultClass.REORDER,
+            )
+        )  # fmt: skip
         self._last: dict[tuple[str, str], float] = {}
         self._shut: dict[tuple[str, str], float] = {}
         self._lost: dict[tuple[str, str], float] = {}
@@ -112,12 +119,17 @@ class Network:
             world.note("sent", source.address, address, frame)
         if len(message) > 1:
             world.saw(Kind.TOGETHER)
-        self._recent.setdefault(source.address, deque(maxlen=LINGER)).append((address, message))
-        if self._hushed.get(source.address, 0.0) > world.now and world.faulty:
+        recent = self._recent.get(source.address)
+        if recent is None:
+            recent = self._recent[source.address] = deque(maxlen=LINGER)
+        recent.append((address, message))
+        if self._hushed and self._hushed.get(source.address, 0.0) > world.now and world.faulty:
             message = self._without_notices(message)
             if not message:
                 return
-        watchers = self._watchers.setdefault(address, {})
+        watchers = self._watchers.get(address)
+        if watchers is None:
+            watchers = self._watchers[address] = {}
         if source not in watchers:
             watchers[source] = None
             if address in world.places:
@@ -133,29 +145,31 @@ class Network:
 
     def _send_badly(self, link: tuple[str, str], message: Message, latency: float) -> None:
         world, now, rng = self._world, self._world.now, self._random
-        if world.chance(FaultClass.PARTITION):
+        random = rng.random
+        partition, clog, drop, truncated, stale, delay, duplicate, reorder = self._rates
+        if partition is not None and random() < partition:
             world.hit(FaultClass.PARTITION)
             self._lost[link] = now + rng.choice((0.1, 0.5, 1.0, 2.5))
-        if world.chance(FaultClass.CLOG):
+        if clog is not None and random() < clog:
             world.hit(FaultClass.CLOG)
             self._shut[link] = now + rng.choice((0.05, 0.3, 1.0))
         if self._lost.get(link, 0.0) > now:
             return
-        if world.chance(FaultClass.DROP):
+        if drop is not None and random() < drop:
             world.hit(FaultClass.DROP)
             return
-        if world.chance(FaultClass.TRUNCATED):
+        if truncated is not None and random() < truncated:
             world.hit(FaultClass.TRUNCATED)
             message = self._cut(message, rng.randrange(sum(map(len, message))))
-        if world.chance(FaultClass.STALE):
+        if stale is not None and random() < stale:
             self._again(link, message)
-        if world.chance(FaultClass.DELAY):
+        if delay is not None and random() < delay:
             world.hit(FaultClass.DELAY)
             latency += rng.choice((0.02, 0.2, 1.0))
-        if world.chance(FaultClass.DUPLICATE):
+        if duplicate is not None and random() < duplicate:
             world.hit(FaultClass.DUPLICATE)
             self._deliver(link, message, latency + rng.randrange(10) / 1000, ordered=False)
-        if world.chance(FaultClass.REORDER):
+        if reorder is not None and random() < reorder:
             world.hit(FaultClass.REORDER)
             self._deliver(link, message, latency + rng.randrange(10) / 1000, ordered=False)
         else:
@@ -196,11 +210,12 @@ class Network:
         world.later(after, lambda: self._arrive(address, old))
 
     def _deliver(self, link: tuple[str, str], message: Message, latency: float, ordered: bool = True) -> None:
-        at = max(self._world.now + latency, self._shut.get(link, 0.0))
+        at = self._world.now + latency
+        if self._shut:
+            at = max(at, self._shut.get(link, 0.0))
         if ordered:
             at = self._last[link] = max(at, self._last.get(link, 0.0))
-        address = link[1]
-        self._world.at(at, lambda: self._arrive(address, message))
+        self._world.at(at, partial(self._arrive, link[1], message))
 
     def _arrive(self, address: str, message: Message) -> None:
         node = self._world.places.get(address)

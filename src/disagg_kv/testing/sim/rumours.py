@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -83,6 +84,21 @@ def _frames(head: Head) -> Mapping[type, Frame]:
     return {type(frame): frame for frame in made}
 
 
+KINDS = tuple(_frames(Head(src=b"", dst=b"", room=b"", generation=0)))
+
+
+def _action(state: Receiving | Sending, kind: type) -> str:
+    """What the table says of a frame in a state; nothing: it cannot come."""
+    cell = (RECEIVING if isinstance(state, Receiving) else SENDING).get((state, kind))
+    return "" if cell is None else cell.action
+
+
+@cache
+def _acting(state: Receiving | Sending, actions: tuple[str, ...]) -> Sequence[type]:
+    """The kinds of frames of which a table says one of these in a state."""
+    return [kind for kind in KINDS if _action(state, kind) in actions]
+
+
 class Rumours:
     """Sends them, and sees to it that what a table says is ignored changes nothing (I7)."""
 
@@ -110,12 +126,12 @@ class Rumours:
         late = [pair for pair in pairs if pair[0].state in LATE]
         machine, epoch, head = self._world.random.choice(brief or late or pairs)
         frames = _frames(head)
-        harmless = [kind for kind in frames if self._action(machine, kind) == "ignore"]
+        harmless = _acting(machine.state, ("ignore",))
         answered = (*STEADY, "answer_landed") if self._has_finished(node, epoch, head) else STEADY
-        steady = [kind for kind in frames if self._action(machine, kind) in answered]
+        steady = _acting(machine.state, answered)
         # That a peer has nothing to write is true before it was asked for something.
         ends = [Abort, Drained] if machine.state is Receiving.OPENED else [Abort]
-        ends = [kind for kind in ends if self._action(machine, kind)]
+        ends = [kind for kind in ends if _action(machine.state, kind)]
         rng = self._world.random
         if (
             ends
@@ -166,14 +182,11 @@ class Rumours:
         flow = None if one is None else one.machine.flows.get(node.epoch)
         return flow is not None and flow.state is Sending.FINISHED
 
-    def _action(self, machine: ReceiveRoom | Flow, kind: type) -> str:
-        """What the table says of a frame now; nothing: it cannot come."""
-        cell = (RECEIVING if isinstance(machine, ReceiveRoom) else SENDING).get((machine.state, kind))
-        return "" if cell is None else cell.action
-
     def pairs(self, node: SimNode) -> Sequence[tuple[ReceiveRoom | Flow, Epoch, Head]]:
         """Machines with a peer that is there, and could write to them."""
         role, me = node.role, node.epoch
+        if not (role._rooms if isinstance(role, DecodeRole) else role._flows):
+            return ()
         alive = {other.epoch for other in self._world.places.values() if not other.paused}
         known = [
             e for e in node.node.remotes if e in alive and node.node.peers.at(node.node.peers.hello(e).address) == e
