@@ -432,8 +432,10 @@ class DecodeRole:
         released = machine.released and room.checking is None
         if released and "total" not in report.seconds:
             report.spend("total", self._node.now - room.opened)
-        if room.handle.publish(machine.phase, released, machine.error, self._node.clock()):
-            self._changes.add(room.handle)
+        phase, handle = machine.phase, room.handle
+        if not handle.shows(phase, released):
+            handle.publish(phase, released, machine.error, self._node.clock())
+            self._changes.add(handle)
         if machine.state is Receiving.CLOSED and room.checking is None and self._rooms.get(room.key) is room:
             del self._rooms[room.key]
             ended = Ended.DONE if machine.error is None else Ended.FAILED

@@ -53,9 +53,13 @@ class RoomHandle:
         """What it cost so far."""
         return self._report
 
+    def shows(self, phase: Phase, released: bool) -> bool:
+        """Whether there is nothing new to publish."""
+        return phase is self._phase and released is self._released
+
     def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
         """Endpoint's thread: take over the machine's state; True if the engine should look."""
-        if (phase, released) == (self._phase, self._released):
+        if self.shows(phase, released):
             return False
         if phase in (Phase.DONE, Phase.FAILED) and self._report.ended is None:
             self._report.ended = at

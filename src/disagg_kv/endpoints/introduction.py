@@ -34,11 +34,18 @@ KEPT = 64
 
 _spec = lru_cache(KEPT)(spec_from_wire)
 _site = lru_cache(KEPT)(site_from_wire)
+_spec_to_wire = lru_cache(KEPT)(spec_to_wire)
+_site_to_wire = lru_cache(KEPT)(site_to_wire)
 
 
 @lru_cache(KEPT)
 def _shards(wire: tuple[tuple[WireHolding, ...], ...], spec: CacheSpec) -> tuple[Shard, ...]:
     return tuple(shard_from_wire(one, spec) for one in wire)
+
+
+@lru_cache(KEPT)
+def _shards_to_wire(shards: tuple[Shard, ...]) -> tuple[tuple[WireHolding, ...], ...]:
+    return tuple(shard_to_wire(one) for one in shards)
 
 
 @frozen
@@ -80,9 +87,7 @@ class Self:
 
     def hello(self) -> Callable[[bytes], Hello]:
         """Makes the ``Hello`` towards a life; everything but that is encoded once."""
-        spec = spec_to_wire(self.site.spec)
-        shards = tuple(shard_to_wire(s) for s in self.shards)
-        site = site_to_wire(self.site)
+        spec, shards, site = _spec_to_wire(self.site.spec), _shards_to_wire(self.shards), _site_to_wire(self.site)
         descriptor = self.transport.local_descriptor()
 
         def hello(dst: bytes) -> Hello:

@@ -524,8 +524,10 @@ class PrefillRole:
             room.withdrawn.clear()
         if released and "total" not in report.seconds:
             report.spend("total", self._node.now - room.opened)
-        if room.handle.publish(machine.phase, released, machine.error, self._node.clock()):
-            self._changes.add(room.handle)
+        phase, handle = machine.phase, room.handle
+        if not handle.shows(phase, released):
+            handle.publish(phase, released, machine.error, self._node.clock())
+            self._changes.add(handle)
         if released and machine.closed and self._rooms.get(room.key) is room:
             self._close(room)
 

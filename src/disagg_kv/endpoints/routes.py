@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ..geometry import Shard, Site
 from ..geometry.election import rotations
 from ..ids import Rank, RoomId
 from ..planning import Intake, PartView, intake_of, part_view
+
+
+KEPT = 64
+"""Pairs of instances and targets whose rotations are kept, by value: most endpoints of a run are split alike."""
+
+_rotations = lru_cache(KEPT)(rotations)
 
 
 class Routes:
@@ -17,7 +24,7 @@ class Routes:
     def __init__(self, writers: Sequence[Shard], target: Site) -> None:
         self.target = target
         self._writers = tuple(writers)
-        self._ways = rotations(target.spec, self._writers, target.shard)
+        self._ways = _rotations(target.spec, self._writers, target.shard)
         self._intakes: dict[int, Intake] = {}
         self._views: dict[tuple[int, Rank, bool], PartView] = {}
 

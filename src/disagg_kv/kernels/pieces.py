@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -44,9 +45,13 @@ class _Shape:
         row = np.arange(start - table.first, stop - table.first)
         page, slot = np.divmod(row, self.rows_per_page)
         of_row = table.pages[page] * np.int64(self.page_stride) + slot * self.row_stride
-        of_run = np.arange(self.runs)[:, None] * self.run_stride + np.arange(self.length)
-        index: I64 = (of_row[:, None] + of_run.reshape(-1)).reshape(-1)
+        index: I64 = (of_row[:, None] + self.of_run).reshape(-1)
         return index
+
+    @cached_property
+    def of_run(self) -> I64:
+        """The places of the pieces of one row, counted from the first unit's first piece."""
+        return (np.arange(self.runs)[:, None] * self.run_stride + np.arange(self.length)).reshape(-1)
 
 
 class _Known:

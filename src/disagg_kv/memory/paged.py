@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -22,6 +23,10 @@ Layout = Literal["NHD", "HND"]
 
 ALIGNMENT = 256
 """Bytes; every layer of a pool that allocates for itself begins at a multiple of this."""
+
+
+SITES = 64
+"""Sites that are known to be sound, by value: pools that are made alike need not be looked at again."""
 
 
 class PagedPool:
@@ -44,7 +49,7 @@ class PagedPool:
             raise GeometryError(f"a pool's buffers lie on one device, not on {[b.device for b in buffers]}")
         if aux_slots < 0 or aux_bytes < 0 or (aux_slots == 0) != (aux_bytes == 0):
             raise GeometryError(f"{aux_slots} aux slots of {aux_bytes} bytes")
-        site.check()
+        _check_site(site)
         self._site = site
         self._buffers = tuple(buffers)
         self._aux = np.zeros((aux_slots, aux_bytes), np.uint8)
@@ -230,6 +235,11 @@ class PagedPool:
 
 def _aligned(offset: int, to: int) -> int:
     return -(-offset // to) * to
+
+
+@lru_cache(SITES)
+def _check_site(site: Site) -> None:
+    site.check()
 
 
 def _check_layout(layout: str) -> None:

@@ -25,7 +25,7 @@ ALIGN = 256
 """Bytes to which writers' parts are aligned in a lease."""
 
 BOXES = 1024
-"""Runs of layers of which an intake remembers the shares; a peer may name many."""
+"""Runs of layers of which an intake remembers the shares, and boxes whose sizes it does; a peer may name many."""
 
 _same = attrs.cmp_using(eq=np.array_equal)
 
@@ -73,6 +73,7 @@ class Intake:
     _slides: bool
     _room: RowRange = EVERY
     _known: dict[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=dict, eq=False, repr=False)
+    _sized: dict[Segment, dict[Rank, int]] = field(init=False, factory=dict, eq=False, repr=False)
 
     @classmethod
     def build(cls, spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> Intake:
@@ -296,11 +297,16 @@ class Intake:
         return {(low, high) for _, _, low, high in self._shares_of(box)}
 
     def _sizes(self, box: Segment) -> dict[Rank, int]:
-        """Bytes per writer, ascending; shares of one writer follow one another."""
-        sizes: dict[Rank, int] = {}
-        for share, row_bytes, low, high in self._shares_of(box):
-            rows = max(0, min(high, box.stop) - max(low, box.start))
-            sizes[share.writer] = sizes.get(share.writer, 0) + share.rows(rows) * row_bytes
+        """Bytes per writer, ascending; shares of one writer follow one another. Remembered: nobody may change it."""
+        sizes = self._sized.get(box)
+        if sizes is None:
+            sizes = {}
+            for share, row_bytes, low, high in self._shares_of(box):
+                rows = max(0, min(high, box.stop) - max(low, box.start))
+                sizes[share.writer] = sizes.get(share.writer, 0) + share.rows(rows) * row_bytes
+            if len(self._sized) >= BOXES:
+                self._sized.clear()
+            self._sized[box] = sizes
         return sizes
 
     def _layer_runs(self, row: Segment, limits: _Limits) -> list[Segment]:

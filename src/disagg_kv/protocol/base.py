@@ -67,7 +67,8 @@ class Options:
     peers: int = 1024
 
     def __attrs_post_init__(self) -> None:
-        for name, value in attrs.asdict(self).items():
+        for one in attrs.fields(Options):
+            name, value = one.name, getattr(self, one.name)
             if not 0 < value < float("inf"):
                 raise ConfigurationError(f"option {name}: {value} is not a positive number")
         if self.aux_part > MAX_AUX:

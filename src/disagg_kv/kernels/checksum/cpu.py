@@ -39,8 +39,7 @@ def _move(pool: MemoryPool, move: Move) -> U64:
 
 def _add(sums: U64, begin: U64, run: Run, skip: int, rows: int, units: int, unit_bytes: int) -> None:
     """Sum entries of ``rows`` rows of ``units`` cells each; the run's first ``skip`` are not of them."""
-    row = np.arange(rows, dtype=np.uint64)[:, None] * np.uint64(ROW)
-    places = row + np.arange(units, dtype=np.uint64) * np.uint64(UNIT)
+    places = _placed(rows, units)
     index = run.index.reshape(rows, -1)
     for entry, entries, first, last in _blocks(len(sums), rows, units * unit_bytes):
         at = run.places[skip + entry : skip + entry + entries]
@@ -49,6 +48,12 @@ def _add(sums: U64, begin: U64, run: Run, skip: int, rows: int, units: int, unit
         hashed = _hashed(cells).reshape(entries, -1) + places[first:last].reshape(-1)
         values = mix(hashed + begin[entry : entry + entries, None])
         sums[entry : entry + entries] += values.sum(axis=1, dtype=np.uint64)
+
+
+def _placed(rows: int, units: int) -> U64:
+    """What the place of every cell adds to that of the first, ``[rows, units]``."""
+    row = np.arange(rows, dtype=np.uint64)[:, None] * np.uint64(ROW)
+    return row + np.arange(units, dtype=np.uint64) * np.uint64(UNIT)
 
 
 def _blocks(entries: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int, int, int]]:
