@@ -51,6 +51,8 @@ class Exits:
         for epoch in [e for e, watch in self._watches.items() if watch.ended(at_once=at_once)]:
             del self._watches[epoch]
             self._end(epoch)
+        if not self._news:
+            return []
         found, self._news = self._news, []
         return found
 

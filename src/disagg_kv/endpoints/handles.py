@@ -81,6 +81,9 @@ class Changes(Generic[H]):
         self._queue: deque[H] = deque(maxlen=UNREAD)
         self._later: deque[H] = deque(maxlen=UNREAD)  # the engine's thread alone: the queue may be full meanwhile
 
+    def __bool__(self) -> bool:
+        return bool(self._queue or self._later)
+
     def add(self, handle: H) -> None:
         """Endpoint's thread."""
         self._queue.append(handle)

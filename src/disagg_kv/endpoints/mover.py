@@ -229,6 +229,9 @@ class Mover:
 
     def work(self) -> bool:
         """Start what can start, finish gathers; True while something is in flight."""
+        if not (self._queue or self._gathering or self._summing):
+            self._looked = self._clock()
+            return bool(self._posts)
         for one in list(self._gathering):
             self._look(one)
         for summing in list(self._summing):

@@ -50,7 +50,7 @@ from ..protocol import (
     Unreachable,
     Up,
 )
-from ..protocol.frames import Ballot, Heartbeat, Refused, Verdict
+from ..protocol.frames import Ballot, Heartbeat, Refused, RoomFrame, Verdict
 from ..protocol.machine import ours
 from ..protocol.peers import is_older
 from ..rendezvous import Rendezvous, Source
@@ -200,7 +200,7 @@ class Node:
         if told or busy:
             self._awake_until = self.now + self.linger_s
         looks = busy or (timeout_s > 0 and self._lingers())
-        patience_s = min(timeout_s, self.role.patience_s) if looks else timeout_s
+        patience_s = min(timeout_s, self.role.patience_s) if looks and timeout_s else timeout_s
         self._soon = SOON if told else self._soon
         soon = looks and patience_s > 0 and self._soon > 0
         waits = patience_s and not soon and not self._commands
@@ -208,8 +208,8 @@ class Node:
         if pause_s and self._naps is not None:
             self._naps.nap(pause_s)
         arrived = self._arrived(self._wait(patience_s) if waits else 0.0)
-        self.now = self.clock()
         if arrived:
+            self.now = self.clock()
             self._awake_until = self.now + self.linger_s
             self._soon = SOON
             for event in arrived:
@@ -371,12 +371,13 @@ class Node:
         assert self.role is not None
         if key:
             self._check_key(frame, key)
-        if isinstance(frame, Hello):
-            self._peer_effects(self.peers.on_hello(frame, self.now))
-            return
-        if isinstance(frame, Refused):
-            self._peer_effects(self.peers.on_refused(frame, self.now))
-            return
+        if not isinstance(frame, RoomFrame):
+            if isinstance(frame, Hello):
+                self._peer_effects(self.peers.on_hello(frame, self.now))
+                return
+            if isinstance(frame, Refused):
+                self._peer_effects(self.peers.on_refused(frame, self.now))
+                return
         good, effects = self.peers.on_frame(frame, self.now)
         if effects:
             self._peer_effects(effects)
@@ -386,7 +387,7 @@ class Node:
             self.agree(self.agreement.on_ballot(frame, self.now))
         elif isinstance(frame, Verdict):
             self.agree(self.agreement.on_verdict(frame, self.now))
-        elif not isinstance(frame, Heartbeat):
+        elif isinstance(frame, RoomFrame):
             if frame.src in self._siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
             self.role.on_frame(frame)

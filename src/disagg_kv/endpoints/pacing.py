@@ -209,6 +209,8 @@ class Lines:
 
     def look(self) -> bool:
         """Tell of what has happened; True while something is awaited."""
+        if not self._lines:
+            return False
         for name in list(self._lines):
             line = self._lines[name]
             while line:

@@ -41,6 +41,7 @@ class Op:
         lease: where it may write, of the target's ring; None: into pages.
         owner: of the target pages, the room's number.
         pages: which those are.
+        seen: the memories of both sides when it was last looked at, by their versions.
     """
 
     ticket: Ticket
@@ -56,6 +57,7 @@ class Op:
     told: bool = False
     quiet: bool = False
     doomed: float | None = None
+    seen: tuple[int, int] = (-1, -1)
 
 
 @define
@@ -312,6 +314,7 @@ class Dma:
                     "I1",
                     f"{op.target.node.address}: {op.lease} is written again after it landed",
                 )
+        op.target.node.memory.version += 1
         for source, at, target, to, n in piece:
             target[to : to + n] = source[at : at + n]
         world.note("landed", op.target.node.address, op.ticket, len(piece))
@@ -422,7 +425,13 @@ class Dma:
         """After every turn: those that it can have done something to; the others are looked at as they land and end."""
         here = node.transport
         for op in self.live:
-            if op.source is here or op.target is here:
+            if op.source is not here and op.target is not here:
+                continue
+            versions = op.source.node.memory.version, op.target.node.memory.version
+            if op.seen != versions:
+                self.check(op)
+                op.seen = versions
+            elif op.lease is not None and op.target.alive and not op.target.node.holds(op.lease):
                 self.check(op)
 
 

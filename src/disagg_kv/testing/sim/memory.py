@@ -180,6 +180,8 @@ class RankMemory:
         self._pages = split.pages
         self.aux = list(range(AUX_SLOTS))
         self._freed = 0
+        self.version = 0
+        """Grows whenever a byte, or whose a page is, may have changed; whoever writes here by other ways says so."""
         self._name = name
         buffer = Buffer(self.cells.ctypes.data, self.cells.nbytes, owner=self.cells)
         site: Site = site_of(model, split, rank)
@@ -189,6 +191,7 @@ class RankMemory:
         """Pages for a room, those freed last first; None: there are not so many."""
         if count > len(self.free):
             return None
+        self.version += 1
         taken = self.free[len(self.free) - count :]
         del self.free[len(self.free) - count :]
         self.owners[taken] = owner
@@ -198,6 +201,7 @@ class RankMemory:
         """A slot for the states of a room, none where the rank has no states: there are as many as rooms."""
         if not len(self.lens.state_places):
             return []
+        self.version += 1
         slot = self.free_slots.pop()
         self.owners[slot] = owner
         return [slot]
@@ -205,6 +209,7 @@ class RankMemory:
     def give(self, pages: list[int]) -> None:
         """Pages are nobody's again, and hold new noise at once: who still writes there, or reads, will be seen."""
         self._freed += 1
+        self.version += 1
         self.owners[pages] = FREE
         places = self._places(pages)
         noise = content(b"%b %d" % (self._name, self._freed), places.size).reshape(places.shape)
@@ -228,6 +233,7 @@ class RankMemory:
 
     def put_states(self, cells: U8, slots: list[int], states: U8) -> None:
         """Lay the states of a room into its slot, if it has one."""
+        self.version += 1
         for slot in slots:
             cells[self.lens.state_places[slot - self._pages]] = states[self.lens.state_columns]
 
@@ -255,6 +261,7 @@ class RankMemory:
 
         ``into`` is what the pages hold, what they should hold, or both.
         """
+        self.version += 1
         rows = np.arange(start - first, stop - first)
         where = self.lens.places[np.asarray(pages)[rows // self.page_rows], rows % self.page_rows]
         columns = self.lens.columns

@@ -72,7 +72,12 @@ class SimKernels:
         after: Event | None,
     ) -> Event | None:
         """Copy pages into staging, now or later."""
-        return self._run(lambda: CPU.gather(pool, moves, staging, None))
+
+        def act() -> None:
+            self._node.memory.version += 1
+            CPU.gather(pool, moves, staging, None)
+
+        return self._run(act)
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Copy staging into pages, now or later: what landed must still be there by then."""
@@ -88,6 +93,7 @@ class SimKernels:
                         "I1",
                         f"{self._node.address}: staged bytes at {base} changed before scatter",
                     )
+            self._node.memory.version += 1
             CPU.scatter(pool, moves, staging)
 
         return self._run(act)
@@ -332,6 +338,7 @@ class SimNode:
             self._ahead = prefill._mover.ahead.waiting
         self.node = self.endpoint._node
         self.turn = self.endpoint.driver.turn
+        self.changes = self.endpoint._changes
 
     @property
     def busy(self) -> bool:

@@ -151,6 +151,7 @@ class Prefixes:
     def settled(self) -> None:
         """Claims have changed: the index's pages are its own from now on, and its accounts agree with themselves."""
         self._node.memory.owners[self.known()] = CACHED
+        self._node.memory.version += 1
         self.check()
 
     def check(self) -> None:

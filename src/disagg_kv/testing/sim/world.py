@@ -419,7 +419,7 @@ class World:
             self.violation("I7", f"a call of an engine failed: {exc!r}")
 
     def _run(self) -> None:
-        heap = self._heap
+        heap, pop = self._heap, heappop
         self._turns()
         while not self.violations:
             if self._nothing_to_do():
@@ -435,9 +435,10 @@ class World:
                 break
             self.now = until
             while heap and heap[0][0] <= until:
-                heappop(heap)[2]()
+                pop(heap)[2]()
                 self.events += 1
-            self._turns()
+            if self._dirty:
+                self._turns()
         if not self.violations:
             self._finish()
 
@@ -454,8 +455,10 @@ class World:
     def _nothing_to_do(self) -> bool:
         if self._waiting or self.entries or any(not room.over for room in self.rooms):
             return False
-        nodes = self.places.values()
-        return not any(n.paused or n.endpoint.open_rooms or n.node.agreement.undecided for n in nodes)
+        for node in self.places.values():
+            if node.paused or node.endpoint.open_rooms or node.node.agreement.undecided:
+                return False
+        return True
 
     def _heal(self) -> None:
         """Faults stop: what hangs is fenced, links carry again, and the operator has seen who is gone."""
@@ -487,10 +490,11 @@ class World:
                 f"{node.address}: an error that would have ended the endpoint's thread: {exc!r}",
             )
             return
-        for handle in node.endpoint.poll():
-            entry = self.entries.get(id(handle))
-            if entry is not None:
-                entry.room.changed(entry)
+        if node.changes:
+            for handle in node.endpoint.poll():
+                entry = self.entries.get(id(handle))
+                if entry is not None:
+                    entry.room.changed(entry)
         self.check.node(node)
         if self.dma.live:
             self.dma.check_all(node)
