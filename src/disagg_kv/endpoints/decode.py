@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from ..errors import (
     AbortedError,
@@ -503,11 +504,12 @@ class DecodeRole:
         for room in list(self._rooms.values()):
             self._handle(room, Cancel(AbortedError(reason)))
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the accounts contradict each other."""
+    def check_integrity(self, since: float = -inf) -> None:
+        """See :class:`~disagg_kv.endpoints.role.Role`."""
         self._queue.check_integrity()
         for room in self._rooms.values():
-            room.machine.check_integrity()
+            if room.machine.now >= since:
+                room.machine.check_integrity()
         self._scatters.check_integrity(self._queue)
 
 

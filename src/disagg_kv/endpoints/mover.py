@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from attrs import define, field, frozen
@@ -206,8 +206,10 @@ class Mover:
         """Slots that cannot be reused yet."""
         return sum(not s.free for s in self._slots)
 
-    def slots_of(self, rooms: Container[RoomKey], to: Epoch | None = None) -> int:
+    def slots_of(self, rooms: Collection[RoomKey], to: Epoch | None = None) -> int:
         """Slots that writes of these rooms, to one destination or all, may still read; slots are few, writes many."""
+        if not rooms:
+            return 0
         return sum(
             any(post.room in rooms and to in (None, post.transfer.to) for post in slot.pins.values())
             for slot in self._slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
+from math import inf
 
 from ..errors import (
     AbortedError,
@@ -588,8 +589,8 @@ class PrefillRole:
         for room in list(self._rooms.values()):
             self._apply(room, room.machine.cancel(AbortedError(reason), self._node.now))
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the accounts contradict each other."""
+    def check_integrity(self, since: float = -inf) -> None:
+        """See :class:`~disagg_kv.endpoints.role.Role`."""
         assert self.mover is not None
         self.mover.check_integrity()
         if self.mover.ahead.waiting or self.mover.ahead.foreseen:
@@ -600,5 +601,5 @@ class PrefillRole:
         for key, room in self._rooms.items():
             assert (room.machine.error is not None) == (key in self._failed), key
             failed += key in self._failed
-            room.machine.check_integrity()
+            room.machine.check_integrity(since)
         assert failed == len(self._failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 from ..errors import DisaggKVError
@@ -60,6 +61,10 @@ class Role(Protocol):
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
+        ...
+
+    def check_integrity(self, since: float = -inf) -> None:
+        """Raise AssertionError if the accounts contradict each other; of rooms that took an event ``since`` then."""
         ...
 
     def integrity_failure(self, error: DisaggKVError) -> None:

@@ -63,13 +63,19 @@ class Plane:
 LAST_PAGE = 2**31 - 1
 """The largest page id that there is."""
 
+FEW = 32
+"""Pages that Python looks at faster than NumPy does."""
+
 
 def _pages(pages: npt.ArrayLike) -> I32:
     given = np.asarray(pages)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise GeometryError(f"page ids must be a flat list of integers, not {given.dtype} of shape {given.shape}")
-    if given.size and (int(given.min()) < 0 or (given.dtype != np.int32 and int(given.max()) > LAST_PAGE)):
-        raise GeometryError(f"page ids must be 0 to 2^31-1, not {int(given.min())} to {int(given.max())}")
+    if given.size:
+        ends: list[int] = given.tolist() if given.size <= FEW else [int(given.min()), int(given.max())]
+        low, high = min(ends), max(ends)
+        if low < 0 or high > LAST_PAGE:
+            raise GeometryError(f"page ids must be 0 to 2^31-1, not {low} to {high}")
     return given.astype(np.int32, copy=False)
 
 
@@ -99,11 +105,15 @@ class PageTable:
             raise GeometryError(f"group {group.id!r}: rows up to {stop}, but {len(self.pages)} pages end at {end}")
         if not len(self.pages):
             return
-        ascending = np.sort(self.pages)
-        top = int(ascending[-1])
+        if len(self.pages) <= FEW:
+            few: list[int] = self.pages.tolist()
+            top, twice = max(few), len(set(few)) < len(few)
+        else:
+            ascending = np.sort(self.pages)
+            top, twice = int(ascending[-1]), bool((ascending[1:] == ascending[:-1]).any())
         if top >= group.pages:
             raise GeometryError(f"group {group.id!r}: page {top} of {group.pages}")
-        if bool((ascending[1:] == ascending[:-1]).any()):
+        if twice:
             raise GeometryError(f"group {group.id!r}: a page is in the table twice")
         if group.null_page is not None and bool((self.pages == group.null_page).any()):
             raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")

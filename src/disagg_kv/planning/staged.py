@@ -22,6 +22,9 @@ BOXES = 256
 SIZES = 64
 """Sizes of segments that are remembered of each."""
 
+LAYOUTS = 16
+"""Segments of which the whole layout is: it is asked for when a path is chosen, and again to gather, sum and scatter."""
+
 
 @frozen(eq=False)
 class Planes:
@@ -29,7 +32,7 @@ class Planes:
 
     ``before`` are the bytes of one row of all planes before each, ``row_bytes`` those of all; ``low`` to ``high`` are
     the rows of which whole planes are sent (from ``low`` up to ``low``: none). ``sizes`` are numbers of rows of such
-    segments, each with where its planes begin and what all its layouts share.
+    segments, each with where its planes begin and what all its layouts share; ``layouts`` are those of segments.
     """
 
     plane: I32
@@ -45,6 +48,7 @@ class Planes:
     low: int
     high: int
     sizes: dict[int, tuple[I64, object]] = field(factory=dict, repr=False)
+    layouts: dict[Segment, StagedLayout] = field(factory=dict, repr=False)
 
     def size(self, rows: int) -> tuple[I64, object]:
         """Of so many rows; remembered, as segments have few sizes."""
@@ -139,6 +143,14 @@ class PartView:
     def layout(self, segment: Segment) -> StagedLayout:
         """Where the bytes of this segment lie; planes of other layers and planes without rows are left out."""
         of = self.planes(segment)
+        found = of.layouts.get(segment)
+        if found is None:
+            if len(of.layouts) >= LAYOUTS:
+                of.layouts.clear()
+            found = of.layouts[segment] = self._layout(of, segment)
+        return found
+
+    def _layout(self, of: Planes, segment: Segment) -> StagedLayout:
         if of.low <= segment.start < segment.stop <= of.high:
             rows, start = segment.rows, np.full(len(of.plane), segment.start, np.int64)
             offset, alike = of.size(rows)

@@ -134,6 +134,9 @@ class GrantQueue(Generic[P, K]):
 
     def resume(self, peer: P) -> None:
         """Undo ``suspend``."""
+        known = self._peers.get(peer)
+        if known is None or not known.suspended:
+            return
         self._peer(peer).suspended = False
         self._settle(peer)
 

@@ -44,7 +44,7 @@ def _add(sums: U64, begin: U64, run: Run, skip: int, rows: int, units: int, unit
     for entry, entries, first, last in _blocks(len(sums), rows, units * unit_bytes):
         at = run.places[skip + entry : skip + entry + entries]
         wanted = (at[:, None] + index[first:last].reshape(-1)).reshape(-1)
-        cells = np.take(run.flat, wanted, mode="clip").view(np.uint8).reshape(-1, unit_bytes)
+        cells: U8 = np.take(run.flat, wanted, mode="clip").view(np.uint8).reshape(-1, unit_bytes)
         hashed = _hashed(cells).reshape(entries, -1) + places[first:last].reshape(-1)
         values = mix(hashed + begin[entry : entry + entries, None])
         sums[entry : entry + entries] += values.sum(axis=1, dtype=np.uint64)
@@ -72,7 +72,9 @@ def _hashed(cells: U8) -> U64:
     """
     padding = -cells.shape[1] % 8
     if padding:
-        cells = np.pad(cells, ((0, 0), (0, padding)))
+        filled = np.zeros((len(cells), cells.shape[1] + padding), np.uint8)
+        filled[:, :-padding] = cells
+        cells = filled
     both = cells.view(np.uint64)
     even, odd = _factors(both.shape[1])
     hashed: U64 = np.einsum("ij,j->i", both, even) + np.einsum("ij,j->i", both >> np.uint64(32), odd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 SLACK_S = 0.6
 """After its deadline a room ends within this; a process that stood still needs as much longer."""
+
+EVERYTHING = 8
+"""After so many turns of a process all of its rooms are looked at, after the others those that took an event."""
 
 HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, TransportError)
 """Why a room may fail where every process keeps to the protocol."""
@@ -202,10 +206,9 @@ class Checks:
 
     def node(self, node: SimNode) -> None:
         """The accounts of an endpoint agree with themselves."""
-        try:
-            node.endpoint.check_integrity()
-        except AssertionError as exc:
-            self._fail("I3", f"{node.address}: {exc!r}")
+        node.turns += 1
+        since, node.checked_at = node.checked_at, node.node.now
+        self._integrity(node, since if node.turns % EVERYTHING else -inf)
         self.released(node)
         role = node.role
         if isinstance(role, DecodeRole):
@@ -217,6 +220,12 @@ class Checks:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
         if not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
+
+    def _integrity(self, node: SimNode, since: float) -> None:
+        try:
+            node.role.check_integrity(since)
+        except AssertionError as exc:
+            self._fail("I3", f"{node.address}: {exc!r}")
 
     # When all is over.
 
@@ -240,6 +249,7 @@ class Checks:
             if room.turn is not None and room.turn.left():
                 self._fail("I3", f"room {room.plan.room.hex()}: the store keeps {room.turn.left()}")
         for node in world.nodes:
+            self._integrity(node, -inf)
             self.untouched(node)
             kept = 0 if node.prefixes is None else len(node.prefixes.index)
             free, pages = len(node.memory.free) + len(node.memory.free_slots), len(node.memory.owners)

@@ -289,6 +289,8 @@ class SimNode:
         self.stood_still = 0.0
         self.losses = 0
         self.touched = False
+        self.turns = 0
+        self.checked_at = 0.0
         self.prepared: set[SimHeld] = set()
         self.leased: dict[tuple[RoomKey, int], ReceiveRoom] = {}
         self.offset = 0.0
