@@ -118,5 +118,7 @@ class Ahead:
 
     def check_integrity(self, rooms: Container[RoomKey]) -> None:
         """Raise AssertionError unless all of it is for these rooms, which still hope."""
+        if not self.waiting and not self.foreseen:
+            return
         assert not self.waiting.keys() & self.foreseen.keys()
         assert all(room in rooms for room, _, _ in (*self.waiting, *self.foreseen)), "foreseen for a room that is over"

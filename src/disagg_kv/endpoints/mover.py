@@ -558,7 +558,8 @@ class Mover:
         """Raise AssertionError if the accounts contradict each other."""
         held = [slot for slot in self._slots if slot.pins]
         if not held and not self._posts and not self._gathering:
-            assert not self._pins and not any(s.filling for s in self._slots), (self._pins, self._slots)
+            assert not self._pins, self._pins
+            assert not self.pinned_slots, self._slots
             return
         pinned = {n for slot in held for n in slot.pins}
         live = {p.number for p in self._posts.values() if p.slot is not None}

@@ -593,13 +593,8 @@ class PrefillRole:
         """See :class:`~disagg_kv.endpoints.role.Role`."""
         assert self.mover is not None
         self.mover.check_integrity()
-        if self.mover.ahead.waiting or self.mover.ahead.foreseen:
-            self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
-        for room in self._flows.values():
-            assert self._rooms.get(room.key) is room
-        failed = 0
-        for key, room in self._rooms.items():
-            assert (room.machine.error is not None) == (key in self._failed), key
-            failed += key in self._failed
+        self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
+        assert all(self._rooms.get(room.key) is room for room in self._flows.values())
+        assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
+        for room in self._rooms.values():
             room.machine.check_integrity(since)
-        assert failed == len(self._failed)

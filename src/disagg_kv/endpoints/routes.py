@@ -11,7 +11,6 @@ from ..geometry.election import rotations
 from ..ids import Rank, RoomId
 from ..planning import Intake, PartView, intake_of, part_view
 
-
 KEPT = 64
 """Pairs of instances and targets whose rotations are kept, by value: most endpoints of a run are split alike."""
 

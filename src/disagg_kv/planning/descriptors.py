@@ -170,7 +170,7 @@ def _kinds(
         if run is None:
             run = Run(one, other, group, target.group(other.group), 0, 0, units, unit_bytes, 0, 1)
         found[kind] = run, alike + 1
-    return tuple(_Kind(run, *kind[:4], alike) for kind, (run, alike) in found.items())
+    return tuple(_Kind(run, kind[0], kind[1], kind[2], kind[3], alike) for kind, (run, alike) in found.items())
 
 
 def _total(

@@ -27,6 +27,9 @@ ALIGN = 256
 BOXES = 1024
 """Runs of layers of which an intake remembers the shares, and boxes whose sizes it does; a peer may name many."""
 
+CUTS = 128
+"""Boxes of which an intake remembers the segments: those that paths are compared for, and those of chunks."""
+
 _same = attrs.cmp_using(eq=np.array_equal)
 
 
@@ -47,6 +50,9 @@ class _Share:
         """How many of ``n`` rows; it depends on their number alone, not on where they begin."""
         return n * (self.index + 1) // self.ways - n * self.index // self.ways
 
+
+_Cut = tuple[Segment, int, int, int, int]
+"""A box and the limits and pages that it is cut by."""
 
 _Bound = tuple[_Share, int, int, int]
 """A share, its bytes of one row of some layers, and the rows that are needed of it: first and end."""
@@ -73,6 +79,7 @@ class Intake:
     _slides: bool
     _room: RowRange = EVERY
     _known: dict[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=dict, eq=False, repr=False)
+    _cuts: dict[_Cut, tuple[Segment, ...]] = field(init=False, factory=dict, eq=False, repr=False)
     _sized: dict[Segment, dict[Rank, int]] = field(init=False, factory=dict, eq=False, repr=False)
 
     @classmethod
@@ -214,20 +221,31 @@ class Intake:
             GeometryError: rows or layers that make no segment.
             OversizeError: one row of one layer is more than a limit.
         """
-        if not 0 <= start <= stop or page_rows < 1:
-            raise GeometryError(f"cannot cut rows [{start}, {stop}) at pages of {page_rows} rows")
-        self._check_layers(layers)
-        limits = _Limits(slot_bytes, lease_bytes, alignment)
-        return self._cut(Segment(start, stop, layers.start, layers.stop), limits, page_rows)
+        key = (Segment(start, stop, layers.start, layers.stop), slot_bytes, lease_bytes, page_rows, alignment)
+        known = self._cuts.get(key)
+        if known is None:
+            if not 0 <= start <= stop or page_rows < 1:
+                raise GeometryError(f"cannot cut rows [{start}, {stop}) at pages of {page_rows} rows")
+            self._check_layers(layers)
+            known = self._remember(key, self._cut(key[0], _Limits(slot_bytes, lease_bytes, alignment), page_rows))
+        return list(known)
 
     def cut_states(self, layers: range, *, slot_bytes: int, lease_bytes: int, alignment: int = ALIGN) -> list[Segment]:
         """Cut the states of ``layers`` into segments; none where they have no state. Else as :meth:`cut`."""
-        self._check_layers(layers)
-        rows = self._state_rows(layers)
-        if not rows:
-            return []
-        limits = _Limits(slot_bytes, lease_bytes, alignment)
-        return self._cut(Segment(0, rows, layers.start, layers.stop, state=True), limits, 1)
+        key = (Segment(0, 0, layers.start, layers.stop, state=True), slot_bytes, lease_bytes, 1, alignment)
+        known = self._cuts.get(key)
+        if known is None:
+            self._check_layers(layers)
+            box = key[0]._replace(stop=self._state_rows(layers))
+            limits = _Limits(slot_bytes, lease_bytes, alignment)
+            known = self._remember(key, self._cut(box, limits, 1) if box.rows else [])
+        return list(known)
+
+    def _remember(self, key: _Cut, segments: list[Segment]) -> tuple[Segment, ...]:
+        if len(self._cuts) >= CUTS:
+            self._cuts.clear()
+        self._cuts[key] = known = tuple(segments)
+        return known
 
     def _cut(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
         bounds = self._bounds(box)

@@ -23,7 +23,7 @@ SIZES = 64
 """Sizes of segments that are remembered of each."""
 
 LAYOUTS = 16
-"""Segments of which the whole layout is: it is asked for when a path is chosen, and again to gather, sum and scatter."""
+"""Segments of which the whole layout is: it is asked for to gather, to sum and to scatter, and by several rooms."""
 
 
 @frozen(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Protocol
 
 from ..errors import ConfigurationError, LocalProtocolError, PeerLostError, RemoteProtocolError
@@ -13,6 +14,15 @@ from .store import Store
 _MOST = 1 << 62
 _FINISHED = 4096
 """Questions of which it is remembered that we are through with them."""
+
+
+_KEYS = 256
+"""Keys that are kept: a rank asks for those of an open question again and again."""
+
+
+@lru_cache(_KEYS)
+def _key(prefix: str, instance: str, question: str, what: int | str) -> str:
+    return f"{prefix}/{json.dumps([instance, question, what])}"
 
 
 class SharedStore(Store, Protocol):
@@ -152,7 +162,7 @@ class StoreMinimum:
         self._last.discard(question)
 
     def _key(self, question: str, what: int | str) -> str:
-        return f"{self._prefix}/{json.dumps([self._instance, question, what])}"
+        return _key(self._prefix, self._instance, question, what)
 
     def _number(self, question: str, value: bytes) -> int:
         try:

@@ -242,6 +242,14 @@ class GrantQueue(Generic[P, K]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts do not add up or a limit is broken."""
+        if not self._granted and not self._waiting:
+            for name, peer in self._peers.items():
+                counted = (peer.held, peer.quarantined, len(peer.ready), len(peer.ahead))
+                assert counted == (0, 0, 0, 0), f"{name!r} has nothing, {counted} are counted"
+                assert not peer.idle(), f"{name!r} is kept for nothing"
+            assert not self._quarantined, f"{self._quarantined} bytes are counted to wait for evidence"
+            assert not self._lookahead_held, f"look-ahead holds {self._lookahead_held} bytes of nothing"
+            return
         held, stuck, ahead = dict.fromkeys(self._peers, 0), dict.fromkeys(self._peers, 0), 0
         for granted in self._granted.values():
             assert granted.peer in held, "a lease of nobody"

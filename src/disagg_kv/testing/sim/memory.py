@@ -109,11 +109,11 @@ class _Cells:
         """All cells of a plane; its columns begin at ``begin``, and those of the rows of a state follow each other."""
         c = site.spec.component(plane.layer, plane.component)
         units = [u for run in site.shard.units(plane.layer, plane.component) for u in run]
-        rows = np.arange(site.page_rows(plane))
+        rows, of_unit = np.arange(site.page_rows(plane)), np.arange(c.unit_bytes)
+        of_page = plane.offset + self._pages[:, None, None] * plane.page_stride + rows[:, None] * plane.row_stride
         for local, unit in enumerate(units):
-            at = plane.offset + local * plane.unit_stride + np.arange(c.unit_bytes)
-            where = at + self._pages[:, None, None] * plane.page_stride + rows[None, :, None] * plane.row_stride
-            columns = begin + unit * c.unit_bytes + np.arange(c.unit_bytes)
+            where = of_page + (local * plane.unit_stride + of_unit)
+            columns = begin + unit * c.unit_bytes + of_unit
             if c.rows:
                 where = where.reshape(len(where), 1, -1)
                 columns = (columns + rows[:, None] * (c.units * c.unit_bytes)).reshape(-1)

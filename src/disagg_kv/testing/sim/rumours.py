@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -30,6 +30,7 @@ from ...protocol.frames import (
     Queued,
     Return,
     Returned,
+    RoomFrame,
     StagingRequest,
 )
 from ...protocol.receiving import ReceiveRoom
@@ -60,31 +61,30 @@ STEADY = ("expect_again", "answer_abort", "their_late_abort")
 """What is done with a frame that is answered, and changes nothing."""
 
 
-def _frames(head: Head) -> Mapping[type, Frame]:
-    """One of each kind that says nothing but what kind it is."""
-    made: Sequence[Frame] = (
-        Expect(**head, start=0, stop=None, paths=(), tables=None, tag=b""),
-        Expected(**head, parked=False),
-        StagingRequest(**head, segment=BOX, ask=0, ready=True),
-        ChunkReady(**head, segment=BOX, lease=0),
-        Done(**head, stop=1, segments=0, aux=None, tag=b""),
-        AuxPart(**head, offset=0, total=1, data=b"a"),
-        AuxTaken(**head, upto=1),
-        Return(**head, segment=BOX, ask=0),
-        Returned(**head, segment=BOX, ask=0),
-        Queued(**head, segment=BOX),
-        Grant(**head, segment=BOX, ask=0, lease=0, offset=0, nbytes=1),
-        Landed(**head, segment=BOX),
-        Complete(**head),
-        Abort(**head, reason="out of turn"),
-        AbortAck(**head),
-        Drained(**head, reason="out of turn"),
-        DrainedAck(**head),
-    )
-    return {type(frame): frame for frame in made}
+SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
+    Expect: {"start": 0, "stop": None, "paths": (), "tables": None, "tag": b""},
+    Expected: {"parked": False},
+    StagingRequest: {"segment": BOX, "ask": 0, "ready": True},
+    ChunkReady: {"segment": BOX, "lease": 0},
+    Done: {"stop": 1, "segments": 0, "aux": None, "tag": b""},
+    AuxPart: {"offset": 0, "total": 1, "data": b"a"},
+    AuxTaken: {"upto": 1},
+    Return: {"segment": BOX, "ask": 0},
+    Returned: {"segment": BOX, "ask": 0},
+    Queued: {"segment": BOX},
+    Grant: {"segment": BOX, "ask": 0, "lease": 0, "offset": 0, "nbytes": 1},
+    Landed: {"segment": BOX},
+    Complete: {},
+    Abort: {"reason": "out of turn"},
+    AbortAck: {},
+    Drained: {"reason": "out of turn"},
+    DrainedAck: {},
+}
+"""One of each kind that says nothing but what kind it is."""
 
 
-KINDS = tuple(_frames(Head(src=b"", dst=b"", room=b"", generation=0)))
+def _frame(kind: type[RoomFrame], head: Head) -> RoomFrame:
+    return kind(**head, **SAYING[kind])
 
 
 def _action(state: Receiving | Sending, kind: type) -> str:
@@ -94,9 +94,9 @@ def _action(state: Receiving | Sending, kind: type) -> str:
 
 
 @cache
-def _acting(state: Receiving | Sending, actions: tuple[str, ...]) -> Sequence[type]:
+def _acting(state: Receiving | Sending, actions: tuple[str, ...]) -> Sequence[type[RoomFrame]]:
     """The kinds of frames of which a table says one of these in a state."""
-    return [kind for kind in KINDS if _action(state, kind) in actions]
+    return [kind for kind in SAYING if _action(state, kind) in actions]
 
 
 class Rumours:
@@ -125,7 +125,6 @@ class Rumours:
         brief = [pair for pair in pairs if pair[0].state in BRIEF]
         late = [pair for pair in pairs if pair[0].state in LATE]
         machine, epoch, head = self._world.random.choice(brief or late or pairs)
-        frames = _frames(head)
         harmless = _acting(machine.state, ("ignore",))
         answered = (*STEADY, "answer_landed") if self._has_finished(node, epoch, head) else STEADY
         steady = _acting(machine.state, answered)
@@ -138,10 +137,10 @@ class Rumours:
             and not self._world.healed
             and rng.random() < (ENDS_LANDED if machine.state is Receiving.LANDED else ENDS)
         ):
-            self._say(node, machine, frames[rng.choice(ends)], counted=False, steady=False)
+            self._say(node, machine, _frame(rng.choice(ends), head), counted=False, steady=False)
         else:
             for kind in [kind for kind in (*harmless, *steady) if rng.random() < 0.6]:
-                self._say(node, machine, frames[kind], counted=kind in harmless, steady=True)
+                self._say(node, machine, _frame(kind, head), counted=kind in harmless, steady=True)
         self._world.touch(node)
 
     def _say(self, node: SimNode, machine: ReceiveRoom | Flow, frame: Frame, *, counted: bool, steady: bool) -> None:

@@ -102,6 +102,7 @@ class World:
         self.check = Checks(self)
         self._trace = trace
         self._digest = blake2b(digest_size=16)
+        self._noted_at, self._stamp = 0.0, f"{0.0:.6f}"
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._order = 0
         self._dirty: list[SimNode] = []
@@ -187,7 +188,9 @@ class World:
 
     def note(self, kind: str, where: str, to: object, data: object) -> None:
         """Something happened: it goes into the digest, and into the trace if there is one."""
-        self._digest.update(f"{self.now:.6f} {kind} {where} {to}".encode())
+        if self.now != self._noted_at:
+            self._noted_at, self._stamp = self.now, f"{self.now:.6f}"
+        self._digest.update(f"{self._stamp} {kind} {where} {to}".encode())
         self._digest.update(data if isinstance(data, bytes) else str(data).encode())
         if self._trace is not None:
             self._trace(f"{self.now:9.4f} {kind} {where} -> {to}: {describe(kind, data)}")
