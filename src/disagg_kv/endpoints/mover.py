@@ -556,10 +556,9 @@ class Mover:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
-        held = [slot for slot in self._slots if slot.pins]
+        held = [slot for slot in self._slots if slot.pins or slot.filling]
         if not held and not self._posts and not self._gathering:
             assert not self._pins, self._pins
-            assert not self.pinned_slots, self._slots
             return
         pinned = {n for slot in held for n in slot.pins}
         live = {p.number for p in self._posts.values() if p.slot is not None}

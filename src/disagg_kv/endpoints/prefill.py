@@ -594,7 +594,7 @@ class PrefillRole:
         assert self.mover is not None
         self.mover.check_integrity()
         self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
-        assert all(self._rooms.get(room.key) is room for room in self._flows.values())
+        assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
         assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():
             room.machine.check_integrity(since)

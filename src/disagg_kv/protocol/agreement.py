@@ -235,6 +235,8 @@ class Agreement:
         if not self._waiting:
             return []
         out: list[Send | Outcome] = [self._dated(send, now) for send in self._repeat.tick(now)]
+        if not self._unclaimed:
+            return out
         for key in [key for key, until in self._unclaimed.items() if until <= now]:
             # A vote may end other rooms that are due.
             self._unclaimed.pop(key, None)

@@ -223,7 +223,7 @@ class Dma:
     ) -> None:
         """A batch is posted."""
         world = self._world
-        before = b"".join(m[at : at + n].tobytes() for m, at, _, _, n in ranges)
+        before = _read(ranges)
         lease, owner, pages = self._place(target, ranges)
         op = Op(ticket, source, target, ranges, before, lease, owner, pages)
         world.note("write", source.node.address, target.node.address, before)
@@ -398,15 +398,8 @@ class Dma:
         world = self._world
         if op.quiet or (op.doomed is not None and world.now >= op.doomed):
             return
-        at = 0
-        if op.source.alive:
-            for memory, start, _, _, n in op.ranges:
-                if memory[start : start + n].tobytes() != op.before[at : at + n]:
-                    world.violation(
-                        "I5",
-                        f"{op.source.node.address}: memory that write {op.ticket} reads has changed",
-                    )
-                at += n
+        if op.source.alive and _read(op.ranges) != op.before:
+            world.violation("I5", f"{op.source.node.address}: memory that write {op.ticket} reads has changed")
         if not op.target.alive:
             return
         if op.lease is not None:
@@ -433,6 +426,11 @@ class Dma:
                 op.seen = versions
             elif op.lease is not None and op.target.alive and not op.target.node.holds(op.lease):
                 self.check(op)
+
+
+def _read(ranges: Sequence[Range]) -> bytes:
+    """What a write reads now."""
+    return b"".join([memory[at : at + n].tobytes() for memory, at, _, _, n in ranges])
 
 
 def _torn(ranges: list[Range], pieces: int, order: float) -> list[list[Range]]:
