@@ -125,7 +125,7 @@ class Writes:
 
     def renamed(self, local: I32, remote: I32) -> Writes:
         """The same writes with ``local[i]`` and ``remote[i]`` in place of buffer ``i``."""
-        return attrs.evolve(self, local=local[self.local], remote=remote[self.remote])
+        return Writes(local[self.local], self.local_off, remote[self.remote], self.remote_off, self.nbytes)
 
     def total(self) -> int:
         """Bytes of the whole batch."""

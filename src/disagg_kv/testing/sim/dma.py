@@ -142,13 +142,18 @@ class SimTransport:
         if notify is not None or after is not None:
             raise TransportError("sim neither notifies nor waits for events")
         there = self._peers[peer]
-        ranges = [
-            (_within(self.regions, local, at, n), at, _within(there.regions, remote, to, n), to, n)
-            for local, at, remote, to, n in zip(
-                writes.local.tolist(), writes.local_off.tolist(), writes.remote.tolist(), writes.remote_off.tolist(),
-                writes.nbytes.tolist(), strict=True,
-            )
-        ]  # fmt: skip
+        ours, theirs = self.regions, there.regions
+        ranges: list[Range] = []
+        for local, at, remote, to, n in zip(
+            writes.local.tolist(), writes.local_off.tolist(), writes.remote.tolist(), writes.remote_off.tolist(),
+            writes.nbytes.tolist(), strict=True,
+        ):  # fmt: skip
+            source, target = ours.get(local), theirs.get(remote)
+            if source is None or not 0 <= at <= at + n <= len(source):
+                raise _outside(source, local, at, n)
+            if target is None or not 0 <= to <= to + n <= len(target):
+                raise _outside(target, remote, to, n)
+            ranges.append((source, at, target, to, n))
         if self._world.faulty and self._world.chance(FaultClass.REFUSED):
             self._world.hit(FaultClass.REFUSED)
             raise TransportError(
@@ -194,12 +199,9 @@ class SimTransport:
         return tuple(op.ticket for op in self._world.dma.live if op.source is self and not op.quiet)
 
 
-def _within(regions: dict[int, U8], region: int, offset: int, nbytes: int) -> U8:
-    memory = regions.get(region)
-    if memory is None or not 0 <= offset <= offset + nbytes <= len(memory):
-        size = 0 if memory is None else len(memory)
-        raise RegistrationError(f"sim: region {region} of {size} bytes: {nbytes} bytes at {offset}")
-    return memory
+def _outside(memory: U8 | None, region: int, offset: int, nbytes: int) -> RegistrationError:
+    size = 0 if memory is None else len(memory)
+    return RegistrationError(f"sim: region {region} of {size} bytes: {nbytes} bytes at {offset}")
 
 
 class Dma:
@@ -255,9 +257,8 @@ class Dma:
                 f"{target.node.address}: a write of {n} bytes at ring byte {to}, which no lease has",
             )
         memory = target.node.memory
-        owner = memory.owner_of(ranges[0][3], ranges[0][4])
-        pages = sorted({int(memory.lens.page_of[to]) for _, _, _, to, _ in ranges})
-        if owner <= 0 or any(memory.owner_of(to, n) != owner for _, _, _, to, n in ranges):
+        pages, owner = memory.pages_of([(to, n) for _, _, _, to, n in ranges])
+        if owner <= 0:
             world.violation(
                 "I5",
                 f"{target.node.address}: a write into pages {pages}, which are not one room's",

@@ -294,11 +294,12 @@ class RankMemory:
         bad = wrong[(page < 0) | (self.owners[page] <= FREE)]
         return int(bad[0]) if len(bad) else None
 
-    def owner_of(self, offset: int, nbytes: int) -> int:
-        """Whose these bytes are; :data:`FREE` if they are nobody's, or not of one owner."""
-        pages = set(self.lens.page_of[offset : offset + nbytes].tolist())
+    def pages_of(self, places: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+        """The pages of all these bytes (offset and length), and whose they are; :data:`FREE` if not of one owner."""
+        page_of = self.lens.page_of
+        pages = sorted(set(np.concatenate([page_of[at : at + nbytes] for at, nbytes in places]).tolist()))
         owners = {int(self.owners[page]) if page >= 0 else FREE for page in pages}
-        return owners.pop() if len(owners) == 1 else FREE
+        return pages, owners.pop() if len(owners) == 1 else FREE
 
     def check_pages(self) -> bool:
         """I3: free and owned pages are all there are."""
