@@ -27,6 +27,9 @@ ALIGN = 256
 BOXES = 1024
 """Runs of layers of which an intake remembers the shares, and boxes whose sizes it does; a peer may name many."""
 
+ROOMS = 16
+"""Rooms, by the rows that decode awaits of them, of which an intake with windows remembers its own for each."""
+
 CUTS = 128
 """Boxes of which an intake remembers the segments: those that paths are compared for, and those of chunks."""
 
@@ -79,6 +82,7 @@ class Intake:
     _slides: bool
     _room: RowRange = EVERY
     _known: dict[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=dict, eq=False, repr=False)
+    _rooms: dict[RowRange, Intake] = field(init=False, factory=dict, eq=False, repr=False)
     _cuts: dict[_Cut, tuple[Segment, ...]] = field(init=False, factory=dict, eq=False, repr=False)
     _sized: dict[Segment, dict[Rank, int]] = field(init=False, factory=dict, eq=False, repr=False)
 
@@ -121,7 +125,13 @@ class Intake:
         """
         if not self._slides:
             return self
-        return attrs.evolve(self, room=rows)
+        intake = self._rooms.get(rows)
+        if intake is None:
+            intake = attrs.evolve(self, room=rows)
+            if len(self._rooms) >= ROOMS:
+                self._rooms.clear()
+            self._rooms[rows] = intake
+        return intake
 
     @property
     def room(self) -> RowRange:

@@ -60,6 +60,10 @@ class Planes:
         return found
 
 
+ROOMS = 16
+"""Rooms, by the rows that decode awaits of them, of which a view with windows remembers its own for each."""
+
+
 class PartView:
     """What one writer sends to one target, as runs of units in the planes of one of their two pools.
 
@@ -97,14 +101,20 @@ class PartView:
         self._extents, self._extent = tuple(extents), table[9]
         self._state = np.array([e.rows > 0 for e in self._extents], bool)[self._extent]
         self._slides = spec.slides()
+        self._rooms: dict[RowRange, PartView] = {}
         self._bind(EVERY)
 
     def for_rows(self, rows: RowRange) -> PartView:
         """The same parts in a room of which decode awaits ``rows``; the view itself where that changes nothing."""
         if not self._slides:
             return self
-        view = copy(self)
-        view._bind(rows)
+        view = self._rooms.get(rows)
+        if view is None:
+            view = copy(self)
+            view._bind(rows)
+            if len(self._rooms) >= ROOMS:
+                self._rooms.clear()
+            self._rooms[rows] = view
         return view
 
     def _bind(self, rows: RowRange) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import attrs
@@ -91,11 +92,16 @@ class Options:
         """
         if silence_s is None and total_s is None:
             return self
-        return attrs.evolve(
+        return _of_room(
             self,
-            silence_s=self.silence_s if silence_s is None else silence_s,
-            total_s=self.total_s if total_s is None else total_s,
+            self.silence_s if silence_s is None else silence_s,
+            self.total_s if total_s is None else total_s,
         )
+
+
+@lru_cache(64)
+def _of_room(options: Options, silence_s: float, total_s: float) -> Options:
+    return attrs.evolve(options, silence_s=silence_s, total_s=total_s)
 
 
 @frozen
