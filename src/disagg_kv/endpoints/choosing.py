@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from ..errors import ConfigurationError, DisaggKVError, OversizeError
 from ..geometry import Part, Site
@@ -25,8 +25,8 @@ class Pair:
     rank: Rank
     source: Site
     target: Site
-    intake: Intake
-    view: PartView
+    intake: Intake = field(eq=id)  # both are kept by value: equal ones are one object
+    view: PartView = field(eq=id)
     slot_bytes: int
     lease_bytes: int
     page_rows: int

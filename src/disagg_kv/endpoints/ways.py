@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 
 import numpy as np
@@ -30,6 +30,12 @@ Told = Callable[[range, Groups], None]
 
 CHOICES = 4096
 """Choices of a path that are remembered: comparing them takes longer than sending a short request."""
+
+
+ALIKE = 256
+"""Choices that endpoints share, as they depend on values alone: those of a process that are split alike."""
+
+_chosen = lru_cache(ALIKE)(choose_path)
 
 
 @frozen
@@ -188,7 +194,7 @@ class Ways:
         exposed = frame.tables is not None
         key = (remote.epoch, turn, frame.paths, exposed, length)
         if key not in self._choices:
-            chosen = choose_path(self._strategy.path, known, frame.paths, exposed, pair, length, self._costs)
+            chosen = _chosen(self._strategy.path, tuple(known), frame.paths, exposed, pair, length, self._costs)
             self._choices[key] = chosen
             bound(self._choices, CHOICES)
         return self._choices[key]

@@ -98,7 +98,7 @@ class SimTransport:
             self._serial += 1
             memory = bytes_of(buffer)
             self.regions[self._serial] = memory
-            if buffer.addr != self.node.memory.cells.ctypes.data:
+            if buffer.addr != self.node.memory.place:
                 self.ring = memory
             ids.append(RegionId(self._serial))
         return ids

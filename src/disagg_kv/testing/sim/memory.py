@@ -183,7 +183,8 @@ class RankMemory:
         self.version = 0
         """Grows whenever a byte, or whose a page is, may have changed; whoever writes here by other ways says so."""
         self._name = name
-        buffer = Buffer(self.cells.ctypes.data, self.cells.nbytes, owner=self.cells)
+        self.place: int = self.cells.__array_interface__["data"][0]
+        buffer = Buffer(self.place, self.cells.nbytes, owner=self.cells)
         site: Site = site_of(model, split, rank)
         self.pool = PagedPool(site, (buffer,), aux_slots=AUX_SLOTS, aux_bytes=AUX_BYTES)
 
