@@ -113,8 +113,10 @@ class TransferShape:
         if self.repeats < 1 or self.timeout_s <= 0:
             raise ConfigurationError(f"{self.repeats} repeats in at most {self.timeout_s} s")
         check_verify(self.verify)
-        if self.queued_s and (self.device == "cpu" or not self.announced):
-            raise ConfigurationError(f"{self.queued_s} s of queued work: only of GPUs, and of rows that are announced")
+        if self.queued_s < 0 or (self.queued_s and (self.device == "cpu" or not self.announced or self.compute_s)):
+            raise ConfigurationError(
+                f"{self.queued_s} s of queued work: only of GPUs, of rows that are announced, and without compute_s"
+            )
         if not 0 <= self.compute_s < self.timeout_s:
             raise ConfigurationError(f"{self.compute_s} s of compute in at most {self.timeout_s} s")
         found = explain(

@@ -65,7 +65,7 @@ class Opened:
 
 @frozen
 class Denied:
-    """Nothing can be sent to ``address``, whatever is tried: one of the two sides does not allow the other's key."""
+    """Nothing can be sent to ``address``, whatever is tried: one side does not allow the other's key, or user."""
 
     address: str
 

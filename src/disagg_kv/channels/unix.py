@@ -13,8 +13,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from attrs import define, field
@@ -32,7 +32,7 @@ from .base import (
     check_frame,
     check_together,
 )
-from .files import refuse_in_use
+from .files import claimed
 
 SCHEME = "unix://"
 
@@ -47,6 +47,9 @@ BACKLOG = 1024
 
 RECONNECT_S = 0.05, 1.0
 """Between two attempts to reach an address, at first and at most."""
+
+LONGEST_S = 1e6
+"""The longest wait; the kernel's numbers end somewhere."""
 
 _COUNT = struct.Struct("<I")
 
@@ -94,8 +97,8 @@ class UnixChannel:
     breaks, what was queued for it is thrown away, so that a process that comes back under the old address gets no old
     frames. Connections are tried again after 50 ms, then ever more slowly, up to 1 s.
 
-    The kernel names the user at the other end: only processes of ours and of root are talked to. The socket's file can
-    be used by its owner alone and goes away at ``close``. Linux only.
+    The kernel names the user at the other end: only processes of ours are talked to. The socket's file can be used by
+    its owner alone and goes away at ``close``. Linux only.
 
     Args:
         bind: ``unix:///path``.
@@ -115,7 +118,6 @@ class UnixChannel:
         self._file = Path(bind.removeprefix(SCHEME))
         if not hasattr(select, "epoll"):
             raise ConfigurationError(f"channel {bind!r}: needs Linux")
-        refuse_in_use(bind, self._file)
         self._ppoll = ctypes.CDLL(None).ppoll  # the waits of ``select`` are rounded up to milliseconds
         self._links: dict[str, _Link] = {}
         self._linked: dict[int, _Link] = {}
@@ -123,21 +125,23 @@ class UnixChannel:
         self._news: list[News] = []
         self._accepts_at: float | None = None
         self._closed = False
-        self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._waker, self._woken = socket.socketpair()
-        self._epoll = select.epoll()
-        try:
-            self._file.unlink(missing_ok=True)
-            self._inbox.bind(str(self._file))
-            self._file.chmod(0o600)
-            self._inbox.listen(BACKLOG)
-        except OSError as exc:
-            self._shut()
-            raise ConfigurationError(f"channel {bind!r}: cannot be bound: {exc}") from exc
-        for sock in (self._inbox, self._woken, self._waker):
-            sock.setblocking(False)
-        self._epoll.register(self._inbox, select.EPOLLIN)
-        self._epoll.register(self._woken, select.EPOLLIN)
+        with ExitStack() as made:
+            try:
+                self._inbox = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self._waker, self._woken = (made.enter_context(sock) for sock in socket.socketpair())
+                self._epoll = made.enter_context(select.epoll())
+                with claimed(bind, self._file):
+                    self._inbox.bind(str(self._file))
+                    self._file.chmod(0o600)
+                    self._inode = self._file.stat().st_ino
+                    self._inbox.listen(BACKLOG)
+                for sock in (self._inbox, self._woken, self._waker):
+                    sock.setblocking(False)
+                self._epoll.register(self._inbox, select.EPOLLIN)
+                self._epoll.register(self._woken, select.EPOLLIN)
+            except (OSError, ValueError) as exc:
+                raise ConfigurationError(f"channel {bind!r}: cannot be bound: {exc}") from exc
+            self._made = made.pop_all()
         self._awaited = _PollFd(self._epoll.fileno(), select.POLLIN, 0)
 
     @property
@@ -181,21 +185,26 @@ class UnixChannel:
         if timeout_s > 0 and not self._news:
             self._wait(timeout_s)
         came: list[News] = []
-        links: list[_Link] = []
+        links: list[tuple[_Link, int]] = []
         callers: list[_Caller] = []
-        for number, _ in self._epoll.poll(0):
+        for number, flags in self._epoll.poll(0):
             if number == self._woken.fileno():
                 self._woken.recv(4096)
             elif number == self._inbox.fileno():
                 callers += self._accept()
             elif number in self._linked:
-                links.append(self._linked[number])
+                links.append((self._linked[number], flags))
             else:
                 callers.append(self._callers[number])
-        broken = [link for link in links if not self._look(link)] if self._hear(callers, came) else []
-        if broken:
-            # What a process has said before its end is here by now.
-            self._hear(list(self._callers.values()), came)
+        heard = self._hear(callers, came)
+        broken = [link for link, flags in links if flags & ~select.EPOLLOUT and _is_broken(link)]
+        # What a process has said before its end is here by now, perhaps from a connection that is new.
+        if broken and heard and self._hear([*self._accept(), *self._callers.values()], came):
+            for link in broken:
+                self._lose(link)
+        for link, flags in links:
+            if flags & select.EPOLLOUT and link.sock is not None:
+                self._push(link, link.sock)
         self._retry()
         came += self._news
         self._news = []
@@ -216,7 +225,7 @@ class UnixChannel:
         link = self._links.pop(address, None)
         if link is not None:
             self._unlink(link)
-            self._news = [one for one in self._news if getattr(one, "address", None) != address]
+        self._news = [one for one in self._news if getattr(one, "address", None) != address]
 
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards. What a peer's socket holds by now still arrives there."""
@@ -227,12 +236,10 @@ class UnixChannel:
             self.forget(address)
         for caller in list(self._callers.values()):
             self._hang_up(caller)
-        self._file.unlink(missing_ok=True)
-        self._shut()
-
-    def _shut(self) -> None:
-        for thing in (self._inbox, self._epoll, self._waker, self._woken):
-            thing.close()
+        with suppress(OSError):  # it was taken away before
+            if self._file.stat().st_ino == self._inode:
+                self._file.unlink()
+        self._made.close()
 
     def _wait(self, timeout_s: float) -> None:
         """Until something can be read or written, ``wake``, a link is to be tried again, or the time is over."""
@@ -241,8 +248,8 @@ class UnixChannel:
             again.append(self._accepts_at)
         if again:
             timeout_s = max(0.0, min(timeout_s, min(again) - time.monotonic()))
-        whole = int(timeout_s)
-        limit = _Timespec(whole, int((timeout_s - whole) * 1e9))
+        whole, part = divmod(min(timeout_s, LONGEST_S), 1)
+        limit = _Timespec(int(whole), int(part * 1e9))
         self._ppoll(ctypes.byref(self._awaited), 1, ctypes.byref(limit), None)
 
     # What comes in.
@@ -267,27 +274,30 @@ class UnixChannel:
             caller = self._callers[sock.fileno()] = _Caller(sock)
             yield caller
 
-    def _hear(self, callers: Sequence[_Caller], came: list[News]) -> bool:
-        """Take in whole messages; False: there is more to read, so nobody's end may be told yet."""
-        taken, waiting = 0, list(callers)
-        while waiting and taken < BATCH:
-            caller = waiting.pop()
+    def _hear(self, callers: Iterable[_Caller], came: list[News]) -> bool:
+        """Take in whole messages, of everybody some; False: there is more, so nobody's end may be told yet."""
+        taken, waiting, whole = 0, deque(callers), True
+        while waiting:
+            caller = waiting.popleft()
+            before = len(came)
             try:
                 data = caller.sock.recv(READ)
             except BlockingIOError:
                 continue
             except OSError:
                 data = b""
-            taken += len(data) + 1024  # nothing is free, or a flood of empty messages would keep us here
             caller.rest += data
             if not self._parse(caller, came):
                 self._news.append(Rejected(messages=1))
                 data = b""
+            taken += len(data) + 1024 * (len(came) - before)  # a flood of empty frames would keep us here
             if not data:
                 self._hang_up(caller)
             elif len(data) == READ:
-                waiting.append(caller)
-        return not waiting
+                whole &= taken < BATCH
+                if taken < BATCH:
+                    waiting.append(caller)
+        return whole
 
     @staticmethod
     def _parse(caller: _Caller, came: list[News]) -> bool:
@@ -348,29 +358,21 @@ class UnixChannel:
             except BlockingIOError:
                 waits = True
                 break
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 break  # its end is news of its own
+            except OSError:  # the kernel has no memory for it just now
+                waits = True
+                break
             if sent == len(link.unsent[0]):
                 link.unsent.popleft()
             else:
                 link.unsent[0] = link.unsent[0][sent:]
         self._epoll.modify(sock, select.EPOLLIN | (select.EPOLLOUT if waits else 0))
 
-    def _look(self, link: _Link) -> bool:
-        """A link can be written again; False: it is broken. Nobody ever writes to us on it."""
-        sock = link.sock
-        assert sock is not None
-        try:
-            sock.recv(1)
-        except BlockingIOError:
-            self._push(link, sock)
-            return True
-        except OSError:
-            pass
+    def _lose(self, link: _Link) -> None:
         self._unlink(link)
         link.lost, link.retry_at = True, time.monotonic() + link.pause_s
         self._news.append(Closed(link.address))
-        return False
 
     def _retry(self) -> None:
         if self._accepts_at is not None and self._accepts_at <= time.monotonic():
@@ -401,13 +403,29 @@ def _connected(address: str) -> socket.socket:
     return sock
 
 
+def _is_broken(link: _Link) -> bool:
+    """Whether its end has come, or something else: nobody ever writes to us on it."""
+    assert link.sock is not None
+    try:
+        link.sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _ours(sock: socket.socket) -> bool:
-    """Whether the process at the other end is one of our user's, or root's."""
+    """Whether the process at the other end is one of our user's."""
     told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", told)
-    return user in (0, os.geteuid())
+    return bool(user == os.geteuid())
 
 
 def _reachable(address: str) -> bool:
     """Whether it is an address of our kind that can exist; the kernel's longest path has 107 bytes."""
-    return address.startswith(f"{SCHEME}/") and len(os.fsencode(address.removeprefix(SCHEME))) <= 107
+    try:
+        path = os.fsencode(address.removeprefix(SCHEME))
+    except UnicodeEncodeError:
+        return False
+    return address.startswith(f"{SCHEME}/") and len(path) <= 107 and b"\0" not in path

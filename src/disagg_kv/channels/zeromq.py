@@ -6,7 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Container, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from enum import Enum
 from math import ceil
 from pathlib import Path
@@ -29,7 +29,7 @@ from .base import (
     check_together,
     fit_together,
 )
-from .files import refuse_in_use
+from .files import claimed
 from .gate import Gate
 from .keys import Keys, split_key, with_key
 
@@ -114,9 +114,6 @@ class ZmqChannel:
             raise ConfigurationError(f"channel {bind!r}: {reason}")
         if linger_s < 0 or high_water < 1:
             raise ConfigurationError(f"channel {bind!r}: linger_s {linger_s}, high_water {high_water}: out of range")
-        if bind.startswith("ipc://"):
-            # ZeroMQ would take it away without a word.
-            refuse_in_use(bind, Path(bind.removeprefix("ipc://")))
         self._linger_ms = ceil(linger_s * 1000)
         self._high_water = high_water
         self._links: dict[str, _Link] = {}
@@ -130,8 +127,15 @@ class ZmqChannel:
         self._gate = Gate(self._context, self._pull, keys)
         self._waker, self._woken = socket.socketpair()
         self._poller = zmq.Poller()
+        # ZeroMQ would take somebody else's socket away without a word.
+        local = bind.startswith("ipc://")
+        alone = claimed(bind, Path(bind.removeprefix("ipc://"))) if local else nullcontext()
         try:
-            self._address = self._listen(bind)
+            with alone:
+                self._address = self._listen(bind)
+        except ConfigurationError:
+            self.close()
+            raise
         except (zmq.ZMQError, OSError) as exc:
             self.close()
             raise ConfigurationError(f"channel {bind!r}: cannot be bound: {exc}") from exc

@@ -11,11 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TypeVarTuple
 
-from attrs import define, field
-
 from ..channels import (
-    MAX_FRAME,
-    MAX_TOGETHER,
     Arrived,
     Channel,
     Closed,
@@ -23,12 +19,10 @@ from ..channels import (
     News,
     Opened,
     Rejected,
-    SupportsBatches,
     SupportsNaps,
-    check_frame,
     key_of,
 )
-from ..errors import ConfigurationError, DisaggKVError, PeerLostError, RemoteProtocolError, without_frames
+from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError, without_frames
 from ..ids import Epoch, Peer, Rank
 from ..memory import Event
 from ..protocol import (
@@ -60,6 +54,7 @@ from ..transports import Heard, Settled
 from .base import PeerInfo
 from .exits import Exits
 from .introduction import Remote, Self
+from .outbox import Outbox
 from .role import Role
 
 log = logging.getLogger("disagg_kv")
@@ -101,14 +96,6 @@ FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
 
 
-@define
-class _Unsent:
-    """What was said to an address since it was last handed over; it has ``nbytes``."""
-
-    frames: list[bytes] = field(factory=list)
-    nbytes: int = 0
-
-
 class Node:
     """The endpoint's thread's half: everything here runs on that one thread, except ``post``."""
 
@@ -131,11 +118,10 @@ class Node:
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
-        self._together = channel if isinstance(channel, SupportsBatches) else None
+        self._outbox = Outbox(channel, observer)
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
         self._prompt = self._naps is not None
-        self._unsent: dict[str, _Unsent] = {}
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
         self.tombstones = Tombstones(options.tombstones)
@@ -195,7 +181,7 @@ class Node:
         except Exception as exc:
             self._met(exc)
             busy = True
-        if self._unsent:
+        if self._outbox.unsent:
             self._guard(self.flush)
         if told or busy:
             self._awake_until = self.now + self.linger_s
@@ -219,7 +205,7 @@ class Node:
                     self._met(exc)
             self._guard(self.poll_transport)
             self._guard(self.role.work)
-        if self._unsent:
+        if self._outbox.unsent:
             self._guard(self.flush)
         if not looks or arrived:
             self._pause = self._shortest
@@ -412,7 +398,7 @@ class Node:
         for effect in effects:
             match effect:
                 case SendTo(address, frame):
-                    self._put(address, self.codec.encode(frame))
+                    self._outbox.put(address, self.codec.encode(frame))
                 case Up():
                     self._up(effect)
                 case Lost():
@@ -420,7 +406,7 @@ class Node:
                 case Unreachable(address, error):
                     self.role.on_unreachable(address, error)
                 case Forget(address):
-                    self._unsent.pop(address, None)
+                    self._outbox.unsent.pop(address, None)
                     self.channel.forget(address)
         if any(isinstance(effect, Up | Lost) for effect in effects):
             self._known = tuple(self._info(epoch) for epoch in self.peers.epochs())
@@ -525,7 +511,7 @@ class Node:
         if address is None:
             self.observer.count("frames.unroutable")
         else:
-            self._put(address, self.codec.encode(send.frame))
+            self._outbox.put(address, self.codec.encode(send.frame))
 
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
@@ -533,40 +519,9 @@ class Node:
             self._nudged[epoch] = self.now + self._nudge_s
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 
-    def _put(self, address: str, frame: bytes) -> None:
-        if len(frame) > MAX_FRAME:
-            check_frame(address, frame)
-        if self._together is None:
-            self._hand_over(address, [frame])
-            return
-        unsent = self._unsent.get(address)
-        if unsent is not None and (len(unsent.frames) == MAX_TOGETHER or unsent.nbytes + len(frame) > MAX_FRAME):
-            self._hand_over(address, self._unsent.pop(address).frames)
-            unsent = None
-        if unsent is None:
-            unsent = self._unsent[address] = _Unsent()
-        unsent.frames.append(frame)
-        unsent.nbytes += len(frame)
-
     def flush(self) -> None:
         """Hand over all that was said: when a turn ends, and before this thread copies, which may take long."""
-        for address in list(self._unsent):
-            self._hand_over(address, self._unsent.pop(address).frames)
-
-    def _hand_over(self, address: str, frames: list[bytes]) -> None:
-        try:
-            if self._together is None:
-                sent = self.channel.send(address, frames[0])
-            else:
-                sent = self._together.send_all(address, frames)
-        except ConfigurationError:
-            raise
-        except Exception as exc:
-            # Whoever says how a room ends must get past this; a lost frame is repeated if it matters.
-            log.warning("%d frames to %s could not be sent: %s", len(frames), address, exc)
-            sent = False
-        if not sent:
-            self.observer.count("frames.dropped", len(frames))
+        self._outbox.flush()
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
         """Tell our instance how a room ends here."""
@@ -575,10 +530,10 @@ class Node:
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
         """Act on what the agreement says: first tell the others, who wait for it."""
         assert self.role is not None
-        for effect in effects:
-            if not isinstance(effect, Outcome):
-                self.send(effect)
-        if self._prompt:
+        sends = [effect for effect in effects if not isinstance(effect, Outcome)]
+        for send in sends:
+            self.send(send)
+        if sends and self._prompt:
             self.flush()
         for effect in effects:
             if isinstance(effect, Outcome):

@@ -126,10 +126,14 @@ class Scatterer:
         return self._pace.ready_at if self._waiting and self._pace is not None else None
 
     def work(self) -> bool:
-        """Finish scatters, begin those whose time has come, and prepare one; True while something is under way."""
+        """Begin scatters whose time has come, finish others, and prepare one; True while something is under way."""
         if not (self._running or self._waiting or self._over or self._unprepared):
             return False
-        for one in list(self._running):
+        # First, so that the GPU has something to do while those that have ended are told of.
+        running = list(self._running)
+        while begun := self._next():
+            self._begin(begun)
+        for one in running:
             try:
                 if one.event is not None and not one.event.query():
                     continue
@@ -138,8 +142,6 @@ class Scatterer:
                 error = exc
             self._running.remove(one)
             self._finish(one, error)
-        while begun := self._next():
-            self._begin(begun)
         self._finish_over()
         if self._unprepared:
             # What was granted just now goes out before: bytes may come the sooner.

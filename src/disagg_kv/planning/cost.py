@@ -65,14 +65,16 @@ class CostModel:
             path: its name.
             descriptors: writes in all.
             nbytes: bytes in all.
-            segments: near-equal pieces that go through staging, so that gather, wire and scatter of consecutive
-                pieces overlap; 0: bytes go straight from pages to pages.
+            segments: pieces that go through staging, so that gather, wire and scatter of consecutive pieces overlap; of
+                several the first and the last are half as long as the others, see :meth:`Intake.cut`. 0: bytes go
+                straight from pages to pages.
         """
         wire = descriptors * self.write_s + nbytes / self.bytes_per_s
         if segments == 0:
             return Estimate(path, descriptors, nbytes, wire)
         copy = self.launch_s * segments + nbytes / self.copy_bytes_per_s
-        fill = (2 * copy + wire - max(copy, wire)) / segments
+        ends = 1 if segments == 1 else 2 * (segments - 1)
+        fill = (2 * copy + wire - max(copy, wire)) / ends
         return Estimate(path, descriptors, nbytes, self.round_trip_s + max(copy, wire) + fill)
 
 

@@ -214,9 +214,9 @@ class Intake:
         """Cut the tokens ``[start, stop)`` of ``layers`` into segments, the same for every writer of these layers.
 
         All layers stay together, and rows are cut into near-equal pieces within the limits, of which the first and the
-        last are half as long, at multiples of ``page_rows`` where a page fits. Only where not even one row fits, the
-        layers are cut too, into as few runs as possible. Where not all rows fit at once and a window begins among them,
-        they are cut there first. Rows of which nothing is needed are in no segment.
+        last are half as long, at the nearest multiples of ``page_rows`` where a page fits. Only where not even one row
+        fits, the layers are cut too, into as few runs as possible. Where not all rows fit at once and a window begins
+        among them, they are cut there first. Rows of which nothing is needed are in no segment.
 
         Args:
             start: first row.

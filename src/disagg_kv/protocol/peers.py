@@ -336,10 +336,10 @@ class PeerTable:
                 one.closed = now
 
     def on_denied(self, address: str) -> list[PeerEffect]:
-        """Nothing can be sent there: one side does not allow the other's key. Whoever is known there falls silent."""
+        """Nothing can be sent there: one side does not allow the other. Whoever is known there falls silent."""
         if self._dials.pop(address, None) is None:
             return []
-        error = PeerLostError(f"{address}: one of the two sides does not allow the other's public key")
+        error = PeerLostError(f"{address}: one of the two sides does not allow the other's public key or user")
         return [Unreachable(address, error)]
 
     def on_opened(self, address: str) -> None:

@@ -78,14 +78,17 @@ class _Remote:
 
 @define(eq=False)
 class _Flight:
-    """One ticket's copies, ``after`` events of the driver's; not queued on the GPU while ``waits`` has others."""
+    """One ticket's copies; not queued on the GPU while ``waits`` has events that only the host can ask.
+
+    The events that were ``given`` are kept until then: one that nobody keeps is destroyed, whoever knows its handle.
+    """
 
     ticket: Ticket
     remote: _Remote
     target: I64
     source: I64
     nbytes: I64
-    after: Sequence[int]
+    given: Sequence[Event]
     waits: list[Event]
     mark: Mark | None = None
 
@@ -278,10 +281,8 @@ class CudaIpcTransport:
                 ranges = target[some], source[some], writes.nbytes[some]
             given = list(parts(after))
             # Not by ``isinstance``: to look a protocol's members up takes longer than to queue the copies.
-            handles: list[int | None] = [getattr(event, "cuda_event", None) for event in given]
-            streams = [handle for handle in handles if handle]
-            hosts = [event for event, handle in zip(given, handles, strict=True) if handle is None]
-            flight = _Flight(ticket, remote, *ranges, streams, hosts)
+            hosts = [event for event in given if getattr(event, "cuda_event", None) is None]
+            flight = _Flight(ticket, remote, *ranges, given, hosts)
             self._table.hold(ticket, writes)
             remote.flights.append(flight)
             self._begin(flight)
@@ -296,7 +297,9 @@ class CudaIpcTransport:
             if flight.waits:
                 return
             ranges = flight.target, flight.source, flight.nbytes
-            flight.mark = self._cuda.copy(remote.device, remote.stream, *ranges, flight.after)
+            after: list[int] = [handle for event in flight.given if (handle := getattr(event, "cuda_event", None))]
+            flight.mark = self._cuda.copy(remote.device, remote.stream, *ranges, after)
+            flight.given = ()
         except Exception as error:
             # An event may be somebody else's code; and some of the copies may be queued.
             self._end(flight, error, quiesced=bool(flight.waits))

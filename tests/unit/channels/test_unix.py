@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,23 @@ from tests.support.channels import child_inbox, read_line, wait_for
 from tests.support.leftovers import given_back, held
 
 NOBODY = 65534
+
+
+class Short:
+    """A socket for which the kernel has no memory once."""
+
+    def __init__(self, sock: socket.socket | None) -> None:
+        self._sock = sock
+        self._failures = [OSError(errno.ENOBUFS, "injected")]
+
+    def send(self, data: bytes, flags: int) -> int:
+        assert self._sock is not None
+        if self._failures:
+            raise self._failures.pop()
+        return self._sock.send(data, flags)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
 
 
 @pytest.fixture
@@ -74,6 +92,49 @@ class TestAnotherProcess:
             assert not channel.poll(60)
             polls += 1
         assert polls <= 3
+
+    def test_what_one_sender_says_is_heard_in_order_whatever_connections_it_uses(
+        self, channel: UnixChannel, tmp_path: Path
+    ) -> None:
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            for word in (b"1", b"2", b"3"):
+                assert other.send(channel.address, word)
+                other.forget(channel.address)
+            assert list(channel.poll(1)) == [Arrived(b"1"), Arrived(b"2"), Arrived(b"3")]
+
+    def test_last_words_of_who_was_not_accepted_yet_come_before_its_end(
+        self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It calls, speaks and ends between two looks of one poll."""
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            assert channel.send(other.address, b"hello")
+            wait_for(channel, Opened(other.address))
+            hear = channel._hear
+
+            def meanwhile(*args: object) -> bool:
+                monkeypatch.setattr(channel, "_hear", hear)
+                assert other.send(channel.address, b"last words")
+                return True
+
+            monkeypatch.setattr(channel, "_hear", meanwhile)
+            other.wake()
+            address = other.address
+            assert not channel.poll(0)
+            other.close()
+        assert wait_for(channel, Closed(address)) == [Arrived(b"last words"), Closed(address)]
+
+    def test_a_moment_without_memory_loses_nothing(
+        self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The kernel says ENOBUFS, once."""
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            assert channel.send(other.address, b"hello")
+            wait_for(channel, Opened(other.address))
+            link = channel._links[other.address]
+            monkeypatch.setattr(link, "sock", Short(link.sock))
+            assert channel.send(other.address, b"later")
+            channel.poll(0.1)
+            assert wait_for(other, Arrived(b"later"))[-1] == Arrived(b"later")
 
 
 class TestNaps:
@@ -187,6 +248,39 @@ class TestStrangers:
                 assert child.stdin is not None
                 child.stdin.close()
 
+    def test_a_flood_of_empty_frames_keeps_nobody_else_waiting(
+        self, channel: UnixChannel, stranger: socket.socket, tmp_path: Path
+    ) -> None:
+        """E9: one poll takes a bounded number, of everybody some, and what is to leave leaves."""
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        stranger.setblocking(False)
+        empty = struct.pack(f"<{1 + MAX_TOGETHER}I", MAX_TOGETHER, *[0] * MAX_TOGETHER)
+        ended = threading.Event()
+
+        def flood() -> None:
+            while not ended.is_set():
+                try:
+                    stranger.send(empty * 4096)
+                except BlockingIOError:
+                    time.sleep(1e-4)
+
+        with closing(UnixChannel(f"unix://{tmp_path}/friend")) as friend:
+            thread = threading.Thread(target=flood)
+            thread.start()
+            try:
+                came = channel.poll(1)
+                assert friend.send(channel.address, b"help")
+                assert channel.send(friend.address, b"coming")
+                most = len(came)
+                while Arrived(b"help") not in came:
+                    came = channel.poll(1)
+                    most = max(most, len(came))
+                assert most < 200_000
+                wait_for(friend, Arrived(b"coming"))
+            finally:
+                ended.set()
+                thread.join()
+
 
 class TestAddresses:
     @pytest.mark.parametrize("bind", ["", "/path", "unix:path", "unix://", "ipc:///path", "tcp://127.0.0.1:0"])
@@ -201,6 +295,49 @@ class TestAddresses:
             UnixChannel(bind)
         given_back(before)
 
+    @pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/\ud800"])
+    def test_a_path_that_cannot_be_is_no_address(self, channel: UnixChannel, path: str) -> None:
+        with pytest.raises(ConfigurationError, match="cannot be bound"):
+            UnixChannel(f"unix://{path}")
+        assert not channel.send(f"unix://{path}", b"lost")
+
+    def test_any_time_can_be_waited(self, channel: UnixChannel) -> None:
+        channel.wake()
+        assert not channel.poll(float("inf"))
+
+    def test_of_many_who_want_an_address_one_has_it(self, tmp_path: Path) -> None:
+        """And it can be reached there."""
+        for number in range(20):
+            address, start = f"unix://{tmp_path}/{number}", threading.Barrier(4)
+            made: list[UnixChannel] = []
+
+            def bind(address: str, made: list[UnixChannel], start: threading.Barrier) -> None:
+                start.wait()
+                with suppress(ConfigurationError):
+                    made.append(UnixChannel(address))
+
+            threads = [threading.Thread(target=bind, args=(address, made, start)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            (only,) = made
+            with closing(only):
+                assert only.send(address, b"to myself")
+                wait_for(only, Arrived(b"to myself"))
+
+    def test_who_has_stopped_accepting_is_still_there(self, tmp_path: Path) -> None:
+        path = tmp_path / "full"
+        with socket.socket(socket.AF_UNIX) as server, ExitStack() as callers:
+            server.bind(str(path))
+            server.listen(0)
+            for _ in range(3):
+                caller = callers.enter_context(socket.socket(socket.AF_UNIX))
+                caller.setblocking(False)
+                caller.connect_ex(str(path))
+            with pytest.raises(ConfigurationError, match="in use"):
+                UnixChannel(f"unix://{path}")
+
     def test_an_address_in_use_is_refused(self, channel: UnixChannel) -> None:
         with pytest.raises(ConfigurationError, match="in use"):
             UnixChannel(channel.address)
@@ -211,6 +348,16 @@ class TestAddresses:
 
 
 class TestNothingIsLeftBehind:
+    def test_the_file_of_a_successor_is_not_ours(self, tmp_path: Path) -> None:
+        """Somebody has removed ours."""
+        path = tmp_path / "inbox"
+        first = UnixChannel(f"unix://{path}")
+        path.unlink()
+        with closing(UnixChannel(f"unix://{path}")):
+            first.close()
+            assert path.exists()
+        assert not path.exists()
+
     def test_a_socket_file_is_its_owners_alone_and_goes_away(self, tmp_path: Path) -> None:
         path = tmp_path / "inbox"
         channel = UnixChannel(f"unix://{path}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Channel, base, fit_together
-from disagg_kv.endpoints import node
+from disagg_kv.endpoints import outbox
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool
@@ -101,7 +101,7 @@ def test_done_crosses_in_one_message_with_the_last_notice(strategy: str) -> None
 @pytest.mark.parametrize("most", [MAX_FRAME, 2048])
 def test_more_than_goes_together_leaves_by_several_messages(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """E14: what a message holds is bounded in frames and in bytes, whichever is reached first."""
-    for of in (base, node):
+    for of in (base, outbox):
         monkeypatch.setattr(of, "MAX_FRAME", most)
     rig = Rig(SPEC)
     sizes: list[int] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 
 import msgspec
@@ -191,6 +193,22 @@ def test_an_event_may_be_made_of_the_gpus_and_of_others(pair: Pair, cuda: FakeCu
     assert ticket not in pair.log.ended
     gpu.fire()
     pair.succeed(ticket)
+
+
+def test_an_event_lives_until_the_copies_that_wait_for_it_are_queued(pair: Pair, cuda: FakeCuda) -> None:
+    """C3: the driver's handle of one that nobody keeps is soon another event's."""
+    gpu, host = CudaFlag(cuda, 5), Flag()
+    lives = weakref.ref(gpu)
+    writes = batch(pair.local, pair.remote, [(0, 0, 100)])
+    ticket = pair.source.transport.submit(pair.peer, writes, after=All((gpu, host)))
+    del gpu
+    gc.collect()
+    assert lives() is not None
+    cuda.fired.add(5)
+    host.fired = True
+    pair.succeed(ticket)
+    gc.collect()
+    assert lives() is None
 
 
 def test_an_event_that_fails_ends_its_ticket_and_nothing_was_written(pair: Pair) -> None:
