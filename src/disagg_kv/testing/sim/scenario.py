@@ -314,7 +314,7 @@ def shape_of(block: int, number: int) -> Shape:
     row = slot_row_of(model)
     page = rng.choice((1, 2, 4, 4))
     slot = 256 * (1 + row * page // 256)
-    least, most = max(4, slot // row), max(8, 5 * slot // row)
+    least, most = max(4, slot // row), max(8, 4 * slot // row)
     rows = ROOMS[-1] * (16 + most)
 
     def split(one: One, page: int) -> Split:
