@@ -271,7 +271,7 @@ def gpu_transfer(found: Found) -> str:
     )
     settings = found["settings"]
     set_up = f"{settings['slots']} slots of {settings['slot_mib']} MiB, {settings['repeats']} repeats."
-    set_up += f" Rows are final {found['queued_ms']:g} ms after they are handed over."
+    set_up += f" Rows are final {found['queued_ms']:g} ms after they are handed over; beside `slice`, at once."
     lines = [f"{set_up} GPUs a rank: {found['ranks_per_gpu']}.", *_near(found["cases"])]
     head = ["case", "writes", "ms", "peer copies, ms", "share", "until all know", "wire phase"]
     return "\n\n".join(["\n".join(lines), table([head, *rows])])
