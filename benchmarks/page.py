@@ -266,6 +266,7 @@ def gpu_transfer(found: Found) -> str:
             f"{c['share']:.1%}",
             f"{c['share_until_known']:.1%}",
             f"{c['share_of_wire']:.1%}",
+            f"{c['host_us_per_gather']:,.0f}" if c["strategy"] == "staged" else "",
         ]
         for c in found["cases"]
     )
@@ -273,7 +274,7 @@ def gpu_transfer(found: Found) -> str:
     set_up = f"{settings['slots']} slots of {settings['slot_mib']} MiB, {settings['repeats']} repeats."
     set_up += f" Rows are final {found['queued_ms']:g} ms after they are handed over; beside `slice`, at once."
     lines = [f"{set_up} GPUs a rank: {found['ranks_per_gpu']}.", *_near(found["cases"])]
-    head = ["case", "writes", "ms", "peer copies, ms", "share", "until all know", "wire phase"]
+    head = ["case", "writes", "ms", "peer copies, ms", "share", "until all know", "wire phase", "host, us"]
     return "\n\n".join(["\n".join(lines), table([head, *rows])])
 
 
