@@ -37,6 +37,8 @@ def claimed(bind: str, path: Path) -> Iterator[None]:
             path.unlink()
         yield
     finally:
+        # Not by closing alone: a process that was forked meanwhile would keep it.
+        fcntl.flock(folder, fcntl.LOCK_UN)
         os.close(folder)
 
 

@@ -199,7 +199,7 @@ class UnixChannel:
         heard = self._hear(callers, came)
         broken = [link for link, flags in links if flags & ~select.EPOLLOUT and _is_broken(link)]
         # What a process has said before its end is here by now, perhaps from a connection that is new.
-        if broken and heard and self._hear([*self._accept(), *self._callers.values()], came):
+        if broken and heard and self._hear(self._everybody(), came):
             for link in broken:
                 self._lose(link)
         for link, flags in links:
@@ -262,7 +262,8 @@ class UnixChannel:
                 return
             except OSError:
                 # The process has no descriptor left, perhaps for long: who called waits, and so do we.
-                self._epoll.unregister(self._inbox)
+                if self._accepts_at is None:
+                    self._epoll.unregister(self._inbox)
                 self._accepts_at = time.monotonic() + RECONNECT_S[0]
                 return
             if not _ours(sock):
@@ -273,6 +274,11 @@ class UnixChannel:
             self._epoll.register(sock, select.EPOLLIN)
             caller = self._callers[sock.fileno()] = _Caller(sock)
             yield caller
+
+    def _everybody(self) -> list[_Caller]:
+        """Who calls just now, too."""
+        deque(self._accept(), maxlen=0)
+        return list(self._callers.values())
 
     def _hear(self, callers: Iterable[_Caller], came: list[News]) -> bool:
         """Take in whole messages, of everybody some; False: there is more, so nobody's end may be told yet."""

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from itertools import count
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 
 from ..errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
 from ..geometry import I32, Part
@@ -35,7 +35,19 @@ CHOICES = 4096
 ALIKE = 256
 """Choices that endpoints share, as they depend on values alone: those of a process that are split alike."""
 
-_chosen = lru_cache(ALIKE)(choose_path)
+
+@frozen
+class _Known:
+    """Paths, each equal to itself alone: nobody has to make one that can be compared."""
+
+    paths: tuple[Path, ...] = field(eq=lambda paths: tuple(map(id, paths)))
+
+
+@lru_cache(ALIKE)
+def _chosen(
+    path: str, known: _Known, allowed: Sequence[str], exposed: bool, pair: Pair, length: int, costs: CostModel
+) -> tuple[Path, str]:
+    return choose_path(path, known.paths, allowed, exposed, pair, length, costs)
 
 
 @frozen
@@ -194,7 +206,7 @@ class Ways:
         exposed = frame.tables is not None
         key = (remote.epoch, turn, frame.paths, exposed, length)
         if key not in self._choices:
-            chosen = _chosen(self._strategy.path, tuple(known), frame.paths, exposed, pair, length, self._costs)
+            chosen = _chosen(self._strategy.path, _Known(tuple(known)), frame.paths, exposed, pair, length, self._costs)
             self._choices[key] = chosen
             bound(self._choices, CHOICES)
         return self._choices[key]

@@ -30,7 +30,7 @@ BOXES = 1024
 ROOMS = 16
 """Rooms, by the rows that decode awaits of them, of which an intake with windows remembers its own for each."""
 
-CUTS = 128
+CUTS = 32
 """Boxes of which an intake remembers the segments: those that paths are compared for, and those of chunks."""
 
 _same = attrs.cmp_using(eq=np.array_equal)

@@ -284,11 +284,11 @@ class SendRoom:
         return [f for f in self.flows.values() if f.plan is not None and f.state is Sending.MOVING]
 
     def check_integrity(self, since: float = -inf) -> None:
-        """Raise AssertionError if the accounts contradict each other; of flows that took an event ``since`` then."""
+        """Raise AssertionError if the accounts contradict each other: of flows that write or had an event ``since``."""
         assert self.reads >= 0
         assert not (self.done and self.error is not None)
         for flow in self.flows.values():
-            if flow.now >= since:
+            if flow.now >= since or flow.busy:
                 flow.check_integrity()
 
 

@@ -13,13 +13,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
-from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, Opened, Rejected, UnixChannel
+from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, Closed, Denied, News, Opened, Rejected, UnixChannel
 from disagg_kv.channels.unix import RECONNECT_S
 from disagg_kv.errors import ConfigurationError
 from tests.support.channels import child_inbox, read_line, wait_for
@@ -122,6 +122,26 @@ class TestAnotherProcess:
             assert not channel.poll(0)
             other.close()
         assert wait_for(channel, Closed(address)) == [Arrived(b"last words"), Closed(address)]
+
+    def test_who_calls_and_ends_without_a_word_while_another_ends_is_no_matter(
+        self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is accepted in the middle of a poll, and hung up there."""
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            assert channel.send(other.address, b"hello")
+            assert other.send(channel.address, b"first")
+            wait_for(channel, Opened(other.address), Arrived(b"first"))
+            hear = channel._hear
+
+            def meanwhile(callers: Iterable[object], came: list[News]) -> bool:
+                monkeypatch.setattr(channel, "_hear", hear)
+                with socket.socket(socket.AF_UNIX) as caller:
+                    caller.connect(channel.address.removeprefix("unix://"))
+                return hear(callers, came)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(channel, "_hear", meanwhile)
+            assert other.send(channel.address, b"last words")
+        assert list(channel.poll(1)) == [Arrived(b"last words"), Closed(other.address)]
 
     def test_a_moment_without_memory_loses_nothing(
         self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -392,6 +412,28 @@ class TestNothingIsLeftBehind:
             wait_for(left, Arrived(b"and back"))
             assert left.send(f"unix://{tmp_path}/nobody", b"nobody")
         given_back(before)
+
+    def test_without_descriptors_an_end_is_told_and_words_are_heard(self, channel: UnixChannel, tmp_path: Path) -> None:
+        """E9: somebody calls in the same moment, and nobody can be accepted."""
+        with ExitStack() as stack:
+            leaving, friend = (
+                stack.enter_context(closing(UnixChannel(f"unix://{tmp_path}/{name}"))) for name in ("a", "b")
+            )
+            assert channel.send(leaving.address, b"hello")
+            assert friend.send(channel.address, b"first")
+            wait_for(channel, Opened(leaving.address), Arrived(b"first"))
+            caller = stack.enter_context(socket.socket(socket.AF_UNIX))
+            leaving.close()
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with open(os.devnull) as file:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno(), hard))
+            try:
+                caller.connect(channel.address.removeprefix("unix://"))
+                assert friend.send(channel.address, b"words")
+                assert wait_for(channel, Closed(leaving.address)) == [Arrived(b"words"), Closed(leaving.address)]
+                assert not channel.poll(0.2)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     def test_without_descriptors_nobody_is_lost(self, channel: UnixChannel, tmp_path: Path) -> None:
         """E9: who calls waits until there are some again, and so does who wants to call."""

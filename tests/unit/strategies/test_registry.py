@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
 from disagg_kv.errors import ConfigurationError, UnknownNameError
+from disagg_kv.geometry import CacheSpec
 from disagg_kv.planning import Groups, LayerRun
 from disagg_kv.strategies import AUTO, StagedPath, Strategy, paths, register, registry, schedules, strategy
+from tests.support.rig import Rig, tp_shards
+
+SPEC = CacheSpec.kv(4, 4, 8, "float16")
 
 
 class Courier(StagedPath):
     """Somebody else's path."""
 
     name = "courier"
+
+
+@dataclass
+class Blocks(StagedPath):
+    """Another, of a kind that has no hash."""
+
+    name: str = "blocks"
+    block: int = 4
 
 
 class PairsOfLayers:
@@ -125,3 +138,12 @@ def test_installed_packages(monkeypatch: pytest.MonkeyPatch, name: str, value: s
     else:
         with pytest.raises(ConfigurationError, match=problem):
             paths()
+
+
+def test_a_path_need_not_have_a_hash() -> None:
+    """Choices are remembered by which paths there are, not by what they are made of."""
+    register(Blocks())
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="blocks")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="blocks")
+    rig.request("room", prefills, decodes, 23).start(23).landed()
