@@ -272,7 +272,8 @@ def gpu_transfer(found: Found) -> str:
     )
     settings = found["settings"]
     set_up = f"{settings['slots']} slots of {settings['slot_mib']} MiB, {settings['repeats']} repeats."
-    set_up += f" Rows are final {found['queued_ms']:g} ms after they are handed over; beside `slice`, at once."
+    at_once = "; beside `slice`, at once" if any(c["strategy"] == "slice" for c in found["cases"]) else ""
+    set_up += f" Rows are final {found['queued_ms']:g} ms after they are handed over{at_once}."
     lines = [f"{set_up} GPUs a rank: {found['ranks_per_gpu']}.", *_near(found["cases"])]
     head = ["case", "writes", "ms", "peer copies, ms", "share", "until all know", "wire phase", "host, us"]
     return "\n\n".join(["\n".join(lines), table([head, *rows])])
@@ -397,6 +398,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "simulation.json": simulation,
     "h200_kernels.json": gpu_kernels,
     "h200_transfer.json": gpu_transfer,
+    "h200_transfer_again.json": gpu_transfer,
     "h200_transfer.json, two paths": gpu_paths,
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
