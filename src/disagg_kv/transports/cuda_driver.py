@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 
 import numpy as np
@@ -65,8 +66,8 @@ class _Attributes(ctypes.Structure):
     )
 
 
-class _Context:
-    """A device's primary context, which is the calling thread's inside ``with``; afterwards what was."""
+class _Context(AbstractContextManager[None]):
+    """See :meth:`Driver.current`."""
 
     def __init__(self, driver: Driver, context: ctypes.c_void_p) -> None:
         self._driver = driver
@@ -128,7 +129,8 @@ class Driver:
         self._library.cuGetErrorName(status, ctypes.byref(word))
         return (word.value or b"unknown error").decode()
 
-    def _on(self, device: int) -> _Context:
+    def current(self, device: int) -> AbstractContextManager[None]:
+        """A device's primary context is the calling thread's inside ``with``; afterwards what was."""
         with self._lock:
             if device not in self._contexts:
                 ordinal, context = ctypes.c_int(), ctypes.c_void_p()
@@ -140,21 +142,21 @@ class Driver:
     def segment(self, device: int, addr: int) -> tuple[int, int]:
         """See :meth:`Cuda.segment`."""
         base, nbytes = _Pointer(), ctypes.c_size_t()
-        with self._on(device):
+        with self.current(device):
             self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), _Pointer(addr))
         return base.value, nbytes.value
 
     def shareable(self, device: int, addr: int) -> bool:
         """See :meth:`Cuda.shareable`."""
         found = ctypes.c_int()
-        with self._on(device):
+        with self.current(device):
             self.call("cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_IPC_CAPABLE), _Pointer(addr))
         return bool(found.value)
 
     def export(self, device: int, addr: int) -> bytes:
         """See :meth:`Cuda.export`."""
         handle = _Handle()
-        with self._on(device):
+        with self.current(device):
             self.call("cuIpcGetMemHandle", ctypes.byref(handle), _Pointer(addr))
         return bytes(handle)
 
@@ -163,26 +165,26 @@ class Driver:
         if len(handle) != ctypes.sizeof(_Handle):
             raise TransportError(f"cuda: a handle of {len(handle)} bytes, not {ctypes.sizeof(_Handle)}")
         addr = _Pointer()
-        with self._on(device):
+        with self.current(device):
             given = _Handle.from_buffer_copy(handle)
             self.call("cuIpcOpenMemHandle_v2", ctypes.byref(addr), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return addr.value
 
     def close(self, device: int, addr: int) -> None:
         """See :meth:`Cuda.close`."""
-        with self._on(device):
+        with self.current(device):
             self.call("cuIpcCloseMemHandle", _Pointer(addr))
 
     def stream(self, device: int) -> Stream:
         """See :meth:`Cuda.stream`."""
         made = ctypes.c_void_p()
-        with self._on(device):
+        with self.current(device):
             self.call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
         return Stream(made.value or 0)
 
     def end(self, device: int, stream: Stream) -> None:
         """See :meth:`Cuda.end`."""
-        with self._on(device):
+        with self.current(device):
             self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
 
     def copy(
@@ -190,7 +192,7 @@ class Driver:
     ) -> Mark:
         """See :meth:`Cuda.copy`."""
         queue, library = ctypes.c_void_p(stream), self._quick if len(nbytes) <= FEW else self._library
-        with self._on(device):
+        with self.current(device):
             for event in after:
                 self.call("cuStreamWaitEvent", queue, ctypes.c_void_p(event), ctypes.c_uint(0))
             if self._batches and len(nbytes) > 1:

@@ -91,6 +91,7 @@ class NixlTransport:
     name = "nixl"
     caps = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
+        waits_events=True,
         notifies=True,
         detects_peer_death=True,
         late_writes=True,
@@ -214,12 +215,13 @@ class NixlTransport:
             self._worker.forget(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; posts a small batch if nothing else is under way, and queues others."""
+        """See :meth:`Transport.submit`; describes a small batch at once, and posts it once its event has happened.
+
+        A large one is left to the thread, and so is any while the thread is busy.
+        """
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"nixl: no peer {peer.hex()}")
-        if after is not None:
-            raise TransportError("nixl does not wait for events: wait first")
         parts = single(writes, self._table.extents, remote.extents, self._devices, remote.devices)
         if parts is None:
             source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
@@ -229,11 +231,13 @@ class NixlTransport:
         self._unquiet.add(ticket)
         self._table.hold(ticket, writes)
         nbytes = writes.nbytes.item(0) if len(writes) == 1 else writes.total()
-        self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes))
+        self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes, after))
         return ticket
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
-        """See :meth:`Transport.poll`."""
+        """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
+        if not self._closed:
+            self._worker.look()
         told = [self._told.popleft() for _ in range(len(self._told))]
         for event in told:
             if isinstance(event, Settled) or (isinstance(event, Ended) and event.quiesced):

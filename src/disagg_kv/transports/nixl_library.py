@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NewType
 
@@ -241,20 +241,19 @@ class Agent:
 
     def prepare(self, name: str, part: Part, notify: bytes) -> Handle:
         """Describe a write; nothing is read or written yet. ``notify`` reaches the peer after it; empty: nothing."""
-        with _Mapped(f"peer {name}: {len(part.local)} writes"):
-            _use(part.here)
+        with _Mapped(f"peer {name}: {len(part.local)} writes"), _on(part.here):
             local = self._agent.get_xfer_descs(part.local, _KINDS[part.here[0]])
             remote = self._agent.get_xfer_descs(part.remote, _KINDS[part.there[0]])
             return Handle(self._agent.initialize_xfer("WRITE", local, remote, name, notify))
 
-    def post(self, name: str, handle: Handle) -> bool:
-        """Begin the write, and often finish it: copies are made in this call. True: done."""
-        with _Mapped(f"peer {name}: post"):
+    def post(self, name: str, handle: Handle, here: Place) -> bool:
+        """Begin the write, and often finish it: copies are made in this call, unless a GPU makes them. True: done."""
+        with _Mapped(f"peer {name}: post"), _on(here):
             return _is_done(self._agent.transfer(handle))
 
-    def done(self, name: str, handle: Handle) -> bool:
+    def done(self, name: str, handle: Handle, here: Place) -> bool:
         """Whether a posted write is done; also what moves it on."""
-        with _Mapped(f"peer {name}: write"):
+        with _Mapped(f"peer {name}: write"), _on(here):
             return _is_done(self._agent.check_xfer_state(handle))
 
     def release(self, handle: Handle) -> None:
@@ -285,6 +284,14 @@ def _use(device: Place) -> None:
     """Make a CUDA device current in the calling thread: threads begin with device 0. Nothing for CPU memory."""
     if device[0] == "cuda":
         torch.cuda.set_device(device[1])
+
+
+_NOWHERE = nullcontext()
+
+
+def _on(device: Place) -> AbstractContextManager[None]:
+    """The same for a moment, in a thread that may be anybody's."""
+    return driver().current(device[1]) if device[0] == "cuda" else _NOWHERE
 
 
 def check_shareable(buffer: Buffer) -> None:

@@ -21,11 +21,12 @@ from typing import TypeVar
 
 from attrs import define, field
 
-from ..errors import PeerLostError, TransportError
+from ..errors import DisaggKVError, PeerLostError, TransportError
 from ..ids import Peer, Ticket
+from ..memory import Event
 from .base import Ended, Heard, Settled
 from .mailbox import Mailbox
-from .nixl_library import Agent, Handle, Part
+from .nixl_library import Agent, Handle, Part, Place
 from .process import Watch
 
 log = logging.getLogger("disagg_kv")
@@ -46,7 +47,8 @@ GRACE_S = 0.2
 """How long after the observed exit of a process the writes to it that failed are given up as quiet."""
 
 SMALL_BYTES, SMALL_WRITES = 1 << 24, 32
-"""Up to here a batch is posted by the thread that submits it, if nothing else is under way."""
+"""Up to here a batch is posted by the thread that submits it, if nothing else is under way: that takes no longer than
+to wake this one. A GPU copies by itself, so that bytes do not count there."""
 
 STALLED_S = 10.0
 """A write that has been under way for so long is told in the log, once: until a deadline nothing else shows it."""
@@ -85,7 +87,8 @@ class Job:
         notify: what the peer hears after all of it.
         sources: keeps the memory that is read alive.
         nbytes: of all parts.
-        handle: of the part in flight.
+        after: when the sources are final; None: now, or it has happened.
+        handle: of the part that is in flight, or described and waits for ``after``.
         warn_at: when it has been under way for too long; None: the thread has not seen it yet.
     """
 
@@ -95,28 +98,41 @@ class Job:
     notify: bytes | None
     sources: object
     nbytes: int
+    after: Event | None = None
     handle: Handle | None = None
     warn_at: float | None = None
 
+    @property
+    def here(self) -> Place:
+        """Where the sources of the next part are."""
+        return self.parts[0].here
+
     def small(self) -> bool:
-        """Whether posting it takes no longer than waking a thread; with CUDA, it would also change the device."""
-        return self.nbytes <= SMALL_BYTES and all(
-            part.here[0] == "cpu" == part.there[0] and len(part.local) <= SMALL_WRITES for part in self.parts
-        )
+        """Whether to post it, and to see it through, takes no longer than to wake a thread."""
+        kinds = {kind for part in self.parts for kind in (part.here[0], part.there[0])}
+        few = all(len(part.local) <= SMALL_WRITES for part in self.parts)
+        return few and (kinds == {"cuda"} or (kinds == {"cpu"} and self.nbytes <= SMALL_BYTES))
 
 
 @define(eq=False)
 class _Open:
-    """What is not quiet: jobs in flight, and jobs that failed while the library may still read their memory."""
+    """Jobs that have not ended, and those that failed while the library may still read their memory.
 
+    Args:
+        waiting: described, until their sources are final.
+        flying: posted.
+        failed: not known to be quiet.
+    """
+
+    waiting: list[Job] = field(factory=list)
     flying: list[Job] = field(factory=list)
     failed: list[Job] = field(factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.flying or self.failed)
+        return bool(self.waiting or self.flying or self.failed)
 
     def of(self, peer: Peer) -> bool:
-        return any(job.peer == peer for job in (*self.flying, *self.failed))
+        return any(job.peer == peer for job in (*self.waiting, *self.flying, *self.failed))
 
 
 class Worker:
@@ -180,10 +196,18 @@ class Worker:
                 self._begin(job)
             finally:
                 self._lock.release()
-            if job.handle is not None:
+            if job.handle is not None and job.here[0] == "cpu":
                 self._commands.put(self._advance_all)
         else:
             self._commands.put(partial(self._begin, job))
+
+    def look(self) -> None:
+        """Move jobs on in the caller's thread, which is awake; without waiting, and nothing that copies for long."""
+        if (self._open.waiting or self._open.flying) and self._lock.acquire(blocking=False):
+            try:
+                self._turn(self._advance_small)
+            finally:
+                self._lock.release()
 
     def forget(self, peer: Peer) -> None:
         """Forget a peer once its jobs are quiet."""
@@ -212,21 +236,23 @@ class Worker:
             # Whoever posts just now moves the library on as well, and must not have to wait for this thread afterwards.
             if self._lock.acquire(blocking=command is not None):
                 try:
-                    self._turn(command)
+                    if command is not None:
+                        self._turn(command)
+                    self._turn(self._progress)
                 finally:
                     self._lock.release()
         with self._lock:
+            for job in tuple(self._open.waiting):
+                self._drop(job, TransportError("nixl: closed before the event that the write waited for"))
             if self._open:
                 # The library may still read the memory, and would crash if its handles were collected at exit.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._open)))
             del self._agent
 
-    def _turn(self, command: Callable[[], object] | None) -> None:
+    def _turn(self, act: Callable[[], object]) -> None:
         """What nobody foresaw ends the writes that it may have hit, and never this thread: others wait for it."""
         try:
-            if command is not None:
-                command()
-            self._progress()
+            act()
         except Exception as error:
             log.exception("nixl: an error that was not foreseen; the writes in flight have failed")
             for job in tuple(self._open.flying):
@@ -271,8 +297,23 @@ class Worker:
                 _warn(job, now)
 
     def _advance_all(self) -> None:
+        for job in tuple(self._open.waiting):
+            if self._due(job):
+                self._post(job)
         for job in tuple(self._open.flying):
             self._advance(job)
+
+    def _advance_small(self) -> None:
+        """What a caller does: a large write of CPU memory would be copied by whoever looks, so that it must not."""
+        for job in tuple(self._open.waiting):
+            if self._due(job):
+                if job.small():
+                    self._post(job)
+                elif self._commands.empty():
+                    self._commands.put(self._advance_all)
+        if all(job.small() for job in self._open.flying):
+            for job in tuple(self._open.flying):
+                self._advance(job)
 
     def _hear(self) -> None:
         # A peer's end shows where it is written to; it is no reason not to hear the others.
@@ -304,10 +345,43 @@ class Worker:
         except (TransportError, PeerLostError) as error:
             self._told.append(Ended(job.ticket, error))
             return
+        self._open.waiting.append(job)
+        if self._due(job):
+            self._post(job)
+
+    def _due(self, job: Job) -> bool:
+        """Whether a job that waits may be posted now; one that never may ends here."""
+        link = self._links.get(job.peer)
+        try:
+            if link is not None and link.lost:
+                raise PeerLostError(f"nixl: peer {link.name} is lost")
+            if job.after is not None and not job.after.query():
+                return False
+        except Exception as error:
+            # An event may be somebody else's code.
+            self._drop(job, error)
+            return False
+        job.after = None
+        return True
+
+    def _drop(self, job: Job, error: Exception) -> None:
+        """End a job of which nothing was posted."""
+        self._open.waiting.remove(job)
+        self._released(job)
+        if not isinstance(error, DisaggKVError):
+            failed = TransportError(f"nixl: ticket {job.ticket}: {error}")
+            failed.__cause__ = error
+            error = failed
+        self._told.append(Ended(job.ticket, error))
+
+    def _post(self, job: Job) -> None:
+        assert job.handle is not None
+        name = job.peer.hex()
+        self._open.waiting.remove(job)
         self._open.flying.append(job)
         try:
             # The bytes of a large write have been copied by then too, and to see it takes another look.
-            done = self._agent.post(name, job.handle) or self._agent.done(name, job.handle)
+            done = self._agent.post(name, job.handle, job.here) or self._agent.done(name, job.handle, job.here)
         except (TransportError, PeerLostError) as error:
             self._fail(job, error)
         else:
@@ -319,7 +393,7 @@ class Worker:
     def _advance(self, job: Job) -> None:
         assert job.handle is not None
         try:
-            done = self._agent.done(job.peer.hex(), job.handle)
+            done = self._agent.done(job.peer.hex(), job.handle, job.here)
         except (TransportError, PeerLostError) as error:
             self._fail(job, error)
             return
@@ -363,7 +437,7 @@ class Worker:
         link = self._links.get(job.peer)
         exited = link is not None and link.exited_at is not None and now >= link.exited_at + GRACE_S
         try:
-            quiet = self._agent.done(job.peer.hex(), job.handle)
+            quiet = self._agent.done(job.peer.hex(), job.handle, job.here)
         except (TransportError, PeerLostError):
             quiet = exited
         if quiet and self._released(job):
