@@ -70,7 +70,14 @@ class MooncakeTransport:
     """
 
     name = "mooncake"
-    caps = Capabilities(detects_peer_death=True, late_writes=True, drain_s=30.0, write_s=6e-5, bytes_per_s=1.2e9)
+    caps = Capabilities(
+        waits_events=True,
+        detects_peer_death=True,
+        late_writes=True,
+        drain_s=30.0,
+        write_s=6e-5,
+        bytes_per_s=1.2e9,
+    )
 
     def __init__(
         self,
@@ -117,7 +124,7 @@ class MooncakeTransport:
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
         self._lanes = Lanes(workers, "mooncake")
-        self._singles = Singles(self._shared, self._lanes, clock) if engine.begins else None
+        self._singles = Singles(self._shared, self._lanes, clock, protocol == "nvlink_intra") if engine.begins else None
         weakref.finalize(self, self._lanes.stop)
         self._clock = clock
         self._look_at = clock()
@@ -126,6 +133,7 @@ class MooncakeTransport:
         self._sessions: dict[str, Peer] = {}
         self._tickets = count(1)
         self._flights: dict[Ticket, Flight] = {}
+        self._waiting: list[tuple[Event, Flight]] = []
         self._unquiet: dict[Ticket, Remote] = {}
         self._events: list[Ended | Settled | Heard] = []
 
@@ -196,12 +204,12 @@ class MooncakeTransport:
         self._peers.pop(peer, None)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; never blocks."""
+        """See :meth:`Transport.submit`; never blocks. :meth:`poll` sees that ``after`` has happened."""
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"mooncake: no peer {peer.hex()}")
-        if notify is not None or after is not None:
-            raise TransportError("mooncake neither carries notifications nor waits for events")
+        if notify is not None:
+            raise TransportError("mooncake carries no notifications")
         devices = [(i, b.device) for i, b in self._table.items()] if "cuda" in self.caps.devices else ()
         calls = cut(writes, self._table.extents, remote.extents, devices)
         ticket = Ticket(next(self._tickets))
@@ -212,11 +220,33 @@ class MooncakeTransport:
         else:
             self._table.hold(ticket, writes)
             flight = self._flights[ticket] = Flight(ticket, remote, calls, self._shared)
-            if self._singles is not None and self._singles.takes(flight):
-                self._singles.put(flight)
+            if after is None:
+                self._begin(flight)
             else:
-                self._lanes.put(peer, flight.step)
+                self._waiting.append((after, flight))
+                self._begin_due()
         return ticket
+
+    def _begin(self, flight: Flight) -> None:
+        if self._singles is not None and self._singles.takes(flight):
+            self._singles.put(flight)
+        else:
+            self._lanes.put(flight.remote.peer, flight.step)
+
+    def _begin_due(self) -> None:
+        """Begin what has waited for an event that has happened; one that never will, ends."""
+        waiting, self._waiting = self._waiting, []
+        for after, flight in waiting:
+            try:
+                if flight.remote.lost or after.query():
+                    self._begin(flight)
+                else:
+                    self._waiting.append((after, flight))
+            except Exception as error:
+                # An event may be somebody else's code.
+                failed = TransportError(f"{flight.remote}: ticket {flight.ticket}: its event: {error}")
+                failed.__cause__ = error
+                self._end(flight, Ended(flight.ticket, failed))
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
@@ -263,13 +293,16 @@ class MooncakeTransport:
         self._table.clear()
         self._peers.clear()
         self._flights.clear()
+        self._waiting.clear()
         self._unquiet.clear()
         return left
 
     def _drain(self, drain_s: float) -> None:
         until = time.monotonic() + drain_s
-        while self._singles is not None and self._singles.flying() and time.monotonic() < until:
-            self._singles.look()
+        while (self._waiting or (self._singles is not None and self._singles.flying())) and time.monotonic() < until:
+            self._begin_due()
+            if self._singles is not None:
+                self._singles.look()
             time.sleep(PAUSE_S)
         self._lanes.drain(until - time.monotonic())
 
@@ -293,7 +326,9 @@ class MooncakeTransport:
             )
 
     def _collect(self) -> bool:
-        """Take over what has ended; False: nothing."""
+        """Begin what need not wait any more, and take over what has ended; False: nothing has."""
+        if self._waiting and self._shared.engine is not None:
+            self._begin_due()
         if self._singles is not None and self._shared.engine is not None:
             self._singles.look()
         results = self._shared.results

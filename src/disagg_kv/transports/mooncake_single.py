@@ -1,20 +1,25 @@
-"""Writes of one range over tcp, begun and looked at by whoever calls the transport: no thread is woken for them.
+"""Writes of one range, begun and looked at by whoever calls the transport: no thread is woken for them.
 
-The library's tcp begins a write without blocking, a frozen peer's as well, and tells how it is without blocking; not
-while it meets a peer, so that workers make all writes then. Its
-blocking call would do the same and spin on a core meanwhile, which the threads that move the bytes need.
+The library begins a write without blocking, over tcp a frozen peer's as well, and tells how it is without blocking; not
+while it meets a peer, so that workers make all writes then. Its blocking call would do the same and spin on a core
+meanwhile, which over tcp the threads that move the bytes need.
+
+Between GPUs the library gives each thread a stream for each device, and takes a write for done when all of its stream
+is: the caller has one such write at a time, and workers make those that come meanwhile, on streams of their own.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from attrs import define
 
 from ..ids import Peer, Ticket
 from .base import Ended, Settled
+from .cuda_driver import driver
 from .mooncake_flight import Flight, One, Shared
 from .mooncake_lanes import Lanes
 
@@ -43,12 +48,14 @@ class Singles:
         shared: with the transport.
         lanes: what may block is left to them.
         clock: seconds that never go back.
+        gpus: they go between GPUs; else GPU memory, which tcp copies to the host first, is left to the workers.
     """
 
-    def __init__(self, shared: Shared, lanes: Lanes, clock: Callable[[], float]) -> None:
+    def __init__(self, shared: Shared, lanes: Lanes, clock: Callable[[], float], gpus: bool) -> None:
         self._shared = shared
         self._lanes = lanes
         self._clock = clock
+        self._gpus = gpus
         self._posted: list[_Posted] = []
         self._waiting: dict[Peer, deque[Flight]] = {}
 
@@ -58,7 +65,9 @@ class Singles:
         shared.greeting[:] = [thread for thread in shared.greeting if thread.is_alive()]
         if shared.greeting or len(calls) != 1 or remote.suspect or remote.gone or remote.lost:
             return False
-        return isinstance(calls[0], One) and calls[0].device is None
+        if self._gpus and self._posted:
+            return False
+        return isinstance(calls[0], One) and (self._gpus or calls[0].device is None)
 
     def put(self, flight: Flight) -> None:
         """Begin it, or let it wait for those before it."""
@@ -98,7 +107,8 @@ class Singles:
             call = flight.calls.popleft()
             assert isinstance(call, One)
             flight.posting = True
-            batch = engine.begin(flight.remote.address.session, call.source, call.target, call.nbytes)
+            with nullcontext() if call.device is None else driver().current(call.device):
+                batch = engine.begin(flight.remote.address.session, call.source, call.target, call.nbytes)
             one = _Posted(flight, call, batch, self._clock())
             self._note(one, engine.status(batch) if batch else _FAILED, one.began)
         if not waiting:
