@@ -52,20 +52,22 @@ class Report:
     ended: float | None = None
     _flying: int = field(default=0, init=False, repr=False)
     _since: float = field(default=0.0, init=False, repr=False)
+    _over: float = field(default=0.0, init=False, repr=False)
 
     def spend(self, phase: str, seconds: float) -> None:
         """Add to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def write_begins(self, now: float) -> None:
-        """A write is in flight from now on."""
+        """A write is in flight from ``now`` on, which may be told late: no time counts twice."""
         if not self._flying:
-            self._since = now
+            self._since = max(now, self._over)
         self._flying += 1
 
     def write_ends(self, now: float) -> None:
         """One that began has ended."""
         self._flying -= 1
+        self._over = now
         if not self._flying:
             self.spend("wire", now - self._since)
 

@@ -17,7 +17,7 @@ from ..planning import Segment, StagedLayout, Writes
 from ..protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ..staging import ALIGNMENT
 from ..transports import Ended, Settled, Transport
-from .ahead import Ahead, Foreseen, Planned
+from .ahead import Ahead, Foreseen, Places, Planned
 from .base import Report
 from .verifying import Summing, layer_sums
 
@@ -194,7 +194,7 @@ class Mover:
         self._posts: dict[Ticket, _Post] = {}
         self._number = 0
         self._looked = clock()
-        self.ahead = Ahead(pool, kernels, staging, rooms.plan, rooms.count)
+        self.ahead = Ahead(pool, kernels, staging, slot_bytes, rooms.plan, rooms.count)
 
     @property
     def quota(self) -> int:
@@ -305,36 +305,31 @@ class Mover:
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
         self._rooms.reading(room, 1)
         loads: list[tuple[Transfer, Load, int]] = []
-        places: dict[Hashable, int] = {}
-        foreseen: list[Foreseen | None] = []
-        used = 0
-        for transfer in self._same(room, first):
+        places = Places()
+        foreseen = self.ahead.gather(room, first.segment)
+        for transfer in self._same(room, first, foreseen):
             share = self._rooms.sharing(room, transfer)
-            need = 0 if share in places else -(-transfer.nbytes // ALIGNMENT) * ALIGNMENT
-            if self._full(transfer.to) or (places and used + need > self._slot_bytes):
+            if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slot_bytes):
                 continue
             del self._queue[(room, transfer.to, transfer.segment)]
-            known = self.ahead.take(room, transfer)
-            load = self._rooms.begin(room, transfer, None if known is None else known.planned)
-            if known is not None and (load is None or load.tables is not known.planned.tables):
+            planned = self.ahead.take(room, transfer)
+            load = self._rooms.begin(room, transfer, planned)
+            if planned is not None and (load is None or load.tables is not planned.tables):
                 # Its pages were taken away meanwhile, or it has become void.
-                self.ahead.drop(known)
-                known = None
-            foreseen.append(known)
+                self.ahead.drop(foreseen)
             if load is not None:
-                places.setdefault(share, used)
-                used += need
-                loads.append((transfer, load, places[share]))
+                loads.append((transfer, load, places.add(share, transfer.nbytes)))
         if loads:
             self._gather(room, slot, loads, foreseen)
         else:
             self._rooms.reading(room, -1)
-        # What is left was prepared for a gather that is another one now.
-        for known in foreseen:
-            self.ahead.drop(known)
+        # Unless it is launched by now, it was prepared for a gather that is another one now.
+        self.ahead.drop(foreseen)
 
-    def _same(self, room: RoomKey, first: Transfer) -> list[Transfer]:
-        return [t for (r, _, s), t in self._queue.items() if r == room and s == first.segment and t.offset is not None]
+    def _same(self, room: RoomKey, first: Transfer, foreseen: Foreseen | None) -> list[Transfer]:
+        """Queued transfers of one segment, in the order that is prepared."""
+        same = [t for (r, _, s), t in self._queue.items() if r == room and s == first.segment and t.offset is not None]
+        return same if foreseen is None or len(same) == 1 else sorted(same, key=foreseen.order)
 
     def _full(self, to: Epoch) -> bool:
         """One destination pins at most a quarter of the slots; of one gather it gets one post at most."""
@@ -345,9 +340,9 @@ class Mover:
         room: RoomKey,
         slot: _Slot,
         loads: list[tuple[Transfer, Load, int]],
-        foreseen: list[Foreseen | None],
+        foreseen: Foreseen | None,
     ) -> None:
-        """Those ``foreseen`` are of these loads, or of transfers that have become void; what is launched is taken."""
+        """``foreseen`` is launched if it is a gather of exactly these, and good still."""
         moves: dict[int, Move] = {}
         posts: list[tuple[_Post, Writes]] = []
         summed: list[tuple[_Post, Load, int]] = []
@@ -364,10 +359,9 @@ class Mover:
             # First: once a gather is under way its slot is not free before it has ended.
             self._sum(summed)
             started = self._clock()
-            known = foreseen[0] if len(foreseen) == 1 else None
-            if known is not None and known.gather is not None:
-                foreseen.clear()
-                event = known.gather.launch(slot.offset, after)
+            exact = foreseen is not None and foreseen.members == [(transfer, place) for transfer, _, place in loads]
+            if foreseen is not None and exact and not foreseen.over:
+                event = foreseen.launch(slot.offset, after)
             else:
                 event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
         except Exception as exc:

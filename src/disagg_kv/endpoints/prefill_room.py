@@ -52,5 +52,5 @@ class PrefillRoom:
         planned = None if tables is None else plan(self.ways[transfer.to], transfer, tables)
         if tables is None or not isinstance(planned, StagedLayout):
             return None
-        alone = sum(flow.has(segment) for flow in self.machine.flows.values()) == 1
-        return Planned(planned, tables, alone, clock() - started)
+        destinations = sum(flow.has(segment) for flow in self.machine.flows.values())
+        return Planned(planned, tables, self.ways[transfer.to].share, destinations, clock() - started)

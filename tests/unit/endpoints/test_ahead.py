@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from disagg_kv.endpoints.ahead import Ahead
@@ -59,17 +62,86 @@ def test_gathers_are_prepared_when_granted_and_launched_when_their_rows_are_ther
     rig.quiet()
 
 
-def test_one_gather_for_several_destinations_is_not_prepared_but_planned() -> None:
+def test_one_gather_for_several_destinations_is_prepared_for_all_of_them() -> None:
     """A8: destinations granted by then are served by one gather."""
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
-    assert not kernels.held
-    assert len(ahead(rig).foreseen) == 2
+    assert len(kernels.held) == 1
     event.fired = True
     request.landed()
-    assert kernels.gathers == [2]
+    assert kernels.launched == [2]
+    assert not kernels.gathers
+    assert not kernels.held
+    rig.quiet()
+
+
+def test_destinations_of_the_same_bytes_are_prepared_as_one() -> None:
+    """A8: ranks that keep the same heads get what is gathered once."""
+    kernels, event = PreparingKernels(), Flag()
+    rig, memory = Rig(SPEC), Memory(page_size=8)
+    rig.prefill(
+        tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=2 * ROWS * ROW_BYTES, slots=64,
+        kernels=kernels,
+    )  # fmt: skip
+    rig.decode(tp_shards(SPEC, 8), memory=memory, strategy="staged", ring_bytes=1 << 17)
+    request = granted(rig, event)
+    rig.until(lambda: bool(kernels.held), "what is prepared for all eight")
+    event.fired = True
+    request.landed()
+    assert kernels.launched == [4]
+    assert not kernels.gathers
+    rig.quiet()
+
+
+def test_what_fills_more_than_a_slot_is_planned_alone() -> None:
+    """Two destinations, each of whose parts takes a whole slot."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels, decode=2, rows=ROWS // 2)
+    request = granted(rig, event)
+    assert not kernels.held
+    assert sum(map(len, ahead(rig).planned.values())) == 2
+    event.fired = True
+    request.landed()
+    assert kernels.gathers == [1, 1]
     assert not kernels.launched
+    rig.quiet()
+
+
+def test_what_was_prepared_for_all_is_not_launched_for_some() -> None:
+    """Whoever is full is served later; the others' gather is another one then, whichever was prepared."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels, decode=2, rows=2 * ROWS)
+    request = granted(rig, event)
+    mover = rig.prefills[0].endpoint._mover
+    other = rig.decodes[1].endpoint._node.me.epoch
+    mover._full = lambda to: to == other  # type: ignore[method-assign]
+    event.fired = True
+    rig.wait(1.0)
+    assert kernels.gathers == [1]
+    assert not kernels.held
+    mover._full = lambda to: False  # type: ignore[method-assign]
+    request.landed()
+    assert kernels.gathers == [1, 1]
+    assert not kernels.launched
+    rig.quiet()
+
+
+def test_what_is_prepared_goes_where_it_was_prepared_to_whichever_rows_are_handed_over_first() -> None:
+    """Places depend on an order, which is the one that was prepared."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels, decode=2, rows=2 * ROWS)
+    request = granted(rig, event)
+    mover = rig.prefills[0].endpoint._mover
+    add, later = mover.add, list[Callable[[], None]]()
+    mover.add = lambda room, transfer: later.insert(0, partial(add, room, transfer))  # type: ignore[method-assign]
+    event.fired = True
+    rig.wait(0.1)
+    assert len(later) == 2
+    for one in later:
+        one()
+    request.landed()
+    assert kernels.launched == [2]
     rig.quiet()
 
 
@@ -183,7 +255,7 @@ def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     request = granted(rig, event)
     role = rig.prefills[0].endpoint._role
     role.check_integrity()
-    (room, _, _), _ = next(iter(ahead(rig).foreseen.items()))
+    room, _ = next(iter(ahead(rig).foreseen))
     role._failed.add(room)
     with pytest.raises(AssertionError, match="foreseen for a room that is over"):
         ahead(rig).check_integrity(role._rooms.keys() - role._failed)
