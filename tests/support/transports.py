@@ -49,7 +49,13 @@ class SlowTransport(FaultyTransport):
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """Moves the oldest batch whose event has happened."""
         for ticket in self.held:
-            if ticket not in self._after or self._after[ticket].query():
+            try:
+                due = ticket not in self._after or self._after[ticket].query()
+            except Exception as error:
+                self._drop(ticket, TransportError(f"its event: {error}"))
+                continue
+            if due:
+                self._after.pop(ticket, None)
                 self.release(ticket)
                 break
         return super().poll()
@@ -57,6 +63,12 @@ class SlowTransport(FaultyTransport):
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """Moves what it can."""
         for ticket in self.held:
-            if ticket not in self._after and drain_s > 0:
+            if ticket in self._after:
+                self._drop(ticket, TransportError("closed before its event"))
+            elif drain_s > 0:
                 self.release(ticket)
         return super().close(drain_s)
+
+    def _drop(self, ticket: Ticket, error: TransportError) -> None:
+        del self._held[ticket], self._after[ticket]
+        self._events.append(Ended(ticket, error))

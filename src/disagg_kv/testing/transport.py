@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from .ends import HostMemory, Memory
 from .transport_data import DataCases
+from .transport_events import EventCases
 from .transport_peers import MemoryCases, PeerCases
 from .transport_process import ProcessCases
 
 __all__ = ["HostMemory", "Memory", "TransportSuite"]
 
 
-class TransportSuite(DataCases, MemoryCases, PeerCases, ProcessCases):
+class TransportSuite(DataCases, EventCases, MemoryCases, PeerCases, ProcessCases):
     """Everything a transport promises. Tests that need a capability skip without it.
 
     Override :meth:`factory`; for other memory than the CPU's, :meth:`memory`; and, if needed, ``one_process`` and

@@ -14,18 +14,6 @@ from .transport_cases import NBYTES, TransportCases
 HUGE = (1 << 63) - 1
 
 
-class _Flag:
-    """An event that happens when told to."""
-
-    happened = False
-
-    def query(self) -> bool:
-        return self.happened
-
-    def synchronize(self) -> None:
-        assert self.happened, "a transport that waits for events must not block in submit"
-
-
 class DataCases(TransportCases):
     """Writes and their tickets."""
 
@@ -159,20 +147,3 @@ class DataCases(TransportCases):
             same(pair.target.read(pair.remote), pair.data)
             pair.succeed(ticket)
             assert [h.data for h in pair.there.heard[told:]] == [data], "not exactly once"
-
-    def test_a_batch_waits_for_its_event(self, pair: Pair) -> None:
-        """With ``caps.waits_events``; without it an event is refused."""
-        flag, writes = _Flag(), batch(pair.local, pair.remote, [(0, 0, 100)])
-        if not pair.caps.waits_events:
-            with pytest.raises(TransportError):
-                pair.source.transport.submit(pair.peer, writes, after=flag)
-            pair.check()
-            return
-        ticket = pair.source.transport.submit(pair.peer, writes, after=flag)
-        pair.put((500, 500, 10))
-        assert ticket not in pair.log.ended
-        pair.check()
-        flag.happened = True
-        pair.succeed(ticket)
-        pair.want[:100] = pair.data[:100]
-        pair.check()

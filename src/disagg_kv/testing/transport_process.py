@@ -11,6 +11,7 @@ from ..errors import PeerLostError, TransportError
 from .ends import Child, End
 from .pair import POISON, Log, Pair, batch, noise, same, wait
 from .transport_cases import NBYTES, TransportCases
+from .transport_events import FEW, MANY, Flag, submit_after
 
 
 class ProcessCases(TransportCases):
@@ -75,6 +76,18 @@ class ProcessCases(TransportCases):
         apart.log.add(apart.source.told())
         quiet = {t for t, ended in apart.log.ended.items() if ended.quiesced} | apart.log.settled
         assert set(tickets) - set(left) <= quiet, "tickets of which nothing was ever told"
+
+    def test_what_waits_for_its_event_ends_with_its_peer(self, apart: Pair, victim: Child) -> None:
+        """Nothing of it was posted: it is quiet at once, and its event may never happen."""
+        if not (apart.caps.waits_events and apart.caps.detects_peer_death):
+            pytest.skip("waits for no events, or for no peer's end")
+        tickets = [submit_after(apart, rows, Flag()) for rows in (FEW, MANY)]
+        victim.kill()
+        log = apart.log
+        wait(lambda: set(tickets) <= set(log.ended), lambda: log.add(apart.source.told()), self.timeout_s, "the ends")
+        ended = [log.ended[ticket] for ticket in tickets]
+        assert all(isinstance(one.error, PeerLostError) and one.quiesced for one in ended)
+        apart.source.drop(apart.local)
 
     def test_a_killed_peer_writes_nothing_after_its_fence(self, apart: Pair, victim: Child) -> None:
         """What ``Heard(data=None, fenced=True)`` claims: the memory it wrote to stands still."""

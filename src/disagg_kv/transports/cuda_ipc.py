@@ -292,6 +292,9 @@ class CudaIpcTransport:
         """Queue a flight's copies if the host need not wait for anything; its error ends it."""
         remote = flight.remote
         assert remote.stream is not None
+        if remote.lost:
+            self._end(flight, PeerLostError(f"cuda_ipc: the process of peer {remote.peer.hex()} has ended"))
+            return
         try:
             flight.waits = [event for event in flight.waits if not event.query()]
             if flight.waits:
@@ -306,7 +309,7 @@ class CudaIpcTransport:
 
     def _end(self, flight: _Flight, error: Exception | None, quiesced: bool = True) -> None:
         flight.remote.flights.remove(flight)
-        if error is not None and not isinstance(error, TransportError):
+        if error is not None and not isinstance(error, TransportError | PeerLostError):
             failed = TransportError(f"cuda_ipc: ticket {flight.ticket}: {error}")
             failed.__cause__ = error
             error = failed

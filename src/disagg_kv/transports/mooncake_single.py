@@ -5,7 +5,7 @@ while it meets a peer, so that workers make all writes then. Its blocking call w
 meanwhile, which over tcp the threads that move the bytes need.
 
 Between GPUs the library gives each thread a stream for each device, and takes a write for done when all of its stream
-is: the caller has one such write at a time, and workers make those that come meanwhile, on streams of their own.
+is: the caller has one such write at a time, and each peer's worker one beside it, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .mooncake_flight import Flight, One, Shared
 from .mooncake_lanes import Lanes
 
 DEPTH = 2
-"""Writes to one peer that the library has at the same time: it need not wait until the end of one is seen."""
+"""Writes to one peer that tcp has at the same time: it need not wait until the end of one is seen."""
 
 _DONE, _FAILED = 1, -1
 """What the library says of a write that has ended."""
@@ -58,14 +58,13 @@ class Singles:
         self._gpus = gpus
         self._posted: list[_Posted] = []
         self._waiting: dict[Peer, deque[Flight]] = {}
+        self._beside: dict[Peer, Flight] = {}
 
     def takes(self, flight: Flight) -> bool:
         """Whether this flight is one of those; after a failure a peer has to show first that it is there."""
         calls, remote, shared = flight.calls, flight.remote, self._shared
         shared.greeting[:] = [thread for thread in shared.greeting if thread.is_alive()]
         if shared.greeting or len(calls) != 1 or remote.suspect or remote.gone or remote.lost:
-            return False
-        if self._gpus and self._posted:
             return False
         return isinstance(calls[0], One) and (self._gpus or calls[0].device is None)
 
@@ -76,10 +75,12 @@ class Singles:
 
     def look(self) -> None:
         """Note what has ended, and begin what has waited for that."""
-        if not self._posted:
+        if not self._posted and not self._beside:
             return
         engine = self._shared.engine
         assert engine is not None
+        for peer in [peer for peer, flight in self._beside.items() if flight.over]:
+            del self._beside[peer]
         now = self._clock()
         posted, self._posted = self._posted, []
         for one in posted:
@@ -99,9 +100,13 @@ class Singles:
         waiting = self._waiting[peer]
         engine = self._shared.engine
         assert engine is not None
-        while waiting and sum(p.flight.remote.peer == peer and not p.given_up for p in self._posted) < DEPTH:
+        while waiting and self._may_begin(peer):
             flight = waiting.popleft()
             if not self.takes(flight):
+                self._lanes.put(peer, flight.step)
+                continue
+            if self._gpus and self._posted:
+                self._beside[peer] = flight
                 self._lanes.put(peer, flight.step)
                 continue
             call = flight.calls.popleft()
@@ -113,6 +118,11 @@ class Singles:
             self._note(one, engine.status(batch) if batch else _FAILED, one.began)
         if not waiting:
             del self._waiting[peer]
+
+    def _may_begin(self, peer: Peer) -> bool:
+        if self._gpus:
+            return not self._posted or peer not in self._beside
+        return sum(p.flight.remote.peer == peer and not p.given_up for p in self._posted) < DEPTH
 
     def _note(self, one: _Posted, status: int, now: float) -> None:
         flight, elapsed_s = one.flight, now - one.began

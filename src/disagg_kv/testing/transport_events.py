@@ -1,0 +1,106 @@
+"""The part of the transport suite about batches that wait for an event, where ``caps.waits_events``."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..errors import TransportError
+from ..ids import Ticket
+from .pair import Pair, Row, batch
+from .transport_cases import NBYTES, TransportCases
+
+FEW: list[Row] = [(0, 0, 100)]
+MANY: list[Row] = [(2 * i, 2 * i, 1) for i in range(20000)]
+"""More than a transport does in passing."""
+
+
+class Flag:
+    """An event that happens, or fails, when told to."""
+
+    happened = False
+    error: Exception | None = None
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        if self.error is not None:
+            raise self.error
+        return self.happened
+
+    def synchronize(self) -> None:
+        """Nobody may."""
+        assert self.happened, "a transport that waits for events must not block in submit"
+
+
+def submit_after(pair: Pair, rows: list[Row], after: Flag) -> Ticket:
+    """As many of the writes as one batch may have, behind an event."""
+    writes = batch(pair.local, pair.remote, rows[: pair.caps.max_batch])
+    return pair.source.transport.submit(pair.peer, writes, after=after)
+
+
+class EventCases(TransportCases):
+    """Nothing of a batch is read or written before its event."""
+
+    @pytest.fixture
+    def waiting(self, pair: Pair) -> Pair:
+        """A pair whose source waits for events."""
+        if not pair.caps.waits_events:
+            pytest.skip("refuses events")
+        return pair
+
+    def test_an_event_is_refused_where_it_would_not_be_waited_for(self, pair: Pair) -> None:
+        """Nothing is written before it, or without it."""
+        if pair.caps.waits_events:
+            pytest.skip("waits for events")
+        with pytest.raises(TransportError):
+            submit_after(pair, FEW, Flag())
+        pair.check()
+
+    @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+    def test_a_batch_waits_for_its_event_and_others_do_not(self, waiting: Pair, rows: list[Row]) -> None:
+        """Its source may change until then; a batch that waits for nothing passes it."""
+        pair, flag = waiting, Flag()
+        ticket = submit_after(pair, rows, flag)
+        pair.put((NBYTES - 10, NBYTES - 10, 10))
+        assert ticket not in pair.log.ended
+        pair.check()
+        flag.happened = True
+        pair.succeed(ticket)
+        for source, target, nbytes in rows[: pair.caps.max_batch]:
+            pair.want[target : target + nbytes] = pair.data[source : source + nbytes]
+        pair.check()
+
+    def test_an_event_that_has_happened_delays_nothing(self, waiting: Pair) -> None:
+        """As if there were none."""
+        flag = Flag()
+        flag.happened = True
+        pair = waiting
+        pair.succeed(submit_after(pair, FEW, flag))
+        pair.want[:100] = pair.data[:100]
+        pair.check()
+
+    @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+    def test_an_event_that_fails_ends_its_batch_of_which_nothing_moves(self, waiting: Pair, rows: list[Row]) -> None:
+        """Quiet at once: the memory can be taken back (E8)."""
+        pair, flag = waiting, Flag()
+        ticket = submit_after(pair, rows, flag)
+        pair.work()
+        flag.error = RuntimeError("the engine's own")
+        ended = pair.end(ticket)
+        assert ended.quiesced
+        assert ended.error is not None
+        assert "the engine's own" in str(ended.error)
+        pair.check()
+        pair.source.drop(pair.local)
+
+    @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
+    def test_close_ends_what_still_waits(self, waiting: Pair, rows: list[Row]) -> None:
+        """Nothing of it was read or written, nor will be."""
+        pair, flag = waiting, Flag()
+        ticket = submit_after(pair, rows, flag)
+        pair.work()
+        assert ticket not in pair.source.close(0.0)
+        flag.happened = True
+        ended = pair.end(ticket)
+        assert ended.quiesced
+        assert isinstance(ended.error, TransportError)
+        pair.check()
