@@ -215,7 +215,7 @@ class Checks:
             known = len(role._scatters._prepared)
         else:
             assert role.mover is not None
-            known = len([one for one in role.mover.ahead.foreseen.values() if one.gather is not None])
+            known = len(role.mover.ahead.foreseen)
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
         if not node.counters.of.keys().isdisjoint(MISTAKES):

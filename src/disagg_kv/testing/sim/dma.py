@@ -41,6 +41,7 @@ class Op:
         lease: where it may write, of the target's ring; None: into pages.
         owner: of the target pages, the room's number.
         pages: which those are.
+        after: what it waits for before it moves anything; None: nothing.
         seen: the memories of both sides when it was last looked at, by their versions.
     """
 
@@ -52,6 +53,7 @@ class Op:
     lease: Lease | None
     owner: int
     pages: list[int]
+    after: Event | None = None
     pieces: int = 0
     landed: int = 0
     told: bool = False
@@ -78,6 +80,7 @@ class SimTransport:
         self.node = node
         self.me = Peer(b"sim" + node.epoch)
         self.caps = Capabilities(
+            waits_events=world.scenario.waits_events,
             late_writes=True,
             detects_peer_death=world.scenario.detects_death,
             drain_s=world.scenario.drain_s,
@@ -89,6 +92,7 @@ class SimTransport:
         self.alive = True
         self._peers: dict[Peer, SimTransport] = {}
         self._events: list[Ended | Settled | Heard] = []
+        self._waiting: list[Op] = []
         self._serial = 0
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
@@ -139,8 +143,8 @@ class SimTransport:
         """Post a batch; the engine decides when and how it lands."""
         if peer not in self._peers:
             raise TransportError(f"sim: no peer {peer.hex()}")
-        if notify is not None or after is not None:
-            raise TransportError("sim neither notifies nor waits for events")
+        if notify is not None or (after is not None and not self.caps.waits_events):
+            raise TransportError("sim does not notify, and in this world it waits for no events")
         there = self._peers[peer]
         ours, theirs = self.regions, there.regions
         ranges: list[Range] = []
@@ -162,11 +166,18 @@ class SimTransport:
             )
         self._serial += 1
         ticket = Ticket(self._serial)
-        self._world.dma.begin(self, there, ticket, ranges)
+        op = self._world.dma.place(self, there, ticket, ranges, after)
+        if after is not None:
+            self._world.mark("events:a write waits for one")
+            self._waiting.append(op)
+        else:
+            self._world.dma.begin(op)
         return ticket
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
-        """What happened since the last call."""
+        """What happened since the last call; what waits for an event begins when it is seen to have happened."""
+        if self._waiting:
+            self._waiting = [op for op in self._waiting if not self._world.dma.due(op)]
         if not self._events:
             return ()
         events, self._events = self._events, []
@@ -196,6 +207,8 @@ class SimTransport:
         self.alive = False
         self.regions.clear()
         self._peers.clear()
+        for op in self._waiting:
+            self._world.dma.drop(op, TransportError("sim: closed before its event"))
         return tuple(op.ticket for op in self._world.dma.live if op.source is self and not op.quiet)
 
 
@@ -216,20 +229,44 @@ class Dma:
 
     # Beginning.
 
-    def begin(
-        self,
-        source: SimTransport,
-        target: SimTransport,
-        ticket: Ticket,
-        ranges: list[Range],
-    ) -> None:
-        """A batch is posted."""
-        world = self._world
-        before = _read(ranges)
+    def place(
+        self, source: SimTransport, target: SimTransport, ticket: Ticket, ranges: list[Range], after: Event | None
+    ) -> Op:
+        """A batch is submitted: from now on its target's memory is held for it."""
         lease, owner, pages = self._place(target, ranges)
-        op = Op(ticket, source, target, ranges, before, lease, owner, pages)
-        world.note("write", source.node.address, target.node.address, before)
+        op = Op(ticket, source, target, ranges, b"", lease, owner, pages, after)
         self.live[op] = None
+        return op
+
+    def due(self, op: Op) -> bool:
+        """Begin a batch whose event has happened, or end one whose event fails; False: it waits still."""
+        if op.told or op.quiet:
+            return True
+        assert op.after is not None
+        if not op.target.alive and op.source.knows(op.target.me):
+            self._world.mark("events:its peer has ended")
+        try:
+            if not op.after.query():
+                return False
+        except Exception as error:
+            self._world.mark("events:it fails")
+            self.drop(op, TransportError(f"sim: its event: {error}"))
+            return True
+        op.after = None
+        self.begin(op)
+        return True
+
+    def drop(self, op: Op, error: Exception) -> None:
+        """End a batch of which nothing has moved."""
+        self._tell(op, error, quiesced=True)
+
+    def begin(self, op: Op) -> None:
+        """A batch is posted."""
+        world, source, target = self._world, op.source, op.target
+        op.before = _read(op.ranges)
+        world.note("write", source.node.address, target.node.address, op.before)
+        if op.doomed is not None:
+            return
         mode = self._mode() if self._odd and world.faulty else None
         if mode is not None:
             world.hit(mode)
@@ -399,7 +436,7 @@ class Dma:
         world = self._world
         if op.quiet or (op.doomed is not None and world.now >= op.doomed):
             return
-        if op.source.alive and _read(op.ranges) != op.before:
+        if op.after is None and op.source.alive and _read(op.ranges) != op.before:
             world.violation("I5", f"{op.source.node.address}: memory that write {op.ticket} reads has changed")
         if not op.target.alive:
             return

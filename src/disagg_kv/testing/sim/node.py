@@ -15,7 +15,7 @@ from ...endpoints.prefill import PrefillRole
 from ...errors import PeerLostError, TransportError
 from ...ids import Epoch
 from ...kernels import KERNELS, Move, Sums
-from ...memory import Buffer, Event, MemoryPool, bytes_of
+from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...protocol import RoomKey
 from ...protocol.receiving import ReceiveRoom
 from ...staging import Lease
@@ -43,6 +43,17 @@ class SimEvent:
     def __init__(self, error: Exception | None = None) -> None:
         self.happened = False
         self._error = error
+        self._next: list[Callable[[], None]] = []
+
+    def happen(self) -> None:
+        """Now."""
+        self.happened = True
+        for act in self._next:
+            act()
+
+    def then(self, act: Callable[[], None]) -> None:
+        """What comes as soon as it has happened."""
+        self._next.append(act)
 
     def query(self) -> bool:
         """True once it has happened."""
@@ -71,13 +82,17 @@ class SimKernels:
         staging: Buffer,
         after: Event | None,
     ) -> Event | None:
-        """Copy pages into staging, now or later."""
+        """Copy pages into staging, now or later, and not before ``after``."""
 
         def act() -> None:
             self._node.memory.version += 1
             CPU.gather(pool, moves, staging, None)
 
-        return self._run(act)
+        return self._run(act, after)
+
+    def orders(self, event: Event) -> bool:
+        """In some worlds, as on a GPU, gathers are queued behind what the engine still computes."""
+        return self._world.scenario.orders
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Copy staging into pages, now or later: what landed must still be there by then."""
@@ -143,12 +158,13 @@ class SimKernels:
             return None
         return there.lease
 
-    def _run(self, act: Callable[[], object]) -> Event | None:
+    def _run(self, act: Callable[[], object], after: Event | None = None) -> Event | None:
         world = self._world
+        waits = [one for one in dict.fromkeys(parts(after)) if not one.query()]
         failed = world.faulty and world.chance(FaultClass.KERNEL)
         if failed:
             world.hit(FaultClass.KERNEL)
-        if not world.scenario.slow_kernels or world.random.random() < 0.3:
+        if not waits and (not world.scenario.slow_kernels or world.random.random() < 0.3):
             if failed:
                 raise RuntimeError("sim: the kernel failed")
             act()
@@ -159,10 +175,19 @@ class SimKernels:
             if self._node.alive:
                 if not failed:
                     act()
-                event.happened = True
+                event.happen()
                 world.touch(self._node)
 
-        world.later(world.random.randint(1, 4) / 1000, happen)
+        def begin() -> None:
+            if all(one.query() for one in waits):
+                world.later(world.random.randint(1, 4) / 1000, happen)
+
+        for one in waits:
+            assert isinstance(one, SimEvent)
+            world.mark("events:a gather waits for its rows")
+            one.then(begin)
+        if not waits:
+            begin()
         return event
 
 

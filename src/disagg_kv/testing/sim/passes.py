@@ -156,7 +156,7 @@ class Passes:
             if self._node.alive:
                 for chunk in chunks:
                     chunk.lay(layers)
-                ready.happened = True
+                ready.happen()
                 self._world.saw(Kind.LAYER_LATE)
                 self._world.touch(self._node)
 

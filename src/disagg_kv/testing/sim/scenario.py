@@ -216,6 +216,8 @@ class Scenario:
     detects_death: bool
     notices_late: bool
     slow_kernels: bool
+    waits_events: bool
+    orders: bool
     together: bool
     far: tuple[str, int] | None
     faults: dict[FaultClass, float]
@@ -293,6 +295,8 @@ class Scenario:
             requests=requests,
             talks=talks,
             collisions=rng.random() < 0.1,
+            waits_events=rng.random() < 0.5,
+            orders=slow_kernels and rng.random() < 0.6,
         )
 
 

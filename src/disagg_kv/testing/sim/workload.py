@@ -271,7 +271,7 @@ class Room:
     def _final(self, chunk: Chunk, ready: SimEvent) -> None:
         if chunk.entry.node.alive:
             chunk.lay([None])
-            ready.happened = True
+            ready.happen()
             self.world.touch(chunk.entry.node)
 
     def _finish(self, entry: Entry) -> None:
@@ -320,7 +320,7 @@ class Room:
             if entry.slots is slots:
                 self._write_states(entry)
                 self.world.saw(Kind.STATES_LATE)
-            ready.happened = True
+            ready.happen()
             self.world.touch(entry.node)
 
     def withdraw(self, entry: Entry) -> None:
