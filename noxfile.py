@@ -23,7 +23,7 @@ INSTALLED = (f"{ROOT}[dev,hf,mooncake-cpu]", "nixl-cu13")
 # What Mooncake's wheel leaves out, and the Debian package that has it.
 SYSTEM = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 # The fuzz targets, and the longest input of each: an event of a few bytes costs a millisecond.
-FUZZED = {"frame": 4096, "metadata": 4096, "plan": 8192, "events": 512}
+FUZZED = {"frame": 4096, "metadata": 4096, "plan": 8192, "events": 512, "stream": 4096}
 
 # The environments that this run of nox has brought up to date.
 entered: set[Path] = set()

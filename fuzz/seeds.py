@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,7 +80,15 @@ def events() -> Iterator[bytes]:
     yield from (draw.randbytes(size) for size in (16, 64, 64, 256, 256, 1024, 1024))
 
 
-SEEDS = {"frame": frames, "metadata": descriptors, "plan": plans, "events": events}
+def streams() -> Iterator[bytes]:
+    """Messages of one and of several frames, whole, cut, and what is none."""
+    words = (b"", b"frame", b"x" * 100)
+    whole = b"".join(struct.pack("<II", 1, len(word)) + word for word in words)
+    several = struct.pack("<4I", len(words), *map(len, words)) + b"".join(words)
+    yield from (whole, several, several[:-50], whole + several + b"\0" * 8, struct.pack("<2I", 1, 1 << 31) + b"x")
+
+
+SEEDS = {"frame": frames, "metadata": descriptors, "plan": plans, "events": events, "stream": streams}
 
 
 def main() -> None:

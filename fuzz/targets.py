@@ -6,12 +6,18 @@ test suite replays ``fuzz/corpus``.
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
+from functools import cache
 
 import msgspec
 import numpy as np
 
+from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, News, Rejected, UnixChannel
 from disagg_kv.errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Rank, RoomId
 from disagg_kv.planning import Writes
@@ -157,9 +163,65 @@ def events(data: bytes) -> None:
         world.check()
 
 
+def stream(data: bytes) -> None:
+    """What comes through a Unix socket: the messages before the first that is none, in one piece and in two."""
+    want, good = _messages(data)
+    for cut in (len(data), data[-1] % len(data) if data else 0):
+        frames, refused = _heard(data[:cut], data[cut:])
+        assert frames == want
+        assert refused != good
+
+
+def _messages(data: bytes) -> tuple[list[bytes], bool]:
+    """Frames of whole messages; False: then comes what cannot become one."""
+    frames: list[bytes] = []
+    while len(data) >= 4:
+        count = int.from_bytes(data[:4], "little")
+        if not 1 <= count <= MAX_TOGETHER:
+            return frames, False
+        head, data = data[: 4 * (1 + count)], data[4 * (1 + count) :]
+        sizes = [int.from_bytes(head[at : at + 4], "little") for at in range(4, len(head), 4)]
+        if len(head) < 4 * (1 + count):
+            return frames, True
+        if sum(sizes) > MAX_FRAME:
+            return frames, False
+        if len(data) < sum(sizes):
+            return frames, True
+        for size in sizes:
+            frames.append(data[:size])
+            data = data[size:]
+    return frames, True
+
+
+@cache
+def _inbox() -> UnixChannel:
+    folder = tempfile.mkdtemp()
+    inbox = UnixChannel(f"unix://{folder}/inbox")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(inbox.close)
+    return inbox
+
+
+def _heard(*parts: bytes) -> tuple[list[bytes], bool]:
+    """What a channel says of somebody who sends this and goes: frames, and whether it refused him."""
+    inbox, news = _inbox(), list[News]()
+    with closing(socket.socket(socket.AF_UNIX)) as guest:
+        guest.connect(inbox.address.removeprefix("unix://"))
+        for part in parts:
+            with suppress(BrokenPipeError):  # he was refused before he was through
+                guest.sendall(part)
+            news += inbox.poll(0.0)
+    while more := inbox.poll(0.0):
+        news += more
+    assert all(isinstance(one, Arrived) or one == Rejected(messages=1) for one in news), news
+    frames = [one.frame for one in news if isinstance(one, Arrived)]
+    return frames, len(frames) < len(news)
+
+
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "frame": frame,
     "metadata": metadata,
     "plan": plan,
     "events": events,
+    "stream": stream,
 }
