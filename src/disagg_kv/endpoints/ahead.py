@@ -177,6 +177,7 @@ class Ahead:
         assert self._preparing is not None
         gather = self._preparing.prepare_gather(self._pool, list(moves.values()), self._staging)
         if gather is not None:
+            self.drop(self.foreseen.pop((room, segment), None))
             self.foreseen[room, segment] = Foreseen(where, gather)
 
     def check_integrity(self, rooms: Container[RoomKey]) -> None:

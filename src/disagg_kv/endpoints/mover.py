@@ -304,9 +304,22 @@ class Mover:
         """One gather for all destinations of the same segment that are granted by now and fit the slot."""
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
         self._rooms.reading(room, 1)
+        foreseen, begun = self.ahead.gather(room, first.segment), False
+        try:
+            loads = self._loads(room, first, foreseen)
+            begun = bool(loads)
+            if begun:
+                self._gather(room, slot, loads, foreseen)
+        finally:
+            if not begun:
+                self._rooms.reading(room, -1)
+            # Unless it is launched by now, it was prepared for a gather that is another one now.
+            self.ahead.drop(foreseen)
+
+    def _loads(self, room: RoomKey, first: Transfer, foreseen: Foreseen | None) -> list[tuple[Transfer, Load, int]]:
+        """Begin what one gather can carry, each with its place in the slot."""
         loads: list[tuple[Transfer, Load, int]] = []
         places = Places()
-        foreseen = self.ahead.gather(room, first.segment)
         for transfer in self._same(room, first, foreseen):
             share = self._rooms.sharing(room, transfer)
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slot_bytes):
@@ -319,12 +332,7 @@ class Mover:
                 self.ahead.drop(foreseen)
             if load is not None:
                 loads.append((transfer, load, places.add(share, transfer.nbytes)))
-        if loads:
-            self._gather(room, slot, loads, foreseen)
-        else:
-            self._rooms.reading(room, -1)
-        # Unless it is launched by now, it was prepared for a gather that is another one now.
-        self.ahead.drop(foreseen)
+        return loads
 
     def _same(self, room: RoomKey, first: Transfer, foreseen: Foreseen | None) -> list[Transfer]:
         """Queued transfers of one segment, in the order that is prepared."""

@@ -15,7 +15,7 @@ class Event(Protocol):
     """Something that will have happened. ``torch.cuda.Event`` fits as it is; None in its place means "already"."""
 
     def query(self) -> bool:
-        """True once it has happened; never blocks."""
+        """True once it has happened; never blocks. Any thread may ask, several at a time."""
         ...
 
     def synchronize(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..errors import TransportError
+from ..errors import DisaggKVError, TransportError
 from ..ids import Ticket
 from .pair import Pair, Row, batch
 from .transport_cases import NBYTES, TransportCases
@@ -78,16 +78,19 @@ class EventCases(TransportCases):
         pair.want[:100] = pair.data[:100]
         pair.check()
 
+    @pytest.mark.parametrize("error", [RuntimeError("the engine's own"), DisaggKVError("the engine's own")])
     @pytest.mark.parametrize("rows", [FEW, MANY], ids=["few", "many"])
-    def test_an_event_that_fails_ends_its_batch_of_which_nothing_moves(self, waiting: Pair, rows: list[Row]) -> None:
+    def test_an_event_that_fails_ends_its_batch_of_which_nothing_moves(
+        self, waiting: Pair, rows: list[Row], error: Exception
+    ) -> None:
         """Quiet at once: the memory can be taken back (E8)."""
         pair, flag = waiting, Flag()
         ticket = submit_after(pair, rows, flag)
         pair.work()
-        flag.error = RuntimeError("the engine's own")
+        flag.error = error
         ended = pair.end(ticket)
         assert ended.quiesced
-        assert ended.error is not None
+        assert isinstance(ended.error, TransportError)
         assert "the engine's own" in str(ended.error)
         pair.check()
         pair.source.drop(pair.local)

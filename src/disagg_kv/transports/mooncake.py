@@ -124,7 +124,7 @@ class MooncakeTransport:
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
         self._lanes = Lanes(workers, "mooncake")
-        self._singles = Singles(self._shared, self._lanes, clock, protocol == "nvlink_intra") if engine.begins else None
+        self._singles = Singles(self._shared, self._lanes, clock) if engine.begins else None
         weakref.finalize(self, self._lanes.stop)
         self._clock = clock
         self._look_at = clock()
@@ -228,25 +228,34 @@ class MooncakeTransport:
         return ticket
 
     def _begin(self, flight: Flight) -> None:
-        if self._singles is not None and self._singles.takes(flight):
-            self._singles.put(flight)
-        else:
-            self._lanes.put(flight.remote.peer, flight.step)
+        # Two at a time between GPUs: the library copies on a stream of the calling thread, idle between two calls.
+        peer, gpus = flight.remote.peer, self._address.protocol == "nvlink_intra"
+        try:
+            if self._singles is not None and self._singles.takes(flight):
+                self._singles.put(flight)
+            else:
+                self._lanes.put((peer, flight.ticket % 2) if gpus else peer, flight.step)
+        except RuntimeError as error:
+            failed = TransportError(f"{flight.remote}: no thread for ticket {flight.ticket}: {error}", retryable=True)
+            failed.__cause__ = error
+            self._end(flight, Ended(flight.ticket, failed, quiesced=not flight.posting))
 
     def _begin_due(self) -> None:
         """Begin what has waited for an event that has happened; one that never will, ends."""
         waiting, self._waiting = self._waiting, []
         for after, flight in waiting:
             try:
-                if flight.remote.lost or after.query():
-                    self._begin(flight)
-                else:
-                    self._waiting.append((after, flight))
+                happened = flight.remote.lost or after.query()
             except Exception as error:
                 # An event may be somebody else's code.
                 failed = TransportError(f"{flight.remote}: ticket {flight.ticket}: its event: {error}")
                 failed.__cause__ = error
                 self._end(flight, Ended(flight.ticket, failed))
+                continue
+            if happened:
+                self._begin(flight)
+            else:
+                self._waiting.append((after, flight))
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""

@@ -161,7 +161,6 @@ class Flight:
         calls: what is left to do.
         shared: with the transport.
         posting: a call is in the library, or has failed there.
-        over: it has ended, or is about to.
         keep: what that call may read; set when the transport forgets it.
     """
 
@@ -170,7 +169,6 @@ class Flight:
     calls: deque[Call | One]
     shared: Shared
     posting: bool = False
-    over: bool = False
     keep: object = None
 
     def step(self) -> bool:
@@ -201,7 +199,6 @@ class Flight:
 
     def _end(self, error: Exception | None, *, quiesced: bool = True) -> bool:
         self.shared.results.append((self, Ended(self.ticket, error, quiesced)))
-        self.over = True
         return False
 
     def _failed(self, call: Call | One, code: int, elapsed_s: float) -> Exception:

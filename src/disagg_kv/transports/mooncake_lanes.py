@@ -38,11 +38,16 @@ class Lanes:
             if jobs is not None:
                 jobs.append(job)
                 return
-            self._jobs[destination] = deque([job])
-            if len(self._jobs) > len(self._threads) < self._most:
+            if len(self._jobs) >= len(self._threads) < self._most:
                 thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                    self._threads.append(thread)
+                except RuntimeError:
+                    # The process may have no more threads; those that are there do it.
+                    if not self._threads:
+                        raise
+            self._jobs[destination] = deque([job])
             self._ready.put(destination)
 
     def drain(self, timeout_s: float) -> bool:

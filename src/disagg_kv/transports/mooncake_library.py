@@ -195,8 +195,7 @@ class Engine:
         # Without its pool of connections the library makes one for each write, and waits for it; from a metadata
         # service, or without its cache, it fetches what it knows of a peer while it begins a write.
         pooled = os.environ.get("MC_TCP_ENABLE_CONNECTION_POOL", "1").lower() not in ("0", "false", "no")
-        cached = p2p and "MC_DISABLE_METACACHE" not in os.environ
-        self.begins = cached and (protocol == "nvlink_intra" or (protocol == "tcp" and pooled))
+        self.begins = protocol == "tcp" and p2p and pooled and "MC_DISABLE_METACACHE" not in os.environ
         self.port = engine.get_rpc_port()
         address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self.session = address if p2p else f"{host}-{name}"

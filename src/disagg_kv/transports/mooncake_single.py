@@ -1,30 +1,25 @@
-"""Writes of one range, begun and looked at by whoever calls the transport: no thread is woken for them.
+"""Writes of one range over tcp, begun and looked at by whoever calls the transport: no thread is woken for them.
 
-The library begins a write without blocking, over tcp a frozen peer's as well, and tells how it is without blocking; not
-while it meets a peer, so that workers make all writes then. Its blocking call would do the same and spin on a core
-meanwhile, which over tcp the threads that move the bytes need.
-
-Between GPUs the library gives each thread a stream for each device, and takes a write for done when all of its stream
-is: the caller has one such write at a time, and each peer's worker one beside it, on a stream of its own.
+The library's tcp begins a write without blocking, a frozen peer's as well, and tells how it is without blocking; not
+while it meets a peer, so that workers make all writes then. Its
+blocking call would do the same and spin on a core meanwhile, which the threads that move the bytes need.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 from attrs import define
 
 from ..ids import Peer, Ticket
 from .base import Ended, Settled
-from .cuda_driver import driver
 from .mooncake_flight import Flight, One, Shared
 from .mooncake_lanes import Lanes
 
 DEPTH = 2
-"""Writes to one peer that tcp has at the same time: it need not wait until the end of one is seen."""
+"""Writes to one peer that the library has at the same time: it need not wait until the end of one is seen."""
 
 _DONE, _FAILED = 1, -1
 """What the library says of a write that has ended."""
@@ -48,17 +43,14 @@ class Singles:
         shared: with the transport.
         lanes: what may block is left to them.
         clock: seconds that never go back.
-        gpus: they go between GPUs; else GPU memory, which tcp copies to the host first, is left to the workers.
     """
 
-    def __init__(self, shared: Shared, lanes: Lanes, clock: Callable[[], float], gpus: bool) -> None:
+    def __init__(self, shared: Shared, lanes: Lanes, clock: Callable[[], float]) -> None:
         self._shared = shared
         self._lanes = lanes
         self._clock = clock
-        self._gpus = gpus
         self._posted: list[_Posted] = []
         self._waiting: dict[Peer, deque[Flight]] = {}
-        self._beside: dict[Peer, Flight] = {}
 
     def takes(self, flight: Flight) -> bool:
         """Whether this flight is one of those; after a failure a peer has to show first that it is there."""
@@ -66,7 +58,7 @@ class Singles:
         shared.greeting[:] = [thread for thread in shared.greeting if thread.is_alive()]
         if shared.greeting or len(calls) != 1 or remote.suspect or remote.gone or remote.lost:
             return False
-        return isinstance(calls[0], One) and (self._gpus or calls[0].device is None)
+        return isinstance(calls[0], One) and calls[0].device is None
 
     def put(self, flight: Flight) -> None:
         """Begin it, or let it wait for those before it."""
@@ -75,12 +67,10 @@ class Singles:
 
     def look(self) -> None:
         """Note what has ended, and begin what has waited for that."""
-        if not self._posted and not self._beside:
+        if not self._posted:
             return
         engine = self._shared.engine
         assert engine is not None
-        for peer in [peer for peer, flight in self._beside.items() if flight.over]:
-            del self._beside[peer]
         now = self._clock()
         posted, self._posted = self._posted, []
         for one in posted:
@@ -100,29 +90,19 @@ class Singles:
         waiting = self._waiting[peer]
         engine = self._shared.engine
         assert engine is not None
-        while waiting and self._may_begin(peer):
+        while waiting and sum(p.flight.remote.peer == peer and not p.given_up for p in self._posted) < DEPTH:
             flight = waiting.popleft()
             if not self.takes(flight):
-                self._lanes.put(peer, flight.step)
-                continue
-            if self._gpus and self._posted:
-                self._beside[peer] = flight
                 self._lanes.put(peer, flight.step)
                 continue
             call = flight.calls.popleft()
             assert isinstance(call, One)
             flight.posting = True
-            with nullcontext() if call.device is None else driver().current(call.device):
-                batch = engine.begin(flight.remote.address.session, call.source, call.target, call.nbytes)
+            batch = engine.begin(flight.remote.address.session, call.source, call.target, call.nbytes)
             one = _Posted(flight, call, batch, self._clock())
             self._note(one, engine.status(batch) if batch else _FAILED, one.began)
         if not waiting:
             del self._waiting[peer]
-
-    def _may_begin(self, peer: Peer) -> bool:
-        if self._gpus:
-            return not self._posted or peer not in self._beside
-        return sum(p.flight.remote.peer == peer and not p.given_up for p in self._posted) < DEPTH
 
     def _note(self, one: _Posted, status: int, now: float) -> None:
         flight, elapsed_s = one.flight, now - one.began

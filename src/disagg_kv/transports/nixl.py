@@ -61,9 +61,10 @@ Devices = Mapping[Place, Sequence[RegionId]]
 
 @define
 class _Remote:
-    """A connected peer and where its regions lie."""
+    """A connected peer, whether it is on this host, and where its regions lie."""
 
     link: Link
+    near: bool
     process: Process
     serial: int
     extents: Extents
@@ -206,7 +207,8 @@ class NixlTransport:
         fewer = known is not None and not known.regions <= regions
         link = self._worker.connect(peer, watch, contact.metadata, fewer, timeout_s)
         extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
-        self._peers[peer] = _Remote(link, contact.process, remote.serial, extents, regions, devices)
+        near = contact.process.host == Process.own().host
+        self._peers[peer] = _Remote(link, near, contact.process, remote.serial, extents, regions, devices)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
@@ -231,7 +233,7 @@ class NixlTransport:
         self._unquiet.add(ticket)
         self._table.hold(ticket, writes)
         nbytes = writes.nbytes.item(0) if len(writes) == 1 else writes.total()
-        self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes, after))
+        self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes, remote.near, after))
         return ticket
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:

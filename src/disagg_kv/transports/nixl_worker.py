@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from attrs import define, field
 
-from ..errors import DisaggKVError, PeerLostError, TransportError
+from ..errors import PeerLostError, TransportError
 from ..ids import Peer, Ticket
 from ..memory import Event
 from .base import Ended, Heard, Settled
@@ -87,6 +87,7 @@ class Job:
         notify: what the peer hears after all of it.
         sources: keeps the memory that is read alive.
         nbytes: of all parts.
+        near: whether the peer is on this host.
         after: when the sources are final; None: now, or it has happened.
         handle: of the part that is in flight, or described and waits for ``after``.
         warn_at: when it has been under way for too long; None: the thread has not seen it yet.
@@ -98,6 +99,7 @@ class Job:
     notify: bytes | None
     sources: object
     nbytes: int
+    near: bool
     after: Event | None = None
     handle: Handle | None = None
     warn_at: float | None = None
@@ -111,7 +113,12 @@ class Job:
         """Whether to post it, and to see it through, takes no longer than to wake a thread."""
         kinds = {kind for part in self.parts for kind in (part.here[0], part.there[0])}
         few = all(len(part.local) <= SMALL_WRITES for part in self.parts)
-        return few and (kinds == {"cuda"} or (kinds == {"cpu"} and self.nbytes <= SMALL_BYTES))
+        return few and (self.near if kinds == {"cuda"} else "cuda" not in kinds and self.nbytes <= SMALL_BYTES)
+
+    @property
+    def copied(self) -> int:
+        """Bytes that are copied by whoever posts it."""
+        return self.nbytes if self.parts and self.here[0] == "cpu" else 0
 
 
 @define(eq=False)
@@ -159,6 +166,7 @@ class Worker:
         self._active_at = time.monotonic()
         self._look_at = 0.0
         self._until: float | None = None
+        self._over = False
         made: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="disagg_kv-nixl", daemon=True)
         self._thread.start()
@@ -194,9 +202,10 @@ class Worker:
         if job.small() and self._commands.empty() and self._lock.acquire(blocking=False):
             try:
                 self._begin(job)
+                flying = job.handle is not None and job.here[0] == "cpu"
             finally:
                 self._lock.release()
-            if job.handle is not None and job.here[0] == "cpu":
+            if flying:
                 self._commands.put(self._advance_all)
         else:
             self._commands.put(partial(self._begin, job))
@@ -205,7 +214,8 @@ class Worker:
         """Move jobs on in the caller's thread, which is awake; without waiting, and nothing that copies for long."""
         if (self._open.waiting or self._open.flying) and self._lock.acquire(blocking=False):
             try:
-                self._turn(self._advance_small)
+                if not self._over:
+                    self._turn(self._advance_small)
             finally:
                 self._lock.release()
 
@@ -247,6 +257,7 @@ class Worker:
             if self._open:
                 # The library may still read the memory, and would crash if its handles were collected at exit.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._open)))
+            self._over = True
             del self._agent
 
     def _turn(self, act: Callable[[], object]) -> None:
@@ -304,10 +315,12 @@ class Worker:
             self._advance(job)
 
     def _advance_small(self) -> None:
-        """What a caller does: a large write of CPU memory would be copied by whoever looks, so that it must not."""
+        """What a caller does: CPU memory is copied by whoever posts, or looks, so that it must not be much."""
+        copied = 0
         for job in tuple(self._open.waiting):
             if self._due(job):
-                if job.small():
+                copied += job.copied
+                if job.small() and copied <= SMALL_BYTES:
                     self._post(job)
                 elif self._commands.empty():
                     self._commands.put(self._advance_all)
@@ -368,7 +381,7 @@ class Worker:
         """End a job of which nothing was posted."""
         self._open.waiting.remove(job)
         self._released(job)
-        if not isinstance(error, DisaggKVError):
+        if not isinstance(error, TransportError | PeerLostError):
             failed = TransportError(f"nixl: ticket {job.ticket}: {error}")
             failed.__cause__ = error
             error = failed
@@ -406,6 +419,7 @@ class Worker:
     def _landed(self, job: Job) -> None:
         self._open.flying.remove(job)
         self._released(job)
+        job.handle = None
         job.parts.popleft()
         if job.parts:
             self._begin(job)

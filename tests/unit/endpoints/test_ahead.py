@@ -249,6 +249,20 @@ def test_a_prepared_gather_of_what_is_compared() -> None:
     rig.quiet()
 
 
+def test_a_gather_that_is_prepared_again_takes_the_place_of_the_first() -> None:
+    """Nothing that was prepared is ever forgotten without being dropped."""
+    kernels, event = PreparingKernels(), Flag()
+    rig = world(kernels)
+    request = granted(rig, event)
+    (room, segment), members = next(iter(ahead(rig).planned.items()))
+    ahead(rig)._prepare(room, segment, list(members.values()))
+    assert len(kernels.held) == SEGMENTS
+    event.fired = True
+    request.landed()
+    assert not kernels.held
+    rig.quiet()
+
+
 def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)

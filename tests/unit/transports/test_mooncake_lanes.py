@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from functools import partial
 
+import pytest
+
 from disagg_kv.transports.mooncake_lanes import Lanes
 
 
@@ -61,6 +63,32 @@ def test_destinations_take_turns() -> None:
     assert lanes.drain(120.0)
     assert turns == list("ababab")
     lanes.stop()
+
+
+def test_without_a_thread_nothing_is_taken_and_later_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have no more of them; those that are there do what comes."""
+    lanes, done = Lanes(4, "test"), list[str]()
+
+    def job(name: str) -> bool:
+        done.append(name)
+        return False
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError):
+            lanes.put("a", partial(job, "refused"))
+    lanes.put("a", partial(job, "first"))
+    assert lanes.drain(5.0)
+    monkeypatch.setattr(threading.Thread, "start", _no_thread)
+    for name in ("b", "c"):
+        lanes.put(name, partial(job, name))
+    assert lanes.drain(5.0)
+    assert done == ["first", "b", "c"]
+    lanes.stop()
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_what_has_not_begun_when_it_stops_never_does() -> None:

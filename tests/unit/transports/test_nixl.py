@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -14,12 +15,24 @@ import numpy as np
 import pytest
 
 from disagg_kv.errors import PeerLostError, RegistrationError, RemoteProtocolError, TransportError
-from disagg_kv.ids import Peer, RegionId
+from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import U8, Buffer
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import Child, End, HostMemory, Told
 from disagg_kv.testing.pair import Log, batch, noise, same, wait
-from disagg_kv.transports import Descriptor, Ended, Extents, Heard, Process, decode, encode, nixl_worker, transport
+from disagg_kv.testing.transport_events import Flag
+from disagg_kv.transports import (
+    Descriptor,
+    Ended,
+    Extents,
+    Heard,
+    Process,
+    decode,
+    encode,
+    nixl_library,
+    nixl_worker,
+    transport,
+)
 from disagg_kv.transports.nixl import NixlTransport, cut, single
 from tests.support.needs import needs_nixl
 
@@ -278,6 +291,68 @@ def test_one_good_range_is_cut_as_a_batch_would_be() -> None:
     assert single(one, local, remote, {**here, ("cpu", 0): [RegionId(1)]}, there) is None
     for other in ([(10, 20, 0)], [(90, 0, 20)], [(0, 90, 20)], [], [(0, 0, 1), (1, 1, 1)]):
         assert single(batch(RegionId(0), RegionId(1), other), local, remote, here, there) is None
+
+
+def test_an_empty_batch_needs_no_thread(source: End, target: End) -> None:
+    """Unless that is busy just then."""
+    here, there = source.add(noise(10)), target.add(np.zeros(10, np.uint8))
+    peer = source.connect(target.descriptor(), WAIT_S)
+    at_once = 0
+    for _ in range(50):
+        ticket = source.submit(peer, batch(here, there, []))
+        found = list(source.told())
+        at_once += bool(found)
+        assert (found or told(source, 1)) == [Ended(ticket)]
+    assert at_once
+
+
+def test_what_waited_together_is_copied_by_the_caller_in_part_only(
+    source: End, target: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``poll`` does not block: who posts CPU memory copies it."""
+    here, there = source.add(noise(8 * MIB)), target.add(np.zeros(8 * MIB, np.uint8))
+    peer = source.connect(target.descriptor(), WAIT_S)
+    flag, mine, post = Flag(), list[int](), nixl_library.Agent.post
+
+    def spied(agent: nixl_library.Agent, name: str, handle: nixl_library.Handle, place: nixl_library.Place) -> bool:
+        mine.append(threading.get_ident())
+        return post(agent, name, handle, place)
+
+    monkeypatch.setattr(nixl_library.Agent, "post", spied)
+    writes = batch(here, there, [(0, 0, 8 * MIB)])
+    tickets = [source.transport.submit(peer, writes, after=flag) for _ in range(8)]
+    flag.happened = True
+    ended = [event for event in source.transport.poll() if isinstance(event, Ended)]
+    assert mine.count(threading.get_ident()) <= nixl_worker.SMALL_BYTES // (8 * MIB)
+    ended += [event for event in told(source, 8 - len(ended)) if isinstance(event, Ended)]
+    assert {event.ticket for event in ended} == set(tickets)
+    assert len(mine) == 8
+    same(target.read(there), noise(8 * MIB))
+
+
+def test_a_handle_that_the_library_keeps_is_no_matter(
+    source: End, target: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes have landed: the ticket ends well, and nothing is raised."""
+
+    def refused(agent: nixl_library.Agent, handle: nixl_library.Handle) -> None:
+        raise TransportError("injected")
+
+    monkeypatch.setattr(nixl_library.Agent, "release", refused)
+    here, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
+    peer = source.connect(target.descriptor(), WAIT_S)
+    tickets = [source.submit(peer, batch(here, there, [(0, 0, 100)])) for _ in range(20)]
+    assert sorted(told(source, 20), key=lambda event: getattr(event, "ticket", 0)) == [Ended(t) for t in tickets]
+
+
+def test_who_looks_after_the_end_finds_nothing(source: End) -> None:
+    """At exit a finalizer ends the thread, whoever may still poll."""
+    transport = source.transport
+    assert isinstance(transport, NixlTransport)
+    transport._worker.close(0.0)
+    transport._worker._open.waiting.append(nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque(), None, None, 0, True))
+    assert transport.poll() == []
+    transport._worker._open.waiting.clear()
 
 
 def test_a_notification_needs_no_data(source: End, target: End) -> None:

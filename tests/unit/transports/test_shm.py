@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import attrs
@@ -21,6 +22,7 @@ from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
 from disagg_kv.transports import Ended, Heard, Process, Region, ShmTransport, decode, encode
+from disagg_kv.transports.process import LOOK_S
 from disagg_kv.transports.shm import _Place
 from tests.support.leftovers import abandoned
 from tests.support.processes import wait
@@ -59,6 +61,7 @@ def test_a_process_that_is_ended_by_a_signal_leaves_nothing_behind(how: signal.S
     child.send_signal(how)
     _, errors = child.communicate()
     assert b"leaked" not in errors
+    time.sleep(LOOK_S)
     assert list(side.poll()) == [Heard(peer, None, fenced=True)]
     assert list(side.poll()) == []
     assert side.connect(descriptor, 1.0) == peer, "a peer already known stays known, and lost"
@@ -212,6 +215,7 @@ def test_writes_to_a_lost_peer_fail_and_are_quiet() -> None:
     peer = side.connect(descriptor, 1.0)
     child.kill()
     child.communicate()
+    time.sleep(LOOK_S)
     tickets = [side.submit(peer, Writes.one(local, 0, 0, 0, 100)) for _ in range(2)]
     lost, *ended = side.poll()
     assert lost == Heard(peer, None, fenced=True)
