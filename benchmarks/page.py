@@ -399,6 +399,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_kernels.json": gpu_kernels,
     "h200_transfer.json": gpu_transfer,
     "h200_transfer_again.json": gpu_transfer,
+    "h200_transfer_two.json": gpu_transfer,
     "h200_transfer.json, two paths": gpu_paths,
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
