@@ -417,9 +417,9 @@ class PrefillRole:
     def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
         """Plan a transfer, if it still makes sense."""
         room = self._rooms.get(key)
+        self._node.flush()
         if room is None or not room.machine.flows[transfer.to].begin(transfer):
             return None
-        self._node.flush()
         after = self.after(key, transfer)
         self._pacer.began((key, transfer.to, transfer.segment), queued=after is not None)
         way = room.ways[transfer.to]
@@ -430,6 +430,8 @@ class PrefillRole:
         started = self._node.clock() - (0.0 if planned is None else planned.seconds)
         try:
             plan = self._ways.plan(way, transfer, tables) if planned is None else planned.plan
+            compared = verified(key.room, transfer.segment, self._verify, way.verify)
+            summed = way.pair.view.layout(transfer.segment) if compared else None
         except Exception as exc:
             error = ours(exc, f"room {key.room.hex()} towards {transfer.to.hex()[:8]}")
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
@@ -437,8 +439,6 @@ class PrefillRole:
         took = self._node.clock() - started
         room.handle.report.spend("plan", took)
         self._pacer.planned(took)
-        compared = verified(key.room, transfer.segment, self._verify, way.verify)
-        summed = way.pair.view.layout(transfer.segment) if compared else None
         return Load(plan, tables, after, way.ring, room.handle.report, summed)
 
     def count(self, name: str) -> None:

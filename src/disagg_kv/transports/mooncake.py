@@ -123,7 +123,7 @@ class MooncakeTransport:
         )
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
-        self._lanes = Lanes(workers, "mooncake")
+        self._lanes = Lanes(2 * workers if protocol == "nvlink_intra" else workers, "mooncake")
         self._singles = Singles(self._shared, self._lanes, clock) if engine.begins else None
         weakref.finalize(self, self._lanes.stop)
         self._clock = clock
@@ -228,17 +228,15 @@ class MooncakeTransport:
         return ticket
 
     def _begin(self, flight: Flight) -> None:
-        # Two at a time between GPUs: the library copies on a stream of the calling thread, idle between two calls.
-        peer, gpus = flight.remote.peer, self._address.protocol == "nvlink_intra"
-        try:
-            if self._singles is not None and self._singles.takes(flight):
-                self._singles.put(flight)
-            else:
-                self._lanes.put((peer, flight.ticket % 2) if gpus else peer, flight.step)
-        except RuntimeError as error:
-            failed = TransportError(f"{flight.remote}: no thread for ticket {flight.ticket}: {error}", retryable=True)
-            failed.__cause__ = error
-            self._end(flight, Ended(flight.ticket, failed, quiesced=not flight.posting))
+        remote = flight.remote
+        if self._singles is not None and self._singles.takes(flight):
+            self._singles.put(flight)
+        elif self._address.protocol == "nvlink_intra":
+            # Two at a time: the library copies on a stream of the calling thread, which is idle between two calls.
+            remote.turn = 1 - remote.turn
+            self._lanes.put((remote.peer, remote.turn), flight.step)
+        else:
+            self._lanes.put(remote.peer, flight.step)
 
     def _begin_due(self) -> None:
         """Begin what has waited for an event that has happened; one that never will, ends."""

@@ -61,6 +61,7 @@ class Remote:
         gone: a worker found that nobody listens at its address any more.
         suspect: a write failed, and none has succeeded since.
         lost: ``gone`` or the end of its process was seen, and told.
+        turn: between GPUs, which of its two workers has the next batch.
         exited_at: when the end of its process was seen.
     """
 
@@ -72,6 +73,7 @@ class Remote:
     gone: bool = False
     suspect: bool = False
     lost: bool = False
+    turn: int = 0
     exited_at: float | None = None
 
     def __str__(self) -> str:
@@ -172,19 +174,27 @@ class Flight:
     keep: object = None
 
     def step(self) -> bool:
-        """Make the next call; a ``Step`` of :class:`Lanes`."""
+        """Make the next call; a ``Step`` of :class:`Lanes`, so it must not raise, whatever a library does."""
+        try:
+            return self._step()
+        except Exception as error:
+            failed = TransportError(f"{self.remote}: ticket {self.ticket}: {error}")
+            failed.__cause__ = error
+            return self._end(failed, quiesced=not self.posting)
+
+    def _step(self) -> bool:
         if self.remote.lost or self.remote.gone or self.remote.suspect:
             error = self.remote.error()
             if error is not None:
                 return self._end(error)
+        call = self.calls.popleft()
+        if call.device is not None:
+            torch.cuda.set_device(call.device)
         with self.shared.gate:
             engine = self.shared.engine
             if engine is None:
                 return False
             self.posting = True
-        call = self.calls.popleft()
-        if call.device is not None:
-            torch.cuda.set_device(call.device)
         began = time.monotonic()
         code = call.post(engine, self.remote.address.session)
         if code:

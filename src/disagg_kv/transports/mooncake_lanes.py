@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from queue import SimpleQueue
 
 Step = Callable[[], bool]
@@ -12,7 +13,7 @@ Step = Callable[[], bool]
 
 
 class Lanes:
-    """Up to ``threads`` long-lived threads, begun when they are first needed.
+    """Up to ``threads`` long-lived threads, all but the first begun when they are first needed.
 
     A job is a step that is called until it returns False. Jobs for one destination run in their order. With as many
     threads as destinations, or fewer that are slow than threads, a slow one delays nobody but itself.
@@ -30,23 +31,24 @@ class Lanes:
         self._stopped = False
         self._lock = threading.Lock()
         self._none = threading.Condition(self._lock)
+        self._begin()
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def put(self, destination: Hashable, job: Step) -> None:
-        """Run ``job`` after those that were put before it for the same destination."""
+        """Run ``job`` after those that were put before it for the same destination; never raises."""
         with self._lock:
             jobs = self._jobs.get(destination)
             if jobs is not None:
                 jobs.append(job)
                 return
             if len(self._jobs) >= len(self._threads) < self._most:
-                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                try:
-                    thread.start()
-                    self._threads.append(thread)
-                except RuntimeError:
-                    # The process may have no more threads; those that are there do it.
-                    if not self._threads:
-                        raise
+                # The process may have no more threads; those that are there do it then.
+                with suppress(RuntimeError):
+                    self._begin()
             self._jobs[destination] = deque([job])
             self._ready.put(destination)
 

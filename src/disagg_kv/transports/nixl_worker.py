@@ -201,6 +201,9 @@ class Worker:
         """Begin a job; its end is told."""
         if job.small() and self._commands.empty() and self._lock.acquire(blocking=False):
             try:
+                if self._over:
+                    self._told.append(Ended(job.ticket, TransportError("nixl: the transport is closed")))
+                    return
                 self._begin(job)
                 flying = job.handle is not None and job.here[0] == "cpu"
             finally:
@@ -319,8 +322,8 @@ class Worker:
         copied = 0
         for job in tuple(self._open.waiting):
             if self._due(job):
-                copied += job.copied
-                if job.small() and copied <= SMALL_BYTES:
+                if job.small() and copied + job.copied <= SMALL_BYTES:
+                    copied += job.copied
                     self._post(job)
                 elif self._commands.empty():
                     self._commands.put(self._advance_all)

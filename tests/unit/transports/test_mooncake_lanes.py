@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from functools import partial
+from typing import cast
 
 import pytest
+import torch
 
+from disagg_kv.errors import TransportError
+from disagg_kv.ids import Peer, Ticket
+from disagg_kv.transports import Ended, Extents, Process, Settled
+from disagg_kv.transports.mooncake_flight import Address, Flight, One, Remote, Shared
 from disagg_kv.transports.mooncake_lanes import Lanes
+from disagg_kv.transports.mooncake_library import Engine
 
 
 def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
@@ -65,25 +73,19 @@ def test_destinations_take_turns() -> None:
     lanes.stop()
 
 
-def test_without_a_thread_nothing_is_taken_and_later_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may have no more of them; those that are there do what comes."""
+def test_without_more_threads_those_that_are_there_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have no more of them: then destinations share the first."""
     lanes, done = Lanes(4, "test"), list[str]()
 
     def job(name: str) -> bool:
         done.append(name)
         return False
 
-    with monkeypatch.context() as without:
-        without.setattr(threading.Thread, "start", _no_thread)
-        with pytest.raises(RuntimeError):
-            lanes.put("a", partial(job, "refused"))
-    lanes.put("a", partial(job, "first"))
-    assert lanes.drain(5.0)
     monkeypatch.setattr(threading.Thread, "start", _no_thread)
-    for name in ("b", "c"):
+    for name in ("a", "b", "c"):
         lanes.put(name, partial(job, name))
     assert lanes.drain(5.0)
-    assert done == ["first", "b", "c"]
+    assert done == ["a", "b", "c"]
     lanes.stop()
 
 
@@ -110,3 +112,43 @@ def test_what_has_not_begun_when_it_stops_never_does() -> None:
     go.set()
     thread.join(120.0)
     assert (ran, thread.is_alive()) == (["first"], False)
+
+
+class Library:
+    """An engine whose writes succeed, or raise what no library should."""
+
+    def __init__(self, raises: Exception | None = None) -> None:
+        self._raises = raises
+
+    def write_one(self, session: str, source: int, target: int, nbytes: int) -> int:
+        """0: written."""
+        if self._raises is not None:
+            raise self._raises
+        return 0
+
+
+@pytest.mark.parametrize("where", ["before the call", "in it"])
+def test_a_flight_that_meets_an_error_ends_and_the_next_one_flies(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E8: quiet only if the library was not asked; the thread lives on."""
+    broken, asked = [RuntimeError("a broken context")], where == "in it"
+
+    def set_device(device: int) -> None:
+        if broken and not asked:
+            raise broken.pop()
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    lanes = Lanes(1, "test")
+    address = Address("session", "host", 1, "nvlink_intra", Process.own())
+    remote = Remote(Peer(bytes(16)), address, 1, Extents((), "peer's"), None)
+    results = deque[tuple[Flight, Ended | Settled]]()
+    for number in (1, 2):
+        library = Library(broken.pop()) if asked and broken else Library()
+        shared = Shared(cast("Engine", library), 30.0, results)
+        lanes.put("peer", Flight(Ticket(number), remote, deque([One(0, 1, 1, 1)]), shared).step)
+    assert lanes.drain(5.0)
+    lanes.stop()
+    first, second = (event for _, event in results)
+    assert isinstance(first, Ended)
+    assert isinstance(first.error, TransportError)
+    assert first.quiesced is not asked
+    assert second == Ended(Ticket(2))
