@@ -345,13 +345,14 @@ def test_a_handle_that_the_library_keeps_is_no_matter(
     assert sorted(told(source, 20), key=lambda event: getattr(event, "ticket", 0)) == [Ended(t) for t in tickets]
 
 
-def test_who_looks_after_the_end_finds_nothing(source: End) -> None:
+def test_who_looks_after_the_end_finds_nothing(source: End, caplog: pytest.LogCaptureFixture) -> None:
     """At exit a finalizer ends the thread, whoever may still poll."""
     transport = source.transport
     assert isinstance(transport, NixlTransport)
     transport._worker.close(0.0)
     transport._worker._open.waiting.append(nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque(), None, None, 0, True))
     assert transport.poll() == []
+    assert not caplog.records, "an error that was not foreseen"
     transport._worker._open.waiting.clear()
 
 
