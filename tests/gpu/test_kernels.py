@@ -31,7 +31,7 @@ from disagg_kv.kernels import (
 )
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.select import _launcher
-from disagg_kv.kernels.triton_host import MOST_PREPARED, SLOTS, Launcher
+from disagg_kv.kernels.triton_host import FULL, MOST_PREPARED, SLOTS, TUNED, Launcher
 from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
@@ -498,6 +498,31 @@ def test_a_launch_behind_an_event_delays_no_other() -> None:
     _wait(TRITON.gather(pool, [_page(2, 4096)], staging, None))
     assert not late.query()
     _wait(first)
+
+
+def test_large_launches_behind_the_same_events_come_one_after_the_other() -> None:
+    """The first is ready for the wire while the others still run: here the second reads what the first has written."""
+    spec, pages = CacheSpec.kv(1, 8, 128, "bfloat16"), 512
+    first, second = (PagedPool.allocate(spec, shard(spec), pages=pages, page_size=64, device="cuda") for _ in range(2))
+    rows, nbytes = 64 * pages, 1 << 26
+    layout = staged_layout([(0, 0, 8, 0, rows, 0)], nbytes)
+    assert nbytes // TUNED["gather"].tile_bytes >= FULL
+    memory, staging = _tensor(first.buffers[0]), _staging(nbytes)
+    gather = Launcher("gather")
+    for pool in (first, second):
+        gather.warm(pool)
+    for number in range(1, 4):
+        torch.cuda._sleep(LONG // 30)
+        memory.fill_(number)
+        computed = torch.cuda.Event()
+        computed.record()
+        gather(first, [Move(layout, {KV: PageTable(KV, list(range(pages)))}, 0)], second.buffers[0], computed)
+        ended = gather(
+            second, [Move(layout, {KV: PageTable(KV, list(reversed(range(pages))))}, 0)], staging, All((computed,))
+        )
+        assert not computed.query()
+        _wait(ended)
+        assert (content_of(staging) == number).all()
 
 
 def test_only_events_of_cuda_are_left_to_the_stream() -> None:

@@ -92,6 +92,10 @@ OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": 
 STREAMS = 4
 """Launches take turns on so many streams: one that waits for its event delays only those that wait behind it."""
 
+FULL = 4096
+"""Programs that keep all of a GPU busy. Of such launches that wait for the same events each begins when the one before
+it has ended: side by side all would end together, and the wire, which waits for the first, would be idle until then."""
+
 PRIORITY = 0
 """The lowest that CUDA has, and the default of an engine's own streams: where an engine decodes on a stream of
 ``priority=-1``, its kernels go first whenever the GPU has to choose (C7)."""
@@ -139,6 +143,8 @@ class _Lane:
 
     def __init__(self, device: str, neighbours_together: bool) -> None:
         self.compiled: dict[tuple[int, int, int], Compiled] = {}
+        self.before: tuple[tuple[int, ...], Mark | None] = (), None
+        """What the last launch that was :data:`FULL` waited for, and its end."""
         self._streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(STREAMS)]
         self.reading = torch.cuda.Stream(device)
         self.queue = CudaQueue(self.reading.device_index)
@@ -301,12 +307,18 @@ class Host:
         args = shape.tiles, ELEMENTS[shape.element_bytes], *constants
         with queue:
             call.upload()
-            behind(queue, on, after)
+            awaited = behind(queue, on, after)
+            full = programs >= FULL and len(awaited) > 0
+            if full and lane.before[0] == awaited:
+                behind(queue, on, lane.before[1])
             if compiled is not None and programs:
                 grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
                 compiled.run(*grid, None, None, None, call.table.data_ptr(), slot.addr, *args)
             if compiled is not None or not programs:
-                return queue.record(on)
+                mark = queue.record(on)
+                if full:
+                    lane.before = awaited, mark
+                return mark
         # Torch chooses a device, and so a context, of its own.
         with torch.cuda.stream(call.stream):
             launched = self._kernel[(programs,)](call.table, slot.device, *args, num_warps=self._tuning.warps)
@@ -490,14 +502,20 @@ class PreparedLaunch:
             self._give_up()
 
 
-def behind(queue: CudaQueue, stream: int, after: Event | None) -> None:
-    """What is enqueued next comes after ``after``; waits only for events that a stream cannot wait for."""
+def behind(queue: CudaQueue, stream: int, after: Event | None) -> tuple[int, ...]:
+    """What is enqueued next comes after ``after``; waits only for events that a stream cannot wait for.
+
+    Gives the others' ``CUevent``.
+    """
+    awaited: list[int] = []
     for one in parts(after):
         handle: int | None = getattr(one, "cuda_event", None)
         if handle:
             queue.wait(stream, handle)
+            awaited.append(handle)
         elif handle is None and not one.query():
             one.synchronize()
+    return tuple(awaited)
 
 
 def waits_for(event: Event) -> bool:
