@@ -396,8 +396,10 @@ class Worker:
         self._open.waiting.remove(job)
         self._open.flying.append(job)
         try:
-            # The bytes of a large write have been copied by then too, and to see it takes another look.
-            done = self._agent.post(name, job.handle, job.here) or self._agent.done(name, job.handle, job.here)
+            done = self._agent.post(name, job.handle, job.here)
+            if not done and job.here[0] == "cpu":
+                # The bytes of a large write have been copied by then too, and to see it takes another look.
+                done = self._agent.done(name, job.handle, job.here)
         except (TransportError, PeerLostError) as error:
             self._fail(job, error)
         else:

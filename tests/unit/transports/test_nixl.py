@@ -345,6 +345,33 @@ def test_a_handle_that_the_library_keeps_is_no_matter(
     assert sorted(told(source, 20), key=lambda event: getattr(event, "ticket", 0)) == [Ended(t) for t in tickets]
 
 
+@pytest.mark.parametrize(("kind", "asked"), [("cpu", 1), ("cuda", 0)])
+def test_only_who_copies_in_the_call_that_begins_a_write_asks_at_once_whether_it_is_done(
+    source: End, monkeypatch: pytest.MonkeyPatch, kind: str, asked: int
+) -> None:
+    """A GPU has just begun then, and others' writes wait for this thread."""
+    transport, asks = source.transport, list[str]()
+    assert isinstance(transport, NixlTransport)
+
+    def answer(agent: nixl_library.Agent, name: str, handle: object, here: nixl_library.Place) -> bool:
+        asks.append(here[0])
+        return True
+
+    monkeypatch.setattr(nixl_library.Agent, "post", lambda *_: False)
+    monkeypatch.setattr(nixl_library.Agent, "done", answer)
+    monkeypatch.setattr(nixl_library.Agent, "release", lambda *_: None)
+    place = (kind, 0)
+    part = nixl_library.Part(place, [(0, 1, 0)], place, [(0, 1, 0)])
+    worker = transport._worker
+    job = nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque([part]), None, None, 1, True)
+    with worker._lock:
+        job.handle = nixl_library.Handle(object())
+        worker._open.waiting.append(job)
+        worker._post(job)
+        assert len(asks) == asked
+    assert told(source, 1) == [Ended(Ticket(1))]
+
+
 def test_who_looks_after_the_end_finds_nothing(source: End, caplog: pytest.LogCaptureFixture) -> None:
     """At exit a finalizer ends the thread, whoever may still poll."""
     transport = source.transport
