@@ -9,6 +9,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import reduce
+from math import inf
 from typing import TypeVarTuple
 
 from ..channels import (
@@ -44,7 +45,7 @@ from ..protocol import (
     Unreachable,
     Up,
 )
-from ..protocol.frames import Ballot, Heartbeat, Refused, RoomFrame, Verdict
+from ..protocol.frames import Ballot, Heartbeat, Landed, Refused, RoomFrame, Verdict
 from ..protocol.machine import ours
 from ..protocol.peers import is_older
 from ..rendezvous import Rendezvous, Source
@@ -92,6 +93,10 @@ NUDGE_S = 150e-6
 wakes it late, and notices pass through two threads of ZeroMQ's on cores of their own. Where a channel has no threads,
 there is only the peer's own to keep awake, which stays so for ``linger_s``."""
 
+RECEIPT_S = 0.001
+"""So long a receipt waits for what has to leave, where this thread is awake, and there is no wire to wait for: to write
+and to read it takes longer than some MiB."""
+
 FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
 
@@ -130,6 +135,7 @@ class Node:
         self.role: Role | None = None
         self._sleep = sleep
         self._soon = 0
+        self._napped = False
         fast = me.transport.caps.bytes_per_s >= FAST_BYTES_PER_S
         naps = fast and me.transport.caps.waits_events and self._naps is not None
         self._pause = self._shortest = NAP_S if naps else SHORTEST_PAUSE_S
@@ -176,24 +182,46 @@ class Node:
         assert self.role is not None
         self.now = self.clock()
         told = bool(self._commands)
+        # What ended a nap goes before what is less urgent: bytes may wait for it.
+        heard = self._napped and self._hear(0.0)
         try:
             busy = self._progress()
         except Exception as exc:
             self._met(exc)
             busy = True
-        if self._outbox.unsent:
-            self._guard(self.flush)
         if told or busy:
             self._awake_until = self.now + self.linger_s
         looks = busy or (timeout_s > 0 and self._lingers())
+        if self._outbox.unsent:
+            self._guard(self._hand_over, looks)
         patience_s = min(timeout_s, self.role.patience_s) if looks and timeout_s else timeout_s
         self._soon = SOON if told else self._soon
         soon = looks and patience_s > 0 and self._soon > 0
         waits = patience_s and not soon and not self._commands
         pause_s = SOON_S if soon else self._pause if looks and not patience_s else 0.0
-        if pause_s and self._naps is not None:
+        self._napped = pause_s > 0 and self._naps is not None
+        if self._napped:
+            assert self._naps is not None
             self._naps.nap(pause_s)
-        arrived = self._arrived(self._wait(patience_s) if waits else 0.0)
+        elif self._hear(self._wait(patience_s) if waits else 0.0):
+            heard = True
+            self._guard(self.poll_transport)
+            self._guard(self.role.work)
+            if self._outbox.unsent:
+                self._guard(self._hand_over, looks)
+        if not looks or heard:
+            self._pause = self._shortest
+            return
+        if soon:
+            self._soon -= 1
+        elif not patience_s:
+            self._pause = min(2 * self._pause, self._longest)
+        if pause_s and self._naps is None:
+            self._sleep(pause_s)
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Take in what comes in; False: nothing."""
+        arrived = self._arrived(timeout_s)
         if arrived:
             self.now = self.clock()
             self._awake_until = self.now + self.linger_s
@@ -203,19 +231,11 @@ class Node:
                     self._on_channel(event)
                 except Exception as exc:
                     self._met(exc)
-            self._guard(self.poll_transport)
-            self._guard(self.role.work)
-        if self._outbox.unsent:
-            self._guard(self.flush)
-        if not looks or arrived:
-            self._pause = self._shortest
-            return
-        if soon:
-            self._soon -= 1
-        elif not patience_s:
-            self._pause = min(2 * self._pause, self._longest)
-        if pause_s and self._naps is None:
-            self._sleep(pause_s)
+        return bool(arrived)
+
+    def _hand_over(self, awake: bool) -> None:
+        """What was said in a turn leaves; while we are awake, what nobody waits for may wait."""
+        self._outbox.flush(self.now if awake else inf)
 
     def _lingers(self) -> bool:
         role = self.role
@@ -510,8 +530,9 @@ class Node:
         address = self.peers.address(send.to)
         if address is None:
             self.observer.count("frames.unroutable")
-        else:
-            self._outbox.put(address, self.codec.encode(send.frame))
+            return
+        waits = self.linger_s and isinstance(send.frame, Landed)
+        self._outbox.put(address, self.codec.encode(send.frame), self.now + RECEIPT_S if waits else -inf)
 
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
@@ -520,8 +541,8 @@ class Node:
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 
     def flush(self) -> None:
-        """Hand over all that was said: when a turn ends, and before this thread copies, which may take long."""
-        self._outbox.flush()
+        """Hand over before the turn ends what somebody waits for; this thread may copy, which takes long."""
+        self._outbox.flush(self.now)
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
         """Tell our instance how a room ends here."""

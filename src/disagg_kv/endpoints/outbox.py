@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import inf
 
 from attrs import define, field
 
@@ -12,13 +13,17 @@ from ..trace import Observer
 
 log = logging.getLogger("disagg_kv")
 
+RECEIPTS = 4
+"""Fewer receipts than these wait for what has to leave: who sends a window at a time goes on as they come."""
+
 
 @define
 class _Unsent:
-    """What was said to an address since it was last handed over; it has ``nbytes``."""
+    """What was said to an address since it was last handed over; it has ``nbytes`` and leaves by ``due``."""
 
     frames: list[bytes] = field(factory=list)
     nbytes: int = 0
+    due: float = inf
 
 
 class Outbox:
@@ -35,8 +40,8 @@ class Outbox:
         self._observer = observer
         self.unsent: dict[str, _Unsent] = {}
 
-    def put(self, address: str, frame: bytes) -> None:
-        """Say something.
+    def put(self, address: str, frame: bytes, due: float = -inf) -> None:
+        """Say something; nobody waits for it before ``due``.
 
         Raises:
             ConfigurationError: the frame is larger than MAX_FRAME.
@@ -54,11 +59,14 @@ class Outbox:
             unsent = self.unsent[address] = _Unsent()
         unsent.frames.append(frame)
         unsent.nbytes += len(frame)
+        unsent.due = min(unsent.due, due)
 
-    def flush(self) -> None:
-        """Hand over all that was said."""
-        for address in list(self.unsent):
-            self._hand_over(address, self.unsent.pop(address).frames)
+    def flush(self, now: float = inf) -> None:
+        """Hand over what was said, except the little that is not due yet."""
+        for address, unsent in list(self.unsent.items()):
+            if unsent.due <= now or len(unsent.frames) >= RECEIPTS:
+                del self.unsent[address]
+                self._hand_over(address, unsent.frames)
 
     def _hand_over(self, address: str, frames: list[bytes]) -> None:
         try:

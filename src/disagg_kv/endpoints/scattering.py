@@ -103,8 +103,12 @@ class Scatterer:
             self._unprepared[room, effect.segment] = effect
 
     def add(self, room: RoomKey, effect: Scatter) -> None:
-        """A segment has arrived."""
+        """A segment has arrived: what is prepared for it, and need not wait, is launched before this thread goes on."""
+        first = not self._waiting
         self._waiting.append((room, effect))
+        ready = self._prepared.get((room, effect.segment)) if first and self._together else None
+        if ready is not None and ready.places == effect.parts:
+            self._next()
 
     def drop(self, room: RoomKey, segment: Segment) -> None:
         """A segment has no lease any more, or its room has failed: nothing will be launched for it."""

@@ -1,0 +1,228 @@
+"""What an endpoint says leaves at the end of its turn; a receipt, for which nobody waits, may wait for company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import pytest
+
+from disagg_kv.channels import Channel, News
+from disagg_kv.endpoints.node import RECEIPT_S
+from disagg_kv.endpoints.outbox import RECEIPTS, Outbox
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.protocol import Codec, Options, RoomFrame
+from disagg_kv.protocol.frames import ChunkReady, Complete, Landed
+from disagg_kv.transports.inproc import InprocTransport
+from tests.support.rig import Memory, Request, Rig, tp_shards
+from tests.support.rig_parts import Flag, PreparingKernels
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+ROW_BYTES = 2 * 2 * 4 * 16
+
+
+class Fast(InprocTransport):
+    """Says that it is as fast as NVLink."""
+
+    caps = attrs.evolve(InprocTransport.caps, bytes_per_s=3.8e11)
+
+
+class Noting:
+    """A channel that takes frames together and notes them, and what else its owner does with it."""
+
+    def __init__(self, inner: Channel) -> None:
+        self._inner = inner
+        self.together: list[list[bytes]] = []
+        self.log: list[str] = []
+
+    @property
+    def address(self) -> str:
+        return self._inner.address
+
+    def send(self, address: str, frame: bytes) -> bool:
+        return self.send_all(address, [frame])
+
+    def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
+        self.together.append(list(frames))
+        for frame in frames:
+            assert self._inner.send(address, frame)
+        return True
+
+    def poll(self, timeout_s: float) -> Sequence[News]:
+        self.log.append("sleep" if timeout_s else "hear")
+        return self._inner.poll(0.0)
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def forget(self, address: str) -> None:
+        self._inner.forget(address)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def said(self, kind: type) -> int:
+        """How often a frame of this kind was handed over."""
+        return sum(isinstance(Codec().decode(frame), kind) for frames in self.together for frame in frames)
+
+
+class Napping(Noting):
+    """The same, with naps that are over at once."""
+
+    def nap(self, timeout_s: float) -> None:
+        self.log.append("nap")
+
+
+@pytest.fixture
+def channel(rig: Rig) -> Noting:
+    """Two addresses are heard."""
+    for name in ("P", "Q"):
+        rig.prefill(tp_shards(SPEC, 1), name)
+    return Noting(rig.prefills[0].channel)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(SPEC)
+
+
+P, Q = "inproc://P0", "inproc://Q0"
+
+
+def test_what_is_due_takes_along_what_is_not(rig: Rig, channel: Noting) -> None:
+    """To the same address only, and in the order in which it was said."""
+    box = Outbox(channel, rig.prefills[0].observer)
+    box.put(P, b"receipt", 5.0)
+    box.put(Q, b"receipt", 5.0)
+    box.put(P, b"word")
+    box.flush(4.0)
+    assert channel.together == [[b"receipt", b"word"]]
+    box.flush(5.0)
+    assert channel.together[1:] == [[b"receipt"]]
+    box.put(P, b"receipt", 9.0)
+    box.flush()
+    assert channel.together[2:] == [[b"receipt"]]
+    assert not box.unsent
+
+
+def test_few_receipts_wait(rig: Rig, channel: Noting) -> None:
+    """A peer asks for more as they come."""
+    box = Outbox(channel, rig.prefills[0].observer)
+    for number in range(1, RECEIPTS + 1):
+        assert not channel.together
+        box.put(P, b"receipt", 5.0)
+        box.flush(0.0)
+        assert bool(channel.together) == (number == RECEIPTS)
+
+
+def world(kind: type[Noting], transport: type[InprocTransport], linger_s: float) -> tuple[Rig, list[Noting], Request]:
+    """One rank to one rank, a room of two segments that are granted; rows are final when the test says so."""
+    channels: list[Noting] = []
+
+    def noting(inner: Channel) -> Channel:
+        channels.append(kind(inner))
+        return channels[-1]
+
+    rig = Rig(SPEC, options=Options(linger_s=linger_s))
+    memory = Memory(transport=transport, page_size=8, channel=noting)
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=PreparingKernels())
+    request = rig.request("room", rig.prefills, rig.decodes, 16).open_decode().expect(16).open_prefill()
+    rig.wait(0.1)
+    return rig, channels, request
+
+
+def until_landed(rig: Rig, request: Request, segments: int = 1) -> None:
+    """Turn both, decode as its own thread would, until that many segments have landed; no time passes."""
+    for _ in range(100):
+        if request.receives[0].report.segments == segments:
+            return
+        rig.prefills[0].endpoint.driver.turn(1.0)
+        rig.decodes[0].endpoint.driver.turn(1.0)
+    raise AssertionError("they have not landed")
+
+
+@pytest.mark.parametrize(("transport", "linger_s", "waits"), [(Fast, 60.0, True), (InprocTransport, 60.0, False)])
+def test_a_receipt_waits_only_where_bytes_are_fast(
+    transport: type[InprocTransport], linger_s: float, waits: bool
+) -> None:
+    """There it takes longer to write one than to move MiBs; an endpoint that is awake sends it a little later."""
+    rig, (_, decode), request = world(Noting, transport, linger_s)
+    request.send(8)
+    until_landed(rig, request)
+    assert decode.said(Landed) == (not waits)
+    rig.clock.advance(RECEIPT_S)
+    rig.decodes[0].endpoint.driver.turn(1.0)
+    assert decode.said(Landed) == 1
+    request.send(16).finish().landed()
+    rig.quiet()
+
+
+def test_a_receipt_leaves_before_its_endpoint_sleeps() -> None:
+    """Nothing that was said waits for a thread that waits."""
+    rig, (_, decode), request = world(Noting, Fast, 1e-7)
+    request.send(8)
+    until_landed(rig, request)
+    assert decode.said(Landed) == 0
+    rig.clock.advance(1e-6)
+    decode.log.clear()
+    rig.decodes[0].endpoint.driver.turn(1.0)
+    assert decode.log == ["sleep"]
+    assert decode.said(Landed) == 1
+    request.send(16).finish().landed()
+
+
+def test_receipts_come_with_the_word_that_all_is_there() -> None:
+    rig, (_, decode), request = world(Noting, Fast, 60.0)
+    request.send(16).finish()
+    until_landed(rig, request, 2)
+    request.landed()
+    last = [[type(Codec().decode(frame)) for frame in frames] for frames in decode.together]
+    assert [kinds for kinds in last if Landed in kinds] == [[Landed, Landed, Complete]]
+    assert rig.prefills[0].observer.counters["frames.refused"] == 0
+
+
+def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that have come go before receipts and grants; who sleeps hears when it wakes, in the same turn."""
+    rig, (_, decode), _ = world(Napping, Fast, 60.0)
+    endpoint = rig.decodes[0].endpoint
+    work = endpoint._role.work
+
+    def noted() -> bool:
+        decode.log.append("work")
+        return work()
+
+    monkeypatch.setattr(endpoint._role, "work", noted)
+    endpoint.driver.turn(1.0)
+    decode.log.clear()
+    for _ in range(3):
+        endpoint.driver.turn(1.0)
+    assert decode.log == ["hear", "work", "nap"] * 3
+    rig.clock.advance(61.0)
+    decode.log.clear()
+    for _ in range(2):
+        endpoint.driver.turn(1.0)
+    assert decode.log == ["hear", "work", "sleep", "work", "sleep"]
+
+
+def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames come together; the GPU has something to do while the later ones are read."""
+    rig, (prefill, decode), request = world(Noting, Fast, 60.0)
+    kernels = rig.decodes[0].endpoint._role._scatters._kernels
+    assert isinstance(kernels, PreparingKernels)
+    event = Flag()
+    request.send(16, ready=event).finish()
+    rig.wait(0.1)
+    role, launched = rig.decodes[0].endpoint._role, list[int]()
+    read = role.on_frame
+
+    def noted(frame: RoomFrame) -> None:
+        read(frame)
+        if isinstance(frame, ChunkReady):
+            launched.append(len(kernels.launched))
+
+    monkeypatch.setattr(role, "on_frame", noted)
+    event.fired = True
+    request.landed()
+    assert launched == [1, 2]
+    assert prefill.said(ChunkReady) == decode.said(Landed) == 2
