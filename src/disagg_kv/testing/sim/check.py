@@ -267,6 +267,7 @@ class Checks:
             left: dict[str, object] = {
                 "agreement": agreement.undecided,
                 "commands": len(node.node._commands),
+                "unsent": len(node.node._outbox.unsent),
             }
             if isinstance(endpoint, DecodeEndpoint):
                 role = endpoint._role

@@ -79,8 +79,10 @@ class SimTransport:
         self._world = world
         self.node = node
         self.me = Peer(b"sim" + node.epoch)
+        # A GPU's transports wait for events, and are fast: so the endpoints linger, too.
         self.caps = Capabilities(
             waits_events=world.scenario.waits_events,
+            bytes_per_s=3.8e11 if world.scenario.waits_events else 4e9,
             late_writes=True,
             detects_peer_death=world.scenario.detects_death,
             drain_s=world.scenario.drain_s,

@@ -493,6 +493,8 @@ class World:
                 f"{node.address}: an error that would have ended the endpoint's thread: {exc!r}",
             )
             return
+        if node.node._outbox.unsent:
+            self.mark("receipts:one waits")
         if node.changes:
             for handle in node.endpoint.poll():
                 entry = self.entries.get(id(handle))
