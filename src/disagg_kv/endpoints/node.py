@@ -55,7 +55,7 @@ from ..transports import Heard, Settled
 from .base import PeerInfo
 from .exits import Exits
 from .introduction import Remote, Self
-from .outbox import Outbox
+from .outbox import RECEIPTS, Outbox
 from .role import Role
 
 log = logging.getLogger("disagg_kv")
@@ -94,8 +94,8 @@ wakes it late, and notices pass through two threads of ZeroMQ's on cores of thei
 there is only the peer's own to keep awake, which stays so for ``linger_s``."""
 
 RECEIPT_S = 0.001
-"""So long a receipt waits for what has to leave, where this thread is awake, and there is no wire to wait for: to write
-and to read it takes longer than some MiB."""
+"""So long a receipt waits for what has to leave, where the wire is fast and this thread awake: to write and to read it
+takes as long as some MiB."""
 
 FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
@@ -142,6 +142,8 @@ class Node:
         self._longest = self._shortest if fast else LONGEST_PAUSE_S
         self.linger_s = options.linger_s if fast else 0.0
         self._nudge_s = NUDGE_S if self._naps is None else self.linger_s / 2
+        # A sender whose window is small waits for every receipt.
+        self._holds = fast and options.window >= 2 * RECEIPTS
         self._awake_until = self.now
         self._nudged: dict[Epoch, float] = {}
         self._warn_at = self.now
@@ -183,7 +185,8 @@ class Node:
         self.now = self.clock()
         told = bool(self._commands)
         # What ended a nap goes before what is less urgent: bytes may wait for it.
-        heard = self._napped and self._hear(0.0)
+        if self._napped and self._hear(0.0):
+            self._pause = self._shortest
         try:
             busy = self._progress()
         except Exception as exc:
@@ -193,7 +196,7 @@ class Node:
             self._awake_until = self.now + self.linger_s
         looks = busy or (timeout_s > 0 and self._lingers())
         if self._outbox.unsent:
-            self._guard(self._hand_over, looks)
+            self._guard(self.flush, self.now if looks else inf)
         patience_s = min(timeout_s, self.role.patience_s) if looks and timeout_s else timeout_s
         self._soon = SOON if told else self._soon
         soon = looks and patience_s > 0 and self._soon > 0
@@ -204,12 +207,13 @@ class Node:
             assert self._naps is not None
             self._naps.nap(pause_s)
         elif self._hear(self._wait(patience_s) if waits else 0.0):
-            heard = True
+            self._pause = self._shortest
             self._guard(self.poll_transport)
             self._guard(self.role.work)
             if self._outbox.unsent:
-                self._guard(self._hand_over, looks)
-        if not looks or heard:
+                self._guard(self.flush, self.now if looks else inf)
+            return
+        if not looks:
             self._pause = self._shortest
             return
         if soon:
@@ -232,10 +236,6 @@ class Node:
                 except Exception as exc:
                     self._met(exc)
         return bool(arrived)
-
-    def _hand_over(self, awake: bool) -> None:
-        """What was said in a turn leaves; while we are awake, what nobody waits for may wait."""
-        self._outbox.flush(self.now if awake else inf)
 
     def _lingers(self) -> bool:
         role = self.role
@@ -531,7 +531,7 @@ class Node:
         if address is None:
             self.observer.count("frames.unroutable")
             return
-        waits = self.linger_s and isinstance(send.frame, Landed)
+        waits = self._holds and isinstance(send.frame, Landed)
         self._outbox.put(address, self.codec.encode(send.frame), self.now + RECEIPT_S if waits else -inf)
 
     def nudge(self, epoch: Epoch) -> None:
@@ -540,9 +540,12 @@ class Node:
             self._nudged[epoch] = self.now + self._nudge_s
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 
-    def flush(self) -> None:
-        """Hand over before the turn ends what somebody waits for; this thread may copy, which takes long."""
-        self._outbox.flush(self.now)
+    def flush(self, now: float = inf) -> None:
+        """Hand over what was said: when a turn ends, and before this thread does something that may take long.
+
+        Given the time, what nobody waits for yet may wait.
+        """
+        self._outbox.flush(now)
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
         """Tell our instance how a room ends here."""
@@ -555,7 +558,7 @@ class Node:
         for send in sends:
             self.send(send)
         if sends and self._prompt:
-            self.flush()
+            self.flush(self.now)
         for effect in effects:
             if isinstance(effect, Outcome):
                 self.role.on_decided(effect.key, effect.decided)

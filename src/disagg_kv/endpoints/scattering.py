@@ -149,7 +149,7 @@ class Scatterer:
         self._finish_over()
         if self._unprepared:
             # What was granted just now goes out before: bytes may come the sooner.
-            self._node.flush()
+            self._node.flush(self._node.now)
             self._prepare_one()
         return bool(self._running or self._unprepared)
 

@@ -309,8 +309,9 @@ class Host:
             call.upload()
             awaited = behind(queue, on, after)
             full = programs >= FULL and len(awaited) > 0
-            if full and lane.before[0] == awaited:
-                behind(queue, on, lane.before[1])
+            waited, before = lane.before
+            if full and waited == awaited:
+                behind(queue, on, before)
             if compiled is not None and programs:
                 grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
                 compiled.run(*grid, None, None, None, call.table.data_ptr(), slot.addr, *args)

@@ -8,10 +8,11 @@ import attrs
 import pytest
 
 from disagg_kv.channels import Channel, News
-from disagg_kv.endpoints.node import RECEIPT_S
+from disagg_kv.endpoints.node import LONGEST_PAUSE_S, RECEIPT_S, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.outbox import RECEIPTS, Outbox
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.protocol import Codec, Options, RoomFrame
+from disagg_kv.ids import Peer
+from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
 from disagg_kv.protocol.frames import ChunkReady, Complete, Landed
 from disagg_kv.transports.inproc import InprocTransport
 from tests.support.rig import Memory, Request, Rig, tp_shards
@@ -115,7 +116,9 @@ def test_few_receipts_wait(rig: Rig, channel: Noting) -> None:
         assert bool(channel.together) == (number == RECEIPTS)
 
 
-def world(kind: type[Noting], transport: type[InprocTransport], linger_s: float) -> tuple[Rig, list[Noting], Request]:
+def world(
+    kind: type[Noting], transport: type[InprocTransport], linger_s: float, window: int = 16
+) -> tuple[Rig, list[Noting], Request]:
     """One rank to one rank, a room of two segments that are granted; rows are final when the test says so."""
     channels: list[Noting] = []
 
@@ -123,7 +126,7 @@ def world(kind: type[Noting], transport: type[InprocTransport], linger_s: float)
         channels.append(kind(inner))
         return channels[-1]
 
-    rig = Rig(SPEC, options=Options(linger_s=linger_s))
+    rig = Rig(SPEC, options=Options(linger_s=linger_s, window=window))
     memory = Memory(transport=transport, page_size=8, channel=noting)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=PreparingKernels())
@@ -132,22 +135,25 @@ def world(kind: type[Noting], transport: type[InprocTransport], linger_s: float)
     return rig, channels, request
 
 
-def until_landed(rig: Rig, request: Request, segments: int = 1) -> None:
-    """Turn both, decode as its own thread would, until that many segments have landed; no time passes."""
+def until_landed(rig: Rig, request: Request, segments: int = 1, phase: Phase = Phase.MOVING) -> None:
+    """Turn both as their own threads would until that many segments have landed; no time passes."""
     for _ in range(100):
-        if request.receives[0].report.segments == segments:
+        if request.receives[0].report.segments == segments and request.receives[0].phase is phase:
             return
         rig.prefills[0].endpoint.driver.turn(1.0)
         rig.decodes[0].endpoint.driver.turn(1.0)
     raise AssertionError("they have not landed")
 
 
-@pytest.mark.parametrize(("transport", "linger_s", "waits"), [(Fast, 60.0, True), (InprocTransport, 60.0, False)])
-def test_a_receipt_waits_only_where_bytes_are_fast(
-    transport: type[InprocTransport], linger_s: float, waits: bool
+@pytest.mark.parametrize(
+    ("transport", "window", "waits"),
+    [(Fast, 16, True), (Fast, 2 * RECEIPTS, True), (Fast, 2 * RECEIPTS - 1, False), (InprocTransport, 16, False)],
+)
+def test_a_receipt_waits_only_where_bytes_are_fast_and_the_window_is_wide(
+    transport: type[InprocTransport], window: int, waits: bool
 ) -> None:
-    """There it takes longer to write one than to move MiBs; an endpoint that is awake sends it a little later."""
-    rig, (_, decode), request = world(Noting, transport, linger_s)
+    """There it takes as long to write one as to move MiBs; but a sender with a small window waits for each."""
+    rig, (_, decode), request = world(Noting, transport, 60.0, window)
     request.send(8)
     until_landed(rig, request)
     assert decode.said(Landed) == (not waits)
@@ -156,6 +162,27 @@ def test_a_receipt_waits_only_where_bytes_are_fast(
     assert decode.said(Landed) == 1
     request.send(16).finish().landed()
     rig.quiet()
+
+
+def test_a_receipt_is_not_kept_by_a_thread_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To reach a new peer may take seconds."""
+    rig, (_, decode), request = world(Noting, Fast, 60.0)
+    request.send(8)
+    until_landed(rig, request)
+    transport, said = rig.decodes[0].endpoint._node.me.transport, list[int]()
+    connect = transport.connect
+
+    def noted(descriptor: bytes, timeout_s: float) -> Peer:
+        said.append(decode.said(Landed))
+        return connect(descriptor, timeout_s)
+
+    monkeypatch.setattr(transport, "connect", noted)
+    rig.prefill(tp_shards(SPEC, 1), "Q", memory=Memory(transport=Fast, page_size=8), strategy="staged")
+    rig.decodes[0].endpoint._node.dial(Q)
+    for _ in range(10):
+        rig.prefills[-1].endpoint.driver.turn(0.0)
+        rig.decodes[0].endpoint.driver.turn(1.0)
+    assert said == [1]
 
 
 def test_a_receipt_leaves_before_its_endpoint_sleeps() -> None:
@@ -174,12 +201,16 @@ def test_a_receipt_leaves_before_its_endpoint_sleeps() -> None:
 
 def test_receipts_come_with_the_word_that_all_is_there() -> None:
     rig, (_, decode), request = world(Noting, Fast, 60.0)
-    request.send(16).finish()
+    event = Flag()
+    request.send(16, ready=event)
+    rig.wait(0.1)
+    event.fired = True
     until_landed(rig, request, 2)
-    request.landed()
-    last = [[type(Codec().decode(frame)) for frame in frames] for frames in decode.together]
-    assert [kinds for kinds in last if Landed in kinds] == [[Landed, Landed, Complete]]
-    assert rig.prefills[0].observer.counters["frames.refused"] == 0
+    assert decode.said(Landed) == 0
+    request.finish()
+    until_landed(rig, request, 2, Phase.DONE)
+    handed = [[type(Codec().decode(frame)) for frame in frames] for frames in decode.together]
+    assert [kinds for kinds in handed if Landed in kinds] == [[Landed, Landed, Complete]]
 
 
 def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +234,24 @@ def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pyt
     for _ in range(2):
         endpoint.driver.turn(1.0)
     assert decode.log == ["hear", "work", "sleep", "work", "sleep"]
+
+
+def test_after_a_frame_naps_are_short_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has begun ends soon."""
+    rig, (_, decode), request = world(Napping, InprocTransport, 0.002)
+    endpoint, naps = rig.decodes[0].endpoint, list[float]()
+    assert isinstance(decode, Napping)
+    monkeypatch.setattr(decode, "nap", naps.append)
+    monkeypatch.setattr(endpoint._role, "work", lambda: True)
+    for _ in range(6):
+        endpoint.driver.turn(1.0)
+    assert naps[0] < naps[1] < naps[-1] == LONGEST_PAUSE_S
+    request.receives[0].abort("something to say")
+    rig.prefills[0].channel.send(decode.address, b"not even a frame")
+    naps.clear()
+    for _ in range(2):
+        endpoint.driver.turn(1.0)
+    assert naps == [SHORTEST_PAUSE_S, 2 * SHORTEST_PAUSE_S]
 
 
 def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,27 @@ def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
     rig.quiet()
 
 
+def test_what_is_prepared_does_not_overtake_what_is_not() -> None:
+    """And nothing that waits for the turn's work is forgotten for it."""
+    kernels, event = PreparingKernels(), Flag()
+    kernels.fail_to_prepare = RuntimeError("not now")
+    rig = world(kernels)
+    request = rig.request("room", rig.prefills, rig.decodes, ROWS).open_decode().expect(ROWS).open_prefill()
+    request.send(ROWS, ready=event).finish()
+    counters = rig.decodes[0].observer.counters
+    while not counters["scatters.not_prepared"]:
+        rig.turn()
+    kernels.fail_to_prepare = None
+    rig.wait(1.0)
+    unprepared = counters["scatters.not_prepared"]
+    assert len(kernels.held) == ROWS // SEGMENT - unprepared
+    event.fired = True
+    request.landed()
+    assert sum(kernels.scatters) == unprepared
+    assert len(kernels.launched) == ROWS // SEGMENT - unprepared
+    rig.quiet()
+
+
 def test_a_prepared_launch_that_fails_fails_its_room_and_frees_its_lease() -> None:
     """E8: one room's error is no other room's."""
     kernels, event = PreparingKernels(), Flag()
