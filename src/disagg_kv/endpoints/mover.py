@@ -215,9 +215,9 @@ class Mover:
             for slot in self._slots
         )
 
-    def crossing(self) -> set[Epoch]:
-        """To whom bytes are on the wire."""
-        return {post.transfer.to for post in self._posts.values() if post.crossing and post.tickets}
+    def crossing(self) -> list[Epoch]:
+        """To whom bytes are on the wire, whose came first first."""
+        return list(dict.fromkeys(post.transfer.to for post in self._posts.values() if post.crossing and post.tickets))
 
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """Queue a transfer; one that is queued already is replaced."""

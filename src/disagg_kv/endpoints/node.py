@@ -183,10 +183,10 @@ class Node:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
         assert self.role is not None
         self.now = self.clock()
-        told = bool(self._commands)
         # What ended a nap goes before what is less urgent: bytes may wait for it.
         if self._napped and self._hear(0.0):
             self._pause = self._shortest
+        told = bool(self._commands)
         try:
             busy = self._progress()
         except Exception as exc:
@@ -578,6 +578,7 @@ class Node:
 
     def stop(self, drain_s: float) -> None:
         """Let go of channel, transport and watches."""
+        self._guard(self.flush)
         left = self.me.transport.close(drain_s)
         if left:
             log.warning("%d writes were still in flight when the endpoint closed", len(left))

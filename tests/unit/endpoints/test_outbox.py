@@ -169,6 +169,7 @@ def test_a_receipt_is_not_kept_by_a_thread_that_blocks(monkeypatch: pytest.Monke
     rig, (_, decode), request = world(Noting, Fast, 60.0)
     request.send(8)
     until_landed(rig, request)
+    assert decode.said(Landed) == 0
     transport, said = rig.decodes[0].endpoint._node.me.transport, list[int]()
     connect = transport.connect
 
