@@ -20,6 +20,7 @@
     ├── PeerLostError                 the peer is gone or silent
     ├── DeadlineError                 the room's own time is over
     ├── AbortedError                  one of the two engines gave the room up
+    ├── EndpointBrokenError           the endpoint itself has failed; it takes no calls any more
     └── IntegrityError                what arrived is not what was sent
         └── PrefixChangedError        what decode held is not what it kept; says how many rows are still right
 
@@ -161,6 +162,13 @@ class AbortedError(DisaggKVError):
     """One of the two engines gave the room up."""
 
 
+class EndpointBrokenError(DisaggKVError):
+    """The endpoint's own thread has ended by an error: all its rooms have failed, and it takes no calls any more.
+
+    Nothing is known of reads and writes that were under way: its rooms are never released. Its cause says why.
+    """
+
+
 class IntegrityError(DisaggKVError):
     """What arrived is not what was sent."""
 
@@ -176,6 +184,14 @@ class PrefixChangedError(IntegrityError):
     def __init__(self, message: str, rows: int) -> None:
         self.rows = rows
         super().__init__(message)
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says; its type, where it cannot even be printed. Foreign errors may raise in ``__str__``."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
 
 
 def without_frames(error: BaseException) -> None:

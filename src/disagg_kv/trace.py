@@ -1,10 +1,11 @@
 """What the library tells about itself while it works: spans and counters.
 
-An :class:`Observer` is called from the endpoint's thread, must return at once and must not raise.
+An :class:`Observer` is called from the endpoint's thread and must return at once. One that raises is dropped.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,6 +13,8 @@ from typing import Protocol
 from attrs import field, frozen
 
 from .ids import RoomId
+
+log = logging.getLogger("disagg_kv")
 
 
 @frozen
@@ -50,6 +53,35 @@ class Silent:
 
     def count(self, name: str, amount: int = 1) -> None:
         """Drop it."""
+
+
+class Guarded:
+    """Passes on to an observer until that raises: then it is dropped, with one line in the log.
+
+    Args:
+        observer: an engine's; its errors must not reach the endpoint.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def span(self, span: Span) -> None:
+        """Pass it on."""
+        try:
+            self._observer.span(span)
+        except Exception:
+            self._drop()
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Pass it on."""
+        try:
+            self._observer.count(name, amount)
+        except Exception:
+            self._drop()
+
+    def _drop(self) -> None:
+        log.warning("observer %s raised and is dropped", type(self._observer).__name__, exc_info=True)
+        self._observer = Silent()
 
 
 class Recorder:

@@ -13,6 +13,7 @@ from ..errors import (
     PeerLostError,
     QuarantineFullError,
     RemoteProtocolError,
+    text_of,
 )
 from ..ids import Epoch, Generation, RoomId
 from ..kernels import Kernels
@@ -67,10 +68,11 @@ from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
 from .decode_room import DecodeRoom, PrefillInstance, check_ranks
+from .directory import Answer
 from .handles import Changes
 from .introduction import Remote
 from .keeping import KeptCheck
-from .node import LOOKUP_S, Node
+from .node import LOOKUP_FAILED_S, LOOKUP_S, Node
 from .reception import ReceptionHandle, Wanted
 from .routes import Routes
 from .scatter_pace import ScatterPace
@@ -196,18 +198,37 @@ class DecodeRole:
     # Finding prefill.
 
     def _find(self, source: Source, instance: PrefillInstance) -> None:
+        """Take the ranks that we are connected with, else ask the rendezvous, ever slower.
+
+        It is also asked now and then while they live, since an instance may move. No room waits for that.
+        """
         node = self._node
-        instance.look_at = node.now + LOOKUP_S
-        try:
-            found = node.rendezvous.lookup(source)
-        except PeerLostError as exc:
-            self._unreachable(instance, exc)
+        instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
+        instance.look_at = node.now + instance.pause_s
+        if not self._connected(source) or not node.directory.fresh(source):
+            node.look_up(source)
+        if instance.waiting and self._connected(source):
+            instance.addresses = node.directory.known(source)
+            self._introduce(instance)
+
+    def _connected(self, source: Source) -> bool:
+        """Whether all ranks of an instance live where it was last seen."""
+        known = self._node.directory.known(source)
+        return known is not None and all(self._node.peers.at(address) is not None for address in known)
+
+    def on_answer(self, answer: Answer) -> None:
+        """The rendezvous says where an instance is. Its failure harms no room: those that wait ask again."""
+        instance = self._instances.get(answer.source)
+        if instance is None:
             return
-        if found is not None:
-            instance.addresses = found
-            for address in found:
-                if node.peers.at(address) is None:
-                    node.dial(address)
+        instance.error = answer.error
+        if answer.error is not None:
+            instance.look_at = self._node.now + LOOKUP_FAILED_S
+        if answer.addresses is not None:
+            instance.addresses = answer.addresses
+            for address in answer.addresses:
+                if self._node.peers.at(address) is None:
+                    self._node.dial(address)
             self._introduce(instance)
 
     def _introduce(self, instance: PrefillInstance) -> None:
@@ -470,9 +491,11 @@ class DecodeRole:
     def _check_silence(self, room: DecodeRoom, now: float) -> None:
         if not room.machine.writers and now - room.opened >= room.silence_s:
             # A room that was declined ends here too: not all of those are there who would have to be told.
-            error = PeerLostError(f"prefill instance {room.source.instance!r} was not found in {room.silence_s:g} s")
-            self._handle(room, Lost(Epoch(b""), error))
             instance = self._instances.get(room.source)
+            why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
+            name = f"prefill instance {room.source.instance!r}"
+            error = PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
+            self._handle(room, Lost(Epoch(b""), error))
             if instance is not None:
                 self._turn_away(room, self._there(instance), str(error))
         if room.machine.error is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from ..errors import IncompatiblePeerError
+from ..errors import DisaggKVError, IncompatiblePeerError
 from ..geometry import Part
 from ..ids import Rank
 from ..planning import PartView
@@ -45,10 +45,12 @@ class DecodeRoom:
 
 @define(eq=False)
 class PrefillInstance:
-    """A prefill instance, as far as we know it."""
+    """A prefill instance that rooms wait for; ``error``: why the rendezvous does not say where it is."""
 
     addresses: tuple[str, ...] | None = None
     look_at: float = 0.0
+    pause_s: float = 0.0
+    error: DisaggKVError | None = None
     waiting: list[DecodeRoom] = field(factory=list)
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from attrs import frozen
 
-from ..errors import AbortedError, GeometryError, LocalProtocolError
+from ..errors import AbortedError, DisaggKVError, GeometryError, LocalProtocolError
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
 from ..memory import Event, Mark, MemoryPool
@@ -78,6 +78,7 @@ class DeliveryHandle(RoomHandle):
         self._again: Mapping[GroupId, PageTable] | None = None
         self._turns = 0
         self._withdrawals = 0
+        self._fired: list[Happened] = []
 
     @property
     def given(self) -> int:
@@ -88,6 +89,12 @@ class DeliveryHandle(RoomHandle):
     def held(self) -> Mapping[GroupId, int] | None:
         """Rows that decode holds already; None until it has said so."""
         return self._held
+
+    def break_down(self, error: DisaggKVError) -> None:
+        """See :meth:`RoomHandle.break_down`; what waits for withdrawn pages is told, too."""
+        super().break_down(error)
+        for fired in self._fired:
+            fired.fail(error)
 
     def hold(self, held: Mapping[GroupId, int]) -> None:
         """Endpoint's thread: decode has said so."""
@@ -157,6 +164,7 @@ class DeliveryHandle(RoomHandle):
             fired.set()
             return fired
         self._withdrawals += 1
+        self._fired = [*(one for one in self._fired if not one.over), fired]
         self._given = 0
         self._again = {}
         if self._pool.site.state_groups:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from ..errors import EndpointBrokenError
+from .handles import RoomHandle
 from .node import Node
 
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK, see prctl(2)
@@ -30,11 +32,13 @@ class Driver:
         name: str,
         abort_all: Callable[[str], None],
         open_rooms: Callable[[], int],
+        handles: Callable[[], Iterable[RoomHandle]],
         thread: bool,
     ) -> None:
         self._node = node
         self._abort_all = abort_all
         self._open_rooms = open_rooms
+        self._handles = handles
         self._stop = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
@@ -46,16 +50,38 @@ class Driver:
         """True once ``close`` was called."""
         return self._closed
 
+    @property
+    def broken(self) -> EndpointBrokenError | None:
+        """Why the endpoint takes no calls any more; None: it does."""
+        return self._node.broken
+
     def turn(self, timeout_s: float = 0.0) -> None:
-        """One turn, on the calling thread; only without a thread of our own."""
+        """One turn, on the calling thread; only without a thread of our own.
+
+        Raises:
+            EndpointBrokenError: the endpoint cannot go on.
+        """
         assert self._thread is None
-        self._node.turn(timeout_s)
+        if self._node.broken is not None:
+            raise self._node.broken
+        self._turn(timeout_s)
+        if self._node.broken is not None:
+            raise self._node.broken
 
     def _run(self) -> None:
         if self._node.linger_s:
             _sleep_exactly()
-        while not self._stop.is_set():
-            self._node.turn(TURN_S)
+        while not self._stop.is_set() and self._node.broken is None:
+            self._turn(TURN_S)
+
+    def _turn(self, timeout_s: float) -> None:
+        """One turn. Its errors are handled in it; one that is not ends every room, and then this endpoint."""
+        try:
+            self._node.turn(timeout_s)
+        except BaseException as exc:
+            error = self._node.break_down(exc)
+            for handle in self._handles():
+                handle.break_down(error)
 
     def close(self, drain_s: float) -> None:
         """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless."""
@@ -64,12 +90,14 @@ class Driver:
         self._closed = True
         node = self._node
         until = node.clock() + drain_s
-        node.post(lambda: self._abort_all("the endpoint closes"))
+        with suppress(EndpointBrokenError):
+            node.post(lambda: self._abort_all("the endpoint closes"))
         if self._thread is not None:
             self._stop.set()
             node.channel.wake()
             self._thread.join()
-        node.turn(0.0)
-        while self._open_rooms() and node.clock() < until:
-            node.turn(0.02)
+        if node.broken is None:
+            self._turn(0.0)
+        while node.broken is None and self._open_rooms() and node.clock() < until:
+            self._turn(0.02)
         node.stop(max(0.0, until - node.clock()))

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigurationError, DisaggKVError, GeometryError, LocalProtocolError
+from ..errors import ConfigurationError, DisaggKVError, EndpointBrokenError, GeometryError, LocalProtocolError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, RoomId
 from ..protocol import Phase
@@ -52,6 +52,12 @@ class RoomHandle:
     def report(self) -> Report:
         """What it cost so far."""
         return self._report
+
+    def break_down(self, error: DisaggKVError) -> None:
+        """Endpoint's thread, as it ends by an error: the room has failed, and is never released."""
+        if self._phase not in (Phase.DONE, Phase.FAILED):
+            self._error = error
+            self._phase = Phase.FAILED
 
     def shows(self, phase: Phase, released: bool) -> bool:
         """Whether there is nothing new to publish."""
@@ -111,14 +117,38 @@ class Happened:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._error: DisaggKVError | None = None
 
     def query(self) -> bool:
-        """True once it has happened."""
+        """True once it has happened.
+
+        Raises:
+            EndpointBrokenError: it will not happen, since the endpoint has failed.
+        """
+        if self._error is not None:
+            raise self._error
         return self._event.is_set()
 
     def synchronize(self) -> None:
-        """Block until it has happened."""
+        """Block until it has happened.
+
+        Raises:
+            EndpointBrokenError: it will not happen, since the endpoint has failed.
+        """
         self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def over(self) -> bool:
+        """Whether it has happened, or cannot happen any more."""
+        return self._event.is_set()
+
+    def fail(self, error: DisaggKVError) -> None:
+        """It will not happen; harmless if it has."""
+        if not self._event.is_set():
+            self._error = error
+            self._event.set()
 
     def set(self) -> None:
         """It has happened."""
@@ -133,16 +163,24 @@ class Closable(Protocol):
         """True once it is."""
         ...
 
+    @property
+    def broken(self) -> EndpointBrokenError | None:
+        """Why it takes no calls any more; None: it does."""
+        ...
+
 
 def check_room(room: RoomId, last: RoomHandle | None, endpoint: Closable) -> None:
     """Raise unless a room may be opened now.
 
     Raises:
+        EndpointBrokenError: the endpoint has failed.
         LocalProtocolError: its last life has not been released, or the endpoint is closed.
         ConfigurationError: an id that is empty or longer than 64 bytes.
     """
     if not 1 <= len(room) <= 64:
         raise ConfigurationError(f"a room id of {len(room)} bytes; 1 to 64 are allowed")
+    if endpoint.broken is not None:
+        raise endpoint.broken
     if endpoint.closed:
         raise LocalProtocolError(f"room {room.hex()}: the endpoint is closed")
     if last is not None and not last.released:

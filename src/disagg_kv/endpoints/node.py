@@ -6,25 +6,16 @@ A :class:`Node` is driven by :meth:`turn`, either by its own thread (:class:`Dri
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import reduce
 from math import inf
 from typing import TypeVarTuple
 
-from ..channels import (
-    Arrived,
-    Channel,
-    Closed,
-    Denied,
-    News,
-    Opened,
-    Rejected,
-    SupportsNaps,
-    key_of,
-)
-from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError, without_frames
-from ..ids import Epoch, Peer, Rank
+from ..channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps, key_of
+from ..errors import DisaggKVError, EndpointBrokenError, PeerLostError, RemoteProtocolError, text_of
+from ..ids import Epoch, Rank
 from ..memory import Event
 from ..protocol import (
     Agreement,
@@ -46,15 +37,18 @@ from ..protocol import (
     Up,
 )
 from ..protocol.frames import Ballot, Heartbeat, Landed, Refused, RoomFrame, Verdict
-from ..protocol.machine import ours
 from ..protocol.peers import is_older
 from ..rendezvous import Rendezvous, Source
-from ..trace import Observer, Silent
+from ..trace import Guarded, Observer, Silent
 from ..transports import Ended as TicketEnded
 from ..transports import Heard, Settled
+from . import idle
+from .background import Background
 from .base import PeerInfo
+from .directory import Answer, Directory
 from .exits import Exits
 from .introduction import Remote, Self
+from .links import Linked, Links
 from .outbox import RECEIPTS, Outbox
 from .role import Role
 
@@ -62,43 +56,25 @@ log = logging.getLogger("disagg_kv")
 
 A = TypeVarTuple("A")
 
-CONNECT_S = 2.0
-"""Seconds that a transport may take to reach a peer whose Hello just came in."""
-
 LOOKUP_S = 0.05
-"""Seconds between two look-ups of somebody who is not there yet."""
+"""Seconds between two look-ups of an instance that is not there yet."""
+
+LOOKUP_FAILED_S = 0.5
+"""The same where the rendezvous cannot be asked."""
 
 LOST_LINKS = 256
 """Lost peers whose end may still be noticed; beyond it, only the operator's word about the oldest is evidence."""
 
-IDLE_S = 0.2
-"""The longest that an endpoint sleeps: exits of peers are noticed this fast."""
+LOOKUPS, LINKS = 4, 32
+"""Look-ups, and connections of the transport, that run at a time."""
 
-TARGET_S = 0.001
-"""The same while rooms are open, with a transport whose writes move only while their target polls."""
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
-"""Between two looks at copies and events that nothing but looking shows to be done."""
+class _Broken(BaseException):
+    """The endpoint cannot go on; it passes every ``except Exception`` between here and the thread's end."""
 
-NAP_S = 10e-6
-"""The same where the channel's waits are that exact, and a fast wire has no thread that would need the interpreter
-meanwhile: a look itself takes several times as long."""
-
-SOON, SOON_S = 2, 300e-6
-"""So many looks, so far apart, before ``patience_s`` after something was told or has come: what that began ends soon
-where a GPU waits for its engine's thread, and a wire that is told late is idle until then."""
-
-NUDGE_S = 150e-6
-"""A silence of bytes' notices that is filled while they are on a fast wire: a hypervisor that halts a core for longer
-wakes it late, and notices pass through two threads of ZeroMQ's on cores of their own. Where a channel has no threads,
-there is only the peer's own to keep awake, which stays so for ``linger_s``."""
-
-RECEIPT_S = 0.001
-"""So long a receipt waits for what has to leave, where the wire is fast and this thread awake: to write and to read it
-takes as long as some MiB."""
-
-FAST_BYTES_PER_S = 5e10
-"""On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
+    def __init__(self, error: EndpointBrokenError) -> None:
+        self.error = error
+        super().__init__(str(error))
 
 
 class Node:
@@ -113,17 +89,17 @@ class Node:
         observer: Observer,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
+        background: Callable[[str, int], Background],
     ) -> None:
         self.me = me
         self.channel = channel
-        self.rendezvous = rendezvous
         self.options = options
-        self.observer = observer
+        self.observer: Observer = observer if isinstance(observer, Silent) else Guarded(observer)
         self.traced = not isinstance(observer, Silent)
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
-        self._outbox = Outbox(channel, observer)
+        self._outbox = Outbox(channel, self.observer)
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
         self._prompt = self._naps is not None
@@ -131,37 +107,45 @@ class Node:
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
         self.tombstones = Tombstones(options.tombstones)
         self.remotes: dict[Epoch, Remote] = {}
-        self.links: dict[Epoch, Peer] = {}
+        self.broken: EndpointBrokenError | None = None
         self.role: Role | None = None
         self._sleep = sleep
         self._soon = 0
         self._napped = False
-        fast = me.transport.caps.bytes_per_s >= FAST_BYTES_PER_S
+        fast = me.transport.caps.bytes_per_s >= idle.FAST_BYTES_PER_S
         naps = fast and me.transport.caps.waits_events and self._naps is not None
-        self._pause = self._shortest = NAP_S if naps else SHORTEST_PAUSE_S
-        self._longest = self._shortest if fast else LONGEST_PAUSE_S
+        self._pause = self._shortest = idle.NAP_S if naps else idle.SHORTEST_PAUSE_S
+        self._longest = self._shortest if fast else idle.LONGEST_PAUSE_S
         self.linger_s = options.linger_s if fast else 0.0
-        self._nudge_s = NUDGE_S if self._naps is None else self.linger_s / 2
+        self._nudge_s = idle.NUDGE_S if self._naps is None else self.linger_s / 2
         # A sender whose window is small waits for every receipt.
         self._holds = fast and options.window >= 2 * RECEIPTS
         self._awake_until = self.now
         self._nudged: dict[Epoch, float] = {}
-        self._warn_at = self.now
+        self._warn_at = self._log_at = self.now
         self._known: tuple[PeerInfo, ...] = ()
-        self._epochs: dict[Peer, Epoch] = {}
-        self._unlinked: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
+        name = f"disagg_kv {me.instance}/{me.rank}"
+        helpers = background(f"{name} links", LINKS)
+        self.links = Links(me.transport, helpers, channel.wake, clock, options.silence_s)
+        self.directory = Directory(rendezvous, background(f"{name} look-ups", LOOKUPS), channel.wake, clock)
         self._siblings: dict[Epoch, Rank] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._exits = Exits(clock, me.life.process, me.life.watch)
-        self._look_at: float | None = None if me.rank == 0 else self.now
+        self._look_at: float | None = None if len(me.shards) == 1 else self.now
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
 
     # From any thread.
 
     def post(self, command: Callable[[], None], *, wake: bool = True) -> None:
-        """Have the endpoint's thread do something, in order; without ``wake`` when it next turns for any reason."""
+        """Have the endpoint's thread do something, in order; without ``wake`` when it next turns for any reason.
+
+        Raises:
+            EndpointBrokenError: the endpoint has failed. What is posted before that is failed by :meth:`break_down`.
+        """
         self._commands.append(command)
+        if self.broken is not None:
+            raise self.broken
         if wake:
             self.channel.wake()
 
@@ -198,10 +182,10 @@ class Node:
         if self._outbox.unsent:
             self._guard(self.flush, self.now if looks else inf)
         patience_s = min(timeout_s, self.role.patience_s) if looks and timeout_s else timeout_s
-        self._soon = SOON if told else self._soon
+        self._soon = idle.SOON if told else self._soon
         soon = looks and patience_s > 0 and self._soon > 0
         waits = patience_s and not soon and not self._commands
-        pause_s = SOON_S if soon else self._pause if looks and not patience_s else 0.0
+        pause_s = idle.SOON_S if soon else self._pause if looks and not patience_s else 0.0
         self._napped = pause_s > 0 and self._naps is not None
         if self._napped:
             assert self._naps is not None
@@ -229,7 +213,7 @@ class Node:
         if arrived:
             self.now = self.clock()
             self._awake_until = self.now + self.linger_s
-            self._soon = SOON
+            self._soon = idle.SOON
             for event in arrived:
                 try:
                     self._on_channel(event)
@@ -244,8 +228,11 @@ class Node:
     def _progress(self) -> bool:
         assert self.role is not None
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
-        if self.poll_transport() and self._prompt:
+        if self._guard(self.poll_transport) and self._prompt:
             self._guard(self.flush)
+        for linked in self.links.results():
+            self._guard(self._on_linked, linked)
+        self.take_answers()
         if self._exits.awaited:
             self._guard(self._notice_exits)
         while self._commands:
@@ -254,17 +241,11 @@ class Node:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
-        try:
-            self._tick()
-        except Exception as exc:
-            self._met(exc)
-        try:
-            busy = self.role.work()
-        except Exception as exc:
-            self._met(exc)
-            busy = False
+        for tick in (self._tick_peers, self._tick_agreement, self._find_leader, self.role.tick):
+            self._guard(tick)
+        busy = bool(self._guard(self.role.work))
         # A transport that writes while it is told to has ended by now.
-        self.poll_transport()
+        self._guard(self.poll_transport)
         return busy or bool(self._later)
 
     def poll_transport(self) -> bool:
@@ -300,13 +281,30 @@ class Node:
             log.warning("%s", text)
 
     def _unforeseen(self, exc: Exception) -> None:
-        """No open room can be trusted any more."""
-        log.exception("an endpoint met an error that it did not foresee; its open rooms fail")
+        """No open room can be trusted any more; if not even that can be handled, the endpoint ends."""
+        if self.now >= self._log_at:
+            self._log_at = self.now + 1.0
+            log.error("an endpoint met an error that it did not foresee; its open rooms fail", exc_info=exc)
         self.observer.count("errors.unforeseen")
-        error = DisaggKVError(f"the endpoint failed: {exc}")
+        error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
         error.__cause__ = exc
         assert self.role is not None
-        self.role.integrity_failure(error)
+        try:
+            self.role.integrity_failure(error)
+        except Exception as second:
+            raise _Broken(self._broken_by(second)) from second
+
+    def _broken_by(self, exc: BaseException) -> EndpointBrokenError:
+        error = EndpointBrokenError(f"endpoint {self.me.instance}/{self.me.rank} is broken: {text_of(exc)}")
+        error.__cause__ = exc
+        return error
+
+    def break_down(self, exc: BaseException) -> EndpointBrokenError:
+        """The endpoint cannot go on: every later call raises the error that is returned."""
+        error = self.broken = exc.error if isinstance(exc, _Broken) else self._broken_by(exc)
+        self._commands.clear()
+        log.critical("%s; it takes no calls any more", error, exc_info=exc)
+        return error
 
     def _arrived(self, wait_s: float) -> Sequence[News]:
         try:
@@ -314,13 +312,17 @@ class Node:
         except Exception as exc:
             # Perhaps it works again later; if not, this thread must still be there to end rooms, without spinning.
             self._unforeseen(exc)
-            self._sleep(IDLE_S)
+            self._sleep(idle.IDLE_S)
             return ()
 
     def _wait(self, timeout_s: float) -> float:
         assert self.role is not None
         times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
-        most = TARGET_S if self.me.transport.caps.needs_target_polling and self.role.next_at() is not None else IDLE_S
+        most = (
+            idle.TARGET_S
+            if self.me.transport.caps.needs_target_polling and self.role.next_at() is not None
+            else idle.IDLE_S
+        )
         until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])
         return max(0.0, until - self.now)
 
@@ -330,23 +332,52 @@ class Node:
         for epoch in self._exits.drained(self.me.transport.caps.drain_s):
             self._gone(epoch)
 
-    def _tick(self) -> None:
-        assert self.role is not None
+    def _tick_peers(self) -> None:
         if effects := self.peers.tick(self.now):
             self._peer_effects(effects)
+
+    def _tick_agreement(self) -> None:
         if said := self.agreement.tick(self.now):
             self.agree(said)
-        if self._look_at is not None and self.now >= self._look_at:
-            self._find_leader()
-        self.role.tick()
 
     def _find_leader(self) -> None:
-        """Rank 0 of our instance counts the votes: introduce ourselves to it."""
+        """Rank 0 counts the votes of our instance: look it up until it is here, and introduce ourselves to it.
+
+        Rank 0 itself looks the others up once: they may know an earlier rank 0, which still seems to live.
+        """
+        if self._look_at is None or self.now < self._look_at:
+            return
+        if Rank(0) in self._siblings.values():
+            self._look_at = None
+            return
         self._look_at = self.now + LOOKUP_S
-        found = self.rendezvous.lookup(Source(self.me.instance))
-        if found is not None:
-            self._look_at = self.now + self.options.heartbeat_s
-            self.dial(found[0])
+        self.look_up(Source(self.me.instance))
+
+    def look_up(self, source: Source) -> None:
+        """Ask the rendezvous for an instance; the answer comes now or in a later step."""
+        self.directory.ask(source)
+        self.take_answers()
+
+    def take_answers(self) -> None:
+        """Act on what the rendezvous has answered."""
+        for answer in self.directory.answers():
+            self._guard(self._on_answer, answer)
+
+    def _on_answer(self, answer: Answer) -> None:
+        """Where an instance is, or why that is not known: only rooms that wait for it can suffer from that."""
+        assert self.role is not None
+        if answer.error is not None:
+            self.observer.count("lookups.failed")
+            self._warn(f"instance {answer.source.instance!r} could not be looked up: {text_of(answer.error)}")
+        if answer.source == Source(self.me.instance) and self._look_at is not None:
+            if answer.error is not None:
+                self._look_at = self.now + LOOKUP_FAILED_S
+            elif answer.addresses is not None:
+                first = self.me.rank == 0
+                self._look_at = None if first else self.now + self.options.heartbeat_s
+                for address in answer.addresses[1:] if first else answer.addresses[:1]:
+                    self.dial(address)
+        self.role.on_answer(answer)
 
     # What comes in.
 
@@ -396,14 +427,15 @@ class Node:
         elif isinstance(frame, RoomFrame):
             if frame.src in self._siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
-            self.role.on_frame(frame)
+            if not self.links.hold(frame):
+                self.role.on_frame(frame)
 
     def _on_transport(self, event: TicketEnded | Settled | Heard) -> None:
         assert self.role is not None
         if not isinstance(event, Heard):
             self.role.on_ticket(event)
             return
-        epoch = self._epochs.get(event.peer)
+        epoch = self.links.epoch(event.peer)
         if epoch is None or event.data is not None:
             self.observer.count("transport.unexpected")
             return
@@ -438,17 +470,23 @@ class Node:
             self._siblings[up.epoch] = Rank(hello.rank)
             self._join(Rank(hello.rank))
             return
-        remote = Remote.of(hello)
-        link = self._link(up)
+        self._exits.watch(up.epoch, hello)
+        failed = self.links.begin(up)
+        for linked in (failed,) if failed is not None else self.links.results():
+            self._on_linked(linked)
+
+    def _on_linked(self, linked: Linked) -> None:
+        """The transport has reached a peer, or has not; then its frames may come from another side of the world."""
+        assert self.role is not None
+        up, link = linked.up, linked.link
         if isinstance(link, DisaggKVError):
             self.lose(up.epoch, link)
-            self.role.on_unreachable(hello.address, link)
-            return
-        self.remotes[up.epoch] = remote
-        self.links[up.epoch] = link
-        self._epochs[link] = up.epoch
-        self._exits.watch(up.epoch, hello)
-        self.role.on_up(remote)
+            self.role.on_unreachable(up.hello.address, link)
+        else:
+            remote = self.remotes[up.epoch] = Remote.of(up.hello)
+            self.role.on_up(remote)
+        for frame in linked.frames:
+            self._guard(self.role.on_frame, frame)
 
     def _join(self, rank: Rank) -> None:
         """Of the lives of a rank of our instance that are there, the youngest counts, as far as we can tell."""
@@ -459,23 +497,6 @@ class Node:
             for other in lives:
                 if other is not youngest:
                     self.agreement.followed(Epoch(other.src), rank)
-
-    def _link(self, up: Up) -> Peer | DisaggKVError:
-        """Connect the transport. It blocks, so one that failed is not tried again with every frame of the peer."""
-        since, error = self._unlinked.get(up.epoch, (0.0, None))
-        if error is not None and self.now - since < self.options.silence_s:
-            return error
-        self._unlinked.pop(up.epoch, None)
-        self.flush()
-        try:
-            return self.me.transport.connect(up.hello.descriptor, CONNECT_S)
-        except Exception as exc:
-            error = ours(exc, f"peer {up.epoch.hex()[:8]} at {up.hello.address}: transport {up.hello.transport!r}")
-        without_frames(error)
-        self._unlinked[up.epoch] = (self.now, error)
-        while len(self._unlinked) > LOST_LINKS:
-            self._unlinked.popitem(last=False)
-        return error
 
     def dial(self, address: str) -> None:
         """Get to know who is at an address."""
@@ -495,10 +516,11 @@ class Node:
             self.agree(self.agreement.lost(lost.peer, self.now))
             self._join(rank)
         else:
+            self.links.give_up(lost.peer)
             self.role.on_lost(lost)
             self.remotes.pop(lost.peer, None)
             self._nudged.pop(lost.peer, None)
-            idle = [epoch for epoch in self.links if epoch not in self.remotes]
+            idle = [epoch for epoch in self.links.linked() if epoch not in self.remotes]
             for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
                 self._unlink(epoch)
 
@@ -518,10 +540,7 @@ class Node:
         """No evidence about this life is awaited any more."""
         self._exits.forget(epoch)
         self._nudged.pop(epoch, None)
-        link = self.links.pop(epoch, None)
-        if link is not None:
-            self.me.transport.disconnect(link)
-            self._epochs.pop(link, None)
+        self.links.drop(epoch)
 
     # What goes out.
 
@@ -532,7 +551,7 @@ class Node:
             self.observer.count("frames.unroutable")
             return
         waits = self._holds and isinstance(send.frame, Landed)
-        self._outbox.put(address, self.codec.encode(send.frame), self.now + RECEIPT_S if waits else -inf)
+        self._outbox.put(address, self.codec.encode(send.frame), self.now + idle.RECEIPT_S if waits else -inf)
 
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
@@ -578,7 +597,9 @@ class Node:
 
     def stop(self, drain_s: float) -> None:
         """Let go of channel, transport and watches."""
-        self._guard(self.flush)
+        with suppress(_Broken):
+            self._guard(self.flush)
+        self.links.close()
         left = self.me.transport.close(drain_s)
         if left:
             log.warning("%d writes were still in flight when the endpoint closed", len(left))

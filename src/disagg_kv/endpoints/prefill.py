@@ -46,6 +46,7 @@ from ..transports import Ended as TicketEnded
 from ..transports import Settled
 from .ahead import Planned
 from .delivery import Cuts, DeliveryHandle, Handed
+from .directory import Answer
 from .handles import Changes, Happened
 from .introduction import Remote
 from .missed import Missed
@@ -355,6 +356,9 @@ class PrefillRole:
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """We dial nobody of the other side."""
 
+    def on_answer(self, answer: Answer) -> None:
+        """We look for no instance but our own."""
+
     def on_lost(self, lost: Lost) -> None:
         """Its flows end."""
         self._to_flows(lost.peer, lost)
@@ -478,7 +482,7 @@ class PrefillRole:
 
     def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:
         """Post to a destination."""
-        link = self._node.links.get(to)
+        link = self._node.links.of(to)
         if link is None or to not in self._node.remotes:
             # Evidence counts from the moment when a peer's end was seen: nothing may begin to read or write after it.
             raise TransportError(f"peer {to.hex()[:8]} is lost")

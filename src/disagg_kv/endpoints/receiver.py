@@ -22,6 +22,7 @@ from ..strategies import AUTO, Path, paths
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
+from .background import Background, HelperThreads, inline
 from .base import PeerInfo
 from .buffers import exposable, new_staging, ready_kernels
 from .decode import ALL_QUARANTINE, DecodeRole
@@ -63,6 +64,8 @@ class DecodeEndpoint:
         clock, sleep: time.
         thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
         life: its epoch and process; None: a new epoch in this process.
+        background: makes what runs calls that may block, given a name and how many run at a time; None: threads, or
+            the calling thread where the endpoint has none of its own.
 
     Raises:
         ConfigurationError: an explicit path that exposes pages, with memory that the transport cannot write to; a pace
@@ -91,6 +94,7 @@ class DecodeEndpoint:
         sleep: Callable[[float], None] = time.sleep,
         thread: bool = True,
         life: Life | None = None,
+        background: Callable[[str, int], Background] | None = None,
     ) -> None:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
@@ -132,11 +136,12 @@ class DecodeEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
+        helpers = background or (HelperThreads if thread else inline)
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helpers)
         self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)
+        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._handles, thread)
 
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
@@ -156,11 +161,17 @@ class DecodeEndpoint:
 
     def poll(self) -> Sequence[ReceptionHandle]:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.poll`."""
+        if self.driver.broken is not None:
+            raise self.driver.broken
         return self._changes.take(self._arrivals)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.confirm_terminated`."""
         self._node.post(partial(self._node.confirm_terminated, epoch))
+
+    def _handles(self) -> list[ReceptionHandle]:
+        """Those that the engine still has."""
+        return [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
 
     def peers(self) -> Sequence[PeerInfo]:
         """Who is connected."""

@@ -9,6 +9,7 @@ from ..errors import DisaggKVError
 from ..ids import Epoch
 from ..protocol import Decided, Lost, RoomFrame, RoomKey
 from ..transports import Ended, Settled
+from .directory import Answer
 from .introduction import Remote
 
 
@@ -29,6 +30,10 @@ class Role(Protocol):
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """Nobody whom we can work with answers at an address."""
+        ...
+
+    def on_answer(self, answer: Answer) -> None:
+        """The rendezvous has answered where an instance is."""
         ...
 
     def on_gone(self, epoch: Epoch) -> None:

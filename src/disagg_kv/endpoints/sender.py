@@ -21,6 +21,7 @@ from ..strategies import AUTO, PER_CHUNK, Feature, Schedule, paths, schedules
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
+from .background import Background, HelperThreads, inline
 from .base import PeerInfo
 from .buffers import new_staging, ready_kernels
 from .delivery import Act, Cuts, DeliveryHandle, ForwardPass, Handed
@@ -58,6 +59,8 @@ class PrefillEndpoint:
         clock, sleep: time.
         thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
         life: its epoch and process; None: a new epoch in this process.
+        background: makes what runs calls that may block, given a name and how many run at a time; None: threads, or
+            the calling thread where the endpoint has none of its own.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class PrefillEndpoint:
         sleep: Callable[[float], None] = time.sleep,
         thread: bool = True,
         life: Life | None = None,
+        background: Callable[[str, int], Background] | None = None,
     ) -> None:
         every = (pool.site.shard,) if shards is None else tuple(shards)
         check_instance(every, rank, pool.site)
@@ -117,7 +121,8 @@ class PrefillEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep)
+        helpers = background or (HelperThreads if thread else inline)
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helpers)
         self._role = PrefillRole(self._node, pool, chosen, self._schedule, usable, self._changes, verify)
         self._mover = self._role.mover = Mover(
             pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
@@ -125,7 +130,7 @@ class PrefillEndpoint:
         self._node.role = self._role
         role = self._role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, thread)
+        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._handles, thread)
 
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.base.Sender.open`."""
@@ -162,11 +167,17 @@ class PrefillEndpoint:
 
     def poll(self) -> Sequence[DeliveryHandle]:
         """See :meth:`~disagg_kv.endpoints.base.Sender.poll`."""
+        if self.driver.broken is not None:
+            raise self.driver.broken
         return self._changes.take()
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Sender.confirm_terminated`."""
         self._node.post(partial(self._node.confirm_terminated, epoch))
+
+    def _handles(self) -> list[DeliveryHandle]:
+        """Those that the engine still has."""
+        return [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
 
     def peers(self) -> Sequence[PeerInfo]:
         """Who is connected."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
-from ..errors import DisaggKVError, LocalProtocolError, RemoteProtocolError
+from ..errors import DisaggKVError, LocalProtocolError, RemoteProtocolError, text_of
 from ..planning import Segment
 from .base import Effect
 from .frames import RoomFrame
@@ -73,6 +73,6 @@ def ours(error: Exception, where: str) -> DisaggKVError:
     """Our own error, whatever came: a foreign one becomes its cause."""
     if isinstance(error, DisaggKVError):
         return error
-    wrapped = DisaggKVError(f"{where}: {error}")
+    wrapped = DisaggKVError(f"{where}: {text_of(error)}")
     wrapped.__cause__ = error
     return wrapped

@@ -8,10 +8,9 @@ import attrs
 import pytest
 
 from disagg_kv.channels import Channel, News
-from disagg_kv.endpoints.node import LONGEST_PAUSE_S, RECEIPT_S, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.idle import LONGEST_PAUSE_S, RECEIPT_S, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.outbox import RECEIPTS, Outbox
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.ids import Peer
 from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
 from disagg_kv.protocol.frames import ChunkReady, Complete, Landed
 from disagg_kv.transports.inproc import InprocTransport
@@ -162,28 +161,6 @@ def test_a_receipt_waits_only_where_bytes_are_fast_and_the_window_is_wide(
     assert decode.said(Landed) == 1
     request.send(16).finish().landed()
     rig.quiet()
-
-
-def test_a_receipt_is_not_kept_by_a_thread_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To reach a new peer may take seconds."""
-    rig, (_, decode), request = world(Noting, Fast, 60.0)
-    request.send(8)
-    until_landed(rig, request)
-    assert decode.said(Landed) == 0
-    transport, said = rig.decodes[0].endpoint._node.me.transport, list[int]()
-    connect = transport.connect
-
-    def noted(descriptor: bytes, timeout_s: float) -> Peer:
-        said.append(decode.said(Landed))
-        return connect(descriptor, timeout_s)
-
-    monkeypatch.setattr(transport, "connect", noted)
-    rig.prefill(tp_shards(SPEC, 1), "Q", memory=Memory(transport=Fast, page_size=8), strategy="staged")
-    rig.decodes[0].endpoint._node.dial(Q)
-    for _ in range(10):
-        rig.prefills[-1].endpoint.driver.turn(0.0)
-        rig.decodes[0].endpoint.driver.turn(1.0)
-    assert said == [1]
 
 
 def test_a_receipt_leaves_before_its_endpoint_sleeps() -> None:

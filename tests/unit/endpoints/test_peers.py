@@ -140,6 +140,7 @@ def test_a_second_endpoint_of_the_same_name_takes_new_rooms_and_leaves_open_ones
     second = rig.prefill(tp_shards(SPEC, 1))
     with pytest.raises(ConfigurationError, match="P0: the address is in use"):
         rig.prefill(tp_shards(SPEC, 1))
+    rig.wait(1.0)
     rig.request("late", second, decodes, 8).start().landed()
     early.send(8).finish().landed()
     rig.quiet()
