@@ -34,6 +34,9 @@ EVERYTHING = 8
 HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, TransportError)
 """Why a room may fail where every process keeps to the protocol."""
 
+INJECTED = ("the kernel failed", "the transport's poll failed", "the channel takes no frames")
+"""What the simulator's own faults say."""
+
 MISTAKES = ("errors.unforeseen", "frames.not_a_writer")
 """Counters that stay at zero while every process keeps to the protocol."""
 
@@ -78,7 +81,7 @@ class Checks:
             self._noticed(entry)
         if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
             return
-        injected = isinstance(error, DisaggKVError) and "the kernel failed" in str(error)
+        injected = isinstance(error, DisaggKVError) and any(why in str(error) for why in INJECTED)
         if not isinstance(error, HONEST) and not injected:
             self._fail(
                 "I7",
@@ -218,7 +221,8 @@ class Checks:
             known = len(role.mover.ahead.foreseen)
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
-        if not node.counters.of.keys().isdisjoint(MISTAKES):
+        raised = FaultClass.POLL in self._world.hits or FaultClass.BROKEN in self._world.hits
+        if not raised and not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")
 
     def _integrity(self, node: SimNode, since: float) -> None:

@@ -120,6 +120,7 @@ class SimTransport:
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """Find a peer by its name; as a fault, or if it is gone, it cannot be reached."""
+        self.node.may_block("connects its transport")
         peer = Peer(descriptor)
         there = self._world.transports.get(peer)
         if there is None or not there.alive:
@@ -178,6 +179,8 @@ class SimTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """What happened since the last call; what waits for an event begins when it is seen to have happened."""
+        if self.node.poll_raises:
+            raise RuntimeError("sim: the transport's poll failed")
         if self._waiting:
             self._waiting = [op for op in self._waiting if not self._world.dma.due(op)]
         if not self._events:

@@ -42,6 +42,11 @@ class FaultClass(Enum):
     STORE = "the store through which ranks agree is not reached"
     ABORT = "an engine gives a room up, in any state"
     WITHDRAW = "an engine takes pages away and gives others"
+    RENDEZVOUS = "the rendezvous is away for a while, or holds garbage"
+    BLOCKED = "a look-up, or a connection of the transport, takes up to half a second"
+    OBSERVER = "an observer raises"
+    POLL = "a transport's poll raises for a while"
+    BROKEN = "what handles an error raises, so that the endpoint cannot go on"
 
 
 def named(names: Sequence[str]) -> frozenset[FaultClass]:
@@ -73,6 +78,18 @@ SURVIVED = (
     FaultClass.TRUNCATED,
 )
 """What a repeated frame makes good, at the lowest rate of each."""
+
+OUTSIDE: Mapping[FaultClass, float] = {
+    FaultClass.RENDEZVOUS: 1.0,
+    FaultClass.BLOCKED: 1.0,
+    FaultClass.OBSERVER: 0.05,
+    FaultClass.POLL: 1.0,
+    FaultClass.BROKEN: 1.0,
+}
+"""Faults of what an endpoint is given, with their rates. They are drawn beside the others."""
+
+HARMLESS = frozenset({FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.OBSERVER})
+"""Those of them that no request may fail for."""
 
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.DROP: (0.01, 0.05, 0.2),
@@ -113,6 +130,12 @@ def swarm(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass
     return {f: rng.choice(_RATES.get(f, (1.0,))) for f in FaultClass if f in allowed and rng.random() < share}
 
 
+def outside(rng: random.Random, allowed: frozenset[FaultClass], others: bool) -> dict[FaultClass, float]:
+    """The faults of what endpoints are given, in one seed; where ``others`` fail too, seldom."""
+    share = rng.choice((0.0, 0.05, 0.15) if others else (0.0, 0.3, 0.6))
+    return {f: rate for f, rate in OUTSIDE.items() if rng.random() < share and f in allowed}
+
+
 def survives(faults: Mapping[FaultClass, float]) -> bool:
     """Whether every request must succeed although these faults happen."""
-    return all(f in SURVIVED and rate == _RATES[f][0] for f, rate in faults.items())
+    return all(f in HARMLESS or (f in SURVIVED and rate == _RATES[f][0]) for f, rate in faults.items())

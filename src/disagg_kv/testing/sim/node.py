@@ -24,6 +24,7 @@ from .dma import SimTransport
 from .fault import FaultClass
 from .memory import RankMemory
 from .network import SimBatchChannel, SimChannel
+from .outside import SimBackground, SimRendezvous
 from .scenario import Split, shards_of
 
 if TYPE_CHECKING:
@@ -267,9 +268,15 @@ class Counters:
 
     def span(self, span: object) -> None:
         """Spans are not looked at."""
+        self._look()
+
+    def _look(self) -> None:
+        if self._world.outside.observer_raises():
+            raise RuntimeError("sim: the observer failed")
 
     def count(self, name: str, amount: int = 1) -> None:
         """Keep it."""
+        self._look()
         self.of[name] = self.of.get(name, 0) + amount
 
 
@@ -314,6 +321,9 @@ class SimNode:
         self.stood_still = 0.0
         self.losses = 0
         self.touched = False
+        self.helping = False
+        self.poll_raises = False
+        self.send_raises = False
         self.turns = 0
         self.checked_at = 0.0
         self.prepared: set[SimHeld] = set()
@@ -339,12 +349,12 @@ class SimNode:
         life = Life(self.epoch, self.process, self._watch, born=self.life)
         if self.side == "decode":
             decode = DecodeEndpoint(
-                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
+                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
                 options=scenario.options,
                 kernels=SimKernels(world, self), observer=self.counters, clock=self.clock, sleep=_never, thread=False,
-                life=life,
+                life=life, background=self._helpers,
             )  # fmt: skip
             self.endpoint, self.role = decode, decode._role
             self._live = decode._ring._live
@@ -352,12 +362,13 @@ class SimNode:
             self.exposes = decode._role._exposed
         else:
             prefill = PrefillEndpoint(
-                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=world.rendezvous,
+                self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.prefill_paths[world.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
                 slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self),
                 observer=self.counters, clock=self.clock, sleep=_never, thread=False, life=life,
+                background=self._helpers,
             )  # fmt: skip
             self.endpoint, self.role = prefill, prefill._role
             self._live = {}
@@ -371,6 +382,11 @@ class SimNode:
     def busy(self) -> bool:
         """Whether another turn would do something at once."""
         return bool(self.node._commands or self._queue or self._ahead)
+
+    def may_block(self, what: str) -> None:
+        """Something is called that may block: not on the endpoint's thread (I4)."""
+        if not self.helping:
+            self.world.violation("I4", f"{self.address} {what} on the endpoint's thread, where that may block")
 
     def hear(self, frame: bytes) -> None:
         """A frame is taken in, and nothing else is done: what follows from it is left to the next turn."""
@@ -387,6 +403,9 @@ class SimNode:
     def holds(self, lease: Lease | None) -> bool:
         """Whether a lease is still live."""
         return lease is not None and self._live.get(lease.offset) is lease
+
+    def _helpers(self, name: str, most: int) -> SimBackground:
+        return SimBackground(self.world, self)
 
     def _watch(self, process: Process) -> SimWatch:
         if process.host != self.process.host:

@@ -15,7 +15,7 @@ from ...memory.paged import Layout
 from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
-from .fault import FaultClass, survives, swarm
+from .fault import FaultClass, outside, survives, swarm
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
 from .talks import Prompt, Talk, converse
 
@@ -231,6 +231,10 @@ class Scenario:
         """How many endpoints there are."""
         return sum(p.world for p in self.prefills) + self.decode.world
 
+    def outside(self) -> random.Random:
+        """What draws the faults of what endpoints are given."""
+        return random.Random(f"outside {self.seed}")
+
     @classmethod
     def draw(cls, seed: int, allowed: frozenset[FaultClass]) -> Scenario:
         """The scenario of a seed."""
@@ -290,7 +294,7 @@ class Scenario:
             slow_kernels=slow_kernels,
             together=rng.random() < 0.5,
             far=_far(rng, shape) if rng.random() < FAR else None,
-            faults=faults,
+            faults=faults | outside(random.Random(f"outside faults {seed}"), allowed, bool(faults)),
             faults_until=2.0 if stuck else rng.choice((0.25, 0.5, 2.0)),
             requests=requests,
             talks=talks,

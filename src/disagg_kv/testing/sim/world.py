@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from attrs import frozen
 
-from ...errors import DisaggKVError
+from ...errors import DisaggKVError, EndpointBrokenError
 from ...ids import Peer
 from ...protocol import Phase
 from ...rendezvous import StaticRendezvous
@@ -25,6 +25,7 @@ from .kind import Kind
 from .moments import Moments
 from .network import Network
 from .node import SimNode
+from .outside import Outside
 from .passes import Passes, Turns
 from .prefixes import Prefixes, SimStore
 from .rumours import Rumours
@@ -48,7 +49,7 @@ SETTLE_S = 12.0
 
 UNHEARD = (
     FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION,
-    FaultClass.CLOG, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH,
+    FaultClass.CLOG, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH, FaultClass.BROKEN,
 )  # fmt: skip
 
 EVENTS = 50_000
@@ -114,6 +115,7 @@ class World:
         self.dma = Dma(self)
         self.rumours = Rumours(self)
         self.moments = Moments(self)
+        self.outside = Outside(self)
         self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
         self._stale = FaultClass.STALE in scenario.faults
         for number, split in enumerate(scenario.prefills):
@@ -327,6 +329,11 @@ class World:
         self.known_at = max(self.known_at, self.now + drain_s + 0.01)
         self.later(drain_s + 0.002, partial(self.touch, node))
 
+    def stop_for_good(self, node: SimNode) -> None:
+        """A process whose endpoint is broken ends, as its launcher sees to it."""
+        self.hit(FaultClass.BROKEN)
+        self._end(node)
+
     def _restart(self, group: str) -> None:
         for node in self._groups[group]:
             if node.alive:
@@ -487,6 +494,9 @@ class World:
             node.turn()
             if arrived and node.busy:
                 node.turn()
+        except EndpointBrokenError:
+            self.outside.broke(node)
+            return
         except Exception as exc:
             self.violation(
                 "I7",
