@@ -23,7 +23,7 @@ class Source:
 
 
 class Rendezvous(Protocol):
-    """Finds the channel addresses of all ranks of an instance."""
+    """Finds the channel addresses of all ranks of an instance. Endpoints call ``lookup`` on helper threads."""
 
     def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
         """Tell everyone where rank ``rank`` of ``world`` of ``instance`` is; replaces what it said before.
@@ -35,9 +35,9 @@ class Rendezvous(Protocol):
         ...
 
     def lookup(self, source: Source) -> tuple[str, ...] | None:
-        """The addresses of all ranks, in order; None: not all are known yet. Returns within a second.
+        """The addresses of all ranks, in order; None: not all are known yet. It may block, from several threads.
 
         Raises:
-            PeerLostError: the store cannot be reached.
+            PeerLostError: the store cannot be reached. Whatever else it raises harms only rooms that wait for it.
         """
         ...

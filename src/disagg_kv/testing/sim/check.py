@@ -311,5 +311,5 @@ class Checks:
         """Whether memory may stay in quarantine for good: nobody knows how long a dead peer's writes may land."""
         world = self._world
         return world.scenario.drain_s is None and any(
-            f in world.hits for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH)
+            f in world.hits for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH, FaultClass.BROKEN)
         )
