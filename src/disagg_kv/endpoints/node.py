@@ -48,6 +48,7 @@ from .base import PeerInfo
 from .directory import Answer, Directory
 from .exits import Exits
 from .introduction import Remote, Self
+from .limited_log import LimitedLog
 from .links import Linked, Links
 from .outbox import RECEIPTS, Outbox
 from .role import Role
@@ -99,7 +100,7 @@ class Node:
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
-        self._outbox = Outbox(channel, self.observer)
+        self._outbox = Outbox(channel, self.observer, LimitedLog(clock))
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
         self._prompt = self._naps is not None
@@ -122,7 +123,7 @@ class Node:
         self._holds = fast and options.window >= 2 * RECEIPTS
         self._awake_until = self.now
         self._nudged: dict[Epoch, float] = {}
-        self._warn_at = self._log_at = self.now
+        self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
         self._known: tuple[PeerInfo, ...] = ()
         name = f"disagg_kv {me.instance}/{me.rank}"
         helpers = background(f"{name} links", LINKS)
@@ -275,16 +276,13 @@ class Node:
             self._unforeseen(exc)
 
     def _warn(self, text: str) -> None:
-        """What strangers can cause is said once a second at most: a log is no bounded thing. Counters know the rest."""
-        if self.now >= self._warn_at:
-            self._warn_at = self.now + 1.0
-            log.warning("%s", text)
+        """Log what strangers can cause."""
+        self._warnings.say(logging.WARNING, text)
 
     def _unforeseen(self, exc: Exception) -> None:
         """No open room can be trusted any more; if not even that can be handled, the endpoint ends."""
-        if self.now >= self._log_at:
-            self._log_at = self.now + 1.0
-            log.error("an endpoint met an error that it did not foresee; its open rooms fail", exc_info=exc)
+        what = "an endpoint met an error that it did not foresee; its open rooms fail"
+        self._errors.say(logging.ERROR, what, exc)
         self.observer.count("errors.unforeseen")
         error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
         error.__cause__ = exc

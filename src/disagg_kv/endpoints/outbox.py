@@ -8,10 +8,9 @@ from math import inf
 from attrs import define, field
 
 from ..channels import MAX_FRAME, MAX_TOGETHER, Channel, SupportsBatches, check_frame
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, text_of
 from ..trace import Observer
-
-log = logging.getLogger("disagg_kv")
+from .limited_log import LimitedLog
 
 RECEIPTS = 4
 """Fewer receipts than these wait for what has to leave: who sends a window at a time goes on as they come."""
@@ -32,9 +31,11 @@ class Outbox:
     Args:
         channel: takes the frames; where it takes one at a time, each is handed over when it is said.
         observer: counts those that it drops.
+        log: says why.
     """
 
-    def __init__(self, channel: Channel, observer: Observer) -> None:
+    def __init__(self, channel: Channel, observer: Observer, log: LimitedLog) -> None:
+        self._log = log
         self._channel = channel
         self._together = channel if isinstance(channel, SupportsBatches) else None
         self._observer = observer
@@ -78,7 +79,7 @@ class Outbox:
             raise
         except Exception as exc:
             # Whoever says how a room ends must get past this; a lost frame is repeated if it matters.
-            log.warning("%d frames to %s could not be sent: %s", len(frames), address, exc)
+            self._log.say(logging.WARNING, f"{len(frames)} frames to {address} could not be sent: {text_of(exc)}")
             sent = False
         if not sent:
             self._observer.count("frames.dropped", len(frames))

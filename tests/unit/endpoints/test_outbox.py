@@ -9,6 +9,7 @@ import pytest
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.endpoints.idle import LONGEST_PAUSE_S, RECEIPT_S, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.limited_log import LimitedLog
 from disagg_kv.endpoints.outbox import RECEIPTS, Outbox
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
@@ -91,7 +92,7 @@ P, Q = "inproc://P0", "inproc://Q0"
 
 def test_what_is_due_takes_along_what_is_not(rig: Rig, channel: Noting) -> None:
     """To the same address only, and in the order in which it was said."""
-    box = Outbox(channel, rig.prefills[0].observer)
+    box = Outbox(channel, rig.prefills[0].observer, LimitedLog(rig.clock))
     box.put(P, b"receipt", 5.0)
     box.put(Q, b"receipt", 5.0)
     box.put(P, b"word")
@@ -107,7 +108,7 @@ def test_what_is_due_takes_along_what_is_not(rig: Rig, channel: Noting) -> None:
 
 def test_few_receipts_wait(rig: Rig, channel: Noting) -> None:
     """A peer asks for more as they come."""
-    box = Outbox(channel, rig.prefills[0].observer)
+    box = Outbox(channel, rig.prefills[0].observer, LimitedLog(rig.clock))
     for number in range(1, RECEIPTS + 1):
         assert not channel.together
         box.put(P, b"receipt", 5.0)
