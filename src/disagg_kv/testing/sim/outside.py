@@ -130,6 +130,12 @@ class Outside:
         node.poll_raises = node.send_raises = False
         self._world.touch(node)
 
+    def heal(self) -> None:
+        """What raises stops doing so; its process goes on."""
+        for node in self._world.nodes:
+            if node.poll_raises or node.send_raises:
+                self._mend(node)
+
     def broke(self, node: SimNode) -> None:
         """I7: an endpoint that cannot go on has failed every room by name, and takes no calls. Its process ends."""
         world = self._world

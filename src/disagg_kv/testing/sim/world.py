@@ -477,6 +477,8 @@ class World:
         self.healed = True
         self.network.heal()
         self.dma.fence()
+        self.outside.heal()
+        self._turns()
         for node in self.dead:
             self.later(self.random.choice((0.0, 3.0)), partial(self._confirm, node))
 
