@@ -383,6 +383,11 @@ class SimNode:
         """Whether another turn would do something at once."""
         return bool(self.node._commands or self._queue or self._ahead)
 
+    @property
+    def failing(self) -> bool:
+        """Whether its process has ended, or what its endpoint is given raises now."""
+        return self.poll_raises or self.send_raises or not self.alive
+
     def may_block(self, what: str) -> None:
         """Something is called that may block: not on the endpoint's thread (I4)."""
         if not self.helping:

@@ -400,8 +400,9 @@ class World:
         if self.healed or not self.places:
             return
         node = self.random.choice(self.nodes)
-        if not node.paused:
+        if not node.paused and not node.failing:
             self._turn(node)
+        if not node.paused and not node.failing:
             self.rumours.spread(node)
 
     # Requests.
@@ -515,9 +516,9 @@ class World:
         self.check.node(node)
         if self.dma.live:
             self.dma.check_all(node)
-        if self._gossip and self.random.random() < GOSSIP and self.rumours.tempted(node):
+        if self._gossip and self.random.random() < GOSSIP and not node.failing and self.rumours.tempted(node):
             self.rumours.spread(node)
-        if self._stale:
+        if self._stale and not node.failing:
             self.rumours.greet(node)
         self.moments.seize(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
