@@ -43,7 +43,7 @@ class FaultClass(Enum):
     ABORT = "an engine gives a room up, in any state"
     WITHDRAW = "an engine takes pages away and gives others"
     RENDEZVOUS = "the rendezvous is away for a while, or holds garbage"
-    BLOCKED = "a look-up, or a connection of the transport, takes up to half a second"
+    BLOCKED = "a look-up, or a connection of the transport, takes up to a fifth of a second"
     OBSERVER = "an observer raises"
     POLL = "a transport's poll raises for a while"
     BROKEN = "what handles an error raises, so that the endpoint cannot go on"

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .node import SimNode
     from .world import World
 
-AWAY_S = (0.2, 0.6, 1.0)
+AWAY_S = (0.2, 0.4, 0.6)
 """How long the rendezvous is away. Rooms that wait for it meanwhile must not fail: they may wait for longer."""
 
-BLOCKED_S = (0.0, 0.01, 0.1, 0.4)
+BLOCKED_S = (0.0, 0.01, 0.1, 0.2)
 """How long a call on a helper thread takes."""
 
 POLL_S = (0.05, 2.5)
