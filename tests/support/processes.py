@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -33,7 +34,7 @@ from disagg_kv import (
     shard,
     transport,
 )
-from disagg_kv.channels import ZmqChannel
+from disagg_kv.channels import UnixChannel, ZmqChannel
 from disagg_kv.endpoints.delivery import DeliveryHandle
 from disagg_kv.endpoints.reception import ReceptionHandle
 from disagg_kv.memory import U8
@@ -43,11 +44,12 @@ from disagg_kv.transports import Ended, Heard, Settled, SupportsAllocate, Transp
 
 KV = GroupId("kv")
 SPEC = CacheSpec.kv(2, 4, 16, "float32")
-PAGES, POISON = 256, 0xA5
+PAGES, PLANES, POISON = 256, 4, 0xA5
 DEADLINE_S = 120.0
 """How long anything may take before a test calls it a hang."""
 
 Role = Literal["prefill", "decode"]
+Wire = Literal["ipc", "tcp", "unix"]
 T = TypeVar("T")
 
 
@@ -68,6 +70,7 @@ class Knobs:
         slots: prefill: staging slots.
         bind: the channel's address; empty: one of its own.
         drain_s: the transport's option of that name; None: its default.
+        aux_slots: rows of aux data; rooms that name none of their own share the first.
     """
 
     path: str = "staged"
@@ -82,6 +85,7 @@ class Knobs:
     slots: int = 8
     bind: str = ""
     drain_s: float | None = None
+    aux_slots: int = 1
 
 
 @frozen
@@ -109,10 +113,10 @@ class Look:
     path: str
 
 
-def cells(room: bytes, tokens: int) -> Sequence[U8]:
-    """The whole cache of a room, ``[tokens, heads, head bytes]`` per plane: K, then V, layer after layer."""
-    draw = np.random.default_rng(zlib.crc32(room))
-    return [draw.integers(0, 256, (tokens, 4, 64), np.uint8) for _ in range(4)]
+def cells(content: bytes, tokens: int) -> Sequence[U8]:
+    """The whole cache of that name, ``[tokens, heads, head bytes]`` per plane: K, then V, layer after layer."""
+    draw = np.random.default_rng(zlib.crc32(content))
+    return [draw.integers(0, 256, (tokens, 4, 64), np.uint8) for _ in range(PLANES)]
 
 
 @frozen
@@ -149,38 +153,41 @@ class _Gate(FaultyTransport):
         return super().poll()
 
 
-class _Member:
+class Member:
     """In the child: a pool, its endpoint, and the rooms on it. Rooms take new pages each time, in a random order."""
 
     def __init__(self, setup: Setup) -> None:
         shards = [shard(SPEC, tp=setup.ranks, rank=rank) for rank in range(setup.ranks)]
         knobs = setup.knobs
-        self._setup = setup
+        self.setup = setup
         inner = transport(knobs.transport, **({} if knobs.drain_s is None else {"drain_s": knobs.drain_s}))
         self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)
-        self._pool = PagedPool.allocate(
+        self.pool = PagedPool.allocate(
             SPEC,
             shards[setup.rank],
             pages=knobs.pages,
             page_size=knobs.page_size,
             layout=knobs.layout,
-            aux_slots=1,
+            aux_slots=knobs.aux_slots,
             aux_bytes=16,
             allocator=self._transport.allocate if isinstance(self._transport, SupportsAllocate) else None,
         )
-        for plane in range(4):
-            self._pool.view(plane)[...] = POISON
-        self._heads = slice(setup.rank * 4 // setup.ranks, (setup.rank + 1) * 4 // setup.ranks)
-        self._free = np.random.default_rng(setup.rank).permutation(knobs.pages).astype(np.int32)
-        self._pages: dict[bytes, PageTable] = {}
+        for plane in range(PLANES):
+            self.pool.view(plane)[...] = POISON
+        self.heads = slice(setup.rank * 4 // setup.ranks, (setup.rank + 1) * 4 // setup.ranks)
+        self.unused = np.random.default_rng(setup.rank).permutation(knobs.pages).astype(np.int32)
+        self.pages: dict[bytes, PageTable] = {}
+        self.contents: dict[bytes, bytes] = {}
+        self.rows: dict[bytes, int] = {}
         self._store = TCPStore("127.0.0.1", setup.store, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-        channel, found = ZmqChannel(setup.bind), StoreRendezvous(self._store)
-        self._sender: PrefillEndpoint | None = None
-        self._receiver: DecodeEndpoint | None = None
-        self._rooms: dict[bytes, DeliveryHandle | ReceptionHandle] = {}
+        channel = UnixChannel(setup.bind) if setup.bind.startswith("unix:") else ZmqChannel(setup.bind)
+        found = StoreRendezvous(self._store)
+        self.sender: PrefillEndpoint | None = None
+        self.receiver: DecodeEndpoint | None = None
+        self.rooms: dict[bytes, DeliveryHandle | ReceptionHandle] = {}
         if setup.role == "prefill":
-            self._sender = PrefillEndpoint(
-                self._pool,
+            self.sender = PrefillEndpoint(
+                self.pool,
                 transport=self._transport,
                 channel=channel,
                 rendezvous=found,
@@ -193,8 +200,8 @@ class _Member:
                 options=knobs.options,
             )
         else:
-            self._receiver = DecodeEndpoint(
-                self._pool,
+            self.receiver = DecodeEndpoint(
+                self.pool,
                 transport=self._transport,
                 channel=channel,
                 rendezvous=found,
@@ -206,90 +213,96 @@ class _Member:
                 options=knobs.options,
             )
 
-    def _take(self, room: bytes, tokens: int) -> PageTable:
-        count = -(-tokens // self._setup.knobs.page_size)
-        taken, self._free = self._free[:count], self._free[count:]
+    def take(self, room: bytes, tokens: int) -> PageTable:
+        count = -(-tokens // self.setup.knobs.page_size)
+        taken, self.unused = self.unused[:count], self.unused[count:]
         assert len(taken) == count
-        for plane in range(4):
-            assert (self._pool.view(plane)[taken] == POISON).all(), f"room {room!r}: free pages were written to"
-        table = self._pages[room] = PageTable(KV, taken)
+        for plane in range(PLANES):
+            assert (self.pool.view(plane)[taken] == POISON).all(), f"room {room!r}: free pages were written to"
+        table = self.pages[room] = PageTable(KV, taken)
         return table
 
-    def _fill(self, planes: Sequence[U8], room: bytes, tokens: int) -> None:
+    def fill(self, planes: Sequence[U8], room: bytes, tokens: int) -> None:
         """Put a room's rows into its pages, row by row."""
-        table, size = self._pages[room].pages, self._setup.knobs.page_size
-        for plane, rows in zip(planes, cells(room, tokens), strict=True):
+        table, size = self.pages[room].pages, self.setup.knobs.page_size
+        for plane, rows in zip(planes, cells(self.contents.get(room, room), tokens), strict=True):
             for token in range(tokens):
-                plane[table[token // size], token % size] = rows[token, self._heads]
+                plane[table[token // size], token % size] = rows[token, self.heads]
 
     def begin(self, room: bytes, tokens: int) -> None:
         """Prefill: a room whose cache is computed."""
-        assert self._sender is not None
-        self._take(room, tokens)
-        self._fill([self._pool.view(plane) for plane in range(4)], room, tokens)
-        self._rooms[room] = self._sender.open(RoomId(room))
+        assert self.sender is not None
+        self.take(room, tokens)
+        self.fill([self.pool.view(plane) for plane in range(PLANES)], room, tokens)
+        self.rooms[room] = self.sender.open(RoomId(room))
 
     def send(self, room: bytes, start: int, stop: int, last: bool) -> None:
         """Prefill: hand over rows; pages from ``start``'s on."""
-        delivery, size = self._rooms[room], self._setup.knobs.page_size
+        delivery, size = self.rooms[room], self.setup.knobs.page_size
         assert isinstance(delivery, DeliveryHandle)
-        pages = self._pages[room].pages[start // size : -(-stop // size)]
+        pages = self.pages[room].pages[start // size : -(-stop // size)]
         delivery.send_chunk(stop, [PageTable(KV, pages, start // size * size)])
         if last:
-            self._pool.write_aux(0, room[:16])
-            delivery.finish(stop, aux=0)
+            row = self.rows.get(room, 0)
+            self.pool.write_aux(row, self.contents.get(room, room)[:16])
+            delivery.finish(stop, aux=row)
 
     def expect(self, room: bytes, source: str, tokens: int) -> None:
         """Decode: a room from that instance."""
-        assert self._receiver is not None
-        reception = self._receiver.open(RoomId(room), Source(source))
-        reception.expect(tokens, [self._take(room, tokens)], aux=0)
-        self._rooms[room] = reception
+        assert self.receiver is not None
+        reception = self.receiver.open(RoomId(room), Source(source))
+        reception.expect(tokens, [self.take(room, tokens)], aux=0)
+        self.rooms[room] = reception
 
     def look(self, room: bytes) -> Look:
         """A room, now."""
-        handle = self._rooms[room]
+        handle = self.rooms[room]
         released, phase, error = handle.released, handle.phase, handle.error
         report = handle.report
         return Look(phase.name, released, type(error).__name__, str(error), report.nbytes, report.path)
 
     def aux(self) -> bytes:
         """The last aux row."""
-        return self._pool.read_aux(0).rstrip(b"\0")
+        return self.pool.read_aux(0).rstrip(b"\0")
 
     def wrong(self, rooms: Mapping[bytes, int]) -> int:
         """Bytes of the whole pool that are not as they must be with these rooms, and no others, in it."""
-        want = [np.full_like(self._pool.view(plane), POISON) for plane in range(4)]
+        want = [np.full_like(self.pool.view(plane), POISON) for plane in range(PLANES)]
         for room, tokens in rooms.items():
-            self._fill(want, room, tokens)
-        return sum(int((self._pool.view(plane) != want[plane]).sum()) for plane in range(4))
+            self.fill(want, room, tokens)
+        return sum(int((self.pool.view(plane) != want[plane]).sum()) for plane in range(PLANES))
 
-    def differing(self, room: bytes, tokens: int) -> int:
+    def differing(self, room: bytes, tokens: int, content: bytes = b"") -> int:
         """Bytes of a room's own rows that are not as they must be."""
-        table, size, at = self._pages[room].pages, self._setup.knobs.page_size, np.arange(tokens)
+        table, size, at = self.pages[room].pages, self.setup.knobs.page_size, np.arange(tokens)
         return sum(
-            int((self._pool.view(plane)[table[at // size], at % size] != rows[:, self._heads]).sum())
-            for plane, rows in enumerate(cells(room, tokens))
+            int((self.pool.view(plane)[table[at // size], at % size] != rows[:, self.heads]).sum())
+            for plane, rows in enumerate(cells(content or room, tokens))
         )
 
     def abort(self, room: bytes) -> None:
         """Give a room up."""
-        self._rooms[room].abort("the test gives it up")
+        self.rooms[room].abort("the test gives it up")
 
     def rss(self) -> int:
         """Bytes of memory that this process occupies."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def poll(self) -> None:
+        """Take the changes of the endpoint."""
+        end = self.sender or self.receiver
+        assert end is not None
+        end.poll()
+
     def free(self, room: bytes) -> None:
         """Forget a room that is released; its pages are poisoned, and taken again last."""
-        end = self._sender or self._receiver
-        assert end is not None
-        end.poll()  # else it keeps the room, with its error and all that this refers to, for the next call
-        assert self._rooms.pop(room).released
-        taken = self._pages.pop(room).pages
-        for plane in range(4):
-            self._pool.view(plane)[taken] = POISON
-        self._free = np.concatenate([self._free, taken])
+        self.poll()  # else it keeps the room, with its error and all that this refers to, for the next call
+        if room in self.rooms:
+            assert self.rooms.pop(room).released
+        taken = self.pages.pop(room).pages
+        for plane in range(PLANES):
+            self.pool.view(plane)[taken] = POISON
+        self.unused = np.concatenate([self.unused, taken])
 
     def footprint(self) -> Footprint:
         """What this process has open now."""
@@ -299,24 +312,24 @@ class _Member:
             len(os.listdir("/proc/self/fd")) - ended,
             ended,
             Path("/proc/self/maps").read_text().count("/memfd:"),
-            len(decode(self._transport.local_descriptor(), self._setup.knobs.transport).regions),
+            len(decode(self._transport.local_descriptor(), self.setup.knobs.transport).regions),
         )
 
     def open_rooms(self) -> int:
         """Rooms that are not forgotten."""
-        end = self._sender or self._receiver
+        end = self.sender or self.receiver
         assert end is not None
         return end.open_rooms
 
     def quarantined(self) -> int:
         """Decode: bytes that wait for evidence."""
-        assert self._receiver is not None
-        return self._receiver.quarantined_bytes
+        assert self.receiver is not None
+        return self.receiver.quarantined_bytes
 
     def pinned_slots(self) -> int:
         """Prefill: staging slots that a write may still read."""
-        assert self._sender is not None
-        return self._sender.pinned_slots
+        assert self.sender is not None
+        return self.sender.pinned_slots
 
     def held(self) -> int:
         """Prefill: writes that the transport does not move yet."""
@@ -330,7 +343,7 @@ class _Member:
 
     def close(self) -> None:
         """Close the endpoint."""
-        end = self._sender or self._receiver
+        end = self.sender or self.receiver
         assert end is not None
         end.close(2.0)
 
@@ -346,9 +359,9 @@ def _ended_connections() -> int:
     return count
 
 
-def _serve(pipe: Connection, setup: Setup) -> None:
+def _serve(pipe: Connection, setup: Setup, kind: type[Member]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    member = _Member(setup)
+    member = kind(setup)
     while True:
         try:
             name, args = pipe.recv()
@@ -363,13 +376,15 @@ def _serve(pipe: Connection, setup: Setup) -> None:
 class Node:
     """In the test: one such process."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, kind: type[Member] = Member) -> None:
         # A server that has imported everything once forks them; it runs one thread only, which makes forking safe.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self.setup = setup
+        self.kind = kind
+        self._awaited: deque[Callable[[object], None]] = deque()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, setup, kind), daemon=True)
         self._process.start()
         theirs.close()
         assert self._process.pid is not None
@@ -393,12 +408,27 @@ class Node:
     ) -> None: ...
     def ask(self, name: str, *args: object) -> object:
         """Have the child do something."""
+        answers: list[object] = []
+        self.tell(answers.append, name, *args)
+        while not answers:
+            assert self._pipe.poll(DEADLINE_S), f"{self.setup.instance}/{self.setup.rank} did not answer {name!r}"
+            self.take()
+        return answers[0]
+
+    def tell(self, answered: Callable[[object], None], name: str, *args: object) -> None:
+        """Have the child do something, also one that stands still: :meth:`take` hands over its answer."""
+        self._awaited.append(answered)
         self._pipe.send((name, args))
-        assert self._pipe.poll(DEADLINE_S), f"{self.setup.instance}/{self.setup.rank} did not answer {name!r}"
-        answer: object = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+
+    def take(self) -> int:
+        """Hand over the answers that are there, in order; how many are still awaited."""
+        while self._awaited and self._pipe.poll(0):
+            answer: object = self._pipe.recv()
+            answered = self._awaited.popleft()
+            if isinstance(answer, Exception):
+                raise answer
+            answered(answer)
+        return len(self._awaited)
 
     def until(self, room: bytes, seen: Callable[[Look], bool], within_s: float = DEADLINE_S) -> Look:
         """Look at a room until it is as wanted."""
@@ -447,28 +477,30 @@ class Node:
 class Cluster:
     """Instances of endpoints, and the store through which they find each other."""
 
-    def __init__(self, folder: Path, wire: Literal["ipc", "tcp"] = "ipc") -> None:
+    def __init__(self, folder: Path, wire: Wire = "ipc") -> None:
         self._folder = folder
         self._wire = wire
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._nodes: list[Node] = []
 
-    def start(self, role: Role, instance: str, ranks: int = 1, knobs: Knobs | None = None) -> list[Node]:
+    def start(
+        self, role: Role, instance: str, ranks: int = 1, knobs: Knobs | None = None, kind: type[Member] = Member
+    ) -> list[Node]:
         """The ranks of an instance."""
         knobs = knobs or Knobs()
         started = []
         for rank in range(ranks):
             place = knobs.bind or (
-                "tcp://127.0.0.1:0" if self._wire == "tcp" else f"ipc://{self._folder}/{instance}-{rank}"
+                "tcp://127.0.0.1:0" if self._wire == "tcp" else f"{self._wire}://{self._folder}/{instance}-{rank}"
             )
-            started.append(Node(Setup(role, instance, rank, ranks, place, self._store.port, knobs)))
+            started.append(Node(Setup(role, instance, rank, ranks, place, self._store.port, knobs), kind))
         self._nodes += started
         return started
 
     def again(self, node: Node) -> Node:
         """A new process in the place of one that has ended, under its address."""
         self._nodes.remove(node)
-        self._nodes.append(Node(node.setup))
+        self._nodes.append(Node(node.setup, node.kind))
         return self._nodes[-1]
 
     def stop(self) -> None:
