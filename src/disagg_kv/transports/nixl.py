@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 import weakref
 import zlib
@@ -20,6 +21,7 @@ from attrs import define, frozen
 from ..errors import (
     ConfigurationError,
     PeerLostError,
+    RegistrationError,
     RemoteProtocolError,
     TransportError,
     UnknownNameError,
@@ -34,6 +36,9 @@ from .nixl_library import U64, Agent, Part, Place, Registered, load, place
 from .nixl_worker import Job, Link, Told, Worker
 from .process import Process, Watch
 from .regions import Extents, RegionTable
+
+REGISTERED_PER_S = 1 << 30
+"""Bytes that a library registers in a second at least: it touches every page of memory that a network card reads."""
 
 _MODES = ("none", "peer")
 
@@ -83,10 +88,13 @@ class NixlTransport:
         idle_s: the longest pause between two looks at the library, seconds; what an idle target adds to latency.
         drain_s: see ``Capabilities.drain_s``.
         cuda_device: whose context is current when the backend is made; None: the caller's, if torch has one.
+        call_s: how long the library may take to make its agent, and to register or deregister memory, seconds;
+            registering may take a second more for each GiB.
 
     Raises:
         MissingDependencyError: NIXL is not installed, is too old, or lacks a system library.
         ConfigurationError: an option that cannot be, or a backend that cannot be made.
+        TransportError: the library does not return within ``call_s``.
     """
 
     name = "nixl"
@@ -111,11 +119,12 @@ class NixlTransport:
         idle_s: float = 0.003,
         drain_s: float = 5.0,
         cuda_device: int | None = None,
+        call_s: float = 60.0,
     ) -> None:
         if error_mode not in _MODES:
             raise UnknownNameError("error mode of transport 'nixl'", error_mode, _MODES)
-        if num_threads < 0 or not idle_s > 0 or not drain_s >= 0:
-            raise ConfigurationError(f"transport 'nixl': {num_threads=}, {idle_s=}, {drain_s=}: out of range")
+        if num_threads < 0 or not idle_s > 0 or not drain_s >= 0 or not 0 < call_s < math.inf:
+            raise ConfigurationError(f"transport 'nixl': {num_threads=}, {idle_s=}, {drain_s=}, {call_s=}: out of range")
         library = load()
         device = _device(cuda_device)
         options = {"ucx_error_handling_mode": error_mode, "num_threads": str(num_threads)} if backend == "UCX" else {}
@@ -135,37 +144,49 @@ class NixlTransport:
         self._unquiet: set[Ticket] = set()
         self._told: deque[Told] = deque()
         self._closed = False
+        self._call_s = call_s
 
         make = partial(Agent, library, self._me.hex(), backend, options, device)
-        self._worker = Worker(make, self._told, idle_s)
+        self._worker = Worker(make, self._told, idle_s, call_s)
         # The thread must be out of the library before the interpreter takes itself apart.
         self._stop = weakref.finalize(self, self._worker.close, 0.0)
-        self._metadata = self._worker.call(Agent.metadata)
+        self._metadata = self._worker.call(Agent.metadata, "metadata", call_s)
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`; waits for a write that is being posted.
 
         Raises:
-            RegistrationError: also for CUDA memory that other processes could reach only through TCP.
+            RegistrationError: also for CUDA memory that other processes could reach only through TCP, and where the
+                library does not return in time.
         """
         self._check_open()
         ids = self._table.add(buffers)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        bound_s = self._call_s + nbytes / REGISTERED_PER_S
         try:
-            registered, self._metadata = self._worker.call(partial(_register, buffers))
-        except BaseException:
+            what = f"registering {nbytes} bytes"
+            registered, self._metadata = self._worker.call(partial(_register, buffers), what, bound_s, _unregister)
+        except BaseException as error:
             self._table.remove(ids)
+            if type(error) is TransportError:
+                raise RegistrationError(str(error)) from error
             raise
         self._registered.update(zip(ids, registered, strict=True))
         self._changed()
         return ids
 
     def deregister(self, regions: Sequence[RegionId]) -> None:
-        """See :meth:`Transport.deregister`; no fence: a peer that knows the memory can go on writing to it."""
+        """See :meth:`Transport.deregister`; no fence: a peer that knows the memory can go on writing to it.
+
+        Raises:
+            TransportError: the library does not return in time; it forgets the memory later.
+        """
         self._check_open()
         self._table.remove(regions)
         gone = [self._registered.pop(region) for region in regions]
         self._changed()
-        self._metadata = self._worker.call(partial(_deregister, gone))
+        what = f"deregistering {len(gone)} regions"
+        self._metadata = self._worker.call(partial(_deregister, gone), what, self._call_s)
 
     def _changed(self) -> None:
         self._sources = self._table.items()
@@ -286,6 +307,11 @@ def _register(buffers: Sequence[Buffer], agent: Agent) -> tuple[list[Registered]
         for one in registered:
             agent.deregister(one)
         raise
+
+
+def _unregister(agent: Agent, late: tuple[Sequence[Registered], bytes]) -> None:
+    for one in late[0]:
+        agent.deregister(one)
 
 
 def _deregister(gone: Sequence[Registered], agent: Agent) -> bytes:

@@ -149,12 +149,14 @@ class Worker:
         make: makes the agent, on the thread.
         told: where events go; appended to by the thread.
         idle_s: the longest pause between two looks at the library.
+        make_s: how long ``make`` may take.
 
     Raises:
         DisaggKVError: what ``make`` raises.
+        TransportError: it takes longer than ``make_s``; the thread ends once it returns.
     """
 
-    def __init__(self, make: Callable[[], Agent], told: deque[Told], idle_s: float) -> None:
+    def __init__(self, make: Callable[[], Agent], told: deque[Told], idle_s: float, make_s: float) -> None:
         self._agent: Agent
         self._told = told
         self._idle_s = idle_s
@@ -170,22 +172,40 @@ class Worker:
         made: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="disagg_kv-nixl", daemon=True)
         self._thread.start()
-        made.result()
+        try:
+            made.result(make_s)
+        except TimeoutError as error:
+            self._until = time.monotonic()
+            raise _late("making an agent", make_s) from error
 
     # For other threads.
 
-    def call(self, act: Callable[[Agent], T], timeout_s: float | None = None) -> T:
+    def call(
+        self,
+        act: Callable[[Agent], T],
+        what: str,
+        timeout_s: float,
+        undo: Callable[[Agent, T], object] | None = None,
+    ) -> T:
         """Do something on the thread and wait for its result.
 
+        Args:
+            act: does it.
+            what: names it in errors.
+            timeout_s: how long to wait.
+            undo: takes back, on the thread, what was done too late; None: it is done all the same.
+
         Raises:
-            TransportError: not within ``timeout_s``; it will be done all the same.
+            TransportError: not within ``timeout_s``: the thread is in a call of the library, this or another one.
         """
         future: Future[T] = Future()
         self._commands.put(lambda: _settle(future, lambda: act(self._agent)))
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
-            raise TransportError(f"nixl: busy with a write for {timeout_s} s", retryable=True) from error
+            if undo is not None and not future.cancel():
+                self._commands.put(lambda: _taken_back(future, lambda result: undo(self._agent, result)))
+            raise _late(what, timeout_s) from error
 
     def connect(self, peer: Peer, watch: Watch | None, metadata: bytes, fewer: bool, timeout_s: float) -> Link:
         """Learn a peer, or more of its regions; ``fewer``: it has taken regions away since.
@@ -195,7 +215,8 @@ class Worker:
             RemoteProtocolError: the metadata is garbage.
             TransportError: as :meth:`call`.
         """
-        return self.call(lambda agent: self._connect(agent, peer, watch, metadata, fewer), timeout_s)
+        what = f"connecting peer {peer.hex()}"
+        return self.call(lambda agent: self._connect(agent, peer, watch, metadata, fewer), what, timeout_s)
 
     def post(self, job: Job) -> None:
         """Begin a job; its end is told."""
@@ -506,7 +527,20 @@ def _warn(job: Job, now: float) -> None:
         )
 
 
+def _late(what: str, timeout_s: float) -> TransportError:
+    problem = f"nixl: {what} has waited {timeout_s:.3g} s for a call of the library to return"
+    return TransportError(problem, retryable=True)
+
+
+def _taken_back(future: Future[T], undo: Callable[[T], object]) -> None:
+    """What failed by itself needs no undoing, and the caller has gone on."""
+    if future.exception() is None:
+        undo(future.result())
+
+
 def _settle(future: Future[T], act: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(act())
     except BaseException as error:

@@ -325,3 +325,12 @@ def rounds(folder: Path, shape: Shape, many: int) -> None:
 def test_what_is_done_is_right_whatever_stands_still_or_dies(folder: Path, shape: Shape) -> None:
     """Every byte of every room that is DONE is its source's, and no other byte changes."""
     rounds(folder, shape, ROUNDS // len(SHAPES))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("DISAGG_KV_PAUSES" not in os.environ, reason="on request: DISAGG_KV_PAUSES says how many rounds")
+@pytest.mark.timeout(LATE_S + 240 + 20 * PAUSE_S * ROUNDS)
+@pytest.mark.parametrize("shape", REQUESTED)
+def test_what_is_done_is_right_over_a_library(folder: Path, shape: Shape) -> None:
+    """The same over NIXL and Mooncake, whose writes nobody can take back: a tenth of the rounds each."""
+    rounds(folder, shape, max(1, ROUNDS // 10))
