@@ -9,29 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define
 
 from disagg_kv import RoomId, Source
 from disagg_kv.endpoints import Attempt, Recovering, RecoveringReceiver
 from disagg_kv.endpoints.delivery import DeliveryHandle
 from disagg_kv.memory import U8
-from tests.support.processes import PLANES, POISON, Member, Setup, cells
-
-
-@frozen
-class State:
-    """A room on one rank, at one moment; ``attempt`` is 1 for the first."""
-
-    phase: str
-    released: bool
-    error: str
-    message: str
-    attempt: int
-
-    @property
-    def final(self) -> bool:
-        """Whether its outcome is known."""
-        return self.phase in ("DONE", "FAILED")
+from tests.support.processes import PLANES, POISON, Member, Setup, State
 
 
 def content(room: bytes, instance: str, attempt: int) -> bytes:
@@ -130,7 +114,11 @@ class Engine(Member):
         """What is wrong in one plane of a room's pages."""
         pages, rest = self.pages[name].pages, room.tokens % self.setup.knobs.page_size
         faults = []
-        if plane == 0 and self.sender is not None and (changed := self.differing(name, room.tokens, self.contents[name])):
+        if (
+            plane == 0
+            and self.sender is not None
+            and (changed := self.differing(name, room.tokens, self.contents[name]))
+        ):
             faults.append(f"room {name!r}: {changed} bytes changed at their source")
         if rest and (behind := int((memory[pages[-1], rest:] != POISON).sum())):
             faults.append(f"room {name!r}: {behind} bytes behind its last row, plane {plane}")

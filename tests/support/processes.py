@@ -113,6 +113,22 @@ class Look:
     path: str
 
 
+@frozen
+class State:
+    """A room over its attempts on one rank, at one moment; ``attempt`` is 1 for the first."""
+
+    phase: str
+    released: bool
+    error: str
+    message: str
+    attempt: int
+
+    @property
+    def final(self) -> bool:
+        """Whether its outcome is known."""
+        return self.phase in ("DONE", "FAILED")
+
+
 def cells(content: bytes, tokens: int) -> Sequence[U8]:
     """The whole cache of that name, ``[tokens, heads, head bytes]`` per plane: K, then V, layer after layer."""
     draw = np.random.default_rng(zlib.crc32(content))
@@ -395,16 +411,24 @@ class Node:
     @overload
     def ask(self, name: Literal["aux"]) -> bytes: ...
     @overload
+    def ask(self, name: Literal["states"]) -> Mapping[bytes, State]: ...
+    @overload
+    def ask(self, name: Literal["audit"]) -> Sequence[str]: ...
+    @overload
     def ask(self, name: Literal["footprint"]) -> Footprint: ...
     @overload
     def ask(
         self,
-        name: Literal["wrong", "differing", "open_rooms", "quarantined", "pinned_slots", "held", "rss"],
+        name: Literal["wrong", "differing", "mismatch", "open_rooms", "quarantined", "pinned_slots", "held", "rss"],
         *args: object,
     ) -> int: ...
     @overload
     def ask(
-        self, name: Literal["begin", "send", "expect", "release", "abort", "free", "close"], *args: object
+        self,
+        name: Literal[
+            "begin", "send", "expect", "release", "abort", "free", "close", "prefill", "decode", "give_up", "drop"
+        ],
+        *args: object,
     ) -> None: ...
     def ask(self, name: str, *args: object) -> object:
         """Have the child do something."""

@@ -124,7 +124,9 @@ class NixlTransport:
         if error_mode not in _MODES:
             raise UnknownNameError("error mode of transport 'nixl'", error_mode, _MODES)
         if num_threads < 0 or not idle_s > 0 or not drain_s >= 0 or not 0 < call_s < math.inf:
-            raise ConfigurationError(f"transport 'nixl': {num_threads=}, {idle_s=}, {drain_s=}, {call_s=}: out of range")
+            raise ConfigurationError(
+                f"transport 'nixl': {num_threads=}, {idle_s=}, {drain_s=}, {call_s=}: out of range"
+            )
         library = load()
         device = _device(cuda_device)
         options = {"ucx_error_handling_mode": error_mode, "num_threads": str(num_threads)} if backend == "UCX" else {}

@@ -20,10 +20,10 @@ import pytest
 from attrs import define, evolve, field, frozen
 
 from disagg_kv import Options
-from tests.support.engines import Engine, State
+from tests.support.engines import Engine
 from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
-from tests.support.processes import Cluster, Knobs, Node, Wire, wait
+from tests.support.processes import Cluster, Knobs, Node, State, Wire, wait
 
 ROUNDS = int(os.environ.get("DISAGG_KV_PAUSES", "10"))
 """Rounds in all; those over NIXL and Mooncake only run where the variable is set."""
@@ -81,7 +81,6 @@ class Room:
         on: the ranks that were told of it.
         states: what they said of it last.
         asked: attempts for which prefill was told of it.
-        given_up: it was aborted, or a process that had it was killed.
     """
 
     name: bytes
@@ -334,3 +333,40 @@ def test_what_is_done_is_right_whatever_stands_still_or_dies(folder: Path, shape
 def test_what_is_done_is_right_over_a_library(folder: Path, shape: Shape) -> None:
     """The same over NIXL and Mooncake, whose writes nobody can take back: a tenth of the rounds each."""
     rounds(folder, shape, max(1, ROUNDS // 10))
+
+
+@pytest.mark.slow
+def test_bytes_of_a_failed_room_are_wrong_and_only_its_phase_tells(folder: Path) -> None:
+    """One instance is killed, the other one stands still for longer than its peers wait: both rooms fail.
+
+    A program that looks at the bytes alone finds wrong ones, also of the instance that goes on.
+    """
+    cluster = Cluster(folder)
+    # A process that only waits for a core is not silent for that long.
+    times = Options(silence_s=5.0, heartbeat_s=0.1, retry_s=0.1)
+    knobs = Knobs(ring_bytes=64 << 10, slot_bytes=8 << 10, held_from=2, options=times, aux_slots=2)
+    try:
+        dying, pausing = (cluster.start("prefill", name, 1, knobs, Engine)[0] for name in "PQ")
+        (receiver,) = cluster.start("decode", "D", 1, evolve(knobs, held_from=None), Engine)
+        rooms = {b"of P": dying, b"of Q": pausing}
+        for room, node in rooms.items():
+            receiver.ask("decode", room, TOKENS, [node.setup.instance])
+            node.ask("prefill", room, TOKENS, 1, [])
+        wait(lambda: all(node.ask("held") > 0 for node in rooms.values()), lambda: "writes in flight")
+        pausing.freeze()
+        dying.kill()
+        wait(
+            lambda: all(state.final and state.released for state in receiver.ask("states").values()),
+            lambda: f"the rooms to fail: {receiver.ask('states')}",
+        )
+        states = receiver.ask("states")
+        assert {(state.phase, state.error) for state in states.values()} == {("FAILED", "PeerLostError")}
+        wrong = {room: receiver.ask("mismatch", room) for room in rooms}
+        assert all(wrong.values()), "all bytes came, although writes were held"
+        pausing.thaw()
+        pausing.ask("release")
+        wait(lambda: receiver.ask("quarantined") == 0, lambda: "leases to come back")
+        assert {room: receiver.ask("mismatch", room) for room in rooms} == wrong
+        assert receiver.ask("audit") == []
+    finally:
+        cluster.stop()

@@ -99,9 +99,7 @@ def test_memory_whose_registration_does_not_return_is_refused(
     assert patient(one)
 
 
-def test_memory_that_the_thread_never_came_to_register_stays_unknown(
-    one: End, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_the_thread_never_came_to_register_stays_unknown(one: End, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is in another call of the library; what gave up waiting is not done afterwards."""
     registered = 0
     register = Agent.register
