@@ -117,14 +117,17 @@ def unit(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Peers killed, 200 over each transport, then killed, frozen, restarted and aborted in rounds; a link that fails.
 
-    DISAGG_KV_KILLS and DISAGG_KV_ROUNDS change how often.
+    Then 500 rounds in which processes of two prefill instances and of decode are killed and stand still, and a tenth of
+    that over NIXL and Mooncake each. DISAGG_KV_KILLS, DISAGG_KV_ROUNDS and DISAGG_KV_PAUSES change how often,
+    DISAGG_KV_PAUSE_S (1.5) the longest stop, and DISAGG_KV_SEED what is drawn.
     """
     enter_cpu(session)
+    session.env["DISAGG_KV_PAUSES"] = os.environ.get("DISAGG_KV_PAUSES", "500")
     session.env["DISAGG_KV_KILLS"] = os.environ.get("DISAGG_KV_KILLS", "200")
     session.env["DISAGG_KV_ROUNDS"] = os.environ.get("DISAGG_KV_ROUNDS", "5")
     processes = Path("tests/unit/processes")
-    tests = (str(processes / "test_real_transports.py"), str(processes / "test_faults.py"), "tests/unit/hosts")
-    pytest(session, "--timeout=3600", "-rP", *tests)
+    files = [str(processes / f"test_{name}.py") for name in ("real_transports", "faults", "pauses")]
+    pytest(session, "--timeout=3600", "-rP", *files, "tests/unit/hosts")
 
 
 @nox.session(venv_backend="none")

@@ -18,6 +18,7 @@
     ├── TransportError                a write or a connection failed; see ``retryable``
     │   └── RegistrationError         memory that a transport cannot use
     ├── PeerLostError                 the peer is gone or silent
+    │   └── InstanceClosedError       a rank of the instance has closed and withdrawn its address
     ├── DeadlineError                 the room's own time is over
     ├── AbortedError                  one of the two engines gave the room up
     ├── EndpointBrokenError           the endpoint itself has failed; it takes no calls any more
@@ -152,6 +153,10 @@ class RegistrationError(TransportError):
 
 class PeerLostError(DisaggKVError):
     """The peer is gone or has been silent for too long."""
+
+
+class InstanceClosedError(PeerLostError):
+    """A rank of the instance has closed its endpoint and withdrawn its address; the rendezvous says so."""
 
 
 class DeadlineError(DisaggKVError):

@@ -14,6 +14,7 @@ from attrs import define
 from disagg_kv import RoomId, Source
 from disagg_kv.endpoints import Attempt, Recovering, RecoveringReceiver
 from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.errors import QuarantineFullError
 from disagg_kv.memory import U8
 from tests.support.processes import PLANES, POISON, Member, Setup, State
 
@@ -45,12 +46,19 @@ class Engine(Member):
         if self.receiver is not None:
             self._recovering = RecoveringReceiver(self.receiver, _Next(self._open), options=setup.knobs.options)
 
-    def prefill(self, room: bytes, tokens: int, attempt: int, cuts: Sequence[int]) -> None:
-        """Prefill: a room whose cache is computed, handed over in chunks that end at ``cuts`` and at its end."""
+    def prefill(self, room: bytes, tokens: int, attempt: int, cuts: Sequence[int]) -> bool:
+        """Prefill: a room whose cache is computed, handed over in chunks that end at ``cuts`` and at its end.
+
+        False: the endpoint takes no more, as too much of its memory waits for evidence.
+        """
         name = self.setup.instance
         self.contents[room] = content(room, name, attempt)
         self.rows[room] = self._row()
-        self.begin(room, tokens)
+        try:
+            self.begin(room, tokens)
+        except QuarantineFullError:
+            self._refused(room)
+            return False
         handle = self.rooms[room]
         assert isinstance(handle, DeliveryHandle)
         self._open[room] = _Room(tokens, (name,), handle, attempt)
@@ -58,14 +66,28 @@ class Engine(Member):
         for stop in (*cuts, tokens):
             self.send(room, start, stop, stop == tokens)
             start = stop
+        return True
 
-    def decode(self, room: bytes, tokens: int, sources: Sequence[str]) -> None:
-        """Decode: a room from the first of these instances, and from the next one where it fails."""
+    def decode(self, room: bytes, tokens: int, sources: Sequence[str]) -> bool:
+        """Decode: a room from the first of these instances, and from the next one where it fails; False: as above."""
         assert self._recovering is not None
+        try:
+            reception = self._recovering.open(RoomId(room), Source(sources[0]))
+        except QuarantineFullError:
+            return False
         self.rows[room] = self._row()
-        reception = self._recovering.open(RoomId(room), Source(sources[0]))
         self._open[room] = _Room(tokens, sources, reception)
         reception.expect(tokens, [self.take(room, tokens)], aux=self.rows[room])
+        return True
+
+    def _refused(self, room: bytes) -> None:
+        """Pages go back as they were."""
+        taken = self.pages.pop(room).pages
+        for plane in self._planes():
+            plane[taken] = POISON
+        self.unused = np.concatenate([self.unused, taken])
+        self.rows.pop(room)
+        self.contents.pop(room)
 
     def give_up(self, room: bytes) -> None:
         """Abort a room that is still here."""

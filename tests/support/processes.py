@@ -37,6 +37,7 @@ from disagg_kv import (
 from disagg_kv.channels import UnixChannel, ZmqChannel
 from disagg_kv.endpoints.delivery import DeliveryHandle
 from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.ids import Ticket
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
@@ -71,6 +72,7 @@ class Knobs:
         bind: the channel's address; empty: one of its own.
         drain_s: the transport's option of that name; None: its default.
         aux_slots: rows of aux data; rooms that name none of their own share the first.
+        late: prefill: writes are in flight for a random while.
     """
 
     path: str = "staged"
@@ -86,6 +88,7 @@ class Knobs:
     bind: str = ""
     drain_s: float | None = None
     aux_slots: int = 1
+    late: bool = False
 
 
 @frozen
@@ -169,6 +172,26 @@ class _Gate(FaultyTransport):
         return super().poll()
 
 
+class _Late(FaultyTransport):
+    """A transport whose writes are in flight for a random while, one in a hundred for long; one thread polls."""
+
+    def __init__(self, inner: Transport, seed: int) -> None:
+        super().__init__(inner, lambda n: Fault.DELAYED)
+        self.caps = inner.caps  # as far as its process lives: what it holds ends with it
+        self._due: dict[Ticket, float] = {}
+        self._draw = np.random.default_rng(seed)
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        now = time.monotonic()
+        for ticket in self.held:
+            if ticket not in self._due:
+                self._due[ticket] = now + float(self._draw.choice([0.0, 0.02, 0.5], p=[0.6, 0.39, 0.01]))
+            if self._due[ticket] <= now:
+                del self._due[ticket]
+                self.release(ticket)
+        return super().poll()
+
+
 class Member:
     """In the child: a pool, its endpoint, and the rooms on it. Rooms take new pages each time, in a random order."""
 
@@ -178,6 +201,8 @@ class Member:
         self.setup = setup
         inner = transport(knobs.transport, **({} if knobs.drain_s is None else {"drain_s": knobs.drain_s}))
         self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)
+        if knobs.late:
+            self._transport = _Late(inner, setup.rank)
         self.pool = PagedPool.allocate(
             SPEC,
             shards[setup.rank],
@@ -413,6 +438,8 @@ class Node:
     @overload
     def ask(self, name: Literal["states"]) -> Mapping[bytes, State]: ...
     @overload
+    def ask(self, name: Literal["prefill", "decode"], *args: object) -> bool: ...
+    @overload
     def ask(self, name: Literal["audit"]) -> Sequence[str]: ...
     @overload
     def ask(self, name: Literal["footprint"]) -> Footprint: ...
@@ -425,9 +452,7 @@ class Node:
     @overload
     def ask(
         self,
-        name: Literal[
-            "begin", "send", "expect", "release", "abort", "free", "close", "prefill", "decode", "give_up", "drop"
-        ],
+        name: Literal["begin", "send", "expect", "release", "abort", "free", "close", "give_up", "drop"],
         *args: object,
     ) -> None: ...
     def ask(self, name: str, *args: object) -> object:

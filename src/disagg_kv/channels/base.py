@@ -51,7 +51,10 @@ class Arrived:
 
 @frozen
 class Closed:
-    """The connection towards ``address`` broke. Frames sent meanwhile may be lost; it is re-tried by itself."""
+    """The connection towards ``address`` broke, or the first try found that nobody listens there.
+
+    Frames sent after it broke may be lost; those for a first connection are kept. It is tried again by itself.
+    """
 
     address: str
 

@@ -70,8 +70,7 @@ class InprocChannel:
             watchers = self._hub._watchers.setdefault(address, {})
             if self not in watchers:
                 watchers[self] = None
-                if other is not None:
-                    self._put(Opened(address))
+                self._put(Closed(address) if other is None else Opened(address))
             if other is None or other._frames >= self._hub.high_water:
                 return False
             other._frames += 1
@@ -97,6 +96,7 @@ class InprocChannel:
     def forget(self, address: str) -> None:
         """Hear no more of that address until something is sent there again."""
         with self._hub._lock:
+            self._inbox = deque(event for event in self._inbox if getattr(event, "address", None) != address)
             watchers = self._hub._watchers.get(address, {})
             watchers.pop(self, None)
             if not watchers:

@@ -70,6 +70,7 @@ class _Link:
         address: it.
         sock: connected; None: not (again) by now.
         lost: what is sent is dropped until it is back; False and not connected: frames wait for the first connection.
+        absent: nobody listened there when it was tried first, which was told.
         unsent: messages, the first perhaps in part.
         retry_at, pause_s: when it is tried again, and how long after that.
     """
@@ -77,6 +78,7 @@ class _Link:
     address: str
     sock: socket.socket | None = None
     lost: bool = False
+    absent: bool = False
     unsent: deque[bytes] = field(factory=deque)
     retry_at: float = 0.0
     pause_s: float = RECONNECT_S[0]
@@ -339,7 +341,10 @@ class UnixChannel:
         """Reach the address, or try again later."""
         try:
             sock = _connected(link.address)
-        except OSError:
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError | FileNotFoundError) and not link.lost and not link.absent:
+                link.absent = True
+                self._news.append(Closed(link.address))
             link.retry_at = time.monotonic() + link.pause_s
             link.pause_s = min(2 * link.pause_s, RECONNECT_S[1])
             return

@@ -47,7 +47,7 @@ BATCH = 64 << 20
 
 _RECONNECT_MS = (50, 1000)
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | _REFUSED
+_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED | _REFUSED
 
 
 class _State(Enum):
@@ -58,11 +58,15 @@ class _State(Enum):
 
 @define(eq=False)
 class _Link:
-    """The way to one address. NEW: frames wait for the connection; LOST: they are dropped until it is back."""
+    """The way to one address. NEW: frames wait for the connection; LOST: they are dropped until it is back.
+
+    ``absent``: nobody listened there when it was tried first, which was told.
+    """
 
     push: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     state: _State
+    absent: bool = False
 
 
 class ZmqChannel:
@@ -329,6 +333,9 @@ class ZmqChannel:
                     self._links[address] = self._connect(address, _State.LOST)
                 yield Closed(address)
                 return
+            elif event == zmq.Event.CLOSED and link.state is _State.NEW and not link.absent:
+                link.absent = True
+                yield Closed(address)
 
 
 def _refusal(address: str, anywhere: bool) -> str | None:

@@ -8,6 +8,7 @@ from math import inf
 from ..errors import (
     AbortedError,
     DisaggKVError,
+    InstanceClosedError,
     LocalProtocolError,
     OversizeError,
     PeerLostError,
@@ -222,6 +223,9 @@ class DecodeRole:
         if instance is None:
             return
         instance.error = answer.error
+        if isinstance(answer.error, InstanceClosedError):
+            self._unreachable(instance, answer.error)
+            return
         if answer.error is not None:
             instance.look_at = self._node.now + LOOKUP_FAILED_S
         if answer.addresses is not None:

@@ -6,15 +6,23 @@ rendezvous does (it blocks, raises, or returns what cannot be) becomes an :class
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
 from ..errors import DisaggKVError, PeerLostError, RemoteProtocolError, text_of, without_frames
+from ..ids import Rank
 from ..protocol import MAX_RANKS
-from ..rendezvous import Rendezvous, Source
+from ..rendezvous import Rendezvous, Source, SupportsWithdraw
 from .background import Background
+
+log = logging.getLogger("disagg_kv")
+
+WITHDRAW_S = 1.0
+"""How long an endpoint that closes waits for the rendezvous to take its address back."""
 
 REMEMBERED = 1024
 """Instances whose addresses are remembered."""
@@ -94,6 +102,22 @@ class Directory:
                 if len(self._known) > REMEMBERED:
                     self._known.popitem(last=False)
         return came
+
+    def withdraw(self, instance: str, rank: Rank) -> None:
+        """Take back what was published of a rank, where the rendezvous can; a store that does not answer is left."""
+        rendezvous = self._rendezvous
+        if not isinstance(rendezvous, SupportsWithdraw):
+            return
+
+        def job() -> None:
+            try:
+                rendezvous.withdraw(instance, rank)
+            except Exception as exc:
+                log.warning("instance %r: rank %d stays in the rendezvous: %s", instance, rank, text_of(exc))
+
+        asking = threading.Thread(target=job, name="disagg_kv-withdraw", daemon=True)
+        asking.start()
+        asking.join(WITHDRAW_S)
 
 
 def look_up(rendezvous: Rendezvous, source: Source) -> Answer:

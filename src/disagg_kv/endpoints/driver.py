@@ -100,4 +100,6 @@ class Driver:
             self._turn(0.0)
         while node.broken is None and self._open_rooms() and node.clock() < until:
             self._turn(0.02)
+        if self._thread is not None:
+            node.directory.withdraw(node.me.instance, node.me.rank)
         node.stop(max(0.0, until - node.clock()))

@@ -87,6 +87,7 @@ class _Dial:
     pause: float
     patience_s: float
     closed: float | None = None
+    opened: bool = False
 
 
 class PeerTable:
@@ -328,7 +329,7 @@ class PeerTable:
         return True
 
     def on_closed(self, address: str, now: float) -> None:
-        """The connection towards an address broke."""
+        """The connection towards an address broke, or there was none to be had."""
         self._quiet_until = 0.0
         epoch = self._at.get(address)
         for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
@@ -348,6 +349,8 @@ class PeerTable:
         for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
             if one is not None:
                 one.closed = None
+        if (dial := self._dials.get(address)) is not None:
+            dial.opened = True
 
     def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> list[PeerEffect]:
         """A transport's report, or (``ended``) an observed exit: then nothing revives this life."""
@@ -374,7 +377,9 @@ class PeerTable:
                 out.append(Unreachable(address, error))
             elif dial.closed is not None and now - dial.closed >= o.closed_s:
                 out += self._give_up(address)
-                gone = f"its connection broke {now - dial.closed:.1f} s ago, before it said who it is"
+                for_s = f"{now - dial.closed:.1f} s"
+                broke = f"its connection broke {for_s} ago, before it said who it is"
+                gone = broke if dial.opened else f"nobody listens there, for {for_s}"
                 out.append(Unreachable(address, PeerLostError(f"peer at {address}: {gone}")))
             elif now >= dial.next_at:
                 dial.pause = min(2 * dial.pause, o.retry_most_s)

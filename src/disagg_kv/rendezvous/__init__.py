@@ -1,8 +1,16 @@
 """Who is where."""
 
-from .base import Rendezvous, Source
+from .base import Rendezvous, Source, SupportsWithdraw
 from .minimum import SharedStore, StoreMinimum
 from .static import StaticRendezvous
 from .store import StoreRendezvous
 
-__all__ = ["Rendezvous", "SharedStore", "Source", "StaticRendezvous", "StoreMinimum", "StoreRendezvous"]
+__all__ = [
+    "Rendezvous",
+    "SharedStore",
+    "Source",
+    "StaticRendezvous",
+    "StoreMinimum",
+    "StoreRendezvous",
+    "SupportsWithdraw",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 
@@ -38,6 +38,20 @@ class Rendezvous(Protocol):
         """The addresses of all ranks, in order; None: not all are known yet. It may block, from several threads.
 
         Raises:
+            InstanceClosedError: a rank was withdrawn; rooms that wait for the instance fail.
             PeerLostError: the store cannot be reached. Whatever else it raises harms only rooms that wait for it.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsWithdraw(Protocol):
+    """A rendezvous that can take back what it told. An endpoint that closes asks for it, and waits for a second."""
+
+    def withdraw(self, instance: str, rank: Rank) -> None:
+        """Take back what this object published last for the rank, unless another process has published it since.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
         """
         ...

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ..errors import PeerLostError, RemoteProtocolError
+from ..errors import InstanceClosedError, PeerLostError, RemoteProtocolError
 from ..ids import Rank
 from ..protocol import MAX_RANKS
 from .base import Source
@@ -42,7 +43,8 @@ class StoreRendezvous:
     """Ranks of several processes find each other through a torch ``TCPStore``; satisfies :class:`Rendezvous`.
 
     Values are JSON text and are checked when read: a store is open to everyone who can reach it. An instance's world
-    size is what the first of its ranks said.
+    size is what the first of its ranks said. A rank's value is its address and a name for this publication, so that
+    only what was published by the same process is withdrawn; a withdrawn rank leaves ``null``.
 
     Args:
         store: a store that every process reaches; its own timeout bounds each call.
@@ -54,6 +56,7 @@ class StoreRendezvous:
         self._prefix = prefix
         # One client connection: a second thread's question must not slip in before the first one's answer.
         self._lock = threading.Lock()
+        self._published: dict[tuple[str, Rank], str] = {}
 
     def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
         """Tell everyone where rank ``rank`` of ``world`` of ``instance`` is; replaces what it said before.
@@ -68,13 +71,27 @@ class StoreRendezvous:
             # Where nobody was before, ours is set; the answer is what stands there now.
             said = self._store.compare_set(_key(self._prefix, instance), "", json.dumps(world))
         check_world(instance, rank, world, _world(instance, said))
+        value = json.dumps([address, uuid.uuid4().hex])
         with self._reached(instance):
-            self._store.set(_key(self._prefix, instance, rank), json.dumps(address))
+            self._store.set(_key(self._prefix, instance, rank), value)
+            self._published[instance, rank] = value
+
+    def withdraw(self, instance: str, rank: Rank) -> None:
+        """See :class:`~disagg_kv.rendezvous.SupportsWithdraw`.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+        """
+        value = self._published.pop((instance, rank), None)
+        if value is not None:
+            with self._reached(instance):
+                self._store.compare_set(_key(self._prefix, instance, rank), value, "null")
 
     def lookup(self, source: Source) -> tuple[str, ...] | None:
         """The addresses of all ranks, in order; None: not all are known yet. Never waits for a rank.
 
         Raises:
+            InstanceClosedError: a rank has closed and is not back.
             PeerLostError: the store cannot be reached.
             RemoteProtocolError: something else stands under the instance's keys.
         """
@@ -84,7 +101,9 @@ class StoreRendezvous:
             return None
         ranks = range(_world(instance, said[0]))
         addresses = self._get(instance, [_key(self._prefix, instance, rank) for rank in ranks])
-        return None if addresses is None else tuple(_address(instance, address) for address in addresses)
+        if addresses is None:
+            return None
+        return tuple(_address(instance, rank, address) for rank, address in enumerate(addresses))
 
     def _get(self, instance: str, keys: list[str]) -> list[bytes] | None:
         """The values, or None if one is missing: ``get`` alone would wait for it."""
@@ -122,8 +141,10 @@ def _world(instance: str, value: bytes) -> int:
     return world
 
 
-def _address(instance: str, value: bytes) -> str:
-    address = _parse(instance, value)
-    if not isinstance(address, str):
-        raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r} as a rank's address")
-    return address
+def _address(instance: str, rank: int, value: bytes) -> str:
+    match _parse(instance, value):
+        case [str(address), str()]:
+            return address
+        case None:
+            raise InstanceClosedError(f"instance {instance!r}: rank {rank} has closed, and has not come back")
+    raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r} as a rank's address")

@@ -139,6 +139,18 @@ class TestEveryChannel:
         assert left.send(address, b"back")
         assert wait_for(again, Arrived(b"back")) == [Arrived(b"back")]
 
+    def test_an_address_where_nobody_listens_is_told_once(self, network: Network) -> None:
+        """And its opening, when it comes."""
+        left, right = connected(network)
+        address = right.address
+        right.close()
+        wait_for(left, Closed(address))
+        fresh = network.open("fresh")
+        fresh.send(address, b"hello")
+        assert wait_for(fresh, Closed(address)) == [Closed(address)]
+        network.open_again(address)
+        assert wait_for(fresh, Opened(address)) == [Opened(address)]
+
     def test_a_forgotten_address_makes_no_news_and_can_be_used_again(self, network: Network) -> None:
         """E6."""
         left, right = connected(network)

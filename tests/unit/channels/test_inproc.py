@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_kv.channels import Arrived, Hub, InprocChannel, Opened
+from disagg_kv.channels import Arrived, Closed, Hub, InprocChannel, Opened
 from disagg_kv.errors import ConfigurationError
 
 
@@ -38,4 +38,4 @@ def test_two_watchers_of_one_address_are_told_apart() -> None:
     left.forget("inproc://right")
     InprocChannel(hub, "right")
     assert left.poll(0) == ()
-    assert other.poll(0) == (Opened("inproc://right"),)
+    assert other.poll(0) == (Closed("inproc://right"), Opened("inproc://right"))

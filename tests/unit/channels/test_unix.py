@@ -87,6 +87,7 @@ class TestAnotherProcess:
     def test_it_is_tried_ever_more_slowly(self, channel: UnixChannel, tmp_path: Path) -> None:
         """E9: who is not there costs no core."""
         assert channel.send(f"unix://{tmp_path}/nobody", b"early")
+        wait_for(channel, Closed(f"unix://{tmp_path}/nobody"))
         began, polls = time.monotonic(), 0
         while time.monotonic() < began + 4 * RECONNECT_S[0]:
             assert not channel.poll(60)

@@ -167,6 +167,41 @@ def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(
     assert receiver.until(b"again", lambda look: look.released).phase == "DONE"
 
 
+@pytest.mark.parametrize("cluster", ["ipc", "tcp", "unix"], indirect=True)
+@pytest.mark.parametrize("killed", [1, 2])
+def test_keys_of_killed_ranks_in_the_store_are_a_named_error_soon(cluster: Cluster, killed: int) -> None:
+    """Nobody can take them out of the store. Who has never met the instance is told that nobody listens there."""
+    prefill = cluster.start("prefill", "P", 2, Knobs(options=QUICK))
+    for node in prefill:
+        node.ask("open_rooms")
+    for node in prefill[:killed]:
+        node.kill()
+    (receiver,) = cluster.start("decode", "D", knobs=Knobs(options=QUICK))
+    receiver.ask("expect", ROOM, "P", TOKENS)
+    look = receiver.until(ROOM, lambda look: look.released, SOON_S)
+    assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
+    assert "nobody listens there" in look.message
+
+
+def test_an_instance_that_was_closed_is_a_named_error_soon(cluster: Cluster) -> None:
+    """It has withdrawn its keys, and comes back with others."""
+    prefill = cluster.start("prefill", "P", 2, Knobs(options=QUICK))
+    for node in prefill:
+        node.ask("open_rooms")
+    for node in prefill:
+        node.stop()
+    (receiver,) = cluster.start("decode", "D", knobs=Knobs(options=QUICK))
+    receiver.ask("expect", ROOM, "P", TOKENS)
+    look = receiver.until(ROOM, lambda look: look.released, SOON_S)
+    assert (look.phase, look.error) == ("FAILED", "InstanceClosedError"), look
+    assert "has closed" in look.message
+    again = [cluster.again(node) for node in prefill]
+    for node in again:
+        node.ask("open_rooms")
+    deliver(again, [receiver], b"next")
+    arrived(again, [receiver], {b"next": TOKENS})
+
+
 @pytest.mark.parametrize("wire", ["ipc", "tcp"])
 def test_a_process_that_comes_back_under_its_address_serves_new_rooms(
     cluster: Cluster, wire: Literal["ipc", "tcp"], tmp_path: Path

@@ -437,6 +437,18 @@ def test_a_peer_that_ends_before_it_says_who_it_is_is_noticed_by_its_connection(
     assert "its connection broke 3.0 s ago, before it said who it is" in said
 
 
+def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
+    """Well before silence would tell; not if somebody listens there in time."""
+    a, o = table(1, "a"), Options()
+    a.dial("b", 0.0)
+    a.dial("c", 0.0)
+    for address in "bc":
+        a.on_closed(address, 0.1)
+    a.on_opened("c")
+    (said,) = unreachable(a.tick(0.1 + o.closed_s))
+    assert "peer at b: nobody listens there, for 3.0 s" in said
+
+
 def test_a_lost_peer_whose_connection_is_broken_is_forgotten_soon() -> None:
     """E6: with its address, for which the channel holds descriptors."""
     a, o = met(), Options()

@@ -13,7 +13,7 @@ import pytest
 # The classes of torch.distributed, which does not export them to type checkers.
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from disagg_kv.errors import ConfigurationError, PeerLostError, RemoteProtocolError
+from disagg_kv.errors import ConfigurationError, InstanceClosedError, PeerLostError, RemoteProtocolError
 from disagg_kv.ids import Rank
 from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous, StoreRendezvous
 
@@ -127,6 +127,32 @@ class TestStore:
         assert [child.wait() for child in children] == [0, 0]
         assert found.lookup(Source("prefill")) == ("address of 0", "address of 1")
 
+    def test_a_rank_that_was_withdrawn_is_told_by_name(self) -> None:
+        """Who looks it up need not try its address; it may come back."""
+        found = StoreRendezvous(HashStore())
+        for rank in range(2):
+            found.publish("prefill", Rank(rank), 2, f"address {rank}")
+        found.withdraw("prefill", Rank(1))
+        found.withdraw("prefill", Rank(1))
+        with pytest.raises(InstanceClosedError, match="instance 'prefill': rank 1 has closed"):
+            found.lookup(Source("prefill"))
+        found.publish("prefill", Rank(1), 2, "address 1")
+        assert found.lookup(Source("prefill")) == ("address 0", "address 1")
+
+    def test_a_successor_is_not_withdrawn(self) -> None:
+        """Another process has published since, perhaps under the same address."""
+        store = HashStore()
+        first, second = StoreRendezvous(store), StoreRendezvous(store)
+        first.publish("prefill", Rank(0), 1, "address")
+        second.publish("prefill", Rank(0), 1, "address")
+        first.withdraw("prefill", Rank(0))
+        assert second.lookup(Source("prefill")) == ("address",)
+
+    def test_what_was_never_published_is_not_withdrawn(self) -> None:
+        found = StoreRendezvous(HashStore())
+        found.withdraw("prefill", Rank(0))
+        assert found.lookup(Source("prefill")) is None
+
     def test_two_prefixes_share_a_store(self) -> None:
         store = HashStore()
         left, right = StoreRendezvous(store, "left"), StoreRendezvous(store, "right")
@@ -170,4 +196,4 @@ class TestStore:
         """E13."""
         store = HashStore()
         StoreRendezvous(store).publish("prefill", Rank(0), 1, "tcp://127.0.0.1:1")
-        assert json.loads(store.get('disagg_kv/["prefill", 0]')) == "tcp://127.0.0.1:1"
+        assert json.loads(store.get('disagg_kv/["prefill", 0]'))[0] == "tcp://127.0.0.1:1"

@@ -86,7 +86,12 @@ def test_memory_whose_registration_does_not_return_is_refused(
     """With the seconds; what the library does of it later is taken back, and the next registration works."""
     gone: list[Registered] = []
     deregister = Agent.deregister
-    monkeypatch.setattr(Agent, "deregister", lambda agent, which: (gone.append(which), deregister(agent, which)))
+
+    def noted(agent: Agent, which: Registered) -> None:
+        gone.append(which)
+        deregister(agent, which)
+
+    monkeypatch.setattr(Agent, "deregister", noted)
     with monkeypatch.context() as patch:
         stuck = Stuck(patch, name)
         # On a busy host the thread may not come to it in time; then nothing has to be taken back.

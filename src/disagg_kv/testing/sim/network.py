@@ -139,6 +139,8 @@ class Network:
             watchers[source] = None
             if address in world.places:
                 self._tell(source, Opened(address))
+            elif world.scenario.resets:
+                self._tell(source, Closed(address))
         link = (source.address, address)
         latency = self._random.choice(LATENCY_S)
         if (source.side, source.index) == world.scenario.far:
