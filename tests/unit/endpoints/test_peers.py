@@ -396,6 +396,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # half a minute of a core, which a busy host may not give in five
 def test_ten_thousand_rooms_leave_nothing_behind() -> None:
     """E14: after any number of rooms an endpoint is as large as after a few."""
     rig = Rig(SPEC, options=Options(tombstones=128, parked=32))
