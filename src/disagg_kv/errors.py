@@ -22,6 +22,7 @@
     ├── DeadlineError                 the room's own time is over
     ├── AbortedError                  one of the two engines gave the room up
     ├── EndpointBrokenError           the endpoint itself has failed; it takes no calls any more
+    ├── SupersededError               another process has taken the place of this rank
     └── IntegrityError                what arrived is not what was sent
         └── PrefixChangedError        what decode held is not what it kept; says how many rows are still right
 
@@ -172,6 +173,24 @@ class EndpointBrokenError(DisaggKVError):
 
     Nothing is known of reads and writes that were under way: its rooms are never released. Its cause says why.
     """
+
+class SupersededError(DisaggKVError):
+    """Another process has taken the place of this rank; this one takes no rooms while that one is there.
+
+    Args:
+        instance: the instance.
+        rank: the rank in it.
+        address: where the rank is now.
+        epoch: the life that it is now.
+    """
+
+    def __init__(self, instance: str, rank: int, address: str, epoch: bytes) -> None:
+        self.instance = instance
+        self.rank = rank
+        self.address = address
+        self.epoch = epoch
+        where = f"epoch {epoch.hex()} at {address} has taken its place"
+        super().__init__(f"rank {rank} of instance {instance!r} lives elsewhere: {where}")
 
 
 class IntegrityError(DisaggKVError):

@@ -254,6 +254,7 @@ class Sender(Protocol):
         Raises:
             LocalProtocolError: the room is open already, or the endpoint is closed.
             QuarantineFullError: too much staging memory waits for evidence.
+            SupersededError: another process has taken the place of this rank.
         """
         ...
 

@@ -141,6 +141,8 @@ class DecodeRole:
         instance.waiting.append(room)
         instance.look_at = now
         self._find(source, instance)
+        if (error := self._node.succession.error()) is not None:
+            self._handle(room, Cancel(error))
         self._publish(room)
 
     def expect(self, key: RoomKey, wanted: Wanted) -> None:
@@ -521,15 +523,15 @@ class DecodeRole:
             return min(self._tick_at, ready)
         return self._tick_at if self._rooms or self._queue.waiting else None
 
-    def integrity_failure(self, error: DisaggKVError) -> None:
-        """No open room can be trusted."""
+    def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
+        """See :class:`~disagg_kv.endpoints.role.Role`."""
         for room in list(self._rooms.values()):
-            self._handle(room, Cancel(error))
+            if not (unmet and room.machine.writers):
+                self._handle(room, Cancel(error))
 
     def abort_all(self, reason: str) -> None:
         """The endpoint closes."""
-        for room in list(self._rooms.values()):
-            self._handle(room, Cancel(AbortedError(reason)))
+        self.integrity_failure(AbortedError(reason))
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.role.Role`."""

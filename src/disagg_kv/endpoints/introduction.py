@@ -156,8 +156,6 @@ class Self:
     def _admit_sibling(self, hello: Hello, shards: Sequence[Shard]) -> None:
         if hello.instance != self.instance:
             raise IncompatiblePeerError("role", f"{self.role} of {self.instance}", f"{hello.role} of {hello.instance}")
-        if hello.rank == self.rank:
-            raise IncompatiblePeerError("rank", self.rank, hello.rank)
         if tuple(shards) != self.shards:
             raise IncompatiblePeerError("shards", f"{len(self.shards)} of our instance", f"{len(shards)} others")
 

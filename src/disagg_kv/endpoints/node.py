@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import partial
 from math import inf
 from typing import TypeVarTuple
 
@@ -36,8 +36,7 @@ from ..protocol import (
     Unreachable,
     Up,
 )
-from ..protocol.frames import Ballot, Heartbeat, Landed, Refused, RoomFrame, Verdict
-from ..protocol.peers import is_older
+from ..protocol.frames import Ballot, Heartbeat, Landed, Refused, RoomFrame, Superseded, Verdict
 from ..rendezvous import Rendezvous, Source
 from ..trace import Guarded, Observer, Silent
 from ..transports import Ended as TicketEnded
@@ -52,6 +51,7 @@ from .limited_log import LimitedLog
 from .links import Linked, Links
 from .outbox import RECEIPTS, Outbox
 from .role import Role
+from .succession import Succession, found_before
 
 log = logging.getLogger("disagg_kv")
 
@@ -134,7 +134,12 @@ class Node:
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._exits = Exits(clock, me.life.process, me.life.watch)
         self._look_at: float | None = None if len(me.shards) == 1 else self.now
+        self._ticked = self.now
+        before = found_before(rendezvous, me.instance, me.rank, me.address)
+        self.succession = Succession(me.hello()(b""), before)
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
+        if before is not None:
+            self.post(partial(self.dial, before), wake=False)
 
     # From any thread.
 
@@ -343,6 +348,10 @@ class Node:
 
         Rank 0 itself looks the others up once: they may know an earlier rank 0, which still seems to live.
         """
+        if self.now - self._ticked >= self.options.silence_s:
+            # We stood still until all others had lost us: another life may have our place.
+            self._look_at = self.now
+        self._ticked = self.now
         if self._look_at is None or self.now < self._look_at:
             return
         if Rank(0) in self._siblings.values():
@@ -373,8 +382,11 @@ class Node:
             elif answer.addresses is not None:
                 first = self.me.rank == 0
                 self._look_at = None if first else self.now + self.options.heartbeat_s
-                for address in answer.addresses[1:] if first else answer.addresses[:1]:
-                    self.dial(address)
+                # Whoever is found in our own place has taken it.
+                others = answer.addresses if first else (answer.addresses[0], *answer.addresses[self.me.rank :][:1])
+                for address in others:
+                    if address != self.me.address:
+                        self.dial(address)
         self.role.on_answer(answer)
 
     # What comes in.
@@ -422,11 +434,30 @@ class Node:
             self.agree(self.agreement.on_ballot(frame, self.now))
         elif isinstance(frame, Verdict):
             self.agree(self.agreement.on_verdict(frame, self.now))
+        elif isinstance(frame, Superseded):
+            self._on_superseded(frame)
         elif isinstance(frame, RoomFrame):
             if frame.src in self._siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
             if not self.links.hold(frame):
                 self.role.on_frame(frame)
+        else:
+            self._tell_elder(Epoch(frame.src))
+
+    def _on_superseded(self, frame: Superseded) -> None:
+        """Another rank knows a younger life of ours: that one tells by its own ``Hello`` whether it is."""
+        if frame.src not in self._siblings:
+            raise RemoteProtocolError(f"{type(frame).__name__} from no rank of our own instance")
+        if frame.address != self.me.address:
+            self.succession.named(frame.address)
+            self.dial(frame.address)
+            self._join(self.me.rank)
+
+    def _tell_elder(self, epoch: Epoch) -> None:
+        """A life that another one has followed still beats: say so each time, as such a word may be lost."""
+        address = self.succession.successor(epoch)
+        if address is not None:
+            self.send(Send(epoch, Superseded(src=self.me.epoch, dst=epoch, address=address)))
 
     def _on_transport(self, event: TicketEnded | Settled | Heard) -> None:
         assert self.role is not None
@@ -487,14 +518,22 @@ class Node:
             self._guard(self.role.on_frame, frame)
 
     def _join(self, rank: Rank) -> None:
-        """Of the lives of a rank of our instance that are there, the youngest counts, as far as we can tell."""
+        """Of the lives of a rank of our instance that are there, one counts."""
+        assert self.role is not None
         lives = [self.peers.hello(epoch) for epoch in self.peers.epochs() if self._siblings.get(epoch) == rank]
-        if lives:
-            youngest = reduce(lambda a, b: a if is_older(b, a) else b, lives)
+        if rank == self.me.rank:
+            error = self.succession.of_our_rank(lives)
+            if error is not None:
+                log.warning("%s; open rooms fail, and new ones are refused", error)
+                # Of an instance of one rank, rooms that both sides have met need nobody else.
+                self.role.integrity_failure(error, unmet=len(self.me.shards) == 1)
+        elif lives:
+            youngest, *elders = self.succession.counts(lives)
             self.agree(self.agreement.joined(Epoch(youngest.src), rank, self.now))
-            for other in lives:
-                if other is not youngest:
-                    self.agreement.followed(Epoch(other.src), rank)
+            for elder in elders:
+                self.agreement.followed(Epoch(elder.src), rank)
+        for life in lives:
+            self._tell_elder(Epoch(life.src))
 
     def dial(self, address: str) -> None:
         """Get to know who is at an address."""
@@ -510,6 +549,7 @@ class Node:
         log.info("%s", lost.error)
         if lost.peer in self._siblings:
             rank = self._siblings.pop(lost.peer)
+            self.succession.lost(lost.peer)
             self._look_at = None if self.me.rank == 0 else self.now
             self.agree(self.agreement.lost(lost.peer, self.now))
             self._join(rank)

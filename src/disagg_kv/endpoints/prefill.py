@@ -110,9 +110,9 @@ class PrefillRole:
         room = PrefillRoom(key, machine, handle, silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
         self._node.vote(key, None, "")
-        declined = self._missed.declined(key.room)
-        if declined is not None:
-            error = AbortedError(f"room {key.room.hex()}: decode gave up: {declined}")
+        gone = self._missed.declined(key.room)
+        declined = None if gone is None else AbortedError(f"room {key.room.hex()}: decode gave up: {gone}")
+        if (error := self._node.succession.error() or declined) is not None:
             self._apply(room, machine.cancel(error, now))
             return
         for expect in self._parked.take(key.room):
@@ -583,15 +583,15 @@ class PrefillRole:
         """When ``tick`` is due."""
         return self._tick_at if self._rooms or self._parked else None
 
-    def integrity_failure(self, error: DisaggKVError) -> None:
-        """No open room can be trusted."""
+    def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
+        """See :class:`~disagg_kv.endpoints.role.Role`."""
         for room in list(self._rooms.values()):
-            self._apply(room, room.machine.cancel(error, self._node.now))
+            if not (unmet and room.machine.flows):
+                self._apply(room, room.machine.cancel(error, self._node.now))
 
     def abort_all(self, reason: str) -> None:
         """The endpoint closes."""
-        for room in list(self._rooms.values()):
-            self._apply(room, room.machine.cancel(AbortedError(reason), self._node.now))
+        self.integrity_failure(AbortedError(reason))
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.role.Role`."""

@@ -33,6 +33,7 @@ from .life import Life
 from .node import Node
 from .reception import ReceptionHandle, Wanted
 from .scatter_pace import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, ScatterPace
+from .succession import check_counts
 
 
 class DecodeEndpoint:
@@ -148,6 +149,7 @@ class DecodeEndpoint:
     ) -> ReceptionHandle:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.open`."""
         check_room(room, self._open.get(room), self.driver)
+        check_counts(self._node.succession)
         own = self._options.of_room(silence_s, total_s)
         if self._role.quarantined > ALL_QUARANTINE * self._ring_bytes:
             raise QuarantineFullError(

@@ -72,6 +72,6 @@ class Role(Protocol):
         """Raise AssertionError if the accounts contradict each other; of rooms that took an event ``since`` then."""
         ...
 
-    def integrity_failure(self, error: DisaggKVError) -> None:
-        """Something unforeseen went wrong in this endpoint: no open room can be trusted."""
+    def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
+        """No open room can be trusted; ``unmet``: those alone fail that no peer of the other side has met."""
         ...

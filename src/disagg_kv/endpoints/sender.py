@@ -32,6 +32,7 @@ from .life import Life
 from .mover import Mover, staging_slots
 from .node import Node
 from .prefill import PrefillRole
+from .succession import check_counts
 
 
 class PrefillEndpoint:
@@ -135,6 +136,7 @@ class PrefillEndpoint:
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.base.Sender.open`."""
         check_room(room, self._open.get(room), self.driver)
+        check_counts(self._node.succession)
         own = self._options.of_room(silence_s, total_s)
         if 2 * self._role.quarantined_slots > self._slots:
             raise QuarantineFullError(

@@ -319,6 +319,12 @@ class AuxTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
     upto: U
 
 
+class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=22):
+    """Rank -> another life of its own instance: a younger life of your rank is at ``address``; ask it."""
+
+    address: Name
+
+
 AnyFrame = (
     Hello
     | Refused
@@ -342,6 +348,7 @@ AnyFrame = (
     | Returned
     | AuxPart
     | AuxTaken
+    | Superseded
 )
 
 

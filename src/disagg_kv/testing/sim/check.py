@@ -15,6 +15,7 @@ from ...errors import (
     DisaggKVError,
     IncompatiblePeerError,
     PeerLostError,
+    SupersededError,
     TransportError,
 )
 from ...protocol import Phase
@@ -31,11 +32,15 @@ SLACK_S = 0.6
 EVERYTHING = 8
 """After so many turns of a process all of its rooms are looked at, after the others those that took an event."""
 
-HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, TransportError)
+HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, SupersededError, TransportError)
 """Why a room may fail where every process keeps to the protocol."""
 
 INJECTED = ("the kernel failed", "the transport's poll failed", "the channel takes no frames")
 """What the simulator's own faults say."""
+UNTOLD = (
+    FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION, FaultClass.CLOG, FaultClass.TRUNCATED, FaultClass.PAUSE,
+)  # fmt: skip
+"""Where these happen, a life may not have been told yet that another one has followed it."""
 
 MISTAKES = ("errors.unforeseen", "frames.not_a_writer")
 """Counters that stay at zero while every process keeps to the protocol."""
@@ -204,6 +209,17 @@ class Checks:
             if len(seen) > 1:
                 ends = {e.node.address: (e.phase.name if e.phase else None, str(e.error)) for e in side}
                 self._fail("E16", f"room {entry.room.plan.room.hex()}: ranks disagree: {ends}")
+
+    def told(self, node: SimNode) -> None:
+        """I4: a life that has run beside the one that followed it for a second takes no more rooms."""
+        world = self._world
+        same = [n for n in world.nodes if n.instance == node.instance and n.rank == node.rank and n is not node]
+        if not same or not node.alive or node.paused or any(f in world.hits for f in UNTOLD):
+            return
+        younger = same[0]
+        world.mark("superseded:told")
+        if node.node.succession.error() is None:
+            self._fail("I4", f"{node.address}: was not told that {younger.address} has taken its place")
 
     # After every event.
 

@@ -11,7 +11,7 @@ from attrs import define, field
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
 from ...endpoints.delivery import DeliveryHandle
 from ...endpoints.reception import ReceptionHandle
-from ...errors import DisaggKVError, QuarantineFullError
+from ...errors import DisaggKVError, QuarantineFullError, SupersededError
 from ...memory import U8, Event
 from ...prefix import Claim
 from ...protocol import Phase
@@ -131,16 +131,16 @@ class Room:
         try:
             assert isinstance(node.endpoint, DecodeEndpoint)
             entry.handle = node.endpoint.open(self.plan.room, self.source, total_s=self.plan.total_s)
-        except QuarantineFullError:
-            self._turned_away(entry)
+        except (QuarantineFullError, SupersededError) as exc:
+            self._turned_away(entry, exc)
             return
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry
         self.world.later(self.plan.decode_late[1], partial(self._expect, entry))
 
-    def _turned_away(self, entry: Entry) -> None:
+    def _turned_away(self, entry: Entry, error: DisaggKVError) -> None:
         """The endpoint takes no new work: the router gives the request up everywhere."""
-        self.world.mark("refused:quarantine full")
+        self.world.mark("refused:quarantine full" if isinstance(error, QuarantineFullError) else "refused:superseded")
         entry.refused = True
         self.given_up = True
         for other in self.entries:
@@ -191,8 +191,8 @@ class Room:
         try:
             assert isinstance(node.endpoint, PrefillEndpoint)
             entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s)
-        except QuarantineFullError:
-            self._turned_away(entry)
+        except (QuarantineFullError, SupersededError) as exc:
+            self._turned_away(entry, exc)
             return
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry

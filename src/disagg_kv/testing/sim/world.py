@@ -44,6 +44,9 @@ SOON_S = 0.06
 HALF_DEAD = 0.3
 """Share of the processes that are replaced while they stand still: nothing else says that they are gone."""
 
+FOLLOWED_S = 0.9
+"""Within this a life that goes on is told that another one has followed it, where no fault keeps that from it."""
+
 SETTLE_S = 12.0
 """I4: after the faults stop and the last room began, everything comes to rest within this, by the world's clock."""
 
@@ -346,7 +349,14 @@ class World:
         """A process stands still for so long that another takes its place; it goes on for a while, and then ends."""
         seconds = self._stop(node, (0.3, 2.6, 4.5))
         self.later(self.random.choice((0.05, 0.2)), partial(self._replace, group, node))
-        self.later(seconds + self.random.choice((0.05, 1.0)), partial(self._end, node))
+        longer = self.random.choice((0.05, 1.0))
+        self.later(seconds + longer, partial(self._stand_down, node, longer))
+
+    def _stand_down(self, node: SimNode, after: float) -> None:
+        """A process that another one has followed ends, some seconds after it went on."""
+        if after > FOLLOWED_S:
+            self.check.told(node)
+        self._end(node)
 
     def _replace(self, group: str, lost: SimNode) -> None:
         """A process takes the place of one that ended, among ranks that may not have noticed yet."""
