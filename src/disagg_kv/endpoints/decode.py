@@ -58,7 +58,6 @@ from ..protocol.frames import (
     Landed,
     StagingRequest,
     WirePace,
-    words,
 )
 from ..protocol.sending import room_head
 from ..protocol.wire import tables_to_wire
@@ -68,6 +67,7 @@ from ..strategies import Path
 from ..trace import Span
 from ..transports import Ended as TicketEnded
 from ..transports import Settled
+from .declined import Declined
 from .decode_room import DecodeRoom, PrefillInstance, check_ranks
 from .directory import Answer
 from .handles import Changes
@@ -120,6 +120,7 @@ class DecodeRole:
         self._paces: dict[Epoch, WirePace] = {}
         self._scatters = Scatterer(node, pool, ring, kernels, pace, self._rooms, self._handle)
         self._checking: list[DecodeRoom] = []
+        self._declined = Declined(node.me.epoch, node.options)
         self._tick_at = 0.0
         self.quarantined = 0
 
@@ -136,6 +137,7 @@ class DecodeRole:
         machine = ReceiveRoom(key.room, key.generation, self._node.me.epoch, self._node.options, now, total_s)
         room = DecodeRoom(key, machine, handle, source, silence_s, now)
         self._rooms[key] = room
+        self._declined.forget(key.room)
         self._node.vote(key, None, "")
         instance = self._instances.setdefault(source, PrefillInstance())
         instance.waiting.append(room)
@@ -250,7 +252,6 @@ class DecodeRole:
                 check_ranks(room.source, ready)
             except DisaggKVError as exc:
                 self._handle(room, Lost(Epoch(b""), exc))
-                self._turn_away(room, ready, str(exc))
                 continue
             try:
                 self._check_quarantine(ready)
@@ -270,12 +271,6 @@ class DecodeRole:
         remotes = [self._node.remotes.get(epoch) for epoch in epochs if epoch is not None]
         return [remote for remote in remotes if remote is not None]
 
-    def _turn_away(self, room: DecodeRoom, remotes: Sequence[Remote], reason: str) -> None:
-        """Tell whoever is there that nothing comes of the room; they would wait for their deadline."""
-        for remote in remotes:
-            head = room_head(self._node.me.epoch, remote.epoch, room.key.room, room.key.generation)
-            self._node.send(Send(remote.epoch, Abort(**head, reason=words(reason))))
-
     def _check_quarantine(self, remotes: Sequence[Remote]) -> None:
         for remote in remotes:
             held = self._queue.quarantined_bytes(remote.epoch)
@@ -288,6 +283,7 @@ class DecodeRole:
         """A prefill rank is there."""
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
+        self._say(self._declined.met(remote, self._node.now))
         for instance in list(self._instances.values()):
             if instance.addresses and remote.hello.address in instance.addresses:
                 self._introduce(instance)
@@ -299,14 +295,12 @@ class DecodeRole:
                 self._unreachable(instance, error)
 
     def _unreachable(self, instance: PrefillInstance, error: DisaggKVError) -> None:
-        there = self._there(instance)
         instance.addresses = None
         waiting, instance.waiting = instance.waiting, []
         for room in waiting:
             if self._rooms.get(room.key) is room:
                 # Also one that was declined: not all of those are there who would have to be told.
                 self._handle(room, Lost(Epoch(b""), error))
-                self._turn_away(room, there, str(error))
 
     def on_lost(self, lost: Lost) -> None:
         """Rooms that need this rank fail; what it may still write to stays in quarantine."""
@@ -332,7 +326,7 @@ class DecodeRole:
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
-        if room is None:
+        if room is None or (room.machine.error is not None and not room.machine.writers):
             self._answer_ended(frame, epoch, key)
         elif epoch in room.machine.writers:
             if isinstance(frame, Done) and frame.pace is not None:
@@ -352,6 +346,7 @@ class DecodeRole:
         if isinstance(frame, Abort):
             node.send(Send(epoch, AbortAck(**head)))
         elif isinstance(frame, Drained):
+            self._declined.answered(key, epoch)
             node.send(Send(epoch, DrainedAck(**head)))
         elif ended is None or ended is Ended.EVICTED:
             node.observer.count("frames.unknown_room")
@@ -371,6 +366,10 @@ class DecodeRole:
     def on_ticket(self, event: TicketEnded | Settled) -> None:
         """Decode posts nothing."""
         raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
+
+    def _say(self, sends: Sequence[Send]) -> None:
+        for send in sends:
+            self._node.send(send)
 
     # Effects.
 
@@ -415,6 +414,9 @@ class DecodeRole:
         self._publish(room)
         # May be decided, and told to the engine, at once: not before everything else has been done.
         for vote in votes:
+            if not vote.ok and not room.machine.writers:
+                remotes = self._node.remotes.values()
+                self._say(self._declined.add(room.key, room.source.instance, vote.reason, remotes, self._node.now))
             if vote.ok and room.handle.report.placed is None:
                 room.handle.report.placed = self._node.clock()
             self._node.vote(room.key, vote.ok, vote.reason)
@@ -492,6 +494,7 @@ class DecodeRole:
             if due is not None and due <= now:
                 self._handle(room, Tick())
             self._check_silence(room, now)
+        self._say(self._declined.tick(now))
         self._grant()
 
     def _check_silence(self, room: DecodeRoom, now: float) -> None:
@@ -502,8 +505,6 @@ class DecodeRole:
             name = f"prefill instance {room.source.instance!r}"
             error = PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
             self._handle(room, Lost(Epoch(b""), error))
-            if instance is not None:
-                self._turn_away(room, self._there(instance), str(error))
         if room.machine.error is not None:
             return
         for epoch in room.machine.writers:
@@ -521,7 +522,7 @@ class DecodeRole:
         ready = self._scatters.ready_at
         if ready is not None:
             return min(self._tick_at, ready)
-        return self._tick_at if self._rooms or self._queue.waiting else None
+        return self._tick_at if self._rooms or self._queue.waiting or self._declined else None
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """See :class:`~disagg_kv.endpoints.role.Role`."""

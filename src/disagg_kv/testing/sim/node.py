@@ -439,6 +439,7 @@ class SimNode:
                 times += [h + room.silence_s for h in heard]
             if not room.machine._writers:
                 times.append(room.opened + room.silence_s)
+        times.append(role._declined.next_at())
         now = self.clock()
         return [t if t is None or t > now - 0.02 else now + 0.02 for t in times]
 
