@@ -1,0 +1,184 @@
+"""A room ends within its own ``total_s``, whatever it waits for, and what it was told of the other side ends too."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.errors import DeadlineError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import RoomId
+from disagg_kv.protocol import Options, Phase
+from disagg_kv.rendezvous import Source, StaticRendezvous
+from tests.support.rig import Request, Rig, tp_shards
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+OPTIONS = Options(silence_s=10.0, total_s=1000.0)
+TOTAL_S = 1.0
+STEP_S = 0.02
+"""Of the rig's clock, and of the roles' ticks."""
+
+SLACK_S = 3 * STEP_S
+"""A tick, the turn that takes the vote, and the turn that takes the verdict."""
+
+
+def took(rig: Rig, handle: DeliveryHandle | ReceptionHandle, most_s: float) -> float:
+    """How long from now on until a room has failed."""
+    began = rig.clock()
+    while handle.phase is not Phase.FAILED:
+        assert rig.clock() - began < most_s, (handle.phase, handle.error)
+        rig.turn(STEP_S)
+    return rig.clock() - began
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no address", "nobody answers"])
+def test_a_room_whose_prefill_is_never_met_ends_at_its_deadline(known: bool) -> None:
+    """Neither a look-up that finds nothing nor a Hello without an answer puts the deadline off."""
+    rig = Rig(SPEC, options=OPTIONS)
+    if known:
+        rig.rendezvous = StaticRendezvous({"P": ["inproc://nobody"]})
+    (decode,) = rig.decode(tp_shards(SPEC, 1))
+    handle = decode.endpoint.open(RoomId(b"room"), Source("P"), total_s=TOTAL_S)
+    assert took(rig, handle, 5.0) <= TOTAL_S + SLACK_S
+    assert isinstance(handle.error, DeadlineError)
+    assert handle.released
+    rig.quiet()
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_deadline_of_decode_before_it_has_met_all_of_prefill_ends_the_room_of_those_it_has_met(first: str) -> None:
+    """They do not wait until decode has given the missing one up, nor for a deadline of their own."""
+    rig = Rig(SPEC, options=OPTIONS)
+    missing, there = rig.prefill(tp_shards(SPEC, 2))
+    (decode,) = rig.decode(tp_shards(SPEC, 1))
+    missing.frozen = True
+    if first == "prefill":
+        sent = there.endpoint.open(RoomId(b"room"))
+        rig.wait(0.2)
+    received = decode.endpoint.open(RoomId(b"room"), Source("P"), total_s=TOTAL_S)
+    if first == "decode":
+        rig.wait(0.2)
+        sent = there.endpoint.open(RoomId(b"room"))
+    assert took(rig, received, 5.0) <= TOTAL_S + SLACK_S
+    assert took(rig, sent, 1.0) <= SLACK_S
+    assert "the prefill ranks were not found" in str(sent.error)
+    missing.crash()
+    rig.quiet()
+
+
+def test_a_rank_that_decode_meets_only_after_another_proved_unreachable_is_told() -> None:
+    """Its engine has opened the room: it does not wait for its own deadline."""
+    rig = Rig(SPEC, options=OPTIONS)
+    dead, late = rig.prefill(tp_shards(SPEC, 2))
+    rig.until(lambda: len(late.endpoint.peers()) == 1, "the ranks to meet")
+    (decode,) = rig.decode(tp_shards(SPEC, 1))
+    late.frozen = True
+    received = decode.endpoint.open(RoomId(b"room"), Source("P"))
+    dead.crash()
+    assert took(rig, received, 30.0) <= OPTIONS.silence_s + 1.0
+    late.frozen = False
+    sent = late.endpoint.open(RoomId(b"room"))
+    assert took(rig, sent, 2.0) < 1.0
+    assert "decode gave up" in str(sent.error)
+
+
+def test_a_word_that_is_lost_is_said_again() -> None:
+    """The rank that is there may miss it once."""
+    rig = Rig(SPEC, options=OPTIONS)
+    missing, there = rig.prefill(tp_shards(SPEC, 2))
+    (decode,) = rig.decode(tp_shards(SPEC, 1))
+    missing.frozen = True
+    sent = there.endpoint.open(RoomId(b"room"))
+    received = decode.endpoint.open(RoomId(b"room"), Source("P"))
+    rig.wait(0.5)
+    send, lost = decode.channel.send, []
+    decode.channel.send = lambda address, frame: bool(lost.append(frame) or True)  # type: ignore[method-assign]
+    received.abort("the user went away")
+    rig.turn()
+    decode.channel.send = send  # type: ignore[method-assign]
+    assert lost
+    assert took(rig, sent, 2.0) < 1.0
+
+
+def test_what_was_said_of_one_life_of_a_room_does_not_end_the_next() -> None:
+    """An engine tries again under the same id: the earlier attempt's end is of no concern to it."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    prefills[0].frozen = True
+    early = rig.request("room", prefills, decodes, 8).open_prefill().open_decode(TOTAL_S)
+    took(rig, early.receives[0], 5.0)
+    prefills[0].frozen = False
+    early.failed()
+    rig.request("room", prefills, decodes, 8).start().landed()
+    rig.quiet()
+
+
+ACTS = ("open prefill", "open decode", "expect", "send", "finish", "freeze", "thaw", "wait", "look away", "look")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    worlds=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 3)), min_size=2, max_size=12),
+)
+def test_a_room_ends_by_its_deadline_in_every_state(worlds: tuple[int, int], acts: list[tuple[str, int]]) -> None:
+    """Processes stand still and go on, stores know nobody; rooms of those that run end in time.
+
+    One wait is longer: a rank that has voted for success and cannot hear rank 0, which may have counted that vote,
+    ends its room once rank 0 is lost.
+    """
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, worlds[0])), rig.decode(tp_shards(SPEC, worlds[1]))
+    table = rig.rendezvous
+    request = rig.request("room", prefills, decodes, 8)
+    done: set[str] = set()
+    for act, number in acts:
+        member = rig.members[number % len(rig.members)]
+        if act == "freeze":
+            member.frozen = True
+        elif act == "thaw":
+            member.frozen = False
+        elif act == "wait":
+            for _ in range(1 + 3 * number):
+                rig.turn(0.0005)
+        elif act in ("look away", "look"):
+            decodes[0].endpoint._node.rendezvous = table if act == "look" else StaticRendezvous()
+        elif act not in done:
+            done.add(act)
+            _act(act, request, done)
+    opened = rig.clock()
+    late = {id(h): 0.0 for h in request.handles}
+    while rig.clock() - opened < TOTAL_S + OPTIONS.silence_s + 1.0:
+        rig.turn(STEP_S)
+        for h in request.handles:
+            if h.phase not in (Phase.DONE, Phase.FAILED):
+                late[id(h)] = rig.clock() - opened
+    for members, handles in ((prefills, request.sends), (decodes, request.receives)):
+        for rank, (m, h) in enumerate(zip(members, handles, strict=bool(handles))):
+            if m.frozen:
+                continue
+            voted = h.report.placed is not None or members is prefills
+            waits = rank > 0 and members[0].frozen and voted
+            assert late[id(h)] <= TOTAL_S + SLACK_S + (OPTIONS.silence_s if waits else 0.0), (rank, h.phase, h.error)
+    for member in rig.members:
+        member.frozen = False
+    rig.wait(2 * OPTIONS.silence_s)
+    rig.quiet()
+
+
+def _act(act: str, request: Request, done: set[str]) -> None:
+    """An engine's call, if its order allows it."""
+    if act == "open prefill":
+        request.open_prefill(TOTAL_S)
+    elif act == "open decode":
+        request.open_decode(TOTAL_S)
+    elif act == "expect" and request.receives:
+        request.expect(8)
+    elif act == "send" and request.sends:
+        request.send(8)
+        done.add("sent")
+    elif act == "finish" and "sent" in done:
+        request.finish()
