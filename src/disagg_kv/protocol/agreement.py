@@ -85,7 +85,9 @@ class Agreement:
         self._repeat = Repeater(options)
         self._waiting: OrderedDict[RoomId, OrderedDict[Generation, _Said]] = OrderedDict()
         self._unclaimed: dict[RoomKey, float] = {}
-        self._lives: OrderedDict[RoomId, list[_Life]] = OrderedDict()
+        self._lives: dict[RoomId, list[_Life]] = {}
+        self._settled: OrderedDict[RoomId, None] = OrderedDict()
+        """Rooms all of whose lives are decided, those first that have been so for longest."""
         self._forgotten: dict[Epoch, int] = {}
         self._ranks: dict[Epoch, Rank] = {}
         self._followed: dict[Epoch, Rank] = {}
@@ -197,12 +199,13 @@ class Agreement:
             if peer not in self._ranks:
                 return [self._verdict(peer, room, generation, self._exclude(room, rank, peer, generation))]
         opened = now - ballot.open_ms / 1000
+        earlier = self._close_earlier(room, rank, peer, generation, now)
         out = self._count(room, rank, peer, generation, ballot.ok, ballot.reason, opened, now)
         if not any(isinstance(e, Send) and e.to == peer for e in out):
             life = self._find(room, rank, peer, generation)
             assert life is not None
             out.append(self._verdict(peer, room, generation, life.decided, self._rank in life.lives))
-        return out
+        return earlier + out
 
     def on_verdict(self, verdict: Verdict, now: float) -> list[Send | Outcome]:
         """Other ranks: rank 0's answer."""
@@ -310,25 +313,34 @@ class Agreement:
                 life.lives[rank] = (epoch, generation)
                 return life
         lives.append(_Life({rank: (epoch, generation)}))
-        self._lives.move_to_end(room)
+        self._settled.pop(room, None)
         self._forget()
         return lives[-1]
+
+    def _close_earlier(
+        self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, now: float
+    ) -> list[Send | Outcome]:
+        """A rank that speaks of a later life of a room never votes on an earlier one again: that one has failed."""
+        out: list[Send | Outcome] = []
+        for life in list(self._lives.get(room, [])):
+            mine = life.lives.get(rank)
+            if life.decided is None and mine is not None and mine[0] == epoch and mine[1] < generation:
+                reason = f"rank {rank} of our instance has begun a later life of the room"
+                out += self._decide(room, life, Decided(False, reason), now)
+        return out
 
     def _exclude(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> Decided:
         """End what a followed life of a rank has begun by itself: no other rank's part of the room belongs to it."""
         decided = Decided(False, f"another life of rank {rank} is there")
         self._lives.setdefault(room, []).append(_Life({rank: (epoch, generation)}, {}, decided, -inf))
-        self._lives.move_to_end(room)
         self._trim(room)
         self._forget()
         return decided
 
     def _forget(self) -> None:
         """Bound what is remembered of decided rooms."""
-        while len(self._lives) > self._options.tombstones:
-            room = next((r for r, ls in self._lives.items() if all(x.decided is not None for x in ls)), None)
-            if room is None:
-                return
+        while len(self._lives) > self._options.tombstones and self._settled:
+            room, _ = self._settled.popitem(last=False)
             for life in self._lives.pop(room):
                 for epoch, generation in life.lives.values():
                     if epoch in self._ranks:
@@ -375,6 +387,9 @@ class Agreement:
         lives = self._lives[room]
         while len(lives) > LIVES and lives[0].decided is not None:
             lives.pop(0)
+        if all(life.decided is not None for life in lives):
+            self._settled[room] = None
+            self._settled.move_to_end(room)
 
     def _verdict(
         self, to: Epoch, room: RoomId, generation: Generation, decided: Decided | None, shared: bool = False

@@ -475,3 +475,35 @@ def test_rooms_that_wait_for_an_absent_rank_0_are_bounded_and_the_oldest_fail() 
     effects = [e for n in range(1, 6) for e in one.vote(key(n, RoomId(b"%d" % n)), None, "", 0.0)]
     assert outcomes(effects) == [(1, False), (2, False), (3, False)]
     assert one.undecided == one.remembered == 2
+
+
+def test_lives_of_one_room_that_another_rank_alone_opens_are_bounded() -> None:
+    """A rank that speaks of a later life votes on no earlier one: those have failed, and only a few are kept."""
+    one = leader(2)
+    for n in range(1, 500):
+        assert verdicts(one.on_ballot(ballot(1, n, None), float(n)))[-1] == (E[1], n, None)
+        assert one.remembered <= LIVES + 1
+    one.vote(key(1), None, "", 600.0)
+    one.vote(key(1), True, "", 600.0)
+    assert outcomes(one.on_ballot(ballot(1, 499, True), 600.0)) == [(1, True)]
+
+
+def test_an_earlier_life_ends_here_when_another_rank_speaks_of_a_later_one() -> None:
+    """Our own part of it does not wait for a vote that cannot come."""
+    one = leader(2)
+    one.vote(key(1), None, "", 0.0)
+    one.on_ballot(ballot(1, 1, None), 0.0)
+    assert outcomes(one.on_ballot(ballot(1, 2, None), 1.0)) == [(1, False)]
+    assert verdicts(one.on_ballot(ballot(1, 1, True), 1.0)) == [(E[1], 1, False)]
+
+
+def test_thousands_of_open_rooms_are_not_looked_through_for_each_new_one() -> None:
+    """Beyond the bound only those are forgotten that are decided, and they are found at once."""
+    one = leader(2, Options(tombstones=10))
+    for n in range(1, 3000):
+        one.on_ballot(ballot(1, n, None, RoomId(b"%d" % n)), 0.0)
+    assert one.remembered == 2999
+    for n in range(1, 3000):
+        one.on_ballot(ballot(1, n, False, RoomId(b"%d" % n)), 1.0)
+    one.on_ballot(ballot(1, 3000, None, RoomId(b"last")), 2.0)
+    assert one.remembered <= 10
