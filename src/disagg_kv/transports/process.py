@@ -22,8 +22,14 @@ def _started(pid: int) -> int:
 
 
 def _host() -> str:
+    """Of two processes that say the same here, ids and times since boot can be compared.
+
+    A time namespace shifts the clock since boot, and the starts of processes that ``/proc`` tells.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    namespaces = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
+    # Before Linux 5.6 there is no time namespace.
+    return " ".join([boot, *(str(one.readlink()) for one in namespaces if one.is_symlink())])
 
 
 class Watch:
@@ -66,7 +72,8 @@ class Process:
     Args:
         pid: its id.
         started: clock ticks from the boot of the host to its start.
-        host: the boot of the host and the PID namespace in which ``pid`` means something.
+        host: the boot of the host, the PID namespace in which ``pid`` means something, and the time namespace in which
+            ``started`` does.
     """
 
     pid: int
@@ -83,11 +90,11 @@ class Process:
 
         Raises:
             PeerLostError: it has ended already.
-            TransportError: it is not a process of this host and PID namespace, or cannot be watched.
+            TransportError: it is not a process of this host and its PID and time namespaces, or cannot be watched.
         """
         here = _host()
         if self.host != here:
-            raise TransportError(f"process {self.pid} is of host or PID namespace {self.host}, this one of {here}")
+            raise TransportError(f"process {self.pid} is of host or namespace {self.host}, this one of {here}")
         try:
             watch = Watch(os.pidfd_open(self.pid))
             # Looked at after the pidfd was opened: if this is the process, the pidfd cannot be of a later one.

@@ -56,3 +56,24 @@ def test_a_process_of_another_host_cannot_be_watched() -> None:
     """Its id would mean somebody else here."""
     with pytest.raises(TransportError, match="PID namespace elsewhere"):
         attrs.evolve(Process.own(), host="elsewhere").watch()
+
+
+def test_a_process_of_another_time_namespace_is_not_taken_for_one_that_has_ended() -> None:
+    """Times since boot are shifted there, also those by which a process id is known to be of the same process."""
+    own = Process.own()
+    told = "import sys; from disagg_kv.transports.process import Process; print(Process.own().host)"
+    asked = (
+        "import sys; from disagg_kv.transports.process import Process\n"
+        "try: Process(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]).watch()\n"
+        "except Exception as exc: print(type(exc).__name__)\n"
+        "print(Process.own().host)"
+    )
+    here = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout.strip()
+    shifted = ["unshare", "--time", "--boottime", "100000", sys.executable, "-c", asked, str(own.pid), str(own.started)]
+    try:
+        there = subprocess.run([*shifted, here], capture_output=True, text=True, check=True).stdout.split("\n")
+    except (OSError, subprocess.CalledProcessError) as exc:
+        pytest.skip(f"no time namespace can be made here: {exc}")
+    assert here == own.host
+    assert there[0] == "TransportError"
+    assert there[1] != here
