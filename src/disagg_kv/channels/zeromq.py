@@ -76,8 +76,8 @@ class ZmqChannel:
 
     The first frames to an address are kept until its connection stands. When a connection breaks, what was queued
     for it is thrown away, so that a process that comes back under the old address gets no old frames. The connection
-    is tried again after 50 ms, then ever more slowly, up to 1 s, while nobody answers; where somebody does and then
-    cuts it, as who has not the key that the address names, about every 50 ms: ZeroMQ slows down for the former alone.
+    is tried again after 50 ms, then ever more slowly, up to 1 s, while nobody answers. With ``keys``, where a process
+    does answer and then cuts it, as one that has not the key which the address names, only the next frame tries again.
 
     With ``keys``, connections are encrypted, both sides prove their keys, and each talks only to keys that it allows
     (CURVE). An address then ends with ``#`` and the public key of who listens there, so that whoever learns the address
@@ -324,6 +324,10 @@ class ZmqChannel:
                 # ZeroMQ does not try again by itself; the next frame does.
                 self.forget(address)
                 yield Denied(address)
+                return
+            elif link.state is _State.NEW and self._keys is not None:
+                # Who listens there has cut it before a key was proved, and would every 50 ms: the next frame tries again.
+                self.forget(address)
                 return
             elif link.state is _State.OPEN:
                 # Only closing the socket throws away what it has queued; a new one tries again. Where the process has

@@ -135,6 +135,22 @@ class TestStrangers:
         assert lied_to == []
         assert all(isinstance(event, Rejected) for event in lied_about)
 
+    def test_who_listens_without_the_key_of_the_address_is_tried_once_for_each_frame(self) -> None:
+        """ZeroMQ alone would try some twenty times a second, for as long as the connection is wanted."""
+        ours, theirs = friends()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(10)
+            address = f"tcp://127.0.0.1:{listener.getsockname()[1]}#{theirs.public}"
+            with closing(ZmqChannel(keys=ours)) as channel:
+                for _ in range(2):
+                    assert channel.send(address, b"hello")
+                    listener.accept()[0].close()
+                    while address in channel._links:
+                        channel.poll(0.01)
+                listener.settimeout(0.5)
+                with pytest.raises(TimeoutError):
+                    listener.accept()
+
     def test_who_has_no_key_at_all_is_refused_and_counted(self) -> None:
         """E13: plain ZeroMQ, and what is no ZeroMQ."""
         with closing(ZmqChannel(keys=Keys.new())) as channel, zmq.Context() as context:
