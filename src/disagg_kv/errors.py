@@ -174,6 +174,7 @@ class EndpointBrokenError(DisaggKVError):
     Nothing is known of reads and writes that were under way: its rooms are never released. Its cause says why.
     """
 
+
 class SupersededError(DisaggKVError):
     """Another process has taken the place of this rank; this one takes no rooms while that one is there.
 

@@ -326,7 +326,7 @@ class ZmqChannel:
                 yield Denied(address)
                 return
             elif link.state is _State.NEW and self._keys is not None:
-                # Who listens there has cut it before a key was proved, and would every 50 ms: the next frame tries again.
+                # It was cut before a key was proved, as it would be every 50 ms: only the next frame tries again.
                 self.forget(address)
                 return
             elif link.state is _State.OPEN:

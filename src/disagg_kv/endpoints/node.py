@@ -51,6 +51,7 @@ from .limited_log import LimitedLog
 from .links import Linked, Links
 from .outbox import RECEIPTS, Outbox
 from .role import Role
+from .siblings import Siblings
 from .succession import Succession, found_before
 
 log = logging.getLogger("disagg_kv")
@@ -129,7 +130,6 @@ class Node:
         helpers = background(f"{name} links", LINKS)
         self.links = Links(me.transport, helpers, channel.wake, clock, options.silence_s)
         self.directory = Directory(rendezvous, background(f"{name} look-ups", LOOKUPS), channel.wake, clock)
-        self._siblings: dict[Epoch, Rank] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._exits = Exits(clock, me.life.process, me.life.watch)
@@ -137,6 +137,7 @@ class Node:
         self._ticked = self.now
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
+        self.siblings = Siblings(self, self.succession)
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
         if before is not None:
             self.post(partial(self.dial, before), wake=False)
@@ -354,7 +355,7 @@ class Node:
         self._ticked = self.now
         if self._look_at is None or self.now < self._look_at:
             return
-        if Rank(0) in self._siblings.values():
+        if self.siblings.knows(Rank(0)):
             self._look_at = None
             return
         self._look_at = self.now + LOOKUP_S
@@ -435,29 +436,14 @@ class Node:
         elif isinstance(frame, Verdict):
             self.agree(self.agreement.on_verdict(frame, self.now))
         elif isinstance(frame, Superseded):
-            self._on_superseded(frame)
+            self.siblings.on_superseded(frame)
         elif isinstance(frame, RoomFrame):
-            if frame.src in self._siblings:
+            if frame.src in self.siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
             if not self.links.hold(frame):
                 self.role.on_frame(frame)
         else:
-            self._tell_elder(Epoch(frame.src))
-
-    def _on_superseded(self, frame: Superseded) -> None:
-        """Another rank knows a younger life of ours: that one tells by its own ``Hello`` whether it is."""
-        if frame.src not in self._siblings:
-            raise RemoteProtocolError(f"{type(frame).__name__} from no rank of our own instance")
-        if frame.address != self.me.address:
-            self.succession.named(frame.address)
-            self.dial(frame.address)
-            self._join(self.me.rank)
-
-    def _tell_elder(self, epoch: Epoch) -> None:
-        """A life that another one has followed still beats: say so each time, as such a word may be lost."""
-        address = self.succession.successor(epoch)
-        if address is not None:
-            self.send(Send(epoch, Superseded(src=self.me.epoch, dst=epoch, address=address)))
+            self.siblings.beat(Epoch(frame.src))
 
     def _on_transport(self, event: TicketEnded | Settled | Heard) -> None:
         assert self.role is not None
@@ -496,8 +482,7 @@ class Node:
         assert self.role is not None
         hello = up.hello
         if hello.role == self.me.role:
-            self._siblings[up.epoch] = Rank(hello.rank)
-            self._join(Rank(hello.rank))
+            self.siblings.up(hello)
             return
         self._exits.watch(up.epoch, hello)
         failed = self.links.begin(up)
@@ -517,24 +502,6 @@ class Node:
         for frame in linked.frames:
             self._guard(self.role.on_frame, frame)
 
-    def _join(self, rank: Rank) -> None:
-        """Of the lives of a rank of our instance that are there, one counts."""
-        assert self.role is not None
-        lives = [self.peers.hello(epoch) for epoch in self.peers.epochs() if self._siblings.get(epoch) == rank]
-        if rank == self.me.rank:
-            error = self.succession.of_our_rank(lives)
-            if error is not None:
-                log.warning("%s; open rooms fail, and new ones are refused", error)
-                # Of an instance of one rank, rooms that both sides have met need nobody else.
-                self.role.integrity_failure(error, unmet=len(self.me.shards) == 1)
-        elif lives:
-            youngest, *elders = self.succession.counts(lives)
-            self.agree(self.agreement.joined(Epoch(youngest.src), rank, self.now))
-            for elder in elders:
-                self.agreement.followed(Epoch(elder.src), rank)
-        for life in lives:
-            self._tell_elder(Epoch(life.src))
-
     def dial(self, address: str) -> None:
         """Get to know who is at an address."""
         self._peer_effects(self.peers.dial(address, self.now))
@@ -547,12 +514,9 @@ class Node:
         assert self.role is not None
         self.observer.count("peers.lost")
         log.info("%s", lost.error)
-        if lost.peer in self._siblings:
-            rank = self._siblings.pop(lost.peer)
-            self.succession.lost(lost.peer)
+        if lost.peer in self.siblings:
             self._look_at = None if self.me.rank == 0 else self.now
-            self.agree(self.agreement.lost(lost.peer, self.now))
-            self._join(rank)
+            self.siblings.lost(lost.peer)
         else:
             self.links.give_up(lost.peer)
             self.role.on_lost(lost)
