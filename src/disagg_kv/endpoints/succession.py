@@ -13,11 +13,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import reduce
 
-from ..errors import RemoteProtocolError, SupersededError
+from ..errors import SupersededError
 from ..ids import Epoch, Rank
 from ..protocol import Hello
 from ..protocol.peers import is_older
 from ..rendezvous import Rendezvous, Source
+from .directory import look_up
 
 NAMED = 16
 """Addresses that siblings have named as those of younger lives of our rank; a rank is replaced seldom."""
@@ -94,16 +95,11 @@ def check_counts(succession: Succession) -> None:
 
 
 def found_before(rendezvous: Rendezvous, instance: str, rank: Rank, address: str) -> str | None:
-    """Where our rank was before we publish that it is with us; None: nowhere, or at the same address.
+    """Where our rank was before we publish that it is with us; None: nowhere, at the same address, or not known.
 
-    Raises:
-        PeerLostError: the store cannot be reached.
+    It blocks, as publishing does. Where the store fails, that says so; what is no address leads to no life.
     """
-    try:
-        addresses = rendezvous.lookup(Source(instance))
-    except RemoteProtocolError:
-        # What is no address leads to no life; publishing replaces it, or says what is wrong.
-        return None
+    addresses = look_up(rendezvous, Source(instance)).addresses
     if addresses is None or rank >= len(addresses) or addresses[rank] == address:
         return None
     return addresses[rank]

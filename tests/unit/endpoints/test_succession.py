@@ -7,7 +7,7 @@ import os
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
-from disagg_kv.endpoints import Life, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint
 from disagg_kv.endpoints.delivery import DeliveryHandle
 from disagg_kv.endpoints.reception import ReceptionHandle
 from disagg_kv.errors import DisaggKVError
@@ -42,7 +42,11 @@ def _unseen(process: Process) -> Ending:
 
 def opened(rig: Rig, rank: int, name: str) -> DeliveryHandle | ReceptionHandle:
     """A room that an engine opens on the first life of a rank."""
-    endpoint = rig.members[rank].endpoint
+    return opened_on(rig.members[rank].endpoint, name)
+
+
+def opened_on(endpoint: PrefillEndpoint | DecodeEndpoint, name: str) -> DeliveryHandle | ReceptionHandle:
+    """A room that an engine opens."""
     if isinstance(endpoint, PrefillEndpoint):
         return endpoint.open(RoomId(name.encode()))
     return endpoint.open(RoomId(name.encode()), Source("P"))
@@ -81,7 +85,7 @@ def test_a_life_that_another_has_followed_is_told(side: str, world: int, rank: i
         assert type(handle.error).__name__ == "SupersededError"
         assert said in str(handle.error)
         assert where in str(handle.error)
-    fresh = second.endpoint.open(RoomId(b"n")) if side == "prefill" else second.endpoint.open(RoomId(b"n"), Source("P"))
+    fresh = opened_on(second.endpoint, "fresh")
     rig.wait(1.0)
     assert fresh.phase is Phase.CONNECTING
 
@@ -101,7 +105,7 @@ def test_of_lives_on_two_hosts_the_one_that_was_there_first_is_told(world: int, 
     assert f"rank {rank} of instance 'D' lives elsewhere" in str(handle.error)
     assert "lives elsewhere" in refused(rig, rank, "new")
     assert not second.endpoint.poll()
-    second.endpoint.open(RoomId(b"new"), Source("P"))
+    opened_on(second.endpoint, "new")
 
 
 def test_a_room_that_was_handed_over_before_its_rank_was_told_ends_with_the_same_error() -> None:

@@ -39,6 +39,7 @@ INJECTED = ("the kernel failed", "the transport's poll failed", "the channel tak
 """What the simulator's own faults say."""
 UNTOLD = (
     FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION, FaultClass.CLOG, FaultClass.TRUNCATED, FaultClass.PAUSE,
+    FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.POLL, FaultClass.BROKEN,
 )  # fmt: skip
 """Where these happen, a life may not have been told yet that another one has followed it."""
 

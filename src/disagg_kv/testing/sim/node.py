@@ -339,7 +339,10 @@ class SimNode:
         self.transport = SimTransport(world, self)
         world.transports[self.transport.me] = self.transport
         world.processes[self.process] = self
+        # An endpoint is made on a thread of its engine.
+        self.helping = True
         self._build(index)
+        self.helping = False
 
     def _host(self) -> str:
         return "host" if self.world.scenario.one_host else f"host {self.side}"

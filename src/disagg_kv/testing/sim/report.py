@@ -55,6 +55,7 @@ MARKS = frozenset(
         "replaced:rank 0 elsewhere",
         "replaced:another rank there",
         "replaced:another rank elsewhere",
+        "superseded:told",
     }
 )
 """Rare ways that a gate run must have seen, the ways in which memory comes back first of all."""
