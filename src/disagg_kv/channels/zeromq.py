@@ -325,7 +325,7 @@ class ZmqChannel:
                 self.forget(address)
                 yield Denied(address)
                 return
-            elif link.state is _State.NEW and self._keys is not None:
+            elif event == zmq.Event.DISCONNECTED and link.state is _State.NEW and self._keys is not None:
                 # It was cut before a key was proved, as it would be every 50 ms: only the next frame tries again.
                 self.forget(address)
                 return

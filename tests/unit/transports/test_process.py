@@ -54,7 +54,7 @@ def test_an_impossible_process_id_is_no_process(pid: int) -> None:
 
 def test_a_process_of_another_host_cannot_be_watched() -> None:
     """Its id would mean somebody else here."""
-    with pytest.raises(TransportError, match="PID namespace elsewhere"):
+    with pytest.raises(TransportError, match="of host or namespace elsewhere"):
         attrs.evolve(Process.own(), host="elsewhere").watch()
 
 
