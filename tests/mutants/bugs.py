@@ -193,5 +193,20 @@ BUGS: Sequence[Mutant] = (
            "endpoints.exits:Exits.confirm", "self._clock())", "-1e9)"),
     Mutant("a life that another one has followed goes on as if it counted", "E10",
            "endpoints.succession:Succession.of_our_rank", "self._younger = life", "pass"),
+    Mutant("a rank that is lost takes no room with it", "E16",
+           "protocol.agreement:Agreement.lost", "self._ranks.pop(epoch, None)", "None"),
+    Mutant("a rank's failure is counted as a success", "E16",
+           "protocol.agreement:Agreement.on_ballot", "ballot.ok, ballot.reason, opened",
+           "True if ballot.ok is False else ballot.ok, ballot.reason, opened"),
+    Mutant("a rank is told of a failure as if it were none", "E16",
+           "protocol.agreement:Agreement._decide", "self._verdict(epoch, room, generation, decided))",
+           "self._verdict(epoch, room, generation, Decided(True, '')))"),
+    Mutant("what an ended room is asked is answered as if it were another", "E11",
+           "protocol.tombstones:Tombstones.outcome", "mine.get((room, generation))",
+           "mine.get((room, Generation(generation - 1)))"),
+    Mutant("an ended room is remembered for the last peer only", "E11",
+           "protocol.tombstones:Tombstones.remember", "self._ended.setdefault(peer, OrderedDict())",
+           "self._ended.setdefault(peer, OrderedDict())\n"
+           "    for other in [p for p in self._ended if p != peer]:\n        del self._ended[other]"),
 )  # fmt: skip
 """At least one for each of E1 to E16."""
