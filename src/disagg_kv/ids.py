@@ -34,3 +34,15 @@ Rank = NewType("Rank", int)
 
 VirtualOffset = NewType("VirtualOffset", int)
 """A place in the staging ring that only grows; the byte in memory is this modulo the capacity."""
+
+
+def peer_name(epoch: bytes, instance: str | None = None, rank: int = 0) -> str:
+    """A peer as errors, logs and reports name it: ``instance/rank (epoch <32 hex digits>)``.
+
+    An endpoint's ``confirm_terminated`` takes the digits. Without an instance the epoch stands alone; characters of the
+    instance's name that would break a line of a log are replaced.
+    """
+    if instance is None:
+        return f"epoch {epoch.hex()}"
+    name = "".join(c if c.isprintable() else "?" for c in instance)
+    return f"{name}/{rank} (epoch {epoch.hex()})"

@@ -1,10 +1,11 @@
 """Senders and receivers: the only place where core, pool, kernels, transport and channel meet."""
 
-from .base import Delivery, Handle, PeerInfo, Receiver, Reception, Report, Sender, Step
+from .base import Delivery, Handle, PeerInfo, PeerState, Receiver, Reception, Report, Sender, Step
 from .keeping import KeptPages, PageSums, page_sums
 from .life import Life
 from .receiver import DecodeEndpoint
 from .recovery import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
+from .roster import format_peers
 from .sender import PrefillEndpoint
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Life",
     "PageSums",
     "PeerInfo",
+    "PeerState",
     "PrefillEndpoint",
     "Receiver",
     "Reception",
@@ -27,5 +29,6 @@ __all__ = [
     "Retry",
     "Sender",
     "Step",
+    "format_peers",
     "page_sums",
 ]

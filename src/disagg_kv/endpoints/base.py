@@ -7,7 +7,7 @@ an endpoint's own thread makes progress, so that heartbeats, grants and completi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from attrs import define, field, frozen
 
@@ -72,9 +72,25 @@ class Report:
             self.spend("wire", now - self._since)
 
 
+PeerState = Literal["connected", "silent", "lost", "ended"]
+
+
 @frozen
 class PeerInfo:
-    """Another endpoint, as it introduced itself."""
+    """Another endpoint, and what it keeps here: one life, which ``confirm_terminated`` takes by its epoch.
+
+    Args:
+        instance, rank, address, epoch, host, pid: as it introduced itself.
+        state: ``connected``; ``silent``: it has missed heartbeats; ``lost``; ``ended``: its process has ended, as was
+            seen or confirmed, and its last writes may still land.
+        silent_s: seconds since it was last heard; infinite where nothing is known of that any more.
+        ring_bytes: decode: ring leases of failed rooms that it may still write to. A lease that waits for several peers
+            counts for each.
+        page_bytes: decode: exposed pages of failed rooms that it may still write to, all of such a room's. Prefill:
+            pages of failed rooms from which writes to it may still read.
+        slot_bytes: prefill: staging slots of failed rooms from which writes to it may still read.
+        rooms: the failed rooms that wait for evidence about it.
+    """
 
     instance: str
     rank: Rank
@@ -82,6 +98,17 @@ class PeerInfo:
     epoch: Epoch
     host: str
     pid: int
+    state: PeerState
+    silent_s: float
+    ring_bytes: int = 0
+    page_bytes: int = 0
+    slot_bytes: int = 0
+    rooms: tuple[RoomId, ...] = ()
+
+    @property
+    def held_bytes(self) -> int:
+        """All of it."""
+        return self.ring_bytes + self.page_bytes + self.slot_bytes
 
 
 class Handle(Protocol):
@@ -270,8 +297,16 @@ class Sender(Protocol):
         """Rooms whose ``phase`` or ``released`` changed since the last call."""
         ...
 
-    def confirm_terminated(self, epoch: Epoch) -> None:
-        """The operator's evidence that the process of a peer's life has ended."""
+    def peers(self) -> Sequence[PeerInfo]:
+        """Every peer that is connected or still holds memory here; from any thread."""
+        ...
+
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
+        """The operator's evidence that the process of a peer's life has ended; its epoch, or that in 32 hex digits.
+
+        Raises:
+            UnknownNameError: nothing is known of such a life; says which hold memory here.
+        """
         ...
 
     def close(self, drain_s: float = 5.0) -> None:
@@ -296,8 +331,16 @@ class Receiver(Protocol):
         """
         ...
 
-    def confirm_terminated(self, epoch: Epoch) -> None:
-        """The operator's evidence that the process of a peer's life has ended."""
+    def peers(self) -> Sequence[PeerInfo]:
+        """Every peer that is connected or still holds memory here; from any thread."""
+        ...
+
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
+        """The operator's evidence that the process of a peer's life has ended; its epoch, or that in 32 hex digits.
+
+        Raises:
+            UnknownNameError: nothing is known of such a life; says which hold memory here.
+        """
         ...
 
     def close(self, drain_s: float = 5.0) -> None:

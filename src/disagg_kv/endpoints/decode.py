@@ -75,6 +75,7 @@ from .introduction import Remote
 from .keeping import KeptCheck
 from .node import LOOKUP_FAILED_S, LOOKUP_S, Node
 from .reception import ReceptionHandle, Wanted
+from .roster import Held
 from .routes import Routes
 from .scatter_pace import ScatterPace
 from .scattering import Scatterer
@@ -122,6 +123,7 @@ class DecodeRole:
         self._checking: list[DecodeRoom] = []
         self._declined = Declined(node.me.epoch, node.options)
         self._tick_at = 0.0
+        self._page_bytes = pool.site.page_bytes
         self.quarantined = 0
 
     @property
@@ -275,9 +277,7 @@ class DecodeRole:
         for remote in remotes:
             held = self._queue.quarantined_bytes(remote.epoch)
             if held > PEER_QUARANTINE * self._ring.nbytes:
-                raise QuarantineFullError(
-                    f"peer {remote.epoch.hex()[:8]}: {held} of {self._ring.nbytes} ring bytes wait for evidence"
-                )
+                raise QuarantineFullError(f"{remote.name}: {held} of {self._ring.nbytes} ring bytes wait for evidence")
 
     def on_up(self, remote: Remote) -> None:
         """A prefill rank is there."""
@@ -457,6 +457,8 @@ class DecodeRole:
 
     def _publish(self, room: DecodeRoom) -> None:
         machine, report = room.machine, room.handle.report
+        if machine.error is not None:
+            self._hold(room)
         report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
         report.path = machine.path or ("exposed pages" if machine.segments_landed else "")
         released = machine.released and room.checking is None
@@ -471,6 +473,15 @@ class DecodeRole:
             ended = Ended.DONE if machine.error is None else Ended.FAILED
             self._node.remember(machine.writers, room.key, ended)
             self._node.observer.span(Span("room", room.key.room, room.opened, self._node.now, report.nbytes))
+
+    def _hold(self, room: DecodeRoom) -> None:
+        """Say whose evidence the room waits for, before its engine is told that it failed."""
+        pages = 0
+        if room.wanted is not None:
+            pages = sum(len(t.pages) * self._page_bytes[t.group] for t in room.wanted.tables.values())
+        owed = room.machine.owed()
+        held = {epoch: Held(ring, pages if exposed else 0) for epoch, (ring, exposed) in owed.items()}
+        self._node.roster.hold(room.key, held, [remote.hello for remote in room.remotes])
 
     # Time.
 
@@ -509,7 +520,7 @@ class DecodeRole:
             return
         for epoch in room.machine.writers:
             if self._node.peers.silent_for(epoch, now) >= room.silence_s:
-                error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
+                error = PeerLostError(f"{self._node.roster.name(epoch)} was silent for {room.silence_s:g} s")
                 self._handle(room, Lost(epoch, error))
 
     @property

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from ..errors import ConfigurationError, GeometryError, IncompatiblePeerError, RemoteProtocolError
 from ..geometry import CacheSpec, Shard, Site
-from ..ids import Epoch, Rank, RegionId
+from ..ids import Epoch, Rank, RegionId, peer_name
 from ..planning import intake_of
 from ..protocol import VERSION, Hello
 from ..protocol.frames import WireHolding
@@ -202,6 +202,11 @@ class Remote:
     def epoch(self) -> Epoch:
         """Its life."""
         return Epoch(self.hello.src)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"peer {peer_name(self.hello.src, self.hello.instance, self.hello.rank)}"
 
     def page_rows(self) -> int:
         """Rows of its largest page: where segments are cut."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from attrs import define, field, frozen
 
 from ..errors import DisaggKVError, without_frames
-from ..ids import Epoch, Peer
+from ..ids import Epoch, Peer, peer_name
 from ..protocol import RoomFrame
 from ..protocol.machine import ours
 from ..protocol.peers import Up
@@ -92,7 +92,8 @@ class Links:
         self._failed.pop(up.epoch, None)
         self._linking[up.epoch] = _Linking(up)
         transport, epoch, descriptor = self._transport, up.epoch, up.hello.descriptor
-        name = f"peer {epoch.hex()[:8]} at {up.hello.address}: transport {up.hello.transport!r}"
+        hello = up.hello
+        name = f"peer {peer_name(epoch, hello.instance, hello.rank)} at {hello.address}: transport {hello.transport!r}"
 
         def job() -> None:
             link: Peer | DisaggKVError
@@ -167,6 +168,10 @@ class Links:
     def linked(self) -> Sequence[Epoch]:
         """Every epoch that is linked, in the order of their first links."""
         return tuple(self._linked)
+
+    def __contains__(self, epoch: object) -> bool:
+        """Whether an epoch is linked; from any thread."""
+        return epoch in self._linked
 
     def __len__(self) -> int:
         return len(self._linked) + len(self._linking)

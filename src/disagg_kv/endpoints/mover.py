@@ -8,17 +8,17 @@ from typing import Protocol
 
 from attrs import define, field, frozen
 
-from ..errors import ConfigurationError, PeerLostError
+from ..errors import PeerLostError
 from ..geometry import PageTable
-from ..ids import Epoch, GroupId, RegionId, Ticket
+from ..ids import Epoch, GroupId, RegionId, Ticket, peer_name
 from ..kernels import Kernels, Move, SupportsStreams
 from ..memory import Buffer, Event, MemoryPool
 from ..planning import Segment, StagedLayout, Writes
 from ..protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
-from ..staging import ALIGNMENT
 from ..transports import Ended, Settled, Transport
 from .ahead import Ahead, Foreseen, Places, Planned
 from .base import Report
+from .roster import Held
 from .verifying import Summing, layer_sums
 
 
@@ -188,6 +188,7 @@ class Mover:
         self._clock = clock
         self._quota = max(1, len(self._slots) // 4)
         self._pins: Counter[Epoch] = Counter()
+        self._of_room: dict[RoomKey, dict[int, _Post]] = {}
         self._queue: OrderedDict[tuple[RoomKey, Epoch, Segment], Transfer] = OrderedDict()
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
@@ -214,6 +215,15 @@ class Mover:
             any(post.room in rooms and to in (None, post.transfer.to) for post in slot.pins.values())
             for slot in self._slots
         )
+
+    def owed(self, room: RoomKey) -> dict[Epoch, Held]:
+        """What writes of a room may still read, per destination: whole slots, and pages."""
+        held: dict[Epoch, Held] = {}
+        for post in self._of_room.get(room, {}).values():
+            so_far = held.get(post.transfer.to, Held())
+            slot, page = (0, post.transfer.nbytes) if post.slot is None else (self._slot_bytes, 0)
+            held[post.transfer.to] = Held(0, so_far.page_bytes + page, so_far.slot_bytes + slot)
+        return held
 
     def crossing(self) -> list[Epoch]:
         """To whom bytes are on the wire, whose came first first."""
@@ -456,6 +466,7 @@ class Mover:
     def _new_post(self, room: RoomKey, transfer: Transfer, slot: _Slot | None, report: Report) -> _Post:
         self._number += 1
         post = _Post(self._number, room, transfer, slot, report, self._clock())
+        self._of_room.setdefault(room, {})[post.number] = post
         if slot is not None:
             slot.pins[self._number] = post
             self._pins[transfer.to] += 1
@@ -540,6 +551,9 @@ class Mover:
             self._rooms.moved(post.room, post.transfer.to, Quiet(post.transfer.segment))
 
     def _unpin(self, post: _Post) -> None:
+        del self._of_room[post.room][post.number]
+        if not self._of_room[post.room]:
+            del self._of_room[post.room]
         if post.slot is not None:
             del post.slot.pins[post.number]
             self._pins[post.transfer.to] -= 1
@@ -554,13 +568,14 @@ class Mover:
             if ticket in post.unquiet:
                 self._quiet(post, ticket)
             else:
-                self.on_ticket(Ended(ticket, PeerLostError(f"peer {epoch.hex()[:8]} is gone")))
+                self.on_ticket(Ended(ticket, PeerLostError(f"peer {peer_name(epoch)} is gone")))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         held = [slot for slot in self._slots if slot.pins or slot.filling]
         if not held and not self._posts and not self._gathering:
             assert not self._pins, self._pins
+            assert not self._of_room or self._summing, self._of_room
             return
         pinned = {n for slot in held for n in slot.pins}
         live = {p.number for p in self._posts.values() if p.slot is not None}
@@ -582,16 +597,3 @@ def _batches(writes: Writes, most: int | None) -> Iterator[Writes]:
         yield Writes(
             writes.local[cut], writes.local_off[cut], writes.remote[cut], writes.remote_off[cut], writes.nbytes[cut]
         )
-
-
-def staging_slots(slots: int, slot_bytes: int) -> int:
-    """Bytes of a staging buffer.
-
-    Raises:
-        ConfigurationError: fewer than one slot, or slots in which no aligned part fits.
-    """
-    if slots < 1 or slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT:
-        raise ConfigurationError(
-            f"{slots} staging slots of {slot_bytes} bytes: a positive multiple of {ALIGNMENT} each"
-        )
-    return slots * slot_bytes

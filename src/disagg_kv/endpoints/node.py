@@ -43,7 +43,6 @@ from ..transports import Ended as TicketEnded
 from ..transports import Heard, Settled
 from . import idle
 from .background import Background
-from .base import PeerInfo
 from .directory import Answer, Directory
 from .exits import Exits
 from .introduction import Remote, Self
@@ -51,6 +50,7 @@ from .limited_log import LimitedLog
 from .links import Linked, Links
 from .outbox import RECEIPTS, Outbox
 from .role import Role
+from .roster import Roster
 from .siblings import Siblings
 from .succession import Succession, found_before
 
@@ -125,10 +125,10 @@ class Node:
         self._awake_until = self.now
         self._nudged: dict[Epoch, float] = {}
         self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
-        self._known: tuple[PeerInfo, ...] = ()
         name = f"disagg_kv {me.instance}/{me.rank}"
         helpers = background(f"{name} links", LINKS)
         self.links = Links(me.transport, helpers, channel.wake, clock, options.silence_s)
+        self.roster = Roster(self.peers, self.links, options, clock)
         self.directory = Directory(rendezvous, background(f"{name} look-ups", LOOKUPS), channel.wake, clock)
         self._commands: deque[Callable[[], None]] = deque()
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
@@ -332,7 +332,7 @@ class Node:
 
     def _notice_exits(self) -> None:
         for epoch in self._exits.ended(at_once=bool(self._commands)):
-            self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its process has ended"), ended=True)
+            self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: its process has ended"), ended=True)
         for epoch in self._exits.drained(self.me.transport.caps.drain_s):
             self._gone(epoch)
 
@@ -454,7 +454,7 @@ class Node:
         if epoch is None or event.data is not None:
             self.observer.count("transport.unexpected")
             return
-        self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: {self.me.transport.name} reports its end"))
+        self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: {self.me.transport.name} reports its end"))
         if event.fenced:
             self._gone(epoch)
 
@@ -476,7 +476,7 @@ class Node:
                     self._outbox.unsent.pop(address, None)
                     self.channel.forget(address)
         if any(isinstance(effect, Up | Lost) for effect in effects):
-            self._known = tuple(self._info(epoch) for epoch in self.peers.epochs())
+            self.roster.refresh()
 
     def _up(self, up: Up) -> None:
         assert self.role is not None
@@ -508,6 +508,8 @@ class Node:
 
     def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> None:
         """A peer is lost for a reason that the peer table does not see by itself; ``ended``: for good."""
+        if ended:
+            self.roster.ended(epoch)
         self._peer_effects(self.peers.lose(epoch, error, ended=ended))
 
     def _on_lost(self, lost: Lost) -> None:
@@ -528,7 +530,7 @@ class Node:
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator saw a process end: that is evidence once its last writes must have landed."""
-        self.lose(epoch, PeerLostError(f"peer {epoch.hex()[:8]}: its end was confirmed"), ended=True)
+        self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: its end was confirmed"), ended=True)
         self._exits.confirm(epoch)
 
     def _gone(self, epoch: Epoch) -> None:
@@ -588,14 +590,6 @@ class Node:
         """A room has ended."""
         for epoch in epochs:
             self.tombstones.remember(epoch, key.room, key.generation, ended)
-
-    def known(self) -> Sequence[PeerInfo]:
-        """Who is there; from any thread."""
-        return self._known
-
-    def _info(self, epoch: Epoch) -> PeerInfo:
-        h = self.peers.hello(epoch)
-        return PeerInfo(h.instance, Rank(h.rank), h.address, epoch, h.host, h.pid)
 
     def stop(self, drain_s: float) -> None:
         """Let go of channel, transport and watches."""

@@ -64,6 +64,9 @@ TICK_S = 0.02
 class PrefillRole:
     """Everything here runs on the endpoint's thread."""
 
+    mover: Mover
+    """Set by whoever makes both: each needs the other."""
+
     def __init__(
         self,
         node: Node,
@@ -93,7 +96,6 @@ class PrefillRole:
         self._lines = Lines(node.clock)
         self._tick_at = 0.0
         self.quarantined_slots = 0
-        self.mover: Mover | None = None
 
     @property
     def open_rooms(self) -> int:
@@ -338,7 +340,7 @@ class PrefillRole:
             )
         except Exception as exc:
             # A path may be somebody else's code: its errors fail this room alone.
-            error = ours(exc, f"room {name.hex()}: no way to send it to {epoch.hex()[:8]}")
+            error = ours(exc, f"room {name.hex()}: no way to send it to {node.roster.name(epoch)}")
             self._apply(room, room.machine.refuse(epoch, generation, error, node.now))
             return
         room.ways[epoch] = way
@@ -366,7 +368,6 @@ class PrefillRole:
 
     def on_gone(self, epoch: Epoch) -> None:
         """Nothing moves between us any more."""
-        assert self.mover is not None
         self.mover.gone(epoch)
         self._to_flows(epoch, Gone(epoch))
 
@@ -383,7 +384,6 @@ class PrefillRole:
 
     def work(self) -> bool:
         """Gather and post."""
-        assert self.mover is not None
         waiting = self._lines.look()
         moving = self.mover.work()
         if self.mover.ahead.waiting:
@@ -401,7 +401,6 @@ class PrefillRole:
 
     def on_ticket(self, event: TicketEnded | Settled) -> None:
         """A write ended."""
-        assert self.mover is not None
         self.mover.on_ticket(event)
 
     def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
@@ -437,7 +436,7 @@ class PrefillRole:
             compared = verified(key.room, transfer.segment, self._verify, way.verify)
             summed = way.pair.view.layout(transfer.segment) if compared else None
         except Exception as exc:
-            error = ours(exc, f"room {key.room.hex()} towards {transfer.to.hex()[:8]}")
+            error = ours(exc, f"room {key.room.hex()} towards {self._node.roster.name(transfer.to)}")
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
         took = self._node.clock() - started
@@ -460,7 +459,7 @@ class PrefillRole:
     def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
         """See :class:`~disagg_kv.endpoints.mover.Rooms`."""
         if self._node.traced:
-            labels = {**transfer.segment.labels(), "peer": transfer.to.hex()[:8]}
+            labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
             self._node.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
 
     def reading(self, key: RoomKey, by: int) -> None:
@@ -485,7 +484,7 @@ class PrefillRole:
         link = self._node.links.of(to)
         if link is None or to not in self._node.remotes:
             # Evidence counts from the moment when a peer's end was seen: nothing may begin to read or write after it.
-            raise TransportError(f"peer {to.hex()[:8]} is lost")
+            raise TransportError(f"{self._node.roster.name(to)} is lost")
         self._node.nudge(to)
         return self._node.me.transport.submit(link, writes, after=after)
 
@@ -516,11 +515,12 @@ class PrefillRole:
             self._node.vote(room.key, vote.ok, vote.reason)
 
     def _publish(self, room: PrefillRoom) -> None:
-        assert self.mover is not None
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
             self.mover.ahead.forget(room.key)
+            hellos = [way.remote.hello for way in room.ways.values()]
+            self._node.roster.hold(room.key, self.mover.owed(room.key), hellos)
         report, released = room.handle.report, machine.released
         report.segments = sum([f.segments_landed for f in machine.flows.values()])
         if room.withdrawn and machine.reads == 0:
@@ -557,7 +557,6 @@ class PrefillRole:
 
     def tick(self) -> None:
         """Deadlines, repeats, silence, and what was parked for too long."""
-        assert self.mover is not None
         now = self._node.now
         if now < self._tick_at:
             return
@@ -568,7 +567,7 @@ class PrefillRole:
                 self._apply(room, room.machine.tick(now))
             for epoch in list(room.machine.flows):
                 if self._node.peers.silent_for(epoch, now) >= room.silence_s:
-                    error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
+                    error = PeerLostError(f"{self._node.roster.name(epoch)} was silent for {room.silence_s:g} s")
                     self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
         self._parked.expire(now)
         self._missed.expire(now)
@@ -576,7 +575,6 @@ class PrefillRole:
 
     def _stuck(self, to: Epoch) -> int:
         """Slots that writes of failed rooms may still read."""
-        assert self.mover is not None
         return self.mover.slots_of(self._failed, to)
 
     def next_at(self) -> float | None:

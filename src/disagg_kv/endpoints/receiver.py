@@ -167,17 +167,17 @@ class DecodeEndpoint:
             raise self.driver.broken
         return self._changes.take(self._arrivals)
 
-    def confirm_terminated(self, epoch: Epoch) -> None:
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.confirm_terminated`."""
-        self._node.post(partial(self._node.confirm_terminated, epoch))
+        self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(epoch)))
 
     def _handles(self) -> list[ReceptionHandle]:
         """Those that the engine still has."""
         return [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
 
     def peers(self) -> Sequence[PeerInfo]:
-        """Who is connected."""
-        return self._node.known()
+        """See :meth:`~disagg_kv.endpoints.base.Receiver.peers`."""
+        return self._node.roster.listed()
 
     @property
     def open_rooms(self) -> int:

@@ -21,7 +21,7 @@ from ..ids import Epoch, GroupId, RoomId
 from ..protocol import Options, Phase
 from ..protocol.machine import ours
 from ..rendezvous import Source
-from .base import Receiver, Reception, Report
+from .base import PeerInfo, Receiver, Reception, Report
 from .keeping import KeptPages
 
 
@@ -289,7 +289,11 @@ class RecoveringReceiver:
                 del self._rooms[one.room]
         return changed
 
-    def confirm_terminated(self, epoch: Epoch) -> None:
+    def peers(self) -> Sequence[PeerInfo]:
+        """See :meth:`Receiver.peers`."""
+        return self._inner.peers()
+
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`Receiver.confirm_terminated`."""
         self._inner.confirm_terminated(epoch)
 

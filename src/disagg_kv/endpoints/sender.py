@@ -23,13 +23,13 @@ from ..trace import Observer, Silent
 from ..transports import Transport
 from .background import Background, HelperThreads, inline
 from .base import PeerInfo
-from .buffers import new_staging, ready_kernels
+from .buffers import new_staging, ready_kernels, staging_slots
 from .delivery import Act, Cuts, DeliveryHandle, ForwardPass, Handed
 from .driver import Driver
 from .handles import Changes, Happened, check_room
 from .introduction import Self, check_instance
 from .life import Life
-from .mover import Mover, staging_slots
+from .mover import Mover
 from .node import Node
 from .prefill import PrefillRole
 from .succession import check_counts
@@ -173,17 +173,17 @@ class PrefillEndpoint:
             raise self.driver.broken
         return self._changes.take()
 
-    def confirm_terminated(self, epoch: Epoch) -> None:
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Sender.confirm_terminated`."""
-        self._node.post(partial(self._node.confirm_terminated, epoch))
+        self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(epoch)))
 
     def _handles(self) -> list[DeliveryHandle]:
         """Those that the engine still has."""
         return [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
 
     def peers(self) -> Sequence[PeerInfo]:
-        """Who is connected."""
-        return self._node.known()
+        """See :meth:`~disagg_kv.endpoints.base.Sender.peers`."""
+        return self._node.roster.listed()
 
     @property
     def open_rooms(self) -> int:

@@ -150,7 +150,7 @@ class Ways:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         path, reason = self._choose(remote, routes.turn(room), frame, pair)
         if not path.exposes_pages and (stuck := self._stuck(remote.epoch)) >= quota:
-            raise QuarantineFullError(f"peer {remote.epoch.hex()[:8]}: {stuck} staging slots wait for evidence")
+            raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         pair = pair.fitted()
         share = self._share(tuple(pair.parts))
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
@@ -225,7 +225,7 @@ class Ways:
         if transfer.offset + transfer.nbytes > hello.ring_bytes:
             end = transfer.offset + transfer.nbytes
             granted = f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}"
-            raise RemoteProtocolError(f"peer {way.remote.epoch.hex()[:8]}: {granted}")
+            raise RemoteProtocolError(f"{way.remote.name}: {granted}")
         return plan
 
 

@@ -179,6 +179,16 @@ class Site:
         """Rows of one page of a plane: a state has its own number of them."""
         return self.spec.component(plane.layer, plane.component).rows or self.group(plane.group).rows_per_page
 
+    @cached_property
+    def page_bytes(self) -> Mapping[GroupId, int]:
+        """Bytes of one page of each group, in all planes."""
+        nbytes = dict.fromkeys((g.id for g in self.groups), 0)
+        for plane in self.planes:
+            units = sum(map(len, self.shard.units(plane.layer, plane.component)))
+            unit_bytes = self.spec.component(plane.layer, plane.component).unit_bytes
+            nbytes[plane.group] += self.page_rows(plane) * units * unit_bytes
+        return nbytes
+
     def check(self) -> None:
         """Raise a :class:`GeometryError` unless planes match the shard and every byte of them lies in its buffer."""
         self.shard.check(self.spec)

@@ -33,7 +33,7 @@ from .base import (
 )
 from .delivery import SendRoom
 from .frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
-from .peers import Forget, PeerEffect, PeerTable, SendTo, Unreachable, Up
+from .peers import Forget, KnownPeer, PeerEffect, PeerTable, SendTo, Unreachable, Up
 from .receiving import ReceiveRoom
 from .rows import Chunk, Readiness
 from .sending import Flow, FlowPlan
@@ -68,6 +68,7 @@ __all__ = [
     "Granted",
     "Hello",
     "Introduced",
+    "KnownPeer",
     "Leased",
     "Lost",
     "Offered",

@@ -7,7 +7,7 @@ from math import inf
 
 from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ..geometry import PageTable
-from ..ids import Epoch, Generation, GroupId, LayerId, RoomId
+from ..ids import Epoch, Generation, GroupId, LayerId, RoomId, peer_name
 from ..planning import Batch
 from .base import Cancel, Decided, Effect, Finished, Offered, Options, Phase, Tick, Vote
 from .frames import Abort
@@ -207,7 +207,7 @@ class SendRoom:
 
     def _overdue(self) -> str:
         late = [
-            f"{f.peer.hex()[:8]} is {f.state.value}" for f in self.flows.values() if f.state is not Sending.COMPLETE
+            f"{peer_name(f.peer)} is {f.state.value}" for f in self.flows.values() if f.state is not Sending.COMPLETE
         ]
         world = "unknown" if self.world is None else self.world
         asked = f"{len(self.flows)} of {world} decode ranks asked for it"

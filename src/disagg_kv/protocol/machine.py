@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ..errors import DisaggKVError, LocalProtocolError, RemoteProtocolError, text_of
+from ..ids import peer_name
 from ..planning import Segment
 from .base import Effect
 from .frames import RoomFrame
@@ -41,7 +42,7 @@ class Machine(Generic[S]):
         if cell is None and isinstance(event, RoomFrame):
             raise RemoteProtocolError(
                 f"room {event.room.hex()} generation {event.generation}: "
-                f"peer {event.src.hex()[:8]} sent {type(event).__name__}, which it must never send"
+                f"peer {peer_name(event.src)} sent {type(event).__name__}, which it must never send"
             )
         if cell is None:
             raise LocalProtocolError(f"{type(event).__name__} in state {self.state.value}")

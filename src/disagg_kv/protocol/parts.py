@@ -154,3 +154,8 @@ class Part:
         """True for a request that was given back already: it came late or twice."""
         last = self.asks.get(rank, -1)
         return ask < last or (ask == last and rank not in self.asked)
+
+
+def leased(parts: Iterable[Part], rank: Rank) -> int:
+    """Bytes of leases that this writer may still write to, as far as its notices say."""
+    return sum(part.nbytes for part in parts if part.lease is not None and rank in part.asked - part.arrived)

@@ -19,7 +19,7 @@ from attrs import define, frozen
 from msgspec import structs
 
 from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError
-from ..ids import Epoch
+from ..ids import Epoch, peer_name
 from .base import Lost, Options
 from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
 
@@ -62,14 +62,30 @@ class Forget:
 PeerEffect = SendTo | Up | Lost | Unreachable | Forget
 
 
-@define
-class _Peer:
+@define(eq=False)
+class KnownPeer:
+    """One life. Whoever keeps this object sees it ``lost`` once the table has forgotten it.
+
+    Args:
+        hello: what it said of itself.
+        heard: when it was last heard.
+        proved: it has named our epoch.
+        closed: when the connection to its address broke.
+        lost: it is silent, was reported lost, or is not in the table any more.
+        ended: its process has ended: seen, or confirmed by an operator.
+    """
+
     hello: Hello
     heard: float
     proved: bool
     closed: float | None = None
     lost: bool = False
     ended: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"peer {peer_name(self.hello.src, self.hello.instance, self.hello.rank)} at {self.hello.address}"
 
 
 FORGET_AFTER = 20
@@ -118,7 +134,7 @@ class PeerTable:
         self._hello = hello
         self._admit = admit
         self._options = options
-        self._peers: dict[Epoch, _Peer] = {}
+        self._peers: dict[Epoch, KnownPeer] = {}
         self._at: dict[str, Epoch] = {}
         self._dials: dict[str, _Dial] = {}
         self._retired: OrderedDict[Epoch, None] = OrderedDict()
@@ -152,6 +168,10 @@ class PeerTable:
     def hello(self, epoch: Epoch) -> Hello:
         """What a peer said of itself."""
         return self._peers[epoch].hello
+
+    def known(self, epoch: Epoch) -> KnownPeer | None:
+        """What is known of a life; None: nothing, or it was forgotten. From any thread."""
+        return self._peers.get(epoch)
 
     def address(self, epoch: Epoch) -> str | None:
         """Where a life is or was; None: never heard of it."""
@@ -204,7 +224,7 @@ class PeerTable:
             out += self._replace(hello.address, epoch)
             if not self._make_room(out):
                 return out + self._refuse(hello, IncompatiblePeerError("peers", f"at most {len(self._peers)}", 1), now)
-            self._peers[epoch] = _Peer(hello, now, hello.dst == self._epoch)
+            self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
             self._at[hello.address] = epoch
             self._absent.pop(hello.address, None)
             out.append(Up(hello))
@@ -234,16 +254,20 @@ class PeerTable:
         if old is None or old == epoch:
             return []
         was_lost = self._peers[old].lost
-        self._retire(old)
+        peer = self._drop(old, retire=True)
         if was_lost:
             return []
-        return [Lost(old, PeerLostError(f"peer {old.hex()[:8]} at {address}: another life has taken its address"))]
+        return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address"))]
 
-    def _retire(self, epoch: Epoch) -> None:
-        del self._peers[epoch]
-        self._retired[epoch] = None
-        while len(self._retired) > self.MAX_RETIRED:
-            self._retired.popitem(last=False)
+    def _drop(self, epoch: Epoch, *, retire: bool) -> KnownPeer:
+        """Forget a life; one that is retired never returns, and neither does one whose process has ended."""
+        peer = self._peers.pop(epoch)
+        peer.lost = True
+        if retire or peer.ended:
+            self._retired[epoch] = None
+            while len(self._retired) > self.MAX_RETIRED:
+                self._retired.popitem(last=False)
+        return peer
 
     def _make_room(self, out: list[PeerEffect]) -> bool:
         """See to it that one more peer may be known: forget who was lost first, or proved nothing for longest."""
@@ -253,16 +277,12 @@ class PeerTable:
         if not spare:
             return False
         there, _, epoch = min(spare)
-        peer = self._peers[epoch]
+        peer = self._drop(epoch, retire=False)
         address = peer.hello.address
-        if peer.ended:
-            self._retire(epoch)
-        else:
-            del self._peers[epoch]
         if self._at.get(address) == epoch:
             del self._at[address]
         if there:
-            out.append(Lost(epoch, PeerLostError(f"peer {epoch.hex()[:8]} at {address}: it made room for another")))
+            out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another")))
         out.append(Forget(address))
         return True
 
@@ -391,10 +411,7 @@ class PeerTable:
         for epoch, peer in list(self._peers.items()):
             if peer.lost:
                 if now - peer.heard >= o.silence_s * (FORGET_AFTER if peer.closed is None else 1):
-                    if peer.ended:
-                        self._retire(epoch)
-                    else:
-                        del self._peers[epoch]
+                    self._drop(epoch, retire=False)
                     del self._at[peer.hello.address]
                     self._note_absent(peer.hello.address)
                     out.append(Forget(peer.hello.address))
@@ -404,10 +421,10 @@ class PeerTable:
                 continue
             if now - peer.heard >= o.silence_s:
                 peer.lost = True
-                out.append(Lost(epoch, PeerLostError(f"{_where(peer)}: silent for {now - peer.heard:.1f} s")))
+                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {now - peer.heard:.1f} s")))
             elif peer.closed is not None and now - peer.closed >= o.closed_s:
                 peer.lost = True
-                error = PeerLostError(f"{_where(peer)}: its connection broke {now - peer.closed:.1f} s ago")
+                error = PeerLostError(f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago")
                 out.append(Lost(epoch, error))
             elif beat and self.lively(epoch, now):
                 out.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch)))
@@ -456,7 +473,3 @@ def is_older(hello: Hello, other: Hello) -> bool:
     When their processes began says nothing of it: a process that was there already may follow one that has ended.
     """
     return hello.host == other.host and hello.born < other.born
-
-
-def _where(peer: _Peer) -> str:
-    return f"peer {peer.hello.src.hex()[:8]} at {peer.hello.address}"

@@ -62,7 +62,7 @@ from .frames import (
     words,
 )
 from .machine import Machine, corners, ours, overlap
-from .parts import Part, Writer, misplaced, waited_for
+from .parts import Part, Writer, leased, misplaced, waited_for
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
 from .verify import unlike
@@ -171,10 +171,8 @@ class ReceiveRoom(Machine[Receiving]):
             self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 
     def _on_expected(self, event: Expected) -> None:
-        w = self._writers[Epoch(event.src)]
-        if event.parked:
-            return
-        self._repeat.stop(("expect", w.rank))
+        if not event.parked:
+            self._repeat.stop(("expect", self._writers[Epoch(event.src)].rank))
 
     # Moving.
 
@@ -534,9 +532,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._settle()
 
     def _on_gone_late(self, event: Gone) -> None:
-        w = self._writers.get(event.peer)
-        if w is not None:
-            w.gone = True
+        self._on_gone(event)
         self._settle()
 
     def _on_tick_draining(self, event: Tick) -> None:
@@ -547,9 +543,12 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _owes(self, w: Writer) -> bool:
         """True while this writer may still write to memory of ours."""
-        return self._may_touch_pages(w) or any(
-            p.lease is not None and w.rank in p.asked - p.arrived and not w.evidence for p in self._parts.values()
-        )
+        return self._may_touch_pages(w) or (not w.evidence and leased(self._parts.values(), w.rank) > 0)
+
+    def owed(self) -> dict[Epoch, tuple[int, bool]]:
+        """Of a room that failed: whose evidence is awaited, for how many bytes of leases, and whether for pages."""
+        owing, parts = [w for w in self._writers.values() if self._owes(w)], self._parts.values()
+        return {w.epoch: (leased(parts, w.rank), self._may_touch_pages(w)) for w in owing}
 
     def _settle(self) -> None:
         """Give back what nobody writes to any more; close when nothing is left."""

@@ -9,7 +9,7 @@ from itertools import islice
 from attrs import define, frozen
 
 from ..errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
-from ..ids import Epoch, Generation, Rank, RoomId
+from ..ids import Epoch, Generation, Rank, RoomId, peer_name
 from ..planning import Batch, Intake, Segment
 from .base import (
     Cancel,
@@ -482,7 +482,7 @@ class Flow(Machine[Sending]):
     # Words.
 
     def _name(self) -> str:
-        return f"room {self._head['room'].hex()} towards {self.peer.hex()[:8]}"
+        return f"room {self._head['room'].hex()} towards {peer_name(self.peer)}"
 
     def _send(self, frame: Expected | Abort | Drained) -> None:
         self._out.append(Send(self.peer, frame))

@@ -243,7 +243,9 @@ def test_a_lost_peer_that_may_never_have_heard_of_us_still_hears_who_we_are() ->
     """E2: our only Hello may have been lost; without one it could never say that a failed room is drained."""
     a = table(1, "a")
     a.on_hello(hello(epoch(2), b"", "b"), 0.0)
-    assert losses(a.tick(30.0)) == [(epoch(2), "peer 02020202 at b: silent for 30.0 s")]
+    assert losses(a.tick(30.0)) == [
+        (epoch(2), "peer i/0 (epoch 02020202020202020202020202020202) at b: silent for 30.0 s")
+    ]
     assert [e.frame.dst for e in a.tick(31.0) if isinstance(e, SendTo) and isinstance(e.frame, Hello)] == [epoch(2)]
     b = met()
     b.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 0.0)
@@ -254,7 +256,9 @@ def test_a_lost_peer_that_may_never_have_heard_of_us_still_hears_who_we_are() ->
 def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
     a = met()
     assert losses(a.tick(29.9)) == []
-    assert losses(a.tick(30.0)) == [(epoch(2), "peer 02020202 at b: silent for 30.0 s")]
+    assert losses(a.tick(30.0)) == [
+        (epoch(2), "peer i/0 (epoch 02020202020202020202020202020202) at b: silent for 30.0 s")
+    ]
     assert a.tick(31.0) == []
     assert (a.at("b"), a.epochs(), a.lively(epoch(2), 30.0)) == (None, (), False)
     ok, effects = a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 40.0)
@@ -276,7 +280,9 @@ def test_a_connection_that_is_not_back_in_three_seconds_is_loss() -> None:
     a.on_opened("nobody")
     assert losses(a.tick(9.0)) == []
     a.on_closed("b", 10.0)
-    assert losses(a.tick(13.0)) == [(epoch(2), "peer 02020202 at b: its connection broke 3.0 s ago")]
+    assert losses(a.tick(13.0)) == [
+        (epoch(2), "peer i/0 (epoch 02020202020202020202020202020202) at b: its connection broke 3.0 s ago")
+    ]
 
 
 def test_a_transports_report_is_loss_once() -> None:
@@ -335,7 +341,9 @@ def test_a_flood_of_introductions_is_bounded_and_newcomers_still_get_in() -> Non
     """E14: who never named our epoch makes room, the oldest first."""
     a = crowd()
     effects = a.on_hello(hello(epoch(50), b"", "new"), 1.0)
-    assert losses(effects) == [(epoch(100), "peer 64646464 at p0: it made room for another")]
+    assert losses(effects) == [
+        (epoch(100), "peer i/0 (epoch 64646464646464646464646464646464) at p0: it made room for another")
+    ]
     assert Forget("p0") in effects
     assert any(isinstance(e, Up) for e in effects)
     assert len(a.epochs()) == 4
