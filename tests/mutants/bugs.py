@@ -14,6 +14,7 @@ DECODE = "endpoints.decode:DecodeRole."
 SCATTER = "endpoints.scattering:Scatterer."
 DELIVERY = "endpoints.delivery:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
+ROSTER = "endpoints.roster:Roster."
 
 BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight", "E1",
@@ -208,5 +209,20 @@ BUGS: Sequence[Mutant] = (
            "protocol.tombstones:Tombstones.remember", "self._ended.setdefault(peer, OrderedDict())",
            "self._ended.setdefault(peer, OrderedDict())\n"
            "    for other in [p for p in self._ended if p != peer]:\n        del self._ended[other]"),
+    Mutant("a life that was lost is not listed, though memory waits for it", "I5",
+           ROSTER + "listed", "for epoch, (peer, held) in waiting.items():",
+           "for epoch, (peer, held) in ((e, of) for e, of in waiting.items() if e in sums):"),
+    Mutant("memory that came back is listed as if it waited", "I5",
+           ROSTER + "hold", "del self._waiting[key]", "pass"),
+    Mutant("a lease that waits for several peers counts for one of them", "I5",
+           RECEIVE + "owed", "if self._owes(w)]", "if self._owes(w)][:1]"),
+    Mutant("a slot that is still read counts as the bytes of one write", "I5",
+           MOVER + "owed", "(self._slot_bytes, 0)", "(post.transfer.nbytes, 0)"),
+    Mutant("who may still write to exposed pages is not listed", "I5",
+           RECEIVE + "owed", "if self._owes(w)]", "if leased(self._parts.values(), w.rank)]"),
+    Mutant("the digits that an error prints are not those that an operator may give", "I5",
+           ROSTER + "find", "bytes.fromhex(named)", "named.encode()[:16]"),
+    Mutant("a life that was seen to end is listed as there", "I5",
+           ROSTER + "_info", "if of.peer.lost or of.peer.ended:", "if False:"),
 )  # fmt: skip
 """At least one for each of E1 to E16."""

@@ -20,6 +20,7 @@ from ...errors import (
 )
 from ...protocol import Phase
 from .fault import FaultClass, survives
+from .holders import check_holders
 from .workload import Entry
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ class Checks:
         since, node.checked_at = node.checked_at, node.node.now
         self._integrity(node, since if node.turns % EVERYTHING else -inf)
         self.released(node)
+        check_holders(self._world, node)
         role = node.role
         if isinstance(role, DecodeRole):
             known = len(role._scatters._prepared)

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from attrs import frozen
 
-from ...errors import DisaggKVError, EndpointBrokenError
+from ...errors import DisaggKVError, EndpointBrokenError, UnknownNameError
 from ...ids import Peer
 from ...protocol import Phase
 from ...rendezvous import StaticRendezvous
@@ -323,7 +323,12 @@ class World:
         self.mark("release:confirmed")
         dead.confirmed = True
         for node in self.nodes:
-            node.endpoint.confirm_terminated(dead.epoch)
+            if any(peer.epoch == dead.epoch and peer.rooms for peer in node.endpoint.peers()):
+                self.mark("release:confirmed where memory waited")
+            try:
+                node.endpoint.confirm_terminated(dead.epoch.hex())
+            except UnknownNameError:
+                self.mark("confirmed:where it was not known")
             self._await_evidence(node)
 
     def _await_evidence(self, node: SimNode) -> None:
