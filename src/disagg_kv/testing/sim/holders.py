@@ -1,4 +1,4 @@
-"""I5: at any time, memory that waits for evidence about a peer is listed under that peer's name, and can be freed by it.
+"""I5: memory that waits for evidence about a peer is listed under that peer's name at any time, and can be freed by it.
 
 What should be listed is worked out here from the accounts of rooms, leases and slots, and from the writes that are
 under way, by other ways than the endpoint's.
