@@ -197,6 +197,10 @@ class RecordingTransport:
         """Pass on."""
         self._inner.deregister(regions)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """Pass on."""
+        return self._inner.peer_of(descriptor)
+
     def local_descriptor(self) -> bytes:
         """Pass on."""
         return self._inner.local_descriptor()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
 
-from ..errors import DisaggKVError, without_frames
+from ..errors import DisaggKVError, IncompatiblePeerError, without_frames
 from ..ids import Epoch, Peer, peer_name
-from ..protocol import RoomFrame
+from ..protocol import Hello, RoomFrame
 from ..protocol.machine import ours
 from ..protocol.peers import Up
 from ..transports import Transport
@@ -77,6 +77,7 @@ class Links:
         self._linking: dict[Epoch, _Linking] = {}
         self._linked: dict[Epoch, Peer] = {}
         self._epochs: dict[Peer, Epoch] = {}
+        self._claims: dict[Peer, Hello] = {}
         self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
         self._results: deque[tuple[Epoch, Peer | DisaggKVError, float]] = deque()
 
@@ -90,18 +91,21 @@ class Links:
         if error is not None and self._clock() - at < self._remember_s:
             return Linked(up, error, ())
         self._failed.pop(up.epoch, None)
-        self._linking[up.epoch] = _Linking(up)
-        transport, epoch, descriptor = self._transport, up.epoch, up.hello.descriptor
-        hello = up.hello
+        transport, epoch, hello = self._transport, up.epoch, up.hello
         name = f"peer {peer_name(epoch, hello.instance, hello.rank)} at {hello.address}: transport {hello.transport!r}"
+        try:
+            self._claim(hello)
+        except Exception as exc:
+            self._fail(epoch, refused := ours(exc, name), self._clock())
+            return Linked(up, refused, ())
+        self._linking[epoch] = _Linking(up)
 
         def job() -> None:
             link: Peer | DisaggKVError
             try:
-                link = transport.connect(descriptor, CONNECT_S)
+                link = transport.connect(hello.descriptor, CONNECT_S)
             except Exception as exc:
                 link = ours(exc, name)
-                without_frames(link)
             self._results.append((epoch, link, self._clock()))
             self._wake()
 
@@ -115,18 +119,43 @@ class Links:
             epoch, link, at = self._results.popleft()
             linking = self._linking.pop(epoch)
             if isinstance(link, DisaggKVError):
-                self._failed[epoch] = (at, link)
-                self._failed.move_to_end(epoch)
-                while len(self._failed) > REMEMBERED:
-                    self._failed.popitem(last=False)
+                self._fail(epoch, link, at)
             elif linking.wanted:
                 self._linked[epoch] = link
                 self._epochs[link] = epoch
             elif epoch not in self._linked:
                 self._transport.disconnect(link)
+            if epoch not in self._linked:
+                self._release(epoch)
             if linking.wanted:
                 out.append(Linked(linking.up, link, linking.frames))
         return out
+
+    def _fail(self, epoch: Epoch, error: DisaggKVError, at: float) -> None:
+        without_frames(error)
+        self._failed[epoch] = (at, error)
+        self._failed.move_to_end(epoch)
+        while len(self._failed) > REMEMBERED:
+            self._failed.popitem(last=False)
+
+    def _claim(self, hello: Hello) -> None:
+        """The transport that an epoch names is its own, from before it is connected until it is disconnected.
+
+        Descriptors are no secrets. Another epoch that names the same transport would receive, or divert, the bytes of
+        the first one, and its end would end the first one's link.
+
+        Raises:
+            IncompatiblePeerError: another epoch has named it before.
+            RemoteProtocolError: the descriptor is garbage.
+        """
+        owner = self._claims.setdefault(self._transport.peer_of(hello.descriptor), hello)
+        if owner.src != hello.src:
+            ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner, hello))
+            raise IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
+
+    def _release(self, epoch: Epoch) -> None:
+        for peer in [peer for peer, owner in self._claims.items() if owner.src == epoch]:
+            del self._claims[peer]
 
     def hold(self, frame: RoomFrame) -> bool:
         """Keep a frame of an epoch that is linking; False: its epoch is not. Raises nothing, drops beyond a bound."""
@@ -151,6 +180,8 @@ class Links:
         if link is not None:
             self._epochs.pop(link, None)
             self._transport.disconnect(link)
+        if epoch not in self._linking:
+            self._release(epoch)
 
     def of(self, epoch: Epoch) -> Peer | None:
         """The transport's name of a peer; None: it is not linked."""

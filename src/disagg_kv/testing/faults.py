@@ -130,6 +130,10 @@ class FaultyTransport:
                 raise RegistrationError(f"local region {used[0]} is used by ticket {ticket}, which is not quiet")
         self._inner.deregister(regions)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """See :meth:`Transport.peer_of`."""
+        return self._inner.peer_of(descriptor)
+
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         return self._inner.local_descriptor()

@@ -144,6 +144,19 @@ class PeerCases(TransportCases):
         pair.put((0, 0, 100))
         pair.check()
 
+    def test_a_descriptor_says_whose_it_is_before_anything_is_connected(self, pair: Pair) -> None:
+        """The peer that connecting gives, also where that has more regions now; garbage names none."""
+        transport = pair.source.transport
+        assert transport.peer_of(pair.target.descriptor()) == pair.peer
+        assert transport.peer_of(pair.source.descriptor()) != pair.peer
+        pair.target.add(np.full(100, POISON, np.uint8))
+        assert transport.peer_of(pair.target.descriptor()) == pair.peer
+        transport.disconnect(pair.peer)
+        assert transport.peer_of(pair.target.descriptor()) == pair.connect() == pair.peer
+        for bad in (b"", pair.target.descriptor()[:-3], noise(300).tobytes()):
+            with pytest.raises(RemoteProtocolError):
+                transport.peer_of(bad)
+
     def test_a_damaged_descriptor_gives_no_foreign_error(self, pair: Pair) -> None:
         """Whatever byte is wrong, the answer is one of the library's errors, or a peer."""
         good = pair.target.descriptor()

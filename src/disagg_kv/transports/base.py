@@ -115,6 +115,14 @@ class Transport(Protocol):
         """What a peer needs for ``connect``: incarnation and all regions registered so far. Opaque, versioned."""
         ...
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """Which peer a descriptor names, before anything is connected; ``connect`` returns the same.
+
+        Raises:
+            RemoteProtocolError: the descriptor is garbage or of another version.
+        """
+        ...
+
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """Learn a peer from its descriptor; again with a newer descriptor of the same incarnation: more regions.
 

@@ -187,6 +187,10 @@ class CudaIpcTransport:
         for region in regions:
             del self._places[region]
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """See :meth:`Transport.peer_of`."""
+        return decode(descriptor, self.name).incarnation
+
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(

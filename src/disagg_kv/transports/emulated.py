@@ -58,6 +58,10 @@ class EmulatedWire:
         """See :meth:`Transport.deregister`."""
         self._inner.deregister(regions)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """See :meth:`Transport.peer_of`."""
+        return self._inner.peer_of(descriptor)
+
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         return self._inner.local_descriptor()

@@ -56,6 +56,10 @@ class InprocTransport:
         with self._target:
             self._table.remove(regions)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """See :meth:`Transport.peer_of`."""
+        return decode(descriptor, self.name).incarnation
+
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device) for i, b in self._table.items())

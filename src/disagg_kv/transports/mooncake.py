@@ -158,6 +158,10 @@ class MooncakeTransport:
         for buffer in self._table.remove(regions):
             engine.unregister(buffer.addr)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """See :meth:`Transport.peer_of`."""
+        return decode(descriptor, self.name).incarnation
+
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())

@@ -194,6 +194,10 @@ class NixlTransport:
         self._sources = self._table.items()
         self._devices = by_device((i, b.device) for i, b in self._sources)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """See :meth:`Transport.peer_of`."""
+        return decode(descriptor, self.name).incarnation
+
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())

@@ -151,6 +151,10 @@ class ShmTransport:
         """See :meth:`Transport.deregister`; a peer that has mapped the memory can go on writing to it."""
         self._table.remove(regions)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """See :meth:`Transport.peer_of`."""
+        return decode(descriptor, self.name).incarnation
+
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())

@@ -163,6 +163,9 @@ class PipesTransport:
         with self._target:
             self._table.remove(regions)
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        return decode(descriptor, self.name).incarnation
+
     def local_descriptor(self) -> bytes:
         regions = tuple(Region(i, b.nbytes, b.device) for i, b in self._table.items())
         return encode(Descriptor(self.name, self._me, self._table.serial, regions))

@@ -114,6 +114,10 @@ class SimTransport:
         for region in regions:
             del self.regions[region]
 
+    def peer_of(self, descriptor: bytes) -> Peer:
+        """A peer by its name."""
+        return Peer(descriptor)
+
     def local_descriptor(self) -> bytes:
         """Our name."""
         return self.me
