@@ -240,6 +240,17 @@ def simulation(found: Found) -> str:
     )
 
 
+def mutants(found: Found) -> str:
+    """What planted bugs cost to find: the simulator's figure of merit, then each bug, the dearest first."""
+    per_minute = f"**{found['killed_per_cpu_minute']:.1f} planted bugs killed per CPU minute**"
+    said = f"{per_minute}: {found['killed']} of {found['planted']} in {found['cpu_seconds']:,.0f} CPU seconds."
+    rows = (
+        [bug["name"], bug["rule"] or "survives", f"{bug['seeds']:,}", f"{bug['cpu_seconds']:,.1f}"]
+        for bug in sorted(found["bugs"], key=lambda bug: -bug["cpu_seconds"])
+    )
+    return f"{said}\n\n{table([['planted bug', 'rule', 'seeds', 'CPU seconds'], *rows])}"
+
+
 def gpu_kernels(found: Found) -> str:
     """Gather and scatter on a GPU, case by case."""
     head = ["case", "GB/s", "share of a copy", "device us", "host us", "host us, new size"]
@@ -396,6 +407,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_prefix_index.json": prefix_index,
     "cpu_prefix_workload.json": prefix_workload,
     "simulation.json": simulation,
+    "mutants.json": mutants,
     "h200_kernels.json": gpu_kernels,
     "h200_transfer.json": gpu_transfer,
     "h200_transfer_again.json": gpu_transfer,

@@ -6,13 +6,16 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ..endpoints.buffers import new_staging
 from ..errors import DeadlineError
 from ..ids import Peer, RegionId
+from ..kernels.tensors import tensor_of
 from ..memory import Buffer
 from ..planning import Writes
 from ..transports import Ended, Transport
+from .data import blank
 from .timing import Queued
 
 
@@ -28,6 +31,15 @@ class BulkTarget:
         """What a writer needs."""
         return self._transport.local_descriptor(), self._region
 
+    def blank(self) -> None:
+        """Let nothing of an earlier write be there."""
+        blank(self._memory)
+
+    def sums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
+        """What the bytes of each part, (where it begins, how many), sum up to."""
+        memory = tensor_of(self._memory)
+        return [_sum(memory[at : at + nbytes]) for at, nbytes in parts]
+
     def work(self) -> None:
         """One poll, for transports that need it of a target."""
         self._transport.poll()
@@ -42,6 +54,7 @@ class BulkSource:
 
     def __init__(self, transport: Transport, memory: Sequence[Buffer], timeout_s: float) -> None:
         self._transport = transport
+        self._memory = memory[0]
         self._region = transport.register(memory)[0]
         self._timeout_s = timeout_s
         self._pause_s = 50e-6 if memory[0].device == "cpu" else 0.0
@@ -71,6 +84,11 @@ class BulkSource:
                 raise DeadlineError(f"{len(waiting)} plain writes have not ended after {self._timeout_s:g} s")
             time.sleep(self._pause_s)
 
+    def sums(self) -> list[int]:
+        """What the bytes of each write sum up to."""
+        memory = tensor_of(self._memory)
+        return [_sum(memory[: int(writes.nbytes[0])]) for _, writes in self._batches]
+
     def close(self) -> None:
         """Forget everything."""
         self._transport.close(1.0)
@@ -79,3 +97,7 @@ class BulkSource:
 def spread(sizes: Sequence[int]) -> list[int]:
     """Where in a target's memory each writer's bytes begin."""
     return [int(at) for at in np.cumsum([0, *sizes])[:-1]]
+
+
+def _sum(memory: torch.Tensor) -> int:
+    return int(memory.sum(dtype=torch.int64))

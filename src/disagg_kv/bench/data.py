@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernels.tensors import plane_of
-from ..memory import PagedPool
+from ..kernels.tensors import plane_of, tensor_of
+from ..memory import Buffer, PagedPool
 from .shape import Role, TransferShape
 
 POISON = 0xA5
@@ -43,6 +43,12 @@ def poison(pool: PagedPool) -> None:
     settle(pool)
 
 
+def blank(memory: Buffer) -> None:
+    """The same of staging memory, which no write is under way from or to."""
+    tensor_of(memory).fill_(POISON)
+    _synchronize(memory.device)
+
+
 def wrong(pool: PagedPool, shape: TransferShape, pages: Ids) -> int:
     """Bytes of the pool that are not what :func:`fill` would have written."""
     return sum(int((view != want).sum()) for view, want in _planes(pool, shape, pages))
@@ -50,7 +56,10 @@ def wrong(pool: PagedPool, shape: TransferShape, pages: Ids) -> int:
 
 def settle(pool: PagedPool) -> None:
     """Wait until what was asked of a GPU is done."""
-    device = pool.buffers[0].device
+    _synchronize(pool.buffers[0].device)
+
+
+def _synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize(device)
 

@@ -17,7 +17,6 @@ from ..endpoints.driver import TURN_S
 from ..errors import ConfigurationError, DeadlineError, IntegrityError
 from ..geometry import PageTable
 from ..protocol import Options
-from .data import poison
 from .machine import Machine
 from .rank import KV, DecodeRank, Moved, PrefillRank, Setup, attend, wait_until
 from .ranks import ROLES, Ranks, running, within_one_process
@@ -276,11 +275,6 @@ class Granter(DecodeRank):
         self._pair = _Pair(setup.folder, "decode", "prefill")
         self._thread = threading.Thread(target=self._echo, name="bare ZeroMQ", daemon=True)
         self._thread.start()
-
-    def prepare(self, strategy: str, room: bytes) -> None:
-        """Await a room in pages that hold nothing of an earlier one."""
-        poison(self._pools[strategy])
-        super().prepare(strategy, room)
 
     def answer_with(self, nbytes: int) -> None:
         """How large the answer to a bare frame is."""

@@ -21,13 +21,14 @@ from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
 from ..ids import GroupId, RegionId, RoomId
 from ..kernels import Kernels
+from ..kernels.tensors import plane_of
 from ..memory import PagedPool
 from ..protocol import Options, Phase, Verify
 from ..rendezvous import Source, StaticRendezvous
 from ..strategies import LayerPipelined, Schedule, strategy
 from ..transports import SupportsAllocate, Transport, between_processes, emulate
 from .bulk import BulkSource, BulkTarget
-from .data import SPARE, fill, page_ids, poison, wrong
+from .data import SPARE, blank, fill, page_ids, poison, wrong
 from .shape import WIRE, Role, TransferShape
 from .timing import Queued, Still, Timed
 
@@ -156,6 +157,10 @@ class PrefillRank:
         """Learn where the plain writes go."""
         self._bulk.connect(targets)
 
+    def plain_sums(self) -> list[int]:
+        """Of each plain write, what its bytes sum up to."""
+        return self._bulk.sums()
+
     def bulk(self) -> tuple[float, float]:
         """Write plainly; when it began and ended."""
         return self._bulk.move(self._queued())
@@ -164,8 +169,10 @@ class PrefillRank:
         return Queued(self._shape.queued_s) if self._shape.queued_s else None
 
     def prepare(self, strategy: str, room: bytes) -> None:
-        """Open a room, and wait until decode has said that it awaits it."""
+        """Open a room, and wait until decode has said that it awaits it; slots hold nothing of an earlier one."""
         self._end, self._channel = self._ends[strategy], self._channels[strategy]
+        if strategy != WIRE:
+            blank(self._end.staging)
         self._delivery = self._end.open(RoomId(room))
         delivery, shape = self._delivery, self._shape
         self._until(lambda: delivery.held is not None or delivery.phase is Phase.FAILED)
@@ -222,6 +229,7 @@ class DecodeRank:
         self._shape = shape
         self._ids = page_ids(shape, "decode", setup.rank)
         self._pools: dict[str, PagedPool] = {}
+        self._right: list[torch.Tensor] = []
         self._ends: dict[str, DecodeEndpoint] = {}
         size, layout = shape.pages("decode")
         for name in shape.runs:
@@ -256,8 +264,19 @@ class DecodeRank:
         """Where the plain writes go."""
         return self._bulk.describe()
 
+    def blank_plain(self) -> None:
+        """Let nothing of an earlier plain write be there."""
+        self._bulk.blank()
+
+    def plain_sums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
+        """What the bytes of each part, (where it begins, how many), sum up to."""
+        return self._bulk.sums(parts)
+
     def prepare(self, strategy: str, room: bytes) -> None:
-        """Await a room."""
+        """Await a room, in pages and by a ring that hold nothing of an earlier one."""
+        if strategy != WIRE:
+            poison(self._pools[strategy])
+            blank(self._ends[strategy].staging)
         self._reception = self._ends[strategy].open(RoomId(room), Source("prefill"))
         self._reception.expect(self._shape.tokens, [PageTable(KV, self._ids)])
 
@@ -271,8 +290,14 @@ class DecodeRank:
         return _moved(reception, ended, ended)
 
     def wrong(self, strategy: str) -> int:
-        """Bytes of the pool that are not as they must be."""
-        return wrong(self._pools[strategy], self._shape, self._ids)
+        """Bytes of the pool that are not as they must be: looked up once, and compared with what was right then."""
+        pool = self._pools[strategy]
+        if self._right:
+            return sum(int((plane_of(pool, n) != right).sum()) for n, right in enumerate(self._right))
+        bad = wrong(pool, self._shape, self._ids)
+        if not bad:
+            self._right = [plane_of(pool, n).clone() for n in range(len(pool.site.planes))]
+        return bad
 
     def idle(self) -> None:
         """Let plain writes progress where that is up to the target."""

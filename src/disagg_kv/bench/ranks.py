@@ -48,10 +48,14 @@ class Ranks:
             pipe.send((name, args))
 
     def give(self, name: str, args: Sequence[object]) -> None:
-        """Have each of them do something with an argument of its own."""
+        """Have each of them do something with an argument of its own, and wait."""
+        self.send(name, args)
+        self.answers(type(None))
+
+    def send(self, name: str, args: Sequence[object]) -> None:
+        """The same; the answers are still to be taken."""
         for pipe, arg in zip(self._pipes, args, strict=True):
             pipe.send((name, (arg,)))
-        self.answers(type(None))
 
     def ask(self, kind: type[T], name: str, *args: object) -> list[T]:
         """Have all of them do something, and wait."""

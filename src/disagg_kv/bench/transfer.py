@@ -23,6 +23,10 @@ Runs = list[tuple[list[Moved], list[Moved]]]
 """Of each repeat, what prefill's and what decode's ranks measured."""
 
 
+Plain = list[list[tuple[int, int, int, int]]]
+"""Of each decode rank its plain writes: where each begins, its bytes, its sender, and its place among that one's."""
+
+
 @frozen
 class Quantiles:
     """Seconds: half of the repeats took at most ``p50``, nineteen of twenty at most ``p95``."""
@@ -110,7 +114,9 @@ def steps(shape: TransferShape) -> int:
 
 
 def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: None) -> TransferReport:
-    """Check the bytes of every strategy, then measure all of them and the ceiling in turns.
+    """Measure every strategy and the ceiling in turns, and check the bytes of each transfer.
+
+    Before each of them, outside its time, pages, ring and slots are filled with what no transfer brings.
 
     Args:
         shape: what to move.
@@ -118,7 +124,7 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
 
     Raises:
         ConfigurationError: something that cannot work.
-        IntegrityError: a strategy moved wrong bytes; nothing is measured then.
+        IntegrityError: a strategy, or the plain writes, moved wrong bytes, in any transfer; there is no report then.
         DeadlineError, PeerLostError: a rank hangs, or has ended.
     """
     explanation = shape.explain()
@@ -132,15 +138,15 @@ def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: N
             else:
                 _check(decode, name, explanation)
                 told(f"{name}: bytes are right")
-        _introduce(prefill, decode, explanation)
-        _bulk(prefill)  # the first touch of the memory is not measured
+        sent = _introduce(prefill, decode, explanation)
+        _bulk(prefill, decode, sent)  # the first touch of the memory is not measured
         for repeat in range(1, shape.repeats + 1):
-            plain.append(_bulk(prefill))
+            plain.append(_bulk(prefill, decode, sent))
             for name in shape.runs:
                 runs[name].append(_transfer(prefill, decode, name, repeat))
+                if name != WIRE:
+                    _check(decode, name, explanation)
                 told(f"{name}: {repeat} of {shape.repeats}")
-        for name in (*shape.strategies, *shape.verified.values()):
-            _check(decode, name, explanation)
     nbytes = explanation.nbytes
     wire, total = (Quantiles.of(seconds) for seconds in zip(*plain, strict=True))
     ceiling = Ceiling(len(explanation.pairs), wire, total, nbytes / total.p50 / 1e9)
@@ -172,7 +178,7 @@ class Turns:
 
 
 def run_turns(shape: TransferShape) -> dict[str, Turns]:
-    """Check the bytes of every strategy, then measure all of them in turns, without a ceiling.
+    """Measure every strategy in turns, without a ceiling, and check the bytes of each transfer.
 
     Raises:
         As :func:`run_transfer`.
@@ -183,10 +189,7 @@ def run_turns(shape: TransferShape) -> dict[str, Turns]:
         for repeat in range(shape.repeats + 1):
             for name in shape.strategies:
                 runs[name].append(_transfer(prefill, decode, name, repeat))
-                if repeat == 0:
-                    _check(decode, name, explanation)
-        for name in shape.strategies:
-            _check(decode, name, explanation)
+                _check(decode, name, explanation)
     return {name: Turns(tuple(_totals(of[1:])), max(m.groups for m in of[-1][0])) for name, of in runs.items()}
 
 
@@ -208,20 +211,32 @@ def _check(decode: Ranks, strategy: str, explanation: Explanation) -> None:
         )
 
 
-def _introduce(prefill: Ranks, decode: Ranks, explanation: Explanation) -> None:
+def _introduce(prefill: Ranks, decode: Ranks, explanation: Explanation) -> Plain:
     """Tell every prefill rank where its plain writes go."""
     targets = decode.ask(tuple, "describe")
     sent: dict[int, list[tuple[object, ...]]] = {}
+    plain: Plain = [[] for _ in targets]
     for number, target in enumerate(targets):
         pairs = [p for p in explanation.pairs if p.target == number]
         for pair, offset in zip(pairs, spread([p.nbytes for p in pairs]), strict=True):
-            sent.setdefault(pair.writer, []).append((*target, offset, pair.nbytes))
+            mine = sent.setdefault(pair.writer, [])
+            plain[number].append((offset, pair.nbytes, pair.writer, len(mine)))
+            mine.append((*target, offset, pair.nbytes))
     prefill.give("connect", [sent.get(rank, []) for rank in range(prefill.size)])
+    return plain
 
 
-def _bulk(prefill: Ranks) -> tuple[float, float]:
-    """Seconds: of the slowest rank, and of all together."""
+def _bulk(prefill: Ranks, decode: Ranks, plain: Plain) -> tuple[float, float]:
+    """Seconds: of the slowest rank, and of all together; what is there is compared with what was sent."""
+    decode.ask(type(None), "blank_plain")
     times = prefill.ask(tuple, "bulk")
+    sums = prefill.ask(list, "plain_sums")
+    decode.send("plain_sums", [[part[:2] for part in parts] for parts in plain])
+    for number, (parts, found) in enumerate(zip(plain, decode.answers(list), strict=True)):
+        if found != [sums[writer][place] for _, _, writer, place in parts]:
+            raise IntegrityError(
+                f"plain writes: decode rank {number} has other bytes than were sent; nothing is measured"
+            )
     slowest = max(ended - began for began, ended in times)
     return slowest, max(ended for _, ended in times) - min(began for began, _ in times)
 

@@ -13,7 +13,7 @@ from ..errors import AbortedError, ConfigurationError, QuarantineFullError
 from ..geometry import Shard
 from ..ids import Epoch, Generation, Rank, RegionId, RoomId
 from ..kernels import Kernels
-from ..memory import MemoryPool
+from ..memory import Buffer, MemoryPool
 from ..planning import Segment
 from ..protocol import Options, RoomKey, Verify, check_verify
 from ..rendezvous import Rendezvous, Source
@@ -131,6 +131,7 @@ class DecodeEndpoint:
             lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
         )
         self._pool = pool
+        self._staging = memory
         self._ring_bytes = ring_bytes
         self._ring = ring
         self._options = options = Options() if options is None else options
@@ -193,6 +194,11 @@ class DecodeEndpoint:
     def leased_bytes(self) -> int:
         """Bytes of the ring that are leased: to segments on their way, or waiting for evidence."""
         return self._ring.live_bytes
+
+    @property
+    def staging(self) -> Buffer:
+        """The ring: where rows land before they are scattered."""
+        return self._staging
 
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.close`."""

@@ -13,7 +13,7 @@ from ..errors import LocalProtocolError, QuarantineFullError
 from ..geometry import PageTable, Shard
 from ..ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
 from ..kernels import Kernels
-from ..memory import Event, MemoryPool
+from ..memory import Buffer, Event, MemoryPool
 from ..planning import Batch
 from ..protocol import Options, RoomKey, Verify, check_verify
 from ..rendezvous import Rendezvous
@@ -117,6 +117,7 @@ class PrefillEndpoint:
             slot_bytes=slot_bytes,
         )
         self._pool = pool
+        self._staging = staging
         self._slots = slots
         self._options = options = Options() if options is None else options
         self._lives = count(1)
@@ -194,6 +195,11 @@ class PrefillEndpoint:
     def pinned_slots(self) -> int:
         """Staging slots that are being filled or that a write may still read."""
         return self._mover.pinned_slots
+
+    @property
+    def staging(self) -> Buffer:
+        """Where rows are gathered before they are sent."""
+        return self._staging
 
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Sender.close`."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from benchmarks.page import mutants
 from disagg_kv.protocol.receiving import ReceiveRoom
 from disagg_kv.testing.sim import simulate
+from tests.mutants.__main__ import main
 from tests.mutants.bugs import BUGS
-from tests.mutants.hunt import hunt
+from tests.mutants.hunt import Hunt, Kill, Tally, hunt, timed
 from tests.mutants.planting import Mutant
 
 QUICK = [bug for bug in BUGS if bug.item in ("E1", "E5", "E6", "E14", "E15", "E16")]
@@ -43,3 +48,39 @@ def test_a_bug_that_is_none_survives() -> None:
         "nothing", "I2", "protocol.retry:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key, 0)"
     )
     assert hunt(harmless, range(2)) is None
+
+
+def test_a_hunt_says_what_it_cost() -> None:
+    """Seeds up to the one that found the bug, or all of them; CPU time of the process that ran them."""
+    survives = Mutant("nothing", "I2", "protocol.retry:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key)")
+    found, nothing = timed(QUICK[0], range(40)), timed(survives, ())
+    assert found.kill is not None
+    assert found.seeds == found.kill.seed + 1
+    assert found.cpu_s > 0
+    assert (nothing.kill, nothing.seeds) == (None, 0)
+
+
+def test_the_figure_of_merit_is_of_all_that_was_spent() -> None:
+    """Bugs that survive cost as much as others, and count for nothing; the page shows the dearest first."""
+    first, second, third = BUGS[:3]
+    kill = Kill(6, "I5", "said")
+    tally = Tally((Hunt(first, kill, 7, 1.0), Hunt(second, None, 10_000, 60.0), Hunt(third, kill, 7, 20.0)), 240.0)
+    assert (tally.killed, tally.killed_per_cpu_minute) == (2, 0.5)
+    record = json.loads(json.dumps(tally.record()))
+    assert [bug["seed"] for bug in record["bugs"]] == [6, None, 6]
+    shown = mutants(record).splitlines()
+    assert shown[0] == "**0.5 planted bugs killed per CPU minute**: 2 of 3 in 240 CPU seconds."
+    assert [line.split(" | ")[1:] for line in shown[4:]] == [
+        ["survives", "10,000", "60.0 |"], ["I5", "7", "20.0 |"], ["I5", "7", "1.0 |"],
+    ]  # fmt: skip
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Children's CPU time counts: their hunts are nearly all of it."""
+    into = tmp_path / "mutants.json"
+    assert main(["--json", str(into)], QUICK[:2]) == 0
+    record = json.loads(into.read_text())
+    assert (record["planted"], record["killed"]) == (2, 2)
+    assert record["cpu_seconds"] > sum(bug["cpu_seconds"] for bug in record["bugs"]) > 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"planted bugs killed per CPU minute: {record['killed_per_cpu_minute']:.1f} (")
