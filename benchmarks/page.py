@@ -55,8 +55,8 @@ def above(shares_of: Iterable[float], why: str) -> str:
 
 
 PLAIN_CEILING = (
-    "the ceiling is one plain write for each pair of ranks, all at once, and no bound of the transport: several segments "
-    "are under way for each pair. Both are medians of runs in turns, and differ by less than their spread."
+    "the ceiling is one plain write for each pair of ranks, all at once, and no bound of the transport: several "
+    "segments are under way for each pair. Both are medians of runs in turns, and differ by less than their spread."
 )
 
 COPY_CEILING = "the copy is a copy of as many contiguous bytes, measured beside the kernel, and no bound of the memory."
