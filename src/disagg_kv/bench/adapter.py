@@ -17,6 +17,7 @@ from ..ids import RegionId
 from ..memory import bytes_of, new_buffer
 from ..planning import Writes
 from ..transports import Ended, transport
+from .data import POISON
 from .machine import Machine
 from .raw import Raw, Target, raw
 from .transfer import Quantiles
@@ -65,7 +66,7 @@ class _There:
 
 
 def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -> AdapterReport:
-    """Measure, after the bytes of the largest write through the transport were checked.
+    """Measure; before and after each size a write of it is checked, through the library and through the transport.
 
     Args:
         name: of a transport with a library behind it.
@@ -74,7 +75,7 @@ def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -
 
     Raises:
         ConfigurationError: no sizes, or a transport that is not there or has no library.
-        IntegrityError: wrong bytes; nothing is measured then.
+        IntegrityError: wrong bytes; there is no report then.
         DeadlineError: a write does not end.
     """
     if not writes or min(*writes, *writes.values()) < 1:
@@ -103,16 +104,26 @@ def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -
         try:
             content = np.random.default_rng(0).bytes(most)
             bytes_of(memory)[:] = np.frombuffer(content, np.uint8)
-            write(Writes.one(region, 0, there.region, 0, most))
-            pipe.send(content)
-            if not pipe.poll(timeout_s) or not pipe.recv():
-                raise IntegrityError(f"transport {name!r}: {most} bytes did not arrive as they were sent")
-            sizes = [
-                _size(
-                    n, count, library.prepare(there.raw, n), partial(write, Writes.one(region, 0, there.region, 0, n))
-                )
-                for n, count in writes.items()
-            ]
+
+            def checked(what: str, call: Callable[[], None], nbytes: int) -> None:
+                """One write more, into memory that holds nothing of an earlier one, and what of it has landed."""
+                for said, act in ((nbytes, call), (content[:nbytes], None)):
+                    pipe.send(said)
+                    if not pipe.poll(timeout_s) or not pipe.recv():
+                        raise IntegrityError(f"{what} of {name!r}: {nbytes} bytes did not arrive as they were sent")
+                    if act is not None:
+                        act()
+
+            sizes = []
+            for n, count in writes.items():
+                through = partial(write, Writes.one(region, 0, there.region, 0, n))
+                kinds = {"library": library.prepare(there.raw, n), "transport": through}
+                for what, call in kinds.items():
+                    checked(what, call, n)
+                size = _size(n, count, *kinds.values())
+                for what, call in kinds.items():
+                    checked(what, call, n)
+                sizes.append(size)
         finally:
             side.close(1.0)
     return AdapterReport(name, sizes)
@@ -169,6 +180,11 @@ def serve(pipe: Connection, name: str, nbytes: int) -> None:
             while True:
                 while not pipe.poll(library.pause_s):
                     library.work()
-                pipe.send(bytes(bytes_of(memory)) == pipe.recv())
+                asked = pipe.recv()
+                if isinstance(asked, int):
+                    bytes_of(memory)[:asked] = POISON
+                    pipe.send(True)
+                else:
+                    pipe.send(bytes(bytes_of(memory)[: len(asked)]) == asked)
         except (EOFError, ConnectionError):
             side.close(0.0)

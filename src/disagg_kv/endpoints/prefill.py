@@ -212,7 +212,6 @@ class PrefillRole:
 
     def _gated(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
-        assert self.mover is not None
         if not self.mover.orders(ready):
             return False
         for one in handed:
@@ -245,7 +244,6 @@ class PrefillRole:
             fired.set()
             return
         room.withdrawn.append(fired)
-        assert self.mover is not None
         self.mover.ahead.forget(key)
         self._apply(room, room.machine.withdraw(self._node.now))
 
@@ -334,7 +332,6 @@ class PrefillRole:
             unmet.answered.add(epoch)
         node.send(Send(epoch, Expected(**head, parked=False)))
         try:
-            assert self.mover is not None
             way, plan = self._ways.find(
                 name, remote, frame, tuple(room.ways.values()), self.mover.quota, partial(room.grouped, node)
             )
@@ -495,7 +492,6 @@ class PrefillRole:
     # Effects and time.
 
     def _apply(self, room: PrefillRoom, effects: Sequence[Effect]) -> None:
-        assert self.mover is not None
         votes: list[Vote] = []
         for effect in effects:
             match effect:
@@ -537,7 +533,6 @@ class PrefillRole:
             self._close(room)
 
     def _close(self, room: PrefillRoom) -> None:
-        assert self.mover is not None
         node, name, machine = self._node, room.key.room, room.machine
         self.mover.forget(room.key)
         self._pacer.room_ended(room.key)
@@ -593,7 +588,6 @@ class PrefillRole:
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.role.Role`."""
-        assert self.mover is not None
         self.mover.check_integrity()
         self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]

@@ -170,6 +170,8 @@ class DecodeEndpoint:
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.confirm_terminated`."""
+        if self._node.broken is not None:
+            raise self._node.broken
         self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(epoch)))
 
     def _handles(self) -> list[ReceptionHandle]:

@@ -176,6 +176,8 @@ class PrefillEndpoint:
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Sender.confirm_terminated`."""
+        if self._node.broken is not None:
+            raise self._node.broken
         self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(epoch)))
 
     def _handles(self) -> list[DeliveryHandle]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -28,23 +29,38 @@ from tests.support.needs import needs_mooncake, needs_nixl
 LONG_S = 120.0
 
 
-class Nothing:
-    """A library whose call takes no time."""
+class Plain:
+    """A library of this process: its call copies."""
 
     pause_s: float | None = 0.001
+    fades = False
 
     def __init__(self, memory: Buffer, name: str) -> None:
         self.name = name
+        self._memory = memory
+        self._calls = 0
 
     def target(self) -> raws.Target:
-        return raws.Target(self.name.encode(), 0)
+        return raws.Target(self.name.encode(), self._memory.addr)
 
     def prepare(self, target: raws.Target, nbytes: int) -> Callable[[], None]:
         assert target.handle == b"raw-target"
-        return lambda: None
+
+        def write() -> None:
+            self._calls += 1
+            if not self.fades or self._calls == 1:
+                ctypes.memmove(target.addr, self._memory.addr, nbytes)
+
+        return write
 
     def work(self) -> None:
         """Nothing."""
+
+
+class Fading(Plain):
+    """Its first call copies, and no other."""
+
+    fades = True
 
 
 class Careless(InprocTransport):
@@ -52,6 +68,16 @@ class Careless(InprocTransport):
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         return super().submit(peer, attrs.evolve(writes, nbytes=0 * writes.nbytes))
+
+
+class Forgetful(InprocTransport):
+    """Writes once, and then loses all."""
+
+    wrote = False
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        kept, self.wrote = attrs.evolve(writes, nbytes=0 * writes.nbytes) if self.wrote else writes, True
+        return super().submit(peer, kept)
 
 
 class Thread(threading.Thread):
@@ -103,15 +129,33 @@ def test_what_cannot_be_measured_is_refused() -> None:
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transport within this process whose library does nothing, and its target in a thread."""
-    monkeypatch.setitem(raws._RAW, "inproc", Nothing)
+    monkeypatch.setitem(raws._RAW, "inproc", Plain)
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: Threads())
 
 
 def test_bytes_that_do_not_arrive_have_no_speed(serving: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(raws._RAW, "careless", Nothing)
+    monkeypatch.setitem(raws._RAW, "careless", Plain)
     monkeypatch.setitem(registry._registered, "careless", Careless)
-    with pytest.raises(IntegrityError, match="'careless': 100 bytes did not arrive"):
+    with pytest.raises(IntegrityError, match="transport of 'careless': 100 bytes did not arrive"):
         run_adapter("careless", {100: 1}, LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("what", "library", "made"), [("library", Fading, InprocTransport), ("transport", Plain, Forgetful)]
+)
+def test_a_write_that_moves_nothing_after_the_first_is_found(
+    serving: None, what: str, library: type[Plain], made: type[InprocTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of an earlier write is left at the target, and both ways are looked at."""
+    monkeypatch.setitem(raws._RAW, "fading", library)
+    monkeypatch.setitem(registry._registered, "fading", made)
+    with pytest.raises(IntegrityError, match=f"{what} of 'fading': 100 bytes"):
+        run_adapter("fading", {100: 3}, LONG_S)
+
+
+def test_both_ways_are_measured_where_all_bytes_arrive(serving: None) -> None:
+    (size, large) = run_adapter("inproc", {100: 3, 1000: 2}, LONG_S).sizes
+    assert (size.nbytes, size.writes, large.nbytes, large.writes) == (100, 3, 1000, 2)
 
 
 @pytest.mark.parametrize(
@@ -120,17 +164,17 @@ def test_bytes_that_do_not_arrive_have_no_speed(serving: None, monkeypatch: pyte
 def test_a_write_that_fails_or_hangs_ends_the_run(
     serving: None, fault: Fault, within_s: float, error: type[DisaggKVError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(raws._RAW, "faulty", Nothing)
+    monkeypatch.setitem(raws._RAW, "faulty", Plain)
     monkeypatch.setitem(registry._registered, "faulty", lambda: FaultyTransport(InprocTransport(), lambda _: fault))
     with pytest.raises(error):
         run_adapter("faulty", {100: 1}, within_s)
 
 
 def test_a_target_that_cannot_begin_tells_why(serving: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(memory: Buffer, name: str) -> Nothing:
+    def refuse(memory: Buffer, name: str) -> Plain:
         if name == "raw-target":
             raise ConfigurationError("no room here")
-        return Nothing(memory, name)
+        return Plain(memory, name)
 
     monkeypatch.setitem(raws._RAW, "inproc", refuse)
     with pytest.raises(ConfigurationError, match="no room here"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from disagg_kv.endpoints import Attempt, Fail, KeptPages, RecoveringReceiver, Recovery, Report, Retry
+from disagg_kv.endpoints import Attempt, Fail, KeptPages, PeerInfo, RecoveringReceiver, Recovery, Report, Retry
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -78,7 +78,11 @@ class Stub:
         """All of them."""
         return self.rooms
 
-    def confirm_terminated(self, epoch: Epoch) -> None:
+    def peers(self) -> Sequence[PeerInfo]:
+        """None."""
+        return ()
+
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
         """Noted."""
         self.confirmed.append(epoch)
 
