@@ -117,10 +117,10 @@ def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -
             sizes = []
             for n, count in writes.items():
                 through = partial(write, Writes.one(region, 0, there.region, 0, n))
-                kinds = {"library": library.prepare(there.raw, n), "transport": through}
+                kinds: dict[str, Callable[[], None]] = {"library": library.prepare(there.raw, n), "transport": through}
                 for what, call in kinds.items():
                     checked(what, call, n)
-                size = _size(n, count, *kinds.values())
+                size = _size(n, count, kinds["library"], kinds["transport"])
                 for what, call in kinds.items():
                     checked(what, call, n)
                 sizes.append(size)

@@ -63,7 +63,7 @@ class Stub:
     def __init__(self) -> None:
         self.rooms: list[Held] = []
         self.refuse = self.closed = False
-        self.confirmed: list[Epoch] = []
+        self.confirmed: list[Epoch | str] = []
 
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
