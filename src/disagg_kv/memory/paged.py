@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ..errors import CapacityError, ConfigurationError, GeometryError, UnsupportedError
-from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, item_bytes
+from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, check_planes, item_bytes
 from ..ids import GroupId, LayerId
 from .base import Buffer
 from .raw import U8, plane_view
@@ -39,7 +39,8 @@ class PagedPool:
         aux_bytes: bytes of one.
 
     Raises:
-        GeometryError: planes overlap, leave their buffer, or are not those of the shard; buffers on several devices.
+        GeometryError: planes or buffers overlap; planes leave their buffer, or are not those of the shard; buffers on
+            several devices.
     """
 
     def __init__(self, site: Site, buffers: Sequence[Buffer], *, aux_slots: int = 0, aux_bytes: int = 0) -> None:
@@ -50,6 +51,7 @@ class PagedPool:
         if aux_slots < 0 or aux_bytes < 0 or (aux_slots == 0) != (aux_bytes == 0):
             raise GeometryError(f"{aux_slots} aux slots of {aux_bytes} bytes")
         _check_site(site)
+        _check_apart(buffers)
         self._site = site
         self._buffers = tuple(buffers)
         self._aux = np.zeros((aux_slots, aux_bytes), np.uint8)
@@ -240,6 +242,16 @@ def _aligned(offset: int, to: int) -> int:
 @lru_cache(SITES)
 def _check_site(site: Site) -> None:
     site.check()
+    check_planes(site)
+
+
+def _check_apart(buffers: Sequence[Buffer]) -> None:
+    """Raise a :class:`GeometryError` if two buffers of one device share memory: planes in them may overlap."""
+    by_start = sorted((b.addr, b.addr + b.nbytes, number) for number, b in enumerate(buffers))
+    for (_, end, number), (start, _, after) in itertools.pairwise(by_start):
+        if start < end:
+            first, second = sorted((number, after))
+            raise GeometryError(f"buffers {first} and {second} share memory: give them as one buffer")
 
 
 def _check_layout(layout: str) -> None:
