@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -23,8 +22,8 @@ class RoomHandle:
 
     def __init__(self, room: RoomId) -> None:
         self._room = room
-        self._phase = Phase.CONNECTING
-        self._released = False
+        self._state = (Phase.CONNECTING, False)
+        self._told: tuple[Phase, bool] | None = None
         self._error: DisaggKVError | None = None
         self._report = Report()
 
@@ -36,12 +35,17 @@ class RoomHandle:
     @property
     def phase(self) -> Phase:
         """How far it is."""
-        return self._phase
+        return self._state[0]
 
     @property
     def released(self) -> bool:
         """True: nobody reads or writes its pages any more."""
-        return self._released
+        return self._state[1]
+
+    @property
+    def state(self) -> tuple[Phase, bool]:
+        """``phase`` and ``released`` of one moment."""
+        return self._state
 
     @property
     def error(self) -> DisaggKVError | None:
@@ -61,7 +65,13 @@ class RoomHandle:
 
     def shows(self, phase: Phase, released: bool) -> bool:
         """Whether there is nothing new to publish."""
-        return phase is self._phase and released is self._released
+        return self._state == (phase, released)
+
+    def tell(self, state: tuple[Phase, bool]) -> bool:
+        """Engine's thread: ``poll`` tells of this state; False if it did so before."""
+        changed = state != self._told
+        self._told = state
+        return changed
 
     def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
         """Endpoint's thread: take over the machine's state; True if the engine should look."""
@@ -69,47 +79,56 @@ class RoomHandle:
             return False
         if phase in (Phase.DONE, Phase.FAILED) and self._report.ended is None:
             self._report.ended = at
-        # The error is there before the phase that makes the engine look at it, and ``released`` comes last.
+        # The error is there before the state that makes the engine look at it.
         self._error = error
-        self._phase = phase
-        self._released = released
+        self._state = (phase, released)
         return True
 
 
-UNREAD = 1 << 16
-"""So many changes are kept for an engine that does not ask for them, and of those that wait; then the oldest go."""
-
-
 class Changes(Generic[H]):
-    """Handles that changed, each once, in the order of their first change."""
+    """Handles that changed, each once, in the order of their first change.
+
+    Nothing is dropped: there is one entry for each handle of which the engine was not told yet, whatever the number of
+    its changes. A handle that changes after it was taken gets a new entry.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[H] = deque(maxlen=UNREAD)
-        self._later: deque[H] = deque(maxlen=UNREAD)  # the engine's thread alone: the queue may be full meanwhile
+        self._lock = threading.Lock()
+        self._changed: dict[int, H] = {}  # by identity; the entry keeps the handle, so the number stays its own
+        self._later: dict[int, H] = {}  # the engine's thread alone
 
     def __bool__(self) -> bool:
-        return bool(self._queue or self._later)
+        return bool(self._changed or self._later)
 
     def add(self, handle: H) -> None:
-        """Endpoint's thread."""
-        self._queue.append(handle)
+        """Endpoint's thread: after the handle has its new state."""
+        with self._lock:
+            self._changed.setdefault(id(handle), handle)
 
     def take(self, done: int | None = None) -> Sequence[H]:
-        """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time."""
-        if not self._queue and not self._later:
+        """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
+
+        A state that was told of before is skipped. That happens where a handle changes between its entry's being taken
+        and its being looked at: the endpoint's thread adds a second entry for a state that the first one showed.
+        """
+        if not self:
             return []
-        taken: dict[int, H] = {}
-        looked = [*self._later, *(self._queue.popleft() for _ in range(len(self._queue)))]
-        self._later.clear()
-        for handle in looked:
-            well = handle.phase is Phase.DONE and id(handle) not in taken
-            if well and done is not None:
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        looked, self._later = {**self._later, **changed}, {}
+        taken: list[H] = []
+        for number, handle in looked.items():
+            state = handle.state
+            if state[0] is Phase.DONE and done is not None:
                 if done == 0:
-                    self._later.append(handle)
+                    self._later[number] = handle
                     continue
                 done -= 1
-            taken.setdefault(id(handle), handle)
-        return list(taken.values())
+            if handle.tell(state):
+                taken.append(handle)
+            elif state[0] is Phase.DONE and done is not None:
+                done += 1
+        return taken
 
 
 class Happened:
