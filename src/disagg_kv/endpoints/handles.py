@@ -67,11 +67,13 @@ class RoomHandle:
         """Whether there is nothing new to publish."""
         return self._state == (phase, released)
 
-    def tell(self, state: tuple[Phase, bool]) -> bool:
-        """Engine's thread: ``poll`` tells of this state; False if it did so before."""
-        changed = state != self._told
+    def news(self, state: tuple[Phase, bool]) -> bool:
+        """Engine's thread: whether ``poll`` has not told of this state."""
+        return state != self._told
+
+    def tell(self, state: tuple[Phase, bool]) -> None:
+        """Engine's thread: ``poll`` tells of this state."""
         self._told = state
-        return changed
 
     def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
         """Endpoint's thread: take over the machine's state; True if the engine should look."""
@@ -95,7 +97,7 @@ class Changes(Generic[H]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed: dict[int, H] = {}  # by identity; the entry keeps the handle, so the number stays its own
-        self._later: dict[int, H] = {}  # the engine's thread alone
+        self._later: dict[int, H] = {}  # the engine's thread alone; all of them have ended well
 
     def __bool__(self) -> bool:
         return bool(self._changed or self._later)
@@ -115,19 +117,24 @@ class Changes(Generic[H]):
             return []
         with self._lock:
             changed, self._changed = self._changed, {}
-        looked, self._later = {**self._later, **changed}, {}
+        left = len(self._later) + len(changed) if done is None else done
         taken: list[H] = []
-        for number, handle in looked.items():
+        while left and self._later:
+            handle = self._later.pop(next(iter(self._later)))
+            taken.append(handle)
+            handle.tell(handle.state)
+            left -= 1
+        for number, handle in changed.items():
             state = handle.state
-            if state[0] is Phase.DONE and done is not None:
-                if done == 0:
+            if number in self._later or not handle.news(state):
+                continue
+            if state[0] is Phase.DONE:
+                if not left:
                     self._later[number] = handle
                     continue
-                done -= 1
-            if handle.tell(state):
-                taken.append(handle)
-            elif state[0] is Phase.DONE and done is not None:
-                done += 1
+                left -= 1
+            handle.tell(state)
+            taken.append(handle)
         return taken
 
 
