@@ -15,6 +15,8 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
+import numpy as np
+
 from .errors import ConfigurationError
 
 T = TypeVar("T")
@@ -80,8 +82,25 @@ def count(
             raise wrong(name, value, "an integer is needed", error) from exc
     if not least <= number <= most:
         bounds = f"at least {least}" if most == MOST else f"{least} to {most}"
-        raise error(f"{name}: must be {bounds}, not {shown(number)}")
+        raise error(f"{name} must be {bounds}, not {shown(number)}")
     return number
+
+
+def counts(
+    value: object, name: str, *, least: int = 0, error: type[ConfigurationError] = ConfigurationError
+) -> tuple[int, ...]:
+    """Integers from a list, an array, a range or another collection; see :func:`count`.
+
+    Raises:
+        ConfigurationError: (or ``error``) no collection, or an item that is no such integer.
+    """
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        raise wrong(name, value, "a list of integers is needed", error)
+    try:
+        items = tuple(value.tolist() if isinstance(value, np.ndarray) else value)
+    except Exception as exc:
+        raise wrong(name, value, "a list of integers is needed", error) from exc
+    return tuple(count(item, name, least=least, error=error) for item in items)
 
 
 def seconds(value: object, name: str, *, zero: bool = False) -> float:
@@ -93,7 +112,7 @@ def seconds(value: object, name: str, *, zero: bool = False) -> float:
     number = real(value, name)
     if not (0 <= number if zero else 0 < number) or number > MOST_SECONDS:
         wanted = f"{'at least 0' if zero else 'more than 0'} and at most {MOST_SECONDS:g} seconds"
-        raise ConfigurationError(f"{name}: must be {wanted}, not {number:g}")
+        raise ConfigurationError(f"{name} must be {wanted}, not {number:g}")
     return number
 
 
@@ -121,7 +140,7 @@ def positive(value: object, name: str) -> float:
     """
     number = real(value, name)
     if not 0 < number < math.inf:
-        raise ConfigurationError(f"{name}: must be positive and finite, not {number:g}")
+        raise ConfigurationError(f"{name} must be positive and finite, not {number:g}")
     return number
 
 
@@ -137,7 +156,7 @@ def octets(value: object, name: str, *, least: int = 0, most: int = 256) -> byte
         raise wrong(name, value, "bytes are needed")
     found = bytes(value)
     if not least <= len(found) <= most:
-        raise ConfigurationError(f"{name}: must have {least} to {most} bytes, not {len(found)}")
+        raise ConfigurationError(f"{name} must have {least} to {most} bytes, not {len(found)}")
     return found
 
 
@@ -150,7 +169,7 @@ def text(value: object, name: str, *, least: int = 0, most: int = 4096) -> str:
     if not isinstance(value, str):
         raise wrong(name, value, "text is needed")
     if not least <= len(value) <= most:
-        raise ConfigurationError(f"{name}: must have {least} to {most} characters, not {len(value)}")
+        raise ConfigurationError(f"{name} must have {least} to {most} characters, not {len(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as exc:

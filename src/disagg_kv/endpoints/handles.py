@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigurationError, DisaggKVError, EndpointBrokenError, GeometryError, LocalProtocolError
+from .. import arguments
+from ..errors import DisaggKVError, GeometryError, LocalProtocolError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, RoomId
 from ..protocol import Phase
@@ -59,9 +60,9 @@ class RoomHandle:
 
     def break_down(self, error: DisaggKVError) -> None:
         """Endpoint's thread, as it ends by an error: the room has failed, and is never released."""
-        if self._phase not in (Phase.DONE, Phase.FAILED):
+        if self.phase not in (Phase.DONE, Phase.FAILED):
             self._error = error
-            self._phase = Phase.FAILED
+            self._state = (Phase.FAILED, self.released)
 
     def shows(self, phase: Phase, released: bool) -> bool:
         """Whether there is nothing new to publish."""
@@ -181,36 +182,25 @@ class Happened:
         self._event.set()
 
 
-class Closable(Protocol):
-    """Something that may be closed."""
-
-    @property
-    def closed(self) -> bool:
-        """True once it is."""
-        ...
-
-    @property
-    def broken(self) -> EndpointBrokenError | None:
-        """Why it takes no calls any more; None: it does."""
-        ...
-
-
-def check_room(room: RoomId, last: RoomHandle | None, endpoint: Closable) -> None:
+def check_room(room: RoomId, last: RoomHandle | None) -> None:
     """Raise unless a room may be opened now.
 
     Raises:
-        EndpointBrokenError: the endpoint has failed.
-        LocalProtocolError: its last life has not been released, or the endpoint is closed.
-        ConfigurationError: an id that is empty or longer than 64 bytes.
+        LocalProtocolError: its last life has not been released.
     """
-    if not 1 <= len(room) <= 64:
-        raise ConfigurationError(f"a room id of {len(room)} bytes; 1 to 64 are allowed")
-    if endpoint.broken is not None:
-        raise endpoint.broken
-    if endpoint.closed:
-        raise LocalProtocolError(f"room {room.hex()}: the endpoint is closed")
     if last is not None and not last.released:
         raise LocalProtocolError(f"room {room.hex()} is open already")
+
+
+def page_tables(room: RoomId, name: str, given: Sequence[PageTable]) -> tuple[PageTable, ...]:
+    """Page tables from a list of them.
+
+    Raises:
+        GeometryError: a single table, an array, a tensor, a list of page ids, or another type.
+    """
+    if type(given) in (list, tuple) and all(type(one) is PageTable for one in given):
+        return tuple(given)
+    return arguments.several(given, f"room {room.hex()}: {name}", PageTable, GeometryError)
 
 
 def check_tables(
@@ -221,10 +211,11 @@ def check_tables(
     Raises:
         GeometryError: a group twice, unknown or missing, or a table that does not cover the rows; names the room.
     """
-    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in pages}
+    given = page_tables(room, "pages", pages)
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
     try:
-        if len(tables) != len(pages):
-            raise GeometryError(f"two page tables for one group: {[t.group for t in pages]}")
+        if len(tables) != len(given):
+            raise GeometryError(f"two page tables for one group: {[t.group for t in given]}")
         for table in tables.values():
             if table.group in site.state_groups:
                 raise GeometryError(f"group {table.group!r} has slots of states, not pages of tokens")
@@ -243,10 +234,11 @@ def check_states(room: RoomId, site: Site, slots: Sequence[PageTable]) -> Mappin
     Raises:
         GeometryError: a group twice, missing or not of states, or not one slot of it; names the room.
     """
-    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in slots}
+    given = page_tables(room, "state", slots)
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
     where = f"room {room.hex()}"
-    if len(tables) != len(slots) or set(tables) != site.state_groups:
-        groups = [t.group for t in slots]
+    if len(tables) != len(given) or set(tables) != site.state_groups:
+        groups = [t.group for t in given]
         raise GeometryError(f"{where}: slots of groups {groups}; of states there are {sorted(site.state_groups)}")
     for table in tables.values():
         if len(table.pages) != 1 or table.first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
+from .. import arguments
 from ..errors import GeometryError
 from ..ids import GroupId, LayerId
 from .shard import Shard
@@ -38,8 +39,16 @@ class Group:
     null_page: int | None = None
 
     def __attrs_post_init__(self) -> None:
+        where = f"group {arguments.shown(self.id)}"
+        arguments.text(self.id, where)
+        for name in ("rows_per_page", "pages"):
+            number = arguments.count(getattr(self, name), f"{where}: {name}", error=GeometryError)
+            object.__setattr__(self, name, number)
         if self.rows_per_page < 1 or self.pages < 1:
-            raise GeometryError(f"group {self.id!r}: {self.pages} pages of {self.rows_per_page} rows")
+            raise GeometryError(f"{where}: {self.pages} pages of {self.rows_per_page} rows")
+        if self.null_page is not None:
+            null = arguments.count(self.null_page, f"{where}: null_page", error=GeometryError)
+            object.__setattr__(self, "null_page", null)
 
 
 @frozen
@@ -59,6 +68,14 @@ class Plane:
     row_stride: int
     unit_stride: int
 
+    def __attrs_post_init__(self) -> None:
+        arguments.text(self.component, "plane: component")
+        arguments.text(self.group, "plane: group")
+        for name in ("layer", "buffer", "offset", "page_stride", "row_stride", "unit_stride"):
+            value = getattr(self, name)
+            if type(value) is not int:  # signs and sizes are looked at with the site
+                object.__setattr__(self, name, arguments.count(value, f"plane: {name}", error=GeometryError))
+
 
 LAST_PAGE = 2**31 - 1
 """The largest page id that there is."""
@@ -68,7 +85,10 @@ FEW = 32
 
 
 def _pages(pages: npt.ArrayLike) -> I32:
-    given = np.asarray(pages)
+    try:
+        given = np.asarray(pages)
+    except Exception as exc:
+        raise arguments.wrong("page ids", pages, "a flat list of integers is needed", GeometryError) from exc
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise GeometryError(f"page ids must be a flat list of integers, not {given.dtype} of shape {given.shape}")
     if given.size:
@@ -92,6 +112,12 @@ class PageTable:
     group: GroupId
     pages: I32 = field(converter=_pages, eq=attrs.cmp_using(eq=np.array_equal))
     first: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if type(self.group) is not str:
+            arguments.text(self.group, "page table: group")
+        if type(self.first) is not int:
+            object.__setattr__(self, "first", arguments.count(self.first, "page table: first", error=GeometryError))
 
     def check(self, group: Group, start: int, stop: int) -> None:
         """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``."""
@@ -119,16 +145,16 @@ class PageTable:
             raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")
 
 
-def _groups(groups: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(groups)
+def _groups(groups: Collection[Group]) -> tuple[Group, ...]:
+    return arguments.several(groups, "groups", Group, GeometryError)
 
 
-def _planes(planes: Iterable[Plane]) -> tuple[Plane, ...]:
-    return tuple(planes)
+def _planes(planes: Collection[Plane]) -> tuple[Plane, ...]:
+    return arguments.several(planes, "planes", Plane, GeometryError)
 
 
-def _buffers(buffers: Iterable[int]) -> tuple[int, ...]:
-    return tuple(buffers)
+def _buffers(buffers: Collection[int]) -> tuple[int, ...]:
+    return arguments.counts(buffers, "buffers", least=1, error=GeometryError)
 
 
 @frozen(cache_hash=True)
@@ -148,6 +174,10 @@ class Site:
     groups: tuple[Group, ...] = field(converter=_groups)
     planes: tuple[Plane, ...] = field(converter=_planes)
     buffers: tuple[int, ...] = field(converter=_buffers)
+
+    def __attrs_post_init__(self) -> None:
+        arguments.one(self.spec, "site: spec", CacheSpec)
+        arguments.one(self.shard, "site: shard", Shard)
 
     def group(self, group: GroupId) -> Group:
         """The group of that name."""

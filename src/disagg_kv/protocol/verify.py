@@ -21,7 +21,7 @@ SUM_BYTES = 8
 
 def check_verify(verify: str) -> None:
     """Raise an :class:`UnknownNameError` for what is no :data:`Verify`."""
-    if verify not in get_args(Verify):
+    if not isinstance(verify, str) or verify not in get_args(Verify):
         raise UnknownNameError("verify", verify, get_args(Verify))
 
 

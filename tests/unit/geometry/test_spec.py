@@ -87,7 +87,7 @@ def test_specs_and_look_ups_that_cannot_be() -> None:
         CacheSpec({})
     with pytest.raises(GeometryError, match=r"layer 0: needs components with distinct names, has \['k', 'k'\]"):
         CacheSpec.uniform(1, [k, k])
-    with pytest.raises(GeometryError, match="layer -1"):
+    with pytest.raises(GeometryError, match="layer must be 0 to 65535, not -1"):
         CacheSpec({LayerId(-1): [k]})
     with pytest.raises(GeometryError, match=r"layer 0 has no component 'q'; it has \['k'\]"):
         CacheSpec.uniform(1, [k]).component(LayerId(0), "q")
