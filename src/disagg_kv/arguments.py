@@ -282,6 +282,20 @@ def function(value: object, name: str) -> Callable[..., object]:
     return value
 
 
+def clock(value: object, name: str) -> None:
+    """Check that a function tells a time.
+
+    Raises:
+        ConfigurationError: it cannot be called, raises, or returns no number.
+    """
+    tell = function(value, name)
+    try:
+        told = tell()
+    except Exception as exc:
+        raise wrong(name, value, "a function that returns a time is needed") from exc
+    real(told, f"{name}: its result")
+
+
 def event(value: T, name: str) -> T:
     """An event, or None.
 

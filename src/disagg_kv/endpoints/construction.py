@@ -69,7 +69,7 @@ def check_services(
         arguments.methods(kernels, "kernels", "a set of kernels", "gather", "scatter", "checksum")
     if observer is not None:
         arguments.methods(observer, "observer", "an observer", "span", "count")
-    arguments.function(clock, "clock")
+    arguments.clock(clock, "clock")
     arguments.function(sleep, "sleep")
     arguments.flag(thread, "thread")
 

@@ -275,7 +275,7 @@ class RecoveringReceiver:
         self._policy = policy
         self._options = Options() if options is None else arguments.one(options, "options", Options)
         self._clock = clock
-        arguments.function(clock, "clock")
+        arguments.clock(clock, "clock")
         self._rooms: dict[RoomId, Recovering] = {}
 
     def open(
