@@ -214,12 +214,13 @@ def several(
         raise error(f"{name}: {wanted}, not a single one: put it into a list")
     if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         raise wrong(name, value, wanted, error)
-    if hasattr(value, "dtype"):
-        raise wrong(name, value, wanted, error)
     try:
-        items = tuple(value)
+        array = hasattr(value, "dtype")
+        items = () if array else tuple(value)
     except Exception as exc:
         raise wrong(name, value, wanted, error) from exc
+    if array:
+        raise wrong(name, value, wanted, error)
     for item in items:
         if not isinstance(item, kind):
             raise error(f"{name}: {wanted}, but one of its items is {shown(item)} ({type(item).__name__})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from .values import JUNK, LEGAL
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 ROWS = 12
-WAIT_S = 60.0
+WAIT_S = float(os.environ.get("JUNK_WAIT_S", "60"))
 
 
 @runtime_checkable
@@ -170,5 +171,8 @@ def attempt(bench: Bench, call: Call, argument: str, junk: str) -> Verdict:
     if isinstance(made, Ends):
         bench.victim(made)
     elif hasattr(made, "driver") and hasattr(made, "close"):
-        made.close(0.0)
+        try:
+            made.close(0.0)
+        except Exception as exc:
+            return Verdict(call.name, argument, junk, None, f"was accepted, and cannot be closed: {exc}")
     return Verdict(call.name, argument, junk, None, "" if legal else "was accepted")

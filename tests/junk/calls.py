@@ -344,21 +344,21 @@ def _cache() -> PrefixCache:
     return PrefixCache(_index(), PageAllocator(range(16)), pool.site, sums=KeptSums(pool))
 
 
-@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing", extra="octets", sums="thing or none")
+@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing", extra="long octets", sums="thing or none")
 def _prefix_cache(bench: Bench) -> Ready:
     pool = PagedPool.allocate(SPEC, shard(SPEC), pages=16, page_size=4)
     good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site, "extra": b"", "sums": None}
     return PrefixCache, good
 
 
-covers("PrefixCache.claim", tokens="tokens", adapter="octets")(
+covers("PrefixCache.claim", tokens="tokens", adapter="long octets")(
     lambda bench: (_cache().claim, {"tokens": list(range(9)), "adapter": b""})
 )
 covers("PrefixCache.take", count="count")(lambda bench: (_cache().take, {"count": 2}))
 covers("PrefixCache.leave", ready="event needed", back="function")(
     lambda bench: (_cache().leave, {"ready": bench.prefill.open(bench.room()).withdraw(), "back": lambda: None})
 )
-covers("Claim.__init__", cache="thing", tokens="tokens", adapter="octets")(
+covers("Claim.__init__", cache="thing", tokens="tokens", adapter="long octets")(
     lambda bench: (prefix.Claim, {"cache": _cache(), "tokens": [1], "adapter": b""})
 )
 covers("Claim.begin", held="count or none")(lambda bench: (_cache().claim(range(9)).begin, {"held": None}))
@@ -384,14 +384,14 @@ def _there() -> prefix.Claim:
 
 covers("Claim.settle", handle="thing")(lambda bench: (_begun().settle, {"handle": _Ended()}))
 covers("Claim.grow", rows="count")(lambda bench: (_there().grow, {"rows": 12}))
-covers("Claim.end", tokens="tokens", ready="event")(
+covers("Claim.end", tokens="tokens or none", ready="event")(
     lambda bench: (_there().end, {"tokens": list(range(9)), "ready": None})
 )
 plain("HashPrefixIndex.__init__", HashPrefixIndex, {"page_rows": 4, "pages": 16, "namespace": b"", "digest": bytes},
-      page_rows="count", pages="count", namespace="octets", digest="function")  # fmt: skip
+      page_rows="count", pages="count", namespace="long octets", digest="function")  # fmt: skip
 
 
-@covers("HashPrefixIndex.match", tokens="tokens", adapter="octets")
+@covers("HashPrefixIndex.match", tokens="tokens", adapter="long octets")
 def _match(bench: Bench) -> Ready:
     return _index().match, {"tokens": [1, 2, 3, 4], "adapter": b""}
 
@@ -432,8 +432,8 @@ covers("page_sums", kernels="thing", pool="thing", table="thing", which="ids", a
                                "which": [0], "after": None})
 )  # fmt: skip
 plain("KeptPages.__init__", KeptPages, {"table": PageTable(KV, [0]), "sums": np.zeros((1, 2), np.uint64)},
-      table="thing", sums="ids")  # fmt: skip
-plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="octets")
+      table="thing", sums="array")  # fmt: skip
+plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")
 
 plain("Source.__init__", Source, {"instance": "P", "address": ""}, instance="name", address="text")
 plain("Options.__init__", Options, dict.fromkeys((), None),
@@ -463,7 +463,7 @@ covers("StoreMinimum.say", question="text", number="count")(
 covers("StoreMinimum.agreed", question="text")(lambda bench: (_minimum().agreed, {"question": "q"}))
 covers("StoreMinimum.drop", question="text")(lambda bench: (_minimum().drop, {"question": "q"}))
 
-plain("PageTable.__init__", PageTable, {"group": KV, "pages": [1], "first": 0}, group="text", pages="ids", first="count")
+plain("PageTable.__init__", PageTable, {"group": KV, "pages": [1], "first": 0}, group="text", pages="ids", first="integer")
 covers("PageTable.check", group="thing", start="count", stop="count")(
     lambda bench: (PageTable(KV, [1]).check, {"group": Group(KV, 4, 4), "start": 0, "stop": 4})
 )
@@ -471,11 +471,11 @@ plain("Group.__init__", Group, {"id": KV, "rows_per_page": 4, "pages": 4, "null_
       id="text", rows_per_page="count", pages="count", null_page="count or none")  # fmt: skip
 PLANE = {"layer": 0, "component": "k", "group": KV, "buffer": 0, "offset": 0, "page_stride": 1, "row_stride": 1,
          "unit_stride": 1}  # fmt: skip
-plain("Plane.__init__", Plane, PLANE, **{n: "text" if n in ("component", "group") else "count" for n in PLANE})
+plain("Plane.__init__", Plane, PLANE, **{n: "text" if n in ("component", "group") else "integer" for n in PLANE})
 SITE = {"spec": SPEC, "shard": shard(SPEC), "groups": [Group(KV, 4, 4)], "planes": _pool().site.planes,
         "buffers": [4096]}  # fmt: skip
 plain("Site.__init__", Site, SITE, spec="thing", shard="thing", groups="things", planes="things", buffers="ids")
-covers("Site.group", group="text")(lambda bench: (_pool().site.group, {"group": KV}))
+covers("Site.group", group="any text")(lambda bench: (_pool().site.group, {"group": KV}))
 covers("Site.first_rows", start="count", stop="count or none")(
     lambda bench: (_pool().site.first_rows, {"start": 0, "stop": None})
 )
@@ -485,19 +485,19 @@ COMPONENT = {"name": "k", "dtype": "float16", "units": 1, "unit_bytes": 2, "toke
 plain("Component.__init__", Component, COMPONENT, name="text", dtype="thing", units="count", unit_bytes="count",
       tokens_per_row="count", rows="count", window="count or none", tile_rows="count", format="text")  # fmt: skip
 K = Component("k", "float16", 1, 2)
-plain("CacheSpec.__init__", CacheSpec, {"layers": {0: [K]}, "model": b""}, layers="mapping", model="octets")
+plain("CacheSpec.__init__", CacheSpec, {"layers": {0: [K]}, "model": b""}, layers="mapping", model="long octets")
 plain("CacheSpec.uniform", CacheSpec.uniform, {"num_layers": 2, "components": [K], "model": b""}, num_layers="count",
-      components="things", model="octets")  # fmt: skip
+      components="things", model="long octets")  # fmt: skip
 plain("CacheSpec.kv", CacheSpec.kv, {"num_layers": 2, "kv_heads": 2, "head_dim": 4, "dtype": "float16",
       "v_head_dim": None, "v_dtype": None, "model": b""}, num_layers="count", kv_heads="count", head_dim="count",
-      dtype="thing", v_head_dim="count or none", v_dtype="thing or none", model="octets")  # fmt: skip
+      dtype="thing", v_head_dim="count or none", v_dtype="thing or none", model="long octets")  # fmt: skip
 plain("CacheSpec.mla", CacheSpec.mla, {"num_layers": 2, "latent_dim": 4, "dtype": "float16", "model": b""},
-      num_layers="count", latent_dim="count", dtype="thing", model="octets")  # fmt: skip
-plain("CacheSpec.component", SPEC.component, {"layer": 0, "name": "k"}, layer="count", name="text")
+      num_layers="count", latent_dim="count", dtype="thing", model="long octets")  # fmt: skip
+plain("CacheSpec.component", SPEC.component, {"layer": 0, "name": "k"}, layer="count", name="any text")
 plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1), "ways": 1, "index": 0,
       "granule": 1}, component="text", layers="ids", units="ids", ways="count", index="count", granule="count")  # fmt: skip
 plain("Shard.__init__", Shard, {"holdings": []}, holdings="things")
-plain("Shard.units", shard(SPEC).units, {"layer": 0, "component": "k"}, layer="count", component="text")
+plain("Shard.units", shard(SPEC).units, {"layer": 0, "component": "k"}, layer="count", component="any text")
 plain("Shard.check", shard(SPEC).check, {"spec": SPEC}, spec="thing")
 plain("shard", shard, {"spec": SPEC, "tp": 1, "rank": 0, "layers": None, "units": None}, spec="thing", tp="count",
       rank="count", layers="tokens or none", units="mapping or none")  # fmt: skip

@@ -72,9 +72,9 @@ class Plane:
         arguments.text(self.component, "plane: component")
         arguments.text(self.group, "plane: group")
         for name in ("layer", "buffer", "offset", "page_stride", "row_stride", "unit_stride"):
-            value = getattr(self, name)
-            if type(value) is not int:  # signs and sizes are looked at with the site
-                object.__setattr__(self, name, arguments.count(value, f"plane: {name}", error=GeometryError))
+            # Signs and sizes are looked at with the site.
+            least, value = -arguments.MOST, getattr(self, name)
+            object.__setattr__(self, name, arguments.count(value, f"plane: {name}", least=least, error=GeometryError))
 
 
 LAST_PAGE = 2**31 - 1
@@ -86,7 +86,7 @@ FEW = 32
 
 def _pages(pages: npt.ArrayLike) -> I32:
     try:
-        given = np.asarray(pages)
+        given = np.asarray(None if isinstance(pages, bytes | bytearray | memoryview) else pages)
     except Exception as exc:
         raise arguments.wrong("page ids", pages, "a flat list of integers is needed", GeometryError) from exc
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -114,14 +114,16 @@ class PageTable:
     first: int = 0
 
     def __attrs_post_init__(self) -> None:
-        if type(self.group) is not str:
+        if type(self.group) is not str or not self.group.isascii():
             arguments.text(self.group, "page table: group")
-        if type(self.first) is not int:
-            object.__setattr__(self, "first", arguments.count(self.first, "page table: first", error=GeometryError))
+        first = arguments.count(self.first, "page table: first", least=-arguments.MOST, error=GeometryError)
+        object.__setattr__(self, "first", first)
 
     def check(self, group: Group, start: int, stop: int) -> None:
         """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``."""
-        rows = group.rows_per_page
+        rows = arguments.one(group, "group", Group).rows_per_page
+        start = arguments.count(start, "start", error=GeometryError)
+        stop = arguments.count(stop, "stop", error=GeometryError)
         if self.first < 0 or self.first % rows:
             raise GeometryError(f"group {group.id!r}: a table begins at row {self.first}, not at a page of {rows} rows")
         if start < self.first:
@@ -181,6 +183,7 @@ class Site:
 
     def group(self, group: GroupId) -> Group:
         """The group of that name."""
+        arguments.one(group, "group", str, GeometryError)
         for one in self.groups:
             if one.id == group:
                 return one
@@ -198,6 +201,8 @@ class Site:
 
     def first_rows(self, start: int, stop: int | None) -> Mapping[GroupId, int]:
         """Per group of tokens the first row that is needed of a room; see :meth:`Extent.bounds`."""
+        start = arguments.count(start, "start", error=GeometryError)
+        stop = None if stop is None else arguments.count(stop, "stop", error=GeometryError)
         first: dict[GroupId, int] = {}
         for plane in self.planes:
             if plane.group not in self.state_groups:
@@ -207,6 +212,7 @@ class Site:
 
     def page_rows(self, plane: Plane) -> int:
         """Rows of one page of a plane: a state has its own number of them."""
+        arguments.one(plane, "plane", Plane)
         return self.spec.component(plane.layer, plane.component).rows or self.group(plane.group).rows_per_page
 
     def check(self) -> None:

@@ -87,10 +87,13 @@ class Shard:
 
     def units(self, layer: LayerId, component: str) -> tuple[range, ...]:
         """The runs of units held of one component in one layer, in memory order."""
+        layer = LayerId(arguments.count(layer, "layer", error=GeometryError))
+        arguments.one(component, "component", str, GeometryError)
         return tuple(h.units for h in self.holdings if h.component == component and layer in h.layers)
 
     def check(self, spec: CacheSpec) -> None:
         """Raise a :class:`GeometryError` if a holding names what the spec does not have."""
+        arguments.one(spec, "spec", CacheSpec)
         for h in self.holdings:
             for layer in h.layers:
                 units = spec.component(layer, h.component).units

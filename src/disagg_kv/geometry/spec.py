@@ -20,7 +20,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 def item_bytes(dtype: str) -> int:
     """Bytes per element of ``dtype``; a :class:`GeometryError` lists the known ones."""
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if arguments.text(dtype, "dtype") not in ITEM_BYTES:
         raise GeometryError(f"unknown dtype {dtype!r}; known: {', '.join(sorted(ITEM_BYTES))}")
     return ITEM_BYTES[dtype]
 
@@ -91,7 +91,7 @@ class Component:
         arguments.text(self.format, f"{where}: format", most=256)
         for name in ("units", "unit_bytes", "tokens_per_row", "rows", "tile_rows", "window"):
             value = getattr(self, name)
-            if type(value) is not int and not (name == "window" and value is None):
+            if not (name == "window" and value is None):
                 object.__setattr__(self, name, arguments.count(value, f"{where}: {name}", error=GeometryError))
         size = item_bytes(self.dtype)
         if not self.name or self.units < 1 or self.unit_bytes < 1 or self.tile_rows < 1:
@@ -192,6 +192,8 @@ class CacheSpec:
 
     def component(self, layer: LayerId, name: str) -> Component:
         """The component of that name in that layer; a :class:`GeometryError` says what there is."""
+        layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
+        arguments.one(name, "component", str, GeometryError)
         for component in self.layers.get(layer, ()):
             if component.name == name:
                 return component

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from .. import arguments
-from ..errors import CapacityError, ConfigurationError, GeometryError, UnsupportedError
+from ..errors import CapacityError, ConfigurationError, DisaggKVError, GeometryError, UnsupportedError
 from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, check_planes, item_bytes
 from ..ids import GroupId, LayerId
 from .base import Buffer
@@ -107,7 +107,7 @@ class PagedPool:
             GeometryError: no pages or rows, an unknown layout, or the allocator gave too little.
             UnsupportedError: a component that no pool can hold yet.
         """
-        _check_whole(spec, shard, layout)
+        _check_whole(spec, shard, layout, group, state_group)
         page_size = arguments.count(page_size, "page_size", least=1, error=GeometryError)
         pages = arguments.count(pages, "pages", least=1, error=GeometryError)
         state_slots = arguments.count(state_slots, "state_slots", error=GeometryError)
@@ -126,7 +126,7 @@ class PagedPool:
             placed, end = (_fused if fused else _separate)(layer, held, space, layout, start)
             planes += placed
         used = {plane.group for plane in planes}
-        buffer = arguments.one(allocator(end), "allocator: result", Buffer) if allocator else new_buffer(end, device)
+        buffer = new_buffer(end, device) if allocator is None else _allocated(allocator, end)
         if buffer.nbytes < end:
             raise GeometryError(f"the allocator gave {buffer.nbytes} bytes of {end}")
         site = Site(spec, shard, [space for space in spaces if space.id in used], planes, (buffer.nbytes,))
@@ -187,7 +187,7 @@ class PagedPool:
                 group with pages of several sizes.
             UnsupportedError: a component that no pool can hold yet.
         """
-        _check_whole(spec, shard, layout)
+        _check_whole(spec, shard, layout, group, state_group)
         buffers: list[Buffer] = []
         numbers: dict[int, int] = {}
         planes: list[Plane] = []
@@ -273,6 +273,16 @@ def _check_apart(buffers: Sequence[Buffer]) -> None:
             raise GeometryError(f"buffers {first} and {second} share memory: give them as one buffer")
 
 
+def _allocated(allocator: Callable[[int], Buffer], nbytes: int) -> Buffer:
+    try:
+        found: object = allocator(nbytes)
+    except DisaggKVError:
+        raise
+    except Exception as exc:
+        raise CapacityError(f"the allocator gave no {nbytes} bytes: {exc}") from exc
+    return arguments.one(found, "allocator: result", Buffer)
+
+
 def _tensors(
     given: Mapping[LayerId, Mapping[str, torch.Tensor]],
 ) -> Iterator[tuple[LayerId, str, torch.Tensor]]:
@@ -286,10 +296,12 @@ def _tensors(
             yield layer, arguments.text(name, where), arguments.one(tensor, where, torch.Tensor, GeometryError)
 
 
-def _check_whole(spec: CacheSpec, shard: Shard, layout: str) -> None:
+def _check_whole(spec: CacheSpec, shard: Shard, layout: str, group: GroupId, state_group: GroupId) -> None:
     arguments.one(spec, "spec", CacheSpec)
     arguments.one(shard, "shard", Shard)
-    if not isinstance(layout, str) or layout not in ("NHD", "HND"):
+    arguments.text(group, "group", most=256)
+    arguments.text(state_group, "state_group", most=256)
+    if arguments.text(layout, "layout") not in ("NHD", "HND"):
         raise GeometryError(f"layout {layout!r}; known: HND, NHD")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -26,6 +27,9 @@ from ..protocol import Phase
 from .base import Pages, PrefixIndex, Tokens
 from .index import namespace_of
 from .sums import KeptSums
+
+
+log = logging.getLogger("disagg_kv")
 
 
 class _State(Enum):
@@ -113,15 +117,27 @@ class PrefixCache:
             CapacityError: there are not so many, even without everything that nobody holds.
         """
         count = arguments.count(count, "pages asked")
-        while self._leaving and self._leaving[0][0].query():
-            _, back = self._leaving.popleft()
-            back()
+        self._take_back()
         there = self.pages.free + self.index.evictable
         if count > there:
             raise CapacityError(f"group {self.group.id!r}: {count} pages asked, {there} are free or can be evicted")
         if count > self.pages.free:
             self.pages.give(self.index.evict(count - self.pages.free))
         return self.pages.take(count)
+
+    def _take_back(self) -> None:
+        """Pages whose event has happened are free; those whose event raises are never used again."""
+        while self._leaving:
+            ready, back = self._leaving[0]
+            try:
+                if not ready.query():
+                    return
+            except Exception as exc:
+                log.warning("pages are not used again: the event after which they are free raised: %s", exc)
+                self._leaving.popleft()
+            else:
+                self._leaving.popleft()
+                back()
 
     def leave(self, ready: Event, back: Callable[[], None]) -> None:
         """Have pages given ``back`` when nobody writes to them any more; looked at when pages are taken."""
@@ -137,7 +153,7 @@ class Claim:
     """
 
     def __init__(self, cache: PrefixCache, tokens: Tokens, adapter: bytes) -> None:
-        self._cache = cache
+        self._cache = arguments.one(cache, "cache", PrefixCache)
         self._tokens = _tokens(tokens)
         self._lock = cache.index.match(self._tokens, arguments.octets(adapter, "adapter", most=4096))
         self._state = _State.MATCHED
@@ -233,17 +249,22 @@ class Claim:
 
         Raises:
             LocalProtocolError: the room is still open, or the claim has ended.
+            ConfigurationError: ``ready`` is no event, or raises; the claim has not ended.
             GeometryError: ``tokens`` do not begin as the request did, or are more than its pages hold.
         """
         arguments.event(ready, "ready")
         if self._state not in (_State.MATCHED, _State.THERE):
             self._check(_State.THERE)
+        try:
+            there = ready is None or bool(ready.query())
+        except Exception as exc:
+            raise ConfigurationError(f"ready: the event raised: {exc}") from exc
         if tokens is not None:
             self._check(_State.THERE)
             self._insert(_tokens(tokens), ready)
-        if ready is None or ready.query():
+        if there:
             self._leave()
-        else:
+        elif ready is not None:
             self._state = _State.ENDED
             self._cache.leave(ready, self._leave)
 
@@ -277,7 +298,7 @@ def _tokens(given: Tokens) -> npt.NDArray[np.integer]:
         ConfigurationError: no flat list of integers.
     """
     try:
-        tokens = np.asarray(given)
+        tokens = np.asarray(None if isinstance(given, bytes | bytearray | memoryview) else given)
     except Exception as exc:
         raise arguments.wrong("tokens", given, "a flat list of integers is needed") from exc
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):

@@ -209,7 +209,7 @@ class HashPrefixIndex:
     def _contents(self, tokens: Tokens, adapter: bytes) -> list[bytes]:
         """The whole pages of tokens as bytes. The first one's begin with the adapter and its length."""
         try:
-            given = np.asarray(tokens)
+            given = np.asarray(None if isinstance(tokens, bytes | bytearray | memoryview) else tokens)
         except Exception as exc:
             raise arguments.wrong("tokens", tokens, "a flat list of integers is needed") from exc
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
