@@ -45,9 +45,9 @@ def run(names: list[str]) -> int:
         try:
             with bench.innocent():
                 of = [attempt(bench, call, argument, junk) for argument in call.kinds for junk in JUNK]
-        except AssertionError as exc:
+        except Exception as exc:
             wrong += 1
-            print(f"{name}: HARMED OTHERS: {exc}")
+            print(f"{name}: HARMED OTHERS: {type(exc).__name__}: {exc}")
             bench = Bench()
         refused = Counter(type(v.error).__name__ for v in of if v.error is not None)
         errors = ", ".join(f"{number} {kind}" for kind, number in sorted(refused.items()))
