@@ -140,7 +140,7 @@ ENDPOINT = {
     "pool": "thing", "transport": "thing", "channel": "thing", "rendezvous": "thing", "instance": "name",
     "rank": "count", "shards": "things or none", "strategy": "thing", "verify": "thing", "options": "thing or none",
     "kernels": "thing or none", "observer": "thing or none", "clock": "function", "sleep": "function", "thread": "flag",
-    "life": "thing or none",
+    "life": "thing or none", "background": "function or none",
 }  # fmt: skip
 
 
@@ -153,6 +153,7 @@ def _endpoint(bench: Bench) -> dict[str, object]:
         "channel": InprocChannel(bench.rig.hub, number.decode()), "rendezvous": StaticRendezvous(), "instance": "X",
         "rank": 0, "shards": None, "strategy": "auto", "verify": "off", "options": Options(), "kernels": None,
         "observer": None, "clock": bench.rig.clock, "sleep": lambda seconds: None, "thread": False, "life": None,
+        "background": None,
     }  # fmt: skip
 
 

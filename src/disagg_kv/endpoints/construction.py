@@ -14,6 +14,7 @@ from ..protocol import Options
 from ..rendezvous import Rendezvous
 from ..trace import Observer
 from ..transports import Transport
+from .background import Background, HelperThreads, inline
 from .introduction import check_instance
 from .life import Life
 
@@ -77,3 +78,24 @@ def check_services(
 def optional(value: T | None, name: str, kind: type[T]) -> T | None:
     """An instance of a class, or None; else a :class:`~disagg_kv.errors.ConfigurationError`."""
     return None if value is None else arguments.one(value, name, kind)
+
+
+def helpers(background: Callable[[str, int], Background] | None, thread: bool) -> Callable[[str, int], Background]:
+    """What makes the helpers of an endpoint; see :class:`~disagg_kv.endpoints.PrefillEndpoint`.
+
+    Raises:
+        ConfigurationError: no function. What this returns raises it, too, where the function makes no helper.
+    """
+    if background is None:
+        return HelperThreads if thread else inline
+    make = arguments.function(background, "background")
+
+    def checked(name: str, most: int) -> Background:
+        try:
+            made = background(name, most)
+        except Exception as exc:
+            raise arguments.wrong("background", make, "a function that makes helpers is needed") from exc
+        arguments.methods(made, "background", "what runs calls", "start", "close")
+        return made
+
+    return checked

@@ -23,11 +23,11 @@ from ..strategies import AUTO, Path, paths
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
-from .background import Background, HelperThreads, inline
+from .background import Background
 from .base import PeerInfo
 from .admission import Admission
 from .buffers import exposable, new_staging, ready_kernels
-from .construction import check_carriers, check_pool, check_rank, check_services
+from .construction import check_carriers, check_pool, check_rank, check_services, helpers
 from .decode import ALL_QUARANTINE, DecodeRole
 from .driver import Driver
 from .handles import Changes, check_room
@@ -103,6 +103,7 @@ class DecodeEndpoint:
         check_carriers(transport, channel, rendezvous)
         instance, rank, every = check_rank(pool, instance, rank, shards)
         check_services(options, kernels, observer, clock, sleep, thread, life)
+        helping = helpers(background, thread)
         check_verify(verify)
         if arrivals_per_poll is not None:
             arrivals_per_poll = arguments.count(arrivals_per_poll, "arrivals_per_poll", least=1)
@@ -142,8 +143,7 @@ class DecodeEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
-        helpers = background or (HelperThreads if thread else inline)
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helpers)
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping)
         self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"

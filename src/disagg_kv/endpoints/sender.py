@@ -22,11 +22,11 @@ from ..strategies import AUTO, PER_CHUNK, Feature, Schedule, paths, schedules
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
-from .background import Background, HelperThreads, inline
+from .background import Background
 from .base import PeerInfo
 from .admission import Admission
 from .buffers import new_staging, ready_kernels
-from .construction import check_carriers, check_pool, check_rank, check_services
+from .construction import check_carriers, check_pool, check_rank, check_services, helpers
 from .delivery import Act, Cuts, DeliveryHandle, ForwardPass, Handed
 from .driver import Driver
 from .handles import Changes, Happened, check_room
@@ -95,6 +95,7 @@ class PrefillEndpoint:
         check_carriers(transport, channel, rendezvous)
         instance, rank, every = check_rank(pool, instance, rank, shards)
         check_services(options, kernels, observer, clock, sleep, thread, life)
+        helping = helpers(background, thread)
         if schedule is not None:
             arguments.methods(schedule, "schedule", "a schedule", "groups")
             arguments.attributes(schedule, "schedule", "a schedule", "name")
@@ -131,8 +132,7 @@ class PrefillEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
-        helpers = background or (HelperThreads if thread else inline)
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helpers)
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping)
         self._role = PrefillRole(self._node, pool, chosen, self._schedule, usable, self._changes, verify)
         self._mover = self._role.mover = Mover(
             pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
