@@ -110,7 +110,7 @@ def seconds(value: object, name: str, *, zero: bool = False) -> float:
         ConfigurationError: another type, NaN, infinite, negative, or longer than :data:`MOST_SECONDS`.
     """
     number = real(value, name)
-    if not (0 <= number if zero else 0 < number) or number > MOST_SECONDS:
+    if not (number >= 0 if zero else number > 0) or number > MOST_SECONDS:
         wanted = f"{'at least 0' if zero else 'more than 0'} and at most {MOST_SECONDS:g} seconds"
         raise ConfigurationError(f"{name} must be {wanted}, not {number:g}")
     return number
@@ -188,9 +188,7 @@ def flag(value: object, name: str) -> bool:
     return value
 
 
-def one(
-    value: object, name: str, kind: type[T], error: type[ConfigurationError] = ConfigurationError
-) -> T:
+def one(value: object, name: str, kind: type[T], error: type[ConfigurationError] = ConfigurationError) -> T:
     """An instance of a class.
 
     Raises:

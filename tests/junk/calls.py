@@ -88,7 +88,13 @@ def _of(owner: type) -> Iterator[tuple[str, Callable[..., object]]]:
 
 
 def _members(protocol: type) -> set[str]:
-    return {name for one in protocol.__mro__ if one not in (object,) for name in vars(one) if one.__name__ not in ("Protocol", "Generic")}
+    return {
+        name
+        for one in protocol.__mro__
+        if one not in (object,)
+        for name in vars(one)
+        if one.__name__ not in ("Protocol", "Generic")
+    }
 
 
 class Store:
@@ -464,7 +470,9 @@ covers("StoreMinimum.say", question="text", number="count")(
 covers("StoreMinimum.agreed", question="text")(lambda bench: (_minimum().agreed, {"question": "q"}))
 covers("StoreMinimum.drop", question="text")(lambda bench: (_minimum().drop, {"question": "q"}))
 
-plain("PageTable.__init__", PageTable, {"group": KV, "pages": [1], "first": 0}, group="text", pages="ids", first="integer")
+plain(
+    "PageTable.__init__", PageTable, {"group": KV, "pages": [1], "first": 0}, group="text", pages="ids", first="integer"
+)
 covers("PageTable.check", group="thing", start="count", stop="count")(
     lambda bench: (PageTable(KV, [1]).check, {"group": Group(KV, 4, 4), "start": 0, "stop": 4})
 )

@@ -48,9 +48,7 @@ class Watched(RoomHandle):
     pauses=st.lists(st.integers(0, 3), max_size=80),
     most=st.sampled_from((None, 1, 2)),
 )
-def test_every_change_is_told_and_none_twice(
-    rooms: int, order: list[int], pauses: list[int], most: int | None
-) -> None:
+def test_every_change_is_told_and_none_twice(rooms: int, order: list[int], pauses: list[int], most: int | None) -> None:
     """The endpoint's steps (a state is published, an entry is added) fall between any two steps of ``take``."""
     changes: Changes[RoomHandle] = Changes()
     steps: list[Callable[[], object]] = []

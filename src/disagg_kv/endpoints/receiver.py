@@ -23,9 +23,9 @@ from ..strategies import AUTO, Path, paths
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
+from .admission import Admission
 from .background import Background
 from .base import PeerInfo
-from .admission import Admission
 from .buffers import exposable, new_staging, ready_kernels
 from .construction import check_carriers, check_pool, check_rank, check_services, helpers
 from .decode import ALL_QUARANTINE, DecodeRole

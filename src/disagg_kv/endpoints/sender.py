@@ -22,9 +22,9 @@ from ..strategies import AUTO, PER_CHUNK, Feature, Schedule, paths, schedules
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
+from .admission import Admission
 from .background import Background
 from .base import PeerInfo
-from .admission import Admission
 from .buffers import new_staging, ready_kernels
 from .construction import check_carriers, check_pool, check_rank, check_services, helpers
 from .delivery import Act, Cuts, DeliveryHandle, ForwardPass, Handed

@@ -28,7 +28,6 @@ from .base import Pages, PrefixIndex, Tokens
 from .index import namespace_of
 from .sums import KeptSums
 
-
 log = logging.getLogger("disagg_kv")
 
 

@@ -29,7 +29,7 @@ def _rig() -> Rig:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("attempt", range(10))
 def test_a_room_that_is_accepted_while_the_endpoint_closes_ends(side: str, attempt: int) -> None:
-    """One thread opens rooms until it is refused, the other closes: each room that was accepted fails and is released."""
+    """One thread opens rooms until it is refused, the other closes: each accepted room fails and is released."""
     rig = _rig()
     opened: list[object] = []
     refused: list[DisaggKVError] = []

@@ -411,9 +411,12 @@ def test_an_endpoint_tells_of_as_many_arrivals_as_it_was_told(recovering: bool) 
 
 @pytest.mark.parametrize(("path", "ends"), [("auto", Phase.DONE), ("slice", Phase.FAILED)])
 def test_more_pages_than_a_frame_can_name_are_not_exposed(
-    path: str, ends: Phase, monkeypatch: pytest.MonkeyPatch
+    path: str, ends: Phase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such a request goes through staging; where that is not allowed, the numbers are in the error."""
+    """Such a request goes through staging, and its report says why; where that is not allowed, the error does.
+
+    The log says it once, and a counter counts every such room.
+    """
     monkeypatch.setattr(decode, "MAX_TABLES", 4)
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy=path)
@@ -421,6 +424,10 @@ def test_more_pages_than_a_frame_can_name_are_not_exposed(
     request.released()
     assert [handle.phase for handle in request.handles] == [ends, ends]
     assert request.sends[0].report.path == "staged" or isinstance(request.receives[0].error, OversizeError)
+    assert request.receives[0].report.reason == "staged: 25 pages are more than the 1 that a frame can name"
+    rig.request("another", prefills, rig.decodes, 100).start().released()
+    assert caplog.text.count("25 pages are more than the 1 that a frame can name") == 1
+    assert rig.decodes[0].observer.counters["rooms.too_many_pages"] == 2
     rig.quiet()
 
 

@@ -49,7 +49,7 @@ def test_views_that_share_a_row_are_refused(layout: Layout) -> None:
     size = PAGES * ROWS * UNITS * DIM
     k = flat[:size].view(_shape(layout))
     for begin in (0, DIM, UNITS * DIM, ROWS * UNITS * DIM, size - DIM):
-        with pytest.raises(GeometryError, match="'k'.* and .*'v'.* share bytes of buffer 0"):
+        with pytest.raises(GeometryError, match=r"'k'.* and .*'v'.* share bytes of buffer 0"):
             _pool(k, flat[begin : begin + size].view(_shape(layout)), layout)
     _pool(k, flat[size : 2 * size].view(_shape(layout)), layout)
 
@@ -90,7 +90,7 @@ def test_groups_that_share_bytes_are_refused() -> None:
         if apart:
             PagedPool.adopt(*made)
         else:
-            with pytest.raises(GeometryError, match="group 'kv'.*group 'state'.*share bytes"):
+            with pytest.raises(GeometryError, match=r"group 'kv'.*group 'state'.*share bytes"):
                 PagedPool.adopt(*made)
 
 
@@ -131,5 +131,5 @@ def test_a_pool_of_a_million_interleaved_pages_is_looked_at_by_distances() -> No
     ]
     site = _site(planes, [Group(KV, 4, 1_000_000)], spec, page * 1_000_000)
     check_planes(site)
-    with pytest.raises(GeometryError, match="layer 39, 'k'.*layer 39, 'v'"):
+    with pytest.raises(GeometryError, match=r"layer 39, 'k'.*layer 39, 'v'"):
         check_planes(attrs.evolve(site, planes=[*planes[:-1], attrs.evolve(planes[-1], offset=planes[-1].offset - 1)]))
