@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
 import numpy as np
@@ -89,12 +89,12 @@ def count(
 def counts(
     value: object, name: str, *, least: int = 0, error: type[ConfigurationError] = ConfigurationError
 ) -> tuple[int, ...]:
-    """Integers from a list, an array, a range or another collection; see :func:`count`.
+    """Integers from a list, an array, a range or anything else with items; see :func:`count`.
 
     Raises:
-        ConfigurationError: (or ``error``) no collection, or an item that is no such integer.
+        ConfigurationError: (or ``error``) no items, or one of them that is no such integer.
     """
-    if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         raise wrong(name, value, "a list of integers is needed", error)
     try:
         items = tuple(value.tolist() if isinstance(value, np.ndarray) else value)
@@ -202,7 +202,7 @@ def one(value: object, name: str, kind: type[T], error: type[ConfigurationError]
 def several(
     value: object, name: str, kind: type[T], error: type[ConfigurationError] = ConfigurationError
 ) -> tuple[T, ...]:
-    """A tuple of instances of a class, from a list or another collection.
+    """A tuple of instances of a class, from a list or anything else with items.
 
     Raises:
         ConfigurationError: (or ``error``) a single one, an array, a tensor, text, a mapping, or another item.
@@ -210,7 +210,7 @@ def several(
     wanted = f"a list of {kind.__name__} is needed"
     if isinstance(value, kind):
         raise error(f"{name}: {wanted}, not a single one: put it into a list")
-    if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         raise wrong(name, value, wanted, error)
     try:
         array = hasattr(value, "dtype")

@@ -1,4 +1,4 @@
-"""``python -m tests.junk``: every public call with junk; a line per call, and an exit code that says whether all is well."""
+"""``python -m tests.junk``: every public call with junk, a line for each; the exit code says whether all is well."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Bench:
     @contextmanager
     def innocent(self) -> Iterator[None]:
         """A room is half way while the block runs; then it must end well, and all that the block opened must end."""
-        request = self.rig.request("innocent %d" % next(self._numbers), self.prefills, self.decodes, ROWS)
+        request = self.rig.request(f"innocent {next(self._numbers)}", self.prefills, self.decodes, ROWS)
         request.open_prefill().open_decode().expect(ROWS).send(4)
         yield
         request.send(ROWS, 4)

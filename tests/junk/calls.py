@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import disagg_kv
-from disagg_kv import endpoints, geometry, prefix, rendezvous
+from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
 from disagg_kv.endpoints import Fail, KeptPages, RecoveringReceiver, Retry, delivery, page_sums, reception
 from disagg_kv.endpoints.recovery import Recovering
@@ -28,8 +28,8 @@ from .bench import ROWS, SPEC, Bench, Call, Ready
 
 L0 = LayerId(0)
 MADE_HERE = {
-    "Capabilities", "DisaggKVError", "PeerInfo", "Recorder", "Report", "Span", "Strategy", "Epoch", "GroupId", "LayerId",
-    "Peer", "Phase", "Rank", "RegionId", "RoomId", "Ticket",
+    "Capabilities", "DisaggKVError", "PeerInfo", "Recorder", "Report", "Span", "Strategy", "Epoch", "GroupId",
+    "LayerId",     "Peer", "Phase", "Rank", "RegionId", "RoomId", "Ticket",
 }  # fmt: skip
 """Public names that an engine does not make, or that are only names for plain values."""
 
@@ -48,7 +48,7 @@ SPOKEN = {
 
 MORE = (
     RecoveringReceiver, Retry, KeptPages, prefix.Claim, PageAllocator, KeptSums, StoreRendezvous, StaticRendezvous,
-    geometry.Buffer if hasattr(geometry, "Buffer") else Buffer, *SPOKEN,
+    Buffer, *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
@@ -79,7 +79,7 @@ def _of(owner: type) -> Iterator[tuple[str, Callable[..., object]]]:
         for said in SPOKEN[owner]:
             names |= {said} if isinstance(said, str) else {n for n in _members(said) if not n.startswith("_")}
     if owner in (endpoints.PrefillEndpoint, endpoints.DecodeEndpoint) or owner not in SPOKEN:
-        yield f"{owner.__name__}.__init__", owner.__init__
+        yield f"{owner.__name__}.__init__", vars(owner)["__init__"]
     for name in sorted(names):
         found = inspect.getattr_static(owner, name)
         function = found.__func__ if isinstance(found, classmethod) else found
@@ -444,17 +444,22 @@ plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", 
 
 plain("Source.__init__", Source, {"instance": "P", "address": ""}, instance="name", address="text")
 plain("Options.__init__", Options, dict.fromkeys((), None),
-      **{name: "seconds" if name.endswith("_s") else "count" for name in inspect.signature(Options).parameters})  # fmt: skip
+      **{name: "seconds" if name.endswith("_s") else "count"
+         for name in inspect.signature(Options).parameters})  # fmt: skip
 plain("Options.of_room", Options().of_room, {"silence_s": None, "total_s": None}, **TIMES)
 plain("StaticRendezvous.__init__", StaticRendezvous, {"addresses": None}, addresses="mapping or none")
 PUBLISH = {"instance": "P", "rank": 0, "world": 1, "address": "a"}
-for kind, made in ((StaticRendezvous, StaticRendezvous), (StoreRendezvous, lambda: StoreRendezvous(Store()))):
-    covers(f"{kind.__name__}.publish", instance="name", rank="count", world="count", address="name")(
-        lambda bench, made=made: (made().publish, dict(PUBLISH))  # type: ignore[misc]
+
+
+def _publishes(name: str, make: Callable[[], StaticRendezvous | StoreRendezvous]) -> None:
+    covers(f"{name}.publish", instance="name", rank="count", world="count", address="name")(
+        lambda bench: (make().publish, dict(PUBLISH))
     )
-    covers(f"{kind.__name__}.lookup", source="thing")(
-        lambda bench, made=made: (made().lookup, {"source": Source("P")})  # type: ignore[misc]
-    )
+    covers(f"{name}.lookup", source="thing")(lambda bench: (make().lookup, {"source": Source("P")}))
+
+
+_publishes("StaticRendezvous", StaticRendezvous)
+_publishes("StoreRendezvous", lambda: StoreRendezvous(Store()))
 plain("StoreRendezvous.__init__", StoreRendezvous, {"store": Store(), "prefix": "p"}, store="thing", prefix="text")
 plain("StoreMinimum.__init__", StoreMinimum, {"store": Store(), "instance": "D", "rank": 0, "world": 1, "prefix": "p"},
       store="thing", instance="name", rank="count", world="count", prefix="text")  # fmt: skip
@@ -504,7 +509,8 @@ plain("CacheSpec.mla", CacheSpec.mla, {"num_layers": 2, "latent_dim": 4, "dtype"
       num_layers="count", latent_dim="count", dtype="thing", model="long octets")  # fmt: skip
 plain("CacheSpec.component", SPEC.component, {"layer": 0, "name": "k"}, layer="count", name="any text")
 plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1), "ways": 1, "index": 0,
-      "granule": 1}, component="text", layers="ids", units="ids", ways="count", index="count", granule="count")  # fmt: skip
+      "granule": 1}, component="text", layers="ids", units="ids", ways="count", index="count",
+      granule="count")  # fmt: skip
 plain("Shard.__init__", Shard, {"holdings": []}, holdings="things")
 plain("Shard.units", shard(SPEC).units, {"layer": 0, "component": "k"}, layer="count", component="any text")
 plain("Shard.check", shard(SPEC).check, {"spec": SPEC}, spec="thing")
@@ -557,4 +563,3 @@ plain("transport", transport, {"name": "inproc"}, name="thing")
 plain("register", register, {"part": LayerPipelined()}, part="thing")
 plain("register_transport", register_transport, {"name": "junk", "factory": InprocTransport}, name="text",
       factory="function")  # fmt: skip
-assert rendezvous

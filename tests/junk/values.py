@@ -86,7 +86,7 @@ TIMES = {"3", "2.5", "8.0", "np.float32(8)", "1e-9", "1/2", "np.int64(8)", "np.u
 TIMES |= {"np 0-d"}
 BYTES = {"bytes", "bytearray", "memoryview", "16 bytes", "no bytes", "65 bytes"}
 EVENTS = {name for name in JUNK if name.startswith("event")}
-NOTHING = {"[]", "()", "set"}
+NOTHING = {"[]", "()", "set", "generator"}
 
 LEGAL: Mapping[str, frozenset[str]] = {
     kind: frozenset(names)
@@ -120,7 +120,7 @@ LEGAL: Mapping[str, frozenset[str]] = {
         "thing or none": {"None"},
         "things": NOTHING,
         "things or none": NOTHING | {"None"},
-        "tokens or none": {"[]", "()", "[1, 2]", "np ids", "torch ids", "range", "None", "set"},
+        "tokens or none": {"[]", "()", "[1, 2]", "np ids", "torch ids", "range", "None", "set", "generator"},
         "function or none": {"function", "lambda", "class", "None"},
         "anything": set(JUNK),
     }.items()

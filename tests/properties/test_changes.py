@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,10 +68,7 @@ def test_every_change_is_told_and_none_twice(rooms: int, order: list[int], pause
             continue
         at[number % rooms] += 1
         phase, released = LIFE[at[number % rooms]]
-        steps += [
-            lambda handle=handle, phase=phase, released=released: handle.publish(phase, released, None, 1.0),
-            lambda handle=handle: changes.add(handle),
-        ]
+        steps += [partial(handle.publish, phase, released, None, 1.0), partial(changes.add, handle)]
     while steps:
         steps.pop(0)()
         before = [len(handle.told) for handle in handles]

@@ -198,7 +198,7 @@ class DecodeRole:
         self._handle(room, Awaited(*rows, paths, tables, wanted.tag, self._verify, aux_bytes))
 
     def _note_pages(self, room: DecodeRoom, named: int) -> None:
-        """A frame cannot name the pages of a room, so no path can expose them: said in its report, and once in the log."""
+        """A frame cannot name all pages of a room, so they are not exposed: the report says it, and the log once."""
         pages = f"{named // 4} pages are more than the {MAX_TABLES // 4} that a frame can name"
         room.handle.report.reason = f"staged: {pages}"
         if not self._noted_pages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -147,15 +147,15 @@ class PageTable:
             raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")
 
 
-def _groups(groups: Collection[Group]) -> tuple[Group, ...]:
+def _groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     return arguments.several(groups, "groups", Group, GeometryError)
 
 
-def _planes(planes: Collection[Plane]) -> tuple[Plane, ...]:
+def _planes(planes: Iterable[Plane]) -> tuple[Plane, ...]:
     return arguments.several(planes, "planes", Plane, GeometryError)
 
 
-def _buffers(buffers: Collection[int]) -> tuple[int, ...]:
+def _buffers(buffers: Iterable[int]) -> tuple[int, ...]:
     return arguments.counts(buffers, "buffers", least=1, error=GeometryError)
 
 

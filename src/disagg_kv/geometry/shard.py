@@ -6,7 +6,7 @@ ranks than heads, rank ``r`` of ``tp`` holds head ``r * heads // tp`` (replicati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from attrs import field, frozen
@@ -17,7 +17,7 @@ from ..ids import LayerId
 from .spec import CacheSpec
 
 
-def _layers(layers: Collection[LayerId]) -> frozenset[LayerId]:
+def _layers(layers: Iterable[LayerId]) -> frozenset[LayerId]:
     return frozenset(map(LayerId, arguments.counts(layers, "layers", error=GeometryError)))
 
 
@@ -52,7 +52,7 @@ class Holding:
             raise GeometryError(f"holding of {self.component!r}: index {self.index} of {self.ways} ways")
 
 
-def _holdings(holdings: Collection[Holding]) -> tuple[Holding, ...]:
+def _holdings(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
     return arguments.several(holdings, "holdings", Holding, GeometryError)
 
 
@@ -121,7 +121,7 @@ def shard(
     *,
     tp: int = 1,
     rank: int = 0,
-    layers: Collection[LayerId] | None = None,
+    layers: Iterable[LayerId] | None = None,
     units: Mapping[str, range] | None = None,
 ) -> Shard:
     """What one rank holds.

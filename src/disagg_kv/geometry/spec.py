@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 from attrs import field, frozen
 
@@ -120,7 +120,7 @@ class Component:
 
 
 def _freeze(
-    layers: Mapping[LayerId, Collection[Component]],
+    layers: Mapping[LayerId, Iterable[Component]],
 ) -> dict[LayerId, tuple[Component, ...]]:
     found: dict[LayerId, tuple[Component, ...]] = {}
     for given, components in arguments.mapping(layers, "layers").items():
@@ -155,7 +155,7 @@ class CacheSpec:
                 raise GeometryError(f"layer {layer}: needs components with distinct names, has {names}")
 
     @classmethod
-    def uniform(cls, num_layers: int, components: Collection[Component], model: bytes = b"") -> CacheSpec:
+    def uniform(cls, num_layers: int, components: Iterable[Component], model: bytes = b"") -> CacheSpec:
         """``num_layers`` layers that all have the same components."""
         num_layers = arguments.count(num_layers, "num_layers", least=1, most=MOST_LAYERS, error=GeometryError)
         same = arguments.several(components, "components", Component, GeometryError)

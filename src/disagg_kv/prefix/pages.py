@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class PageAllocator:
         pages: every page id, once, in the order in which to hand them out first.
     """
 
-    def __init__(self, pages: Collection[int]) -> None:
+    def __init__(self, pages: Iterable[int]) -> None:
         self._free = deque(arguments.counts(pages, "pages", least=-arguments.MOST))
         self._there = set(self._free)
         self._all = frozenset(self._free)
@@ -44,7 +44,7 @@ class PageAllocator:
         self._there.difference_update(taken)
         return np.array(taken, np.int32)
 
-    def give(self, pages: Collection[int]) -> None:
+    def give(self, pages: Iterable[int]) -> None:
         """Take pages back.
 
         Raises:

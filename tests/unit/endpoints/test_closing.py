@@ -9,6 +9,8 @@ import pytest
 
 from disagg_kv.endpoints import Fail, RecoveringReceiver
 from disagg_kv.endpoints.admission import Admission
+from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.endpoints.reception import ReceptionHandle
 from disagg_kv.errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, LayerId, RoomId
@@ -31,7 +33,7 @@ def _rig() -> Rig:
 def test_a_room_that_is_accepted_while_the_endpoint_closes_ends(side: str, attempt: int) -> None:
     """One thread opens rooms until it is refused, the other closes: each accepted room fails and is released."""
     rig = _rig()
-    opened: list[object] = []
+    opened: list[DeliveryHandle | ReceptionHandle] = []
     refused: list[DisaggKVError] = []
     go = threading.Barrier(2)
 
@@ -132,7 +134,12 @@ def test_close_waits_for_a_call_that_is_queueing() -> None:
     caller = threading.Thread(target=call)
     caller.start()
     inside.wait()
-    closer = threading.Thread(target=lambda: (admission.end(), order.append("closed")))
+
+    def close() -> None:
+        admission.end()
+        order.append("closed")
+
+    closer = threading.Thread(target=close)
     closer.start()
     assert not admission.ended
     go_on.set()

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -47,8 +47,7 @@ class Spoiled:
     def count(self, number: int) -> int:
         """The same number in the type in which some engines keep their counts."""
         kinds: tuple[Callable[[int], object], ...] = (int, np.int64, np.uint32, np.intp)
-        made = self._random.choice(kinds)(number) if self._on else number
-        return made  # type: ignore[return-value]
+        return cast("int", self._random.choice(kinds)(number)) if self._on else number
 
     def _spoil(self) -> None:
         world = self._world
@@ -73,10 +72,7 @@ class Spoiled:
     def _calls(self, node: SimNode) -> dict[str, Callable[[], object]]:
         endpoint = node.endpoint
         handles = [e.handle for e in self._world.entries.values() if e.node is node and e.handle is not None]
-        if isinstance(endpoint, DecodeEndpoint):
-            calls = _of_decode(endpoint)
-        else:
-            calls = _of_prefill(endpoint)
+        calls = _of_decode(endpoint) if isinstance(endpoint, DecodeEndpoint) else _of_prefill(endpoint)
         confirm: Junk = endpoint.confirm_terminated
         for epoch in (None, "a life", b"short", 16):
             calls[f"confirm_terminated({epoch!r})"] = partial(confirm, epoch)
@@ -118,7 +114,8 @@ def _of_decode(endpoint: DecodeEndpoint) -> dict[str, Callable[[], object]]:
 def _of_prefill(endpoint: PrefillEndpoint) -> dict[str, Callable[[], object]]:
     calls, step = _rooms(endpoint.open), endpoint.step
     made: Junk = step
-    for chunks in ([b"r"], {"r": (1, [])}, {b"r": 1}, {b"r": ("1", [])}, None):
+    wrong: tuple[object, ...] = ([b"r"], {"r": (1, [])}, {b"r": 1}, {b"r": ("1", [])}, None)
+    for chunks in wrong:
         calls[f"step({chunks!r})"] = partial(made, chunks)
     return calls
 
