@@ -312,7 +312,7 @@ def room_id(value: object) -> bytes:
     Raises:
         ConfigurationError: text, another type, or another length.
     """
-    return octets(value, "room", least=1, most=64)
+    return octets(value, "room id", least=1, most=64)
 
 
 def epoch(value: object) -> bytes:

@@ -265,7 +265,7 @@ class ForwardPass:
 
     def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
         """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`."""
-        layer = LayerId(arguments.count(layer, "layer"))
+        layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
         if layer not in self._layers:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
         if not callable(ready):
