@@ -460,6 +460,9 @@ def _publishes(name: str, make: Callable[[], StaticRendezvous | StoreRendezvous]
 
 _publishes("StaticRendezvous", StaticRendezvous)
 _publishes("StoreRendezvous", lambda: StoreRendezvous(Store()))
+covers("StoreRendezvous.withdraw", instance="text", rank="count")(
+    lambda bench: (StoreRendezvous(Store()).withdraw, {"instance": "P", "rank": 0})
+)
 plain("StoreRendezvous.__init__", StoreRendezvous, {"store": Store(), "prefix": "p"}, store="thing", prefix="text")
 plain("StoreMinimum.__init__", StoreMinimum, {"store": Store(), "instance": "D", "rank": 0, "world": 1, "prefix": "p"},
       store="thing", instance="name", rank="count", world="count", prefix="text")  # fmt: skip

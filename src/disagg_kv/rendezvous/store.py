@@ -85,7 +85,8 @@ class StoreRendezvous:
         Raises:
             PeerLostError: the store cannot be reached.
         """
-        value = self._published.pop((instance, rank), None)
+        rank = Rank(arguments.count(rank, "rank"))
+        value = self._published.pop((arguments.text(instance, "instance"), rank), None)
         if value is not None:
             with self._reached(instance):
                 self._store.compare_set(_key(self._prefix, instance, rank), value, "null")
