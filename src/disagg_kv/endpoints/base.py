@@ -1,5 +1,12 @@
 """What an engine sees: senders and receivers, and a handle per room.
 
+Every call checks the types and ranges of its arguments before anything is queued, and raises a
+:class:`~disagg_kv.errors.ConfigurationError` that names the argument. Counts may be of any type that supports
+``__index__``, such as ``np.int64``, but no ``bool``. Once the endpoint is closed, calls that begin something raise a
+:class:`~disagg_kv.errors.LocalProtocolError`: ``open``, ``step``, ``layer_ready``, ``send_chunk``, ``finish``,
+``withdraw``, ``expect`` and ``confirm_terminated``. ``abort``, ``poll``, ``peers`` and ``close`` stay harmless, as does
+the ``close`` of a forward pass.
+
 No call here blocks on a peer or on the wire, except ``close`` and an event's ``synchronize``. One engine thread calls;
 an endpoint's own thread makes progress, so that heartbeats, grants and completions never wait for a forward pass.
 """
@@ -278,7 +285,11 @@ class Sender(Protocol):
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> Delivery:
         """Begin a room; None: the endpoint's options.
 
+        A room that this returns always ends, also if ``close`` runs in another thread at the same moment.
+
         Raises:
+            ConfigurationError: an id that is not 1 to 64 bytes (text has to be encoded), or a time that is not positive
+                and finite.
             LocalProtocolError: the room is open already, or the endpoint is closed.
             QuarantineFullError: too much staging memory waits for evidence.
             SupersededError: another process has taken the place of this rank.
@@ -294,7 +305,10 @@ class Sender(Protocol):
         ...
 
     def poll(self) -> Sequence[Delivery]:
-        """Rooms whose ``phase`` or ``released`` changed since the last call."""
+        """Rooms whose ``phase`` or ``released`` changed since the last call.
+
+        Nothing is lost, however long an engine does not call: each room has at most one entry until it is told of.
+        """
         ...
 
     def peers(self) -> Sequence[PeerInfo]:

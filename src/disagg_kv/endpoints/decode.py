@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from math import inf
 
@@ -80,6 +81,8 @@ from .routes import Routes
 from .scatter_pace import ScatterPace
 from .scattering import Scatterer
 
+log = logging.getLogger("disagg_kv")
+
 TICK_S = 0.02
 """How often open rooms look at the clock."""
 
@@ -124,6 +127,7 @@ class DecodeRole:
         self._declined = Declined(node.me.epoch, node.options)
         self._tick_at = 0.0
         self._page_bytes = pool.site.page_bytes
+        self._noted_pages = False
         self.quarantined = 0
 
     @property
@@ -187,6 +191,9 @@ class DecodeRole:
     def _await(self, room: DecodeRoom, wanted: Wanted) -> None:
         named = 4 * sum(len(t.pages) for t in wanted.tables.values())
         exposed = self._exposed and named <= MAX_TABLES
+        if self._exposed and not exposed:
+            self._node.observer.count("rooms.too_many_pages")
+            self._note_pages(room, named)
         paths = tuple(p.name for p in self._paths.values() if exposed or not p.exposes_pages)
         if not paths:
             self._handle(room, Cancel(OversizeError("the page ids that one frame can name", named, MAX_TABLES)))
@@ -195,6 +202,14 @@ class DecodeRole:
         aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
         rows = (wanted.start, wanted.stop, wanted.most)
         self._handle(room, Awaited(*rows, paths, tables, wanted.tag, self._verify, aux_bytes))
+
+    def _note_pages(self, room: DecodeRoom, named: int) -> None:
+        """A frame cannot name all pages of a room, so they are not exposed: the report says it, and the log once."""
+        pages = f"{named // 4} pages are more than the {MAX_TABLES // 4} that a frame can name"
+        room.handle.report.reason = f"staged: {pages}"
+        if not self._noted_pages:
+            self._noted_pages = True
+            log.warning("%s: %s, so they are not exposed; later rooms are only counted", room.name, pages)
 
     def abort(self, key: RoomKey, error: DisaggKVError) -> None:
         """The engine gives the room up."""

@@ -7,12 +7,14 @@ from typing import Protocol
 
 from attrs import frozen
 
-from ..errors import AbortedError, DisaggKVError, GeometryError, LocalProtocolError
+from .. import arguments
+from ..errors import AbortedError, ConfigurationError, DisaggKVError, GeometryError, LocalProtocolError
 from ..geometry import PageTable
 from ..ids import GroupId, LayerId
 from ..memory import Event, Mark, MemoryPool
 from ..planning import Batch
 from ..protocol import Effect, RoomKey, SendRoom
+from .admission import Admission
 from .handles import Happened, RoomHandle, check_states, check_tables, joined
 
 Act = Callable[[SendRoom, float], list[Effect]]
@@ -32,6 +34,11 @@ class Handed:
 
 class Office(Protocol):
     """The endpoint, as its handles see it; nothing blocks."""
+
+    @property
+    def admission(self) -> Admission:
+        """Whether calls are taken."""
+        ...
 
     def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
         """Have a room's machine do something on the endpoint's thread, once ``ready`` has happened."""
@@ -102,7 +109,11 @@ class DeliveryHandle(RoomHandle):
 
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Delivery.send_chunk`."""
-        self._office.send(self.taken(stop, self.checked(stop, pages)), ready)
+        stop = arguments.count(stop, "stop")
+        arguments.event(ready, "ready")
+        tables = self.checked(stop, pages)
+        with self._office.admission.enter(f"room {self.room.hex()}"):
+            self._office.send(self.taken(stop, tables), ready)
 
     def checked(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
         """The tables of the next rows, or an error; nothing has happened yet.
@@ -136,18 +147,18 @@ class DeliveryHandle(RoomHandle):
         ready: Event | None = None,
     ) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Delivery.finish`."""
+        stop = arguments.count(stop, "stop")
+        tag = arguments.octets(tag, f"room {self.room.hex()}: tag")
+        aux = None if aux is None else arguments.count(aux, "aux")
+        arguments.event(ready, "ready")
         states = check_states(self.room, self._pool.site, state)
         if self._finished or stop != self._stop:
             raise LocalProtocolError(
                 f"room {self.room.hex()}: finish at row {stop}, "
                 + ("which is the second" if self._finished else f"but chunks end at {self._stop}")
             )
-        if len(tag) > 256:
-            raise LocalProtocolError(f"room {self.room.hex()}: a tag of {len(tag)} bytes; at most 256 are allowed")
         if aux is not None:
             self._pool.read_aux(aux)
-        self._finished = self._ended = True
-
         life = self._withdrawals
 
         def act(machine: SendRoom, now: float) -> list[Effect]:
@@ -155,30 +166,32 @@ class DeliveryHandle(RoomHandle):
                 return []  # the slots were taken away while the event was awaited; another call gives others
             return machine.finish(stop, None if aux is None else self._pool.read_aux(aux), tag, now, states)
 
-        self._office.change(self._key, act, ready)
+        with self._office.admission.enter(f"room {self.room.hex()}"):
+            self._finished = self._ended = True
+            self._office.change(self._key, act, ready)
 
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.base.Delivery.withdraw`."""
         fired = Happened()
-        if self.released:
-            fired.set()
-            return fired
-        self._withdrawals += 1
-        self._fired = [*(one for one in self._fired if not one.over), fired]
-        self._given = 0
-        self._again = {}
-        if self._pool.site.state_groups:
-            self._finished = False
-        self._office.withdraw(self._key, fired)
+        with self._office.admission.enter(f"room {self.room.hex()}"):
+            if self.released:
+                fired.set()
+                return fired
+            self._withdrawals += 1
+            self._fired = [*(one for one in self._fired if not one.over), fired]
+            self._given = 0
+            self._again = {}
+            if self._pool.site.state_groups:
+                self._finished = False
+            self._office.withdraw(self._key, fired)
         return fired
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Handle.abort`."""
+        arguments.one(reason, "reason", str)
         error = AbortedError(f"room {self.room.hex()}: {reason}")
-        self._change(lambda machine, now: machine.cancel(error, now))
-
-    def _change(self, act: Act) -> None:
-        self._office.change(self._key, act)
+        if not self._office.admission.ended:
+            self._office.change(self._key, lambda machine, now: machine.cancel(error, now))
 
 
 class Cuts:
@@ -252,12 +265,17 @@ class ForwardPass:
 
     def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
         """See :meth:`~disagg_kv.endpoints.base.Step.layer_ready`."""
+        layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
         if layer not in self._layers:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
+        if not callable(ready):
+            arguments.event(ready, "ready")
+        self._office.admission.check(f"layer {layer}")
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
         if self._layered and not self._seen:
             self._office.begun(self._handed)
+        before = self._mark
         self._seen.add(layer)
         if callable(ready):
             self._unmarked.add(layer)
@@ -266,7 +284,14 @@ class ForwardPass:
             self._add({layer}, ready)
         wanted = self._layered and (self._traced or not self._cuts.whole)
         if wanted:
-            self._say(layer, ready)
+            try:
+                self._say(layer, ready)
+            except ConfigurationError:
+                # The engine may announce the layer again, with a function that works.
+                self._seen.discard(layer)
+                self._unmarked.discard(layer)
+                self._mark = before
+                raise
         return wanted
 
     def _say(self, layer: LayerId, ready: Event | Mark | None) -> None:
@@ -279,6 +304,7 @@ class ForwardPass:
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Step.close`."""
+        arguments.event(ready, "ready")
         if self._closed:
             raise LocalProtocolError("the step is closed already")
         if self._mark is not None and (self._unmarked or (ready is None and self._layers > self._seen)):
@@ -292,7 +318,11 @@ class ForwardPass:
 
     def _set_mark(self, mark: Mark) -> None:
         """What was computed before is final behind it too: a device computes in order."""
-        self._add(self._unmarked, mark())
+        try:
+            event = mark()
+        except Exception as exc:
+            raise ConfigurationError(f"ready: the function that makes an event raised: {exc}") from exc
+        self._add(self._unmarked, arguments.event(event, "ready: what the function made"))
         self._unmarked = set()
 
     def _flush(self) -> None:

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from .. import arguments
 from ..errors import EndpointBrokenError
+from .admission import Admission
 from .handles import RoomHandle
 from .node import Node
 
@@ -40,7 +42,7 @@ class Driver:
         self._open_rooms = open_rooms
         self._handles = handles
         self._stop = threading.Event()
-        self._closed = False
+        self.admission = Admission(lambda: node.broken)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
         if self._thread is not None:
             self._thread.start()
@@ -48,7 +50,7 @@ class Driver:
     @property
     def closed(self) -> bool:
         """True once ``close`` was called."""
-        return self._closed
+        return self.admission.ended
 
     @property
     def broken(self) -> EndpointBrokenError | None:
@@ -85,9 +87,9 @@ class Driver:
 
     def close(self, drain_s: float) -> None:
         """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless."""
-        if self._closed:
+        drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
+        if not self.admission.end():
             return
-        self._closed = True
         node = self._node
         until = node.clock() + drain_s
         with suppress(EndpointBrokenError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigurationError, DisaggKVError, EndpointBrokenError, GeometryError, LocalProtocolError
+from .. import arguments
+from ..errors import DisaggKVError, GeometryError, LocalProtocolError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, RoomId
 from ..protocol import Phase
@@ -23,8 +23,8 @@ class RoomHandle:
 
     def __init__(self, room: RoomId) -> None:
         self._room = room
-        self._phase = Phase.CONNECTING
-        self._released = False
+        self._state = (Phase.CONNECTING, False)
+        self._told: tuple[Phase, bool] | None = None
         self._error: DisaggKVError | None = None
         self._report = Report()
 
@@ -36,12 +36,17 @@ class RoomHandle:
     @property
     def phase(self) -> Phase:
         """How far it is."""
-        return self._phase
+        return self._state[0]
 
     @property
     def released(self) -> bool:
         """True: nobody reads or writes its pages any more."""
-        return self._released
+        return self._state[1]
+
+    @property
+    def state(self) -> tuple[Phase, bool]:
+        """``phase`` and ``released`` of one moment."""
+        return self._state
 
     @property
     def error(self) -> DisaggKVError | None:
@@ -55,13 +60,21 @@ class RoomHandle:
 
     def break_down(self, error: DisaggKVError) -> None:
         """Endpoint's thread, as it ends by an error: the room has failed, and is never released."""
-        if self._phase not in (Phase.DONE, Phase.FAILED):
+        if self.phase not in (Phase.DONE, Phase.FAILED):
             self._error = error
-            self._phase = Phase.FAILED
+            self._state = (Phase.FAILED, self.released)
 
     def shows(self, phase: Phase, released: bool) -> bool:
         """Whether there is nothing new to publish."""
-        return phase is self._phase and released is self._released
+        return self._state == (phase, released)
+
+    def news(self, state: tuple[Phase, bool]) -> bool:
+        """Engine's thread: whether ``poll`` has not told of this state."""
+        return state != self._told
+
+    def tell(self, state: tuple[Phase, bool]) -> None:
+        """Engine's thread: ``poll`` tells of this state."""
+        self._told = state
 
     def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
         """Endpoint's thread: take over the machine's state; True if the engine should look."""
@@ -69,47 +82,61 @@ class RoomHandle:
             return False
         if phase in (Phase.DONE, Phase.FAILED) and self._report.ended is None:
             self._report.ended = at
-        # The error is there before the phase that makes the engine look at it, and ``released`` comes last.
+        # The error is there before the state that makes the engine look at it.
         self._error = error
-        self._phase = phase
-        self._released = released
+        self._state = (phase, released)
         return True
 
 
-UNREAD = 1 << 16
-"""So many changes are kept for an engine that does not ask for them, and of those that wait; then the oldest go."""
-
-
 class Changes(Generic[H]):
-    """Handles that changed, each once, in the order of their first change."""
+    """Handles that changed, each once, in the order of their first change.
+
+    Nothing is dropped: there is one entry for each handle of which the engine was not told yet, whatever the number of
+    its changes. A handle that changes after it was taken gets a new entry.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[H] = deque(maxlen=UNREAD)
-        self._later: deque[H] = deque(maxlen=UNREAD)  # the engine's thread alone: the queue may be full meanwhile
+        self._lock = threading.Lock()
+        self._changed: dict[int, H] = {}  # by identity; the entry keeps the handle, so the number stays its own
+        self._later: dict[int, H] = {}  # the engine's thread alone; all of them have ended well
 
     def __bool__(self) -> bool:
-        return bool(self._queue or self._later)
+        return bool(self._changed or self._later)
 
     def add(self, handle: H) -> None:
-        """Endpoint's thread."""
-        self._queue.append(handle)
+        """Endpoint's thread: after the handle has its new state."""
+        with self._lock:
+            self._changed.setdefault(id(handle), handle)
 
     def take(self, done: int | None = None) -> Sequence[H]:
-        """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time."""
-        if not self._queue and not self._later:
+        """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
+
+        A state that was told of before is skipped. That happens where a handle changes between its entry's being taken
+        and its being looked at: the endpoint's thread adds a second entry for a state that the first one showed.
+        """
+        if not self:
             return []
-        taken: dict[int, H] = {}
-        looked = [*self._later, *(self._queue.popleft() for _ in range(len(self._queue)))]
-        self._later.clear()
-        for handle in looked:
-            well = handle.phase is Phase.DONE and id(handle) not in taken
-            if well and done is not None:
-                if done == 0:
-                    self._later.append(handle)
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        left = len(self._later) + len(changed) if done is None else done
+        taken: list[H] = []
+        while left and self._later:
+            handle = self._later.pop(next(iter(self._later)))
+            taken.append(handle)
+            handle.tell(handle.state)
+            left -= 1
+        for number, handle in changed.items():
+            state = handle.state
+            if number in self._later or not handle.news(state):
+                continue
+            if state[0] is Phase.DONE:
+                if not left:
+                    self._later[number] = handle
                     continue
-                done -= 1
-            taken.setdefault(id(handle), handle)
-        return list(taken.values())
+                left -= 1
+            handle.tell(state)
+            taken.append(handle)
+        return taken
 
 
 class Happened:
@@ -155,36 +182,25 @@ class Happened:
         self._event.set()
 
 
-class Closable(Protocol):
-    """Something that may be closed."""
-
-    @property
-    def closed(self) -> bool:
-        """True once it is."""
-        ...
-
-    @property
-    def broken(self) -> EndpointBrokenError | None:
-        """Why it takes no calls any more; None: it does."""
-        ...
-
-
-def check_room(room: RoomId, last: RoomHandle | None, endpoint: Closable) -> None:
+def check_room(room: RoomId, last: RoomHandle | None) -> None:
     """Raise unless a room may be opened now.
 
     Raises:
-        EndpointBrokenError: the endpoint has failed.
-        LocalProtocolError: its last life has not been released, or the endpoint is closed.
-        ConfigurationError: an id that is empty or longer than 64 bytes.
+        LocalProtocolError: its last life has not been released.
     """
-    if not 1 <= len(room) <= 64:
-        raise ConfigurationError(f"a room id of {len(room)} bytes; 1 to 64 are allowed")
-    if endpoint.broken is not None:
-        raise endpoint.broken
-    if endpoint.closed:
-        raise LocalProtocolError(f"room {room.hex()}: the endpoint is closed")
     if last is not None and not last.released:
         raise LocalProtocolError(f"room {room.hex()} is open already")
+
+
+def page_tables(room: RoomId, name: str, given: Sequence[PageTable]) -> tuple[PageTable, ...]:
+    """Page tables from a list of them.
+
+    Raises:
+        GeometryError: a single table, an array, a tensor, a list of page ids, or another type.
+    """
+    if type(given) in (list, tuple) and all(type(one) is PageTable for one in given):
+        return tuple(given)
+    return arguments.several(given, f"room {room.hex()}: {name}", PageTable, GeometryError)
 
 
 def check_tables(
@@ -195,10 +211,11 @@ def check_tables(
     Raises:
         GeometryError: a group twice, unknown or missing, or a table that does not cover the rows; names the room.
     """
-    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in pages}
+    given = page_tables(room, "pages", pages)
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
     try:
-        if len(tables) != len(pages):
-            raise GeometryError(f"two page tables for one group: {[t.group for t in pages]}")
+        if len(tables) != len(given):
+            raise GeometryError(f"two page tables for one group: {[t.group for t in given]}")
         for table in tables.values():
             if table.group in site.state_groups:
                 raise GeometryError(f"group {table.group!r} has slots of states, not pages of tokens")
@@ -217,10 +234,11 @@ def check_states(room: RoomId, site: Site, slots: Sequence[PageTable]) -> Mappin
     Raises:
         GeometryError: a group twice, missing or not of states, or not one slot of it; names the room.
     """
-    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in slots}
+    given = page_tables(room, "state", slots)
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
     where = f"room {room.hex()}"
-    if len(tables) != len(slots) or set(tables) != site.state_groups:
-        groups = [t.group for t in slots]
+    if len(tables) != len(given) or set(tables) != site.state_groups:
+        groups = [t.group for t in given]
         raise GeometryError(f"{where}: slots of groups {groups}; of states there are {sorted(site.state_groups)}")
     for table in tables.values():
         if len(table.pages) != 1 or table.first:

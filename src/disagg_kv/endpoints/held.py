@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from .. import arguments
 from ..errors import ConfigurationError, GeometryError, RemoteProtocolError
 from ..geometry import PageTable, Site
 from ..ids import GroupId, Rank
@@ -19,18 +20,31 @@ def page_multiple(site: Site) -> int:
     return math.lcm(*(group.rows_per_page for group in site.token_groups))
 
 
-def taken(where: str, site: Site, held: Mapping[GroupId, int] | None, selection: str) -> int:
+def rows_by_group(where: str, held: Mapping[GroupId, int] | None) -> dict[GroupId, int]:
+    """A plain copy of what an engine says it holds, with plain numbers; None: nothing.
+
+    Raises:
+        GeometryError: a name that is none, or a number of rows that is none or negative.
+        ConfigurationError: no mapping.
+    """
+    given = arguments.mapping({} if held is None else held, f"{where}: held")
+    return {
+        GroupId(arguments.one(group, f"{where}: held", str, GeometryError)): arguments.count(
+            rows, f"{where}: held rows of group {arguments.shown(group)}", error=GeometryError
+        )
+        for group, rows in given.items()
+    }
+
+
+def taken(where: str, site: Site, given: Mapping[GroupId, int], selection: str) -> int:
     """The rows that count as held: the fewest of any group, rounded down to its pages.
 
     Raises:
-        GeometryError: a negative number, or a group that the pool does not have.
+        GeometryError: a group that the pool does not have.
         ConfigurationError: rows are held, but the endpoint's selection is another.
     """
-    given = held or {}
-    for group, rows in given.items():
+    for group in given:
         site.group(group)
-        if rows < 0:
-            raise GeometryError(f"{where}: {rows} rows held of group {group!r}")
     if any(given.values()) and selection != INCREMENTAL:
         raise ConfigurationError(
             f"{where}: a held prefix {dict(given)} needs the selection 'incremental', the endpoint has {selection!r}"

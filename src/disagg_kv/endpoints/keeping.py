@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from attrs import field, frozen
 
+from .. import arguments
 from ..errors import DisaggKVError, GeometryError, PrefixChangedError
 from ..geometry import I32, I64, PageTable, Plane, Site
 from ..ids import GroupId, LayerId
@@ -33,6 +34,12 @@ class KeptPages:
 
     table: PageTable
     sums: U64 = field(repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        arguments.one(self.table, "kept pages: table", PageTable, GeometryError)
+        sums: object = self.sums
+        if not isinstance(sums, np.ndarray):
+            raise arguments.wrong("kept pages: sums", sums, "uint64 [pages, layers] is needed", GeometryError)
 
 
 @frozen(eq=False)
@@ -70,7 +77,19 @@ def page_sums(
         table: the request's pages.
         which: of them, those to sum, counted from the table's first.
         after: when the pages hold what they should; None: already.
+
+    Raises:
+        ConfigurationError: another type.
+        GeometryError: no such group or page, or a number that is not one of the table's.
     """
+    arguments.methods(kernels, "kernels", "a set of kernels", "checksum")
+    arguments.attributes(pool, "pool", "a pool", "site", "buffers")
+    arguments.one(table, "table", PageTable, GeometryError)
+    arguments.event(after, "after")
+    which = arguments.counts(which, "which", error=GeometryError)
+    if which and max(which) >= len(table.pages):
+        raise GeometryError(f"page {max(which)} of a table of {len(table.pages)} pages")
+    table.check(pool.site.group(table.group), table.first, table.first)
     parts = _Parts.of(pool.site, table.group)
     size = pool.site.group(table.group).rows_per_page
     starts = [table.first + number * size for number in which]

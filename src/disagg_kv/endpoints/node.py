@@ -159,7 +159,7 @@ class Node:
     def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""
         try:
-            happened = event is None or event.query()
+            happened = event is None or bool(event.query())
         except Exception as exc:
             failed(exc)
             return

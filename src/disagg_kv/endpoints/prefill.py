@@ -150,7 +150,7 @@ class PrefillRole:
             self._add(handed, ready=True)
             return
         try:
-            final = ready is None or ready.query()
+            final = ready is None or bool(ready.query())
         except Exception as exc:
             self.broken([handed.key], exc)
             return

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from weakref import WeakValueDictionary
 
+from .. import arguments
 from ..channels import Channel
 from ..errors import AbortedError, ConfigurationError, QuarantineFullError
 from ..geometry import Shard
@@ -22,13 +23,15 @@ from ..strategies import AUTO, Path, paths
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
-from .background import Background, HelperThreads, inline
+from .admission import Admission
+from .background import Background
 from .base import PeerInfo
 from .buffers import exposable, new_staging, ready_kernels
+from .construction import check_carriers, check_pool, check_rank, check_services, helpers
 from .decode import ALL_QUARANTINE, DecodeRole
 from .driver import Driver
 from .handles import Changes, check_room
-from .introduction import Self, check_instance
+from .introduction import Self
 from .life import Life
 from .node import Node
 from .reception import ReceptionHandle, Wanted
@@ -97,11 +100,14 @@ class DecodeEndpoint:
         life: Life | None = None,
         background: Callable[[str, int], Background] | None = None,
     ) -> None:
-        every = (pool.site.shard,) if shards is None else tuple(shards)
-        check_instance(every, rank, pool.site)
+        check_pool(pool)
+        check_carriers(transport, channel, rendezvous)
+        instance, rank, every = check_rank(pool, instance, rank, shards)
+        check_services(options, kernels, observer, clock, sleep, thread, life)
+        helping = helpers(background, thread)
         check_verify(verify)
-        if arrivals_per_poll is not None and arrivals_per_poll < 1:
-            raise ConfigurationError(f"arrivals_per_poll must be at least 1, not {arrivals_per_poll}")
+        if arrivals_per_poll is not None:
+            arrivals_per_poll = arguments.count(arrivals_per_poll, "arrivals_per_poll", least=1)
         self._arrivals = arrivals_per_poll
         usable, exposed = _usable(named(strategy).path, pool, transport)
         self._selection = named(strategy).selection
@@ -111,6 +117,7 @@ class DecodeEndpoint:
         movers = ready_kernels(pool, kernels)
         if ring_bytes is None:
             ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
+        ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
         ring = RingStagingAllocator(ring_bytes)
         memory = new_staging(transport, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
@@ -138,8 +145,7 @@ class DecodeEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
-        helpers = background or (HelperThreads if thread else inline)
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helpers)
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping)
         self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"
@@ -149,17 +155,20 @@ class DecodeEndpoint:
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
     ) -> ReceptionHandle:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.open`."""
-        check_room(room, self._open.get(room), self.driver)
-        check_counts(self._node.succession)
+        room = RoomId(arguments.room_id(room))
+        arguments.one(source, "source", Source)
         own = self._options.of_room(silence_s, total_s)
         if self._role.quarantined > ALL_QUARANTINE * self._ring_bytes:
             raise QuarantineFullError(
                 f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
             )
-        key = RoomKey(room, Generation(next(self._lives)))
-        handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
-        self._open[room] = handle
-        self._node.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
+        with self.admission.enter(f"room {room.hex()}"):
+            check_room(room, self._open.get(room))
+            check_counts(self._node.succession)
+            key = RoomKey(room, Generation(next(self._lives)))
+            handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
+            self._open[room] = handle
+            self._node.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
         return handle
 
     def poll(self) -> Sequence[ReceptionHandle]:
@@ -170,9 +179,9 @@ class DecodeEndpoint:
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Receiver.confirm_terminated`."""
-        if self._node.broken is not None:
-            raise self._node.broken
-        self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(epoch)))
+        named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
+        with self.admission.enter("confirm_terminated"):
+            self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(named)))
 
     def _handles(self) -> list[ReceptionHandle]:
         """Those that the engine still has."""
@@ -211,6 +220,11 @@ class DecodeEndpoint:
         self._role.check_integrity()
 
     # For handles.
+
+    @property
+    def admission(self) -> Admission:
+        """See :class:`~disagg_kv.endpoints.reception.Office`."""
+        return self.driver.admission
 
     def expect(self, key: RoomKey, wanted: Wanted) -> None:
         """See :class:`~disagg_kv.endpoints.reception.Office`."""

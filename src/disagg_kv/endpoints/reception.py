@@ -7,13 +7,15 @@ from typing import Protocol
 
 from attrs import frozen
 
+from .. import arguments
 from ..errors import AbortedError, ConfigurationError, GeometryError, LocalProtocolError
 from ..geometry import ENDLESS, PageTable
 from ..ids import GroupId
 from ..memory import MemoryPool
 from ..protocol import RoomKey, Verify
-from .handles import RoomHandle, check_states, check_tables
-from .held import after, taken
+from .admission import Admission
+from .handles import RoomHandle, check_states, check_tables, page_tables
+from .held import after, rows_by_group, taken
 from .keeping import KeptPages, check_kept, kept_layers
 
 
@@ -35,6 +37,11 @@ class Wanted:
 
 class Office(Protocol):
     """The endpoint, as its handles see it; nothing blocks."""
+
+    @property
+    def admission(self) -> Admission:
+        """Whether calls are taken."""
+        ...
 
     def expect(self, key: RoomKey, wanted: Wanted) -> None:
         """Rows are awaited."""
@@ -72,13 +79,17 @@ class ReceptionHandle(RoomHandle):
         where = f"room {self.room.hex()}"
         if self._expected:
             raise LocalProtocolError(f"{where}: expect was called already")
-        if len(tag) > 256 or (stop is not None and stop < 0):
-            raise GeometryError(f"{where}: a tag of {len(tag)} bytes and rows up to {stop}; at most 256, at least 0")
+        stop = None if stop is None else arguments.count(stop, f"{where}: stop", error=GeometryError)
+        tag = arguments.octets(tag, f"{where}: tag")
+        aux = None if aux is None else arguments.count(aux, f"{where}: aux", error=GeometryError)
+        pages = page_tables(self.room, "pages", pages)
+        kept = arguments.several(kept, f"{where}: kept", KeptPages)
+        held = rows_by_group(where, held)
         site = self._pool.site
         start = taken(where, site, held, self._selection)
         ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in pages]
         most = min(ends, default=start if site.token_groups else ENDLESS) if stop is None else stop
-        beyond = {group: rows for group, rows in (held or {}).items() if stop is not None and rows > stop}
+        beyond = {group: rows for group, rows in held.items() if stop is not None and rows > stop}
         if beyond or start > most:
             raise GeometryError(f"{where}: a held prefix {beyond or start} of {most} rows")
         starts = site.first_rows(start, stop)
@@ -93,10 +104,13 @@ class ReceptionHandle(RoomHandle):
         proven = check_kept(where, site, kept, start) if start and kept else ()
         if aux is not None:
             self._pool.read_aux(aux)
-        self._expected = True
-        self._office.expect(self._key, Wanted(start, stop, most, {**tables, **slots}, aux, tag, proven))
+        with self._office.admission.enter(where):
+            self._expected = True
+            self._office.expect(self._key, Wanted(start, stop, most, {**tables, **slots}, aux, tag, proven))
         return {g.id: start for g in site.token_groups}
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Handle.abort`."""
-        self._office.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))
+        arguments.one(reason, "reason", str)
+        if not self._office.admission.ended:
+            self._office.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))

@@ -15,13 +15,16 @@ from typing import Protocol
 
 from attrs import define, field, frozen
 
-from ..errors import AbortedError, ConfigurationError, DeadlineError, DisaggKVError, LocalProtocolError
+from .. import arguments
+from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError
 from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RoomId
 from ..protocol import Options, Phase
 from ..protocol.machine import ours
 from ..rendezvous import Source
 from .base import PeerInfo, Receiver, Reception, Report
+from .handles import page_tables
+from .held import rows_by_group
 from .keeping import KeptPages
 
 
@@ -75,10 +78,9 @@ class Retry:
     """
 
     def __init__(self, place: Callable[[Attempt], Source | None], attempts: int = 3) -> None:
-        if attempts < 1:
-            raise ConfigurationError(f"{attempts} attempts; at least one is needed")
+        arguments.function(place, "place")
         self._place = place
-        self._attempts = attempts
+        self._attempts = arguments.count(attempts, "attempts", least=1)
 
     def again(self, failed: Attempt) -> Source | None:
         """See :class:`Recovery`."""
@@ -176,16 +178,20 @@ class Recovering:
         """See :meth:`Reception.expect`; every attempt awaits the same rows in the same pages."""
         if self._expected is not None:
             raise LocalProtocolError(f"room {self.room.hex()}: expect was called already")
-        own = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in pages)
-        own_sums = tuple(KeptPages(PageTable(k.table.group, k.table.pages.copy()), k.sums.copy()) for k in kept)
-        states = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in state)
-        expected = _Expected(stop, own, None if held is None else dict(held), own_sums, states, aux, tag)
+        where = f"room {self.room.hex()}"
+        own = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in page_tables(self.room, "pages", pages))
+        sums = arguments.several(kept, f"{where}: kept", KeptPages)
+        own_sums = tuple(KeptPages(PageTable(k.table.group, k.table.pages.copy()), k.sums.copy()) for k in sums)
+        states = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in page_tables(self.room, "state", state))
+        tag = arguments.octets(tag, f"{where}: tag")
+        expected = _Expected(stop, own, rows_by_group(where, held), own_sums, states, aux, tag)
         taken = _expect(self._life.reception, expected)
         self._expected = expected
         return taken
 
     def abort(self, reason: str) -> None:
         """See :meth:`Handle.abort`; no attempt follows."""
+        arguments.one(reason, "reason", str)
         self._aborted = True
         if self._life.reception.phase is Phase.FAILED and self._error is None:
             self._error = AbortedError(f"room {self.room.hex()}: {reason}")
@@ -231,7 +237,11 @@ class Recovering:
                 return
             self._life = _Life(life.number + 1, life.following, following)
             if self._expected is not None:
-                _expect(following, self._expected)
+                try:
+                    _expect(following, self._expected)
+                except LocalProtocolError:
+                    # The endpoint was closed meanwhile, and its last act is to fail the attempt.
+                    self._aborted = True
 
 
 def _expect(reception: Reception, expected: _Expected) -> Mapping[GroupId, int]:
@@ -259,19 +269,23 @@ class RecoveringReceiver:
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        arguments.methods(inner, "inner", "a receiver", "open", "poll", "confirm_terminated", "close")
+        arguments.methods(policy, "policy", "a policy", "again")
         self._inner = inner
         self._policy = policy
-        self._options = options or Options()
+        self._options = Options() if options is None else arguments.one(options, "options", Options)
         self._clock = clock
+        arguments.clock(clock, "clock")
         self._rooms: dict[RoomId, Recovering] = {}
 
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
     ) -> Recovering:
         """See :meth:`Receiver.open`; ``total_s`` is the room's time over all attempts."""
+        room = RoomId(arguments.room_id(room))
         if room in self._rooms:
             raise LocalProtocolError(f"room {room.hex()} is open already")
-        total = self._options.total_s if total_s is None else total_s
+        total = self._options.total_s if total_s is None else arguments.seconds(total_s, "total_s")
 
         def begin(source: Source, left_s: float) -> Reception:
             return self._inner.open(room, source, silence_s=silence_s, total_s=left_s)
@@ -299,6 +313,7 @@ class RecoveringReceiver:
 
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`Receiver.close`; no attempt follows."""
+        drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
         for one in self._rooms.values():
             one.abort("the endpoint closes")
         self._inner.close(drain_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigurationError
+from .. import arguments
 
 SCATTER_BYTES_PER_S = 100e9
 """The default: 5 % of the time of an H200 that scatters 2.09e12 bytes a second, which is more than a 400 Gbit/s wire
@@ -28,10 +28,8 @@ class ScatterPace:
     """
 
     def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
-        if not (bytes_per_s > 0 and burst_s > 0):
-            raise ConfigurationError(f"a pace of {bytes_per_s:g} bytes a second with a burst of {burst_s:g} s")
-        self._pace = bytes_per_s
-        self._burst = burst_s
+        self._pace = arguments.positive(bytes_per_s, "scatter_bytes_per_s")
+        self._burst = arguments.seconds(burst_s, "burst_s")
         self._free_at = float("-inf")
 
     @property

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from weakref import WeakValueDictionary
 
+from .. import arguments
 from ..channels import Channel
 from ..errors import LocalProtocolError, QuarantineFullError
 from ..geometry import PageTable, Shard
@@ -21,13 +22,15 @@ from ..strategies import AUTO, PER_CHUNK, Feature, Schedule, paths, schedules
 from ..strategies import strategy as named
 from ..trace import Observer, Silent
 from ..transports import Transport
-from .background import Background, HelperThreads, inline
+from .admission import Admission
+from .background import Background
 from .base import PeerInfo
 from .buffers import new_staging, ready_kernels, staging_slots
+from .construction import check_carriers, check_pool, check_rank, check_services, helpers
 from .delivery import Act, Cuts, DeliveryHandle, ForwardPass, Handed
 from .driver import Driver
 from .handles import Changes, Happened, check_room
-from .introduction import Self, check_instance
+from .introduction import Self
 from .life import Life
 from .mover import Mover
 from .node import Node
@@ -89,19 +92,27 @@ class PrefillEndpoint:
         life: Life | None = None,
         background: Callable[[str, int], Background] | None = None,
     ) -> None:
-        every = (pool.site.shard,) if shards is None else tuple(shards)
-        check_instance(every, rank, pool.site)
+        check_pool(pool)
+        check_carriers(transport, channel, rendezvous)
+        instance, rank, every = check_rank(pool, instance, rank, shards)
+        check_services(options, kernels, observer, clock, sleep, thread, life)
+        helping = helpers(background, thread)
+        if schedule is not None:
+            arguments.methods(schedule, "schedule", "a schedule", "groups")
+            arguments.attributes(schedule, "schedule", "a schedule", "name")
+        slots = arguments.count(slots, "slots", least=1)
         check_verify(verify)
         chosen = named(strategy)
         device = pool.buffers[0].device
         movers = ready_kernels(pool, kernels)
         if slot_bytes is None:
             slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
+        slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
         staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
         regions = transport.register([*pool.buffers, staging])
         known = paths()
         self._schedule = schedules()[chosen.schedule] if schedule is None else schedule
-        self._uses = frozenset(uses)
+        self._uses = frozenset(arguments.several(uses, "uses", Feature))
         usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
         me = Self(
             life or Life(),
@@ -123,8 +134,7 @@ class PrefillEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
-        helpers = background or (HelperThreads if thread else inline)
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helpers)
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping)
         self._role = PrefillRole(self._node, pool, chosen, self._schedule, usable, self._changes, verify)
         self._mover = self._role.mover = Mover(
             pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
@@ -136,17 +146,19 @@ class PrefillEndpoint:
 
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.base.Sender.open`."""
-        check_room(room, self._open.get(room), self.driver)
-        check_counts(self._node.succession)
+        room = RoomId(arguments.room_id(room))
         own = self._options.of_room(silence_s, total_s)
         if 2 * self._role.quarantined_slots > self._slots:
             raise QuarantineFullError(
                 f"room {room.hex()}: {self._role.quarantined_slots} of {self._slots} staging slots wait for evidence"
             )
-        key = RoomKey(room, Generation(next(self._lives)))
-        handle = DeliveryHandle(key, self._pool, self)
-        self._open[room] = handle
-        self._node.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
+        with self.admission.enter(f"room {room.hex()}"):
+            check_room(room, self._open.get(room))
+            check_counts(self._node.succession)
+            key = RoomKey(room, Generation(next(self._lives)))
+            handle = DeliveryHandle(key, self._pool, self)
+            self._open[room] = handle
+            self._node.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
         return handle
 
     def step(
@@ -154,17 +166,19 @@ class PrefillEndpoint:
     ) -> ForwardPass:
         """See :meth:`~disagg_kv.endpoints.base.Sender.step`."""
         rooms: list[tuple[DeliveryHandle, int, Mapping[GroupId, PageTable]]] = []
-        for room, (stop, pages) in chunks.items():
+        for room, stop, pages in _chunks(chunks):
             handle = self._open.get(room)
             if handle is None:
                 raise LocalProtocolError(f"room {room.hex()} is not open")
             rooms.append((handle, stop, handle.checked(stop, pages)))
+        used = self._uses | frozenset(arguments.several(uses, "uses", Feature))
         layered = self._schedule.name != PER_CHUNK
         tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
-        batch = Batch(tokens, self._uses | frozenset(uses), layered)
-        handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-        cuts = Cuts([one.key for one in handed], self._role.row_layers)
-        self._node.post(partial(self._role.announce, handed, self._node.clock(), cuts))
+        batch = Batch(tokens, used, layered)
+        with self.admission.enter("a forward pass"):
+            handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
+            cuts = Cuts([one.key for one in handed], self._role.row_layers)
+            self._node.post(partial(self._role.announce, handed, self._node.clock(), cuts))
         layers, traced = self._pool.site.shard.layers(), self._node.traced
         return ForwardPass(handed, layers, self, cuts, layered=layered, traced=traced)
 
@@ -176,9 +190,9 @@ class PrefillEndpoint:
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.base.Sender.confirm_terminated`."""
-        if self._node.broken is not None:
-            raise self._node.broken
-        self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(epoch)))
+        named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
+        with self.admission.enter("confirm_terminated"):
+            self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(named)))
 
     def _handles(self) -> list[DeliveryHandle]:
         """Those that the engine still has."""
@@ -213,6 +227,11 @@ class PrefillEndpoint:
 
     # For handles.
 
+    @property
+    def admission(self) -> Admission:
+        """See :class:`~disagg_kv.endpoints.delivery.Office`."""
+        return self.driver.admission
+
     def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""
         node, role = self._node, self._role
@@ -241,3 +260,19 @@ class PrefillEndpoint:
     def withdraw(self, key: RoomKey, fired: Happened) -> None:
         """See :class:`~disagg_kv.endpoints.delivery.Office`."""
         self._node.post(partial(self._role.withdraw, key, fired))
+
+
+def _chunks(
+    given: Mapping[RoomId, tuple[int, Sequence[PageTable]]],
+) -> Iterator[tuple[RoomId, int, Sequence[PageTable]]]:
+    """Room, last row and tables of each chunk of a pass; what is wrong with the tables is seen later.
+
+    Raises:
+        ConfigurationError: no mapping from ids of rooms to pairs.
+    """
+    for name, chunk in arguments.mapping(given, "chunks").items():
+        room = RoomId(arguments.room_id(name))
+        if not isinstance(chunk, tuple | list) or len(chunk) != 2:
+            raise arguments.wrong(f"room {room.hex()}: chunk", chunk, "a pair is needed: (stop, [PageTable ...])")
+        stop, pages = chunk
+        yield room, arguments.count(stop, f"room {room.hex()}: stop"), pages

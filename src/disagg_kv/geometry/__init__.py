@@ -3,6 +3,7 @@
 from .coverage import Coverage
 from .election import Part, elect, rotations
 from .layout import I32, I64, Group, PageTable, Plane, Site
+from .overlap import check_planes
 from .shard import Holding, Shard, attention_tp, even_units, shard, stages
 from .spec import ENDLESS, ITEM_BYTES, CacheSpec, Component, Extent, item_bytes
 
@@ -23,6 +24,7 @@ __all__ = [
     "Shard",
     "Site",
     "attention_tp",
+    "check_planes",
     "elect",
     "even_units",
     "item_bytes",

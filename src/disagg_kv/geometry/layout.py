@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
+from .. import arguments
 from ..errors import GeometryError
 from ..ids import GroupId, LayerId
 from .shard import Shard
@@ -38,8 +39,16 @@ class Group:
     null_page: int | None = None
 
     def __attrs_post_init__(self) -> None:
+        where = f"group {arguments.shown(self.id)}"
+        arguments.text(self.id, where)
+        for name in ("rows_per_page", "pages"):
+            number = arguments.count(getattr(self, name), f"{where}: {name}", error=GeometryError)
+            object.__setattr__(self, name, number)
         if self.rows_per_page < 1 or self.pages < 1:
-            raise GeometryError(f"group {self.id!r}: {self.pages} pages of {self.rows_per_page} rows")
+            raise GeometryError(f"{where}: {self.pages} pages of {self.rows_per_page} rows")
+        if self.null_page is not None:
+            null = arguments.count(self.null_page, f"{where}: null_page", error=GeometryError)
+            object.__setattr__(self, "null_page", null)
 
 
 @frozen
@@ -59,6 +68,14 @@ class Plane:
     row_stride: int
     unit_stride: int
 
+    def __attrs_post_init__(self) -> None:
+        arguments.text(self.component, "plane: component")
+        arguments.text(self.group, "plane: group")
+        for name in ("layer", "buffer", "offset", "page_stride", "row_stride", "unit_stride"):
+            # Signs and sizes are looked at with the site.
+            least, value = -arguments.MOST, getattr(self, name)
+            object.__setattr__(self, name, arguments.count(value, f"plane: {name}", least=least, error=GeometryError))
+
 
 LAST_PAGE = 2**31 - 1
 """The largest page id that there is."""
@@ -68,7 +85,10 @@ FEW = 32
 
 
 def _pages(pages: npt.ArrayLike) -> I32:
-    given = np.asarray(pages)
+    try:
+        given = np.asarray(None if isinstance(pages, bytes | bytearray | memoryview) else pages)
+    except Exception as exc:
+        raise arguments.wrong("page ids", pages, "a flat list of integers is needed", GeometryError) from exc
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise GeometryError(f"page ids must be a flat list of integers, not {given.dtype} of shape {given.shape}")
     if given.size:
@@ -93,9 +113,17 @@ class PageTable:
     pages: I32 = field(converter=_pages, eq=attrs.cmp_using(eq=np.array_equal))
     first: int = 0
 
+    def __attrs_post_init__(self) -> None:
+        if type(self.group) is not str or not self.group.isascii():
+            arguments.text(self.group, "page table: group")
+        first = arguments.count(self.first, "page table: first", least=-arguments.MOST, error=GeometryError)
+        object.__setattr__(self, "first", first)
+
     def check(self, group: Group, start: int, stop: int) -> None:
         """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``."""
-        rows = group.rows_per_page
+        rows = arguments.one(group, "group", Group).rows_per_page
+        start = arguments.count(start, "start", error=GeometryError)
+        stop = arguments.count(stop, "stop", error=GeometryError)
         if self.first < 0 or self.first % rows:
             raise GeometryError(f"group {group.id!r}: a table begins at row {self.first}, not at a page of {rows} rows")
         if start < self.first:
@@ -120,15 +148,15 @@ class PageTable:
 
 
 def _groups(groups: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(groups)
+    return arguments.several(groups, "groups", Group, GeometryError)
 
 
 def _planes(planes: Iterable[Plane]) -> tuple[Plane, ...]:
-    return tuple(planes)
+    return arguments.several(planes, "planes", Plane, GeometryError)
 
 
 def _buffers(buffers: Iterable[int]) -> tuple[int, ...]:
-    return tuple(buffers)
+    return arguments.counts(buffers, "buffers", least=1, error=GeometryError)
 
 
 @frozen(cache_hash=True)
@@ -149,8 +177,13 @@ class Site:
     planes: tuple[Plane, ...] = field(converter=_planes)
     buffers: tuple[int, ...] = field(converter=_buffers)
 
+    def __attrs_post_init__(self) -> None:
+        arguments.one(self.spec, "site: spec", CacheSpec)
+        arguments.one(self.shard, "site: shard", Shard)
+
     def group(self, group: GroupId) -> Group:
         """The group of that name."""
+        arguments.one(group, "group", str, GeometryError)
         for one in self.groups:
             if one.id == group:
                 return one
@@ -168,6 +201,8 @@ class Site:
 
     def first_rows(self, start: int, stop: int | None) -> Mapping[GroupId, int]:
         """Per group of tokens the first row that is needed of a room; see :meth:`Extent.bounds`."""
+        start = arguments.count(start, "start", error=GeometryError)
+        stop = None if stop is None else arguments.count(stop, "stop", error=GeometryError)
         first: dict[GroupId, int] = {}
         for plane in self.planes:
             if plane.group not in self.state_groups:
@@ -177,6 +212,7 @@ class Site:
 
     def page_rows(self, plane: Plane) -> int:
         """Rows of one page of a plane: a state has its own number of them."""
+        arguments.one(plane, "plane", Plane)
         return self.spec.component(plane.layer, plane.component).rows or self.group(plane.group).rows_per_page
 
     @cached_property

@@ -11,13 +11,14 @@ from itertools import pairwise
 
 from attrs import field, frozen
 
+from .. import arguments
 from ..errors import GeometryError
 from ..ids import LayerId
 from .spec import CacheSpec
 
 
 def _layers(layers: Iterable[LayerId]) -> frozenset[LayerId]:
-    return frozenset(layers)
+    return frozenset(map(LayerId, arguments.counts(layers, "layers", error=GeometryError)))
 
 
 @frozen
@@ -39,6 +40,12 @@ class Holding:
     granule: int = 1
 
     def __attrs_post_init__(self) -> None:
+        where = f"holding of {arguments.shown(self.component)}"
+        arguments.text(self.component, where, most=256)
+        arguments.one(self.units, f"{where}: units", range, GeometryError)
+        for name in ("ways", "index", "granule"):
+            number = arguments.count(getattr(self, name), f"{where}: {name}", error=GeometryError)
+            object.__setattr__(self, name, number)
         if not self.layers or self.units.step != 1 or self.units.start < 0 or len(self.units) == 0:
             raise GeometryError(f"holding of {self.component!r}: needs layers and a non-empty run of units: {self}")
         if self.ways < 1 or self.granule < 1 or not 0 <= self.index < self.ways:
@@ -46,7 +53,7 @@ class Holding:
 
 
 def _holdings(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
-    return tuple(holdings)
+    return arguments.several(holdings, "holdings", Holding, GeometryError)
 
 
 @frozen(cache_hash=True)
@@ -80,10 +87,13 @@ class Shard:
 
     def units(self, layer: LayerId, component: str) -> tuple[range, ...]:
         """The runs of units held of one component in one layer, in memory order."""
+        layer = LayerId(arguments.count(layer, "layer", error=GeometryError))
+        arguments.one(component, "component", str, GeometryError)
         return tuple(h.units for h in self.holdings if h.component == component and layer in h.layers)
 
     def check(self, spec: CacheSpec) -> None:
         """Raise a :class:`GeometryError` if a holding names what the spec does not have."""
+        arguments.one(spec, "spec", CacheSpec)
         for h in self.holdings:
             for layer in h.layers:
                 units = spec.component(layer, h.component).units
@@ -127,13 +137,18 @@ def shard(
         GeometryError: units that neither divide over ``tp`` ranks nor the other way round and are not in ``units``;
             a rank, layer, component or unit that there is not.
     """
-    stage = frozenset(spec.layers if layers is None else layers)
+    arguments.one(spec, "spec", CacheSpec)
+    tp = arguments.count(tp, "tp", least=1, error=GeometryError)
+    rank = arguments.count(rank, "rank", error=GeometryError)
+    given = arguments.mapping({} if units is None else units, "units")
+    known = {arguments.text(name, "units"): arguments.one(run, "units", range) for name, run in given.items()}
+    stage = frozenset(spec.layers) if layers is None else _layers(layers)
     groups: dict[tuple[str, range], set[LayerId]] = {}
     for layer in sorted(stage):
         if layer not in spec.layers:
             raise GeometryError(f"layer {layer} is not in the spec, which has {len(spec.layers)} layers")
         for c in spec.layers[layer]:
-            held = units[c.name] if units and c.name in units else even_units(c.units, tp, rank)
+            held = known[c.name] if c.name in known else even_units(c.units, tp, rank)
             groups.setdefault((c.name, held), set()).add(layer)
     result = Shard(tuple(Holding(name, frozenset(of), held) for (name, held), of in groups.items()))
     result.check(spec)
@@ -146,7 +161,9 @@ def attention_tp(tp: int, dp: int) -> int:
     Raises:
         GeometryError: ``dp`` does not divide ``tp``.
     """
-    if tp < 1 or dp < 1 or tp % dp:
+    tp = arguments.count(tp, "tp", least=1, error=GeometryError)
+    dp = arguments.count(dp, "dp", least=1, error=GeometryError)
+    if tp % dp:
         raise GeometryError(f"attention data parallelism {dp} does not divide tensor parallelism {tp}")
     return tp // dp
 
@@ -157,7 +174,8 @@ def stages(spec: CacheSpec, pp: int) -> Sequence[tuple[LayerId, ...]]:
     Raises:
         GeometryError: there are fewer layers than stages.
     """
-    every = tuple(spec.layers)
+    every = tuple(arguments.one(spec, "spec", CacheSpec).layers)
+    pp = arguments.count(pp, "pp", error=GeometryError)
     if not 1 <= pp <= len(every):
         raise GeometryError(f"{pp} pipeline stages of {len(every)} layers")
     each, more = divmod(len(every), pp)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from attrs import field, frozen
 
+from .. import arguments
 from ..errors import GeometryError
 from ..ids import LayerId
 
@@ -19,7 +20,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 def item_bytes(dtype: str) -> int:
     """Bytes per element of ``dtype``; a :class:`GeometryError` lists the known ones."""
-    if dtype not in ITEM_BYTES:
+    if arguments.text(dtype, "dtype") not in ITEM_BYTES:
         raise GeometryError(f"unknown dtype {dtype!r}; known: {', '.join(sorted(ITEM_BYTES))}")
     return ITEM_BYTES[dtype]
 
@@ -50,6 +51,9 @@ class Extent:
             return start, ENDLESS
         return (0 if stop is None else max(0, stop - self.window)), ENDLESS
 
+
+MOST_LAYERS = 65_536
+"""Layers of a model that a frame can describe."""
 
 ENDLESS = 1 << 62
 """More rows than any room has."""
@@ -82,6 +86,13 @@ class Component:
     format: str = "plain"
 
     def __attrs_post_init__(self) -> None:
+        where = f"component {arguments.shown(self.name)}"
+        arguments.text(self.name, where, most=256)
+        arguments.text(self.format, f"{where}: format", most=256)
+        for name in ("units", "unit_bytes", "tokens_per_row", "rows", "tile_rows", "window"):
+            value = getattr(self, name)
+            if not (name == "window" and value is None):
+                object.__setattr__(self, name, arguments.count(value, f"{where}: {name}", error=GeometryError))
         size = item_bytes(self.dtype)
         if not self.name or self.units < 1 or self.unit_bytes < 1 or self.tile_rows < 1:
             raise GeometryError(f"component {self.name!r}: needs a name and positive sizes: {self}")
@@ -111,7 +122,11 @@ class Component:
 def _freeze(
     layers: Mapping[LayerId, Iterable[Component]],
 ) -> dict[LayerId, tuple[Component, ...]]:
-    return {layer: tuple(layers[layer]) for layer in sorted(layers)}
+    found: dict[LayerId, tuple[Component, ...]] = {}
+    for given, components in arguments.mapping(layers, "layers").items():
+        layer = LayerId(arguments.count(given, "layers: layer", most=MOST_LAYERS - 1, error=GeometryError))
+        found[layer] = arguments.several(components, f"layer {layer}", Component, GeometryError)
+    return {layer: found[layer] for layer in sorted(found)}
 
 
 def _items(layers: Mapping[LayerId, tuple[Component, ...]]) -> tuple[tuple[LayerId, tuple[Component, ...]], ...]:
@@ -131,17 +146,19 @@ class CacheSpec:
     model: bytes = b""
 
     def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "model", arguments.octets(self.model, "model", most=4096))
         if not self.layers:
             raise GeometryError("a cache spec needs at least one layer")
         for layer, components in self.layers.items():
             names = [c.name for c in components]
-            if layer < 0 or not names or len(set(names)) != len(names):
+            if not names or len(set(names)) != len(names):
                 raise GeometryError(f"layer {layer}: needs components with distinct names, has {names}")
 
     @classmethod
     def uniform(cls, num_layers: int, components: Iterable[Component], model: bytes = b"") -> CacheSpec:
         """``num_layers`` layers that all have the same components."""
-        same = tuple(components)
+        num_layers = arguments.count(num_layers, "num_layers", least=1, most=MOST_LAYERS, error=GeometryError)
+        same = arguments.several(components, "components", Component, GeometryError)
         return cls({LayerId(i): same for i in range(num_layers)}, model)
 
     @classmethod
@@ -157,6 +174,9 @@ class CacheSpec:
         model: bytes = b"",
     ) -> CacheSpec:
         """Multi-head or grouped-query attention: ``k`` and ``v`` with ``kv_heads`` units each."""
+        head_dim = arguments.count(head_dim, "head_dim", least=1, error=GeometryError)
+        if v_head_dim is not None:
+            v_head_dim = arguments.count(v_head_dim, "v_head_dim", least=1, error=GeometryError)
         v_dtype = dtype if v_dtype is None else v_dtype
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         k = Component("k", dtype, kv_heads, head_dim * item_bytes(dtype))
@@ -166,11 +186,14 @@ class CacheSpec:
     @classmethod
     def mla(cls, num_layers: int, latent_dim: int, dtype: str, *, model: bytes = b"") -> CacheSpec:
         """Multi-head latent attention: one ``latent`` unit a row, held whole by every tensor-parallel rank."""
+        latent_dim = arguments.count(latent_dim, "latent_dim", least=1, error=GeometryError)
         latent = Component("latent", dtype, 1, latent_dim * item_bytes(dtype))
         return cls.uniform(num_layers, (latent,), model)
 
     def component(self, layer: LayerId, name: str) -> Component:
         """The component of that name in that layer; a :class:`GeometryError` says what there is."""
+        layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
+        arguments.one(name, "component", str, GeometryError)
         for component in self.layers.get(layer, ()):
             if component.name == name:
                 return component

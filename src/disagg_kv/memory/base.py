@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 
 from attrs import field, frozen
 
+from .. import arguments
 from ..errors import GeometryError
 from ..geometry import Site
 
@@ -44,8 +45,13 @@ class Buffer:
     owner: object = field(default=None, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.addr <= 0 or self.nbytes <= 0:
+        for name in ("addr", "nbytes"):
+            value = getattr(self, name)
+            known = arguments.count(value, f"buffer: {name}", most=(1 << 64) - 1, error=GeometryError)
+            object.__setattr__(self, name, known)
+        if not self.addr or not self.nbytes:
             raise GeometryError(f"buffer of {self.nbytes} bytes at address {self.addr}")
+        arguments.text(self.device, "buffer: device", least=1, most=256)
 
 
 class MemoryPool(Protocol):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..errors import CapacityError, ConfigurationError, GeometryError, UnsupportedError
-from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, item_bytes
+from .. import arguments
+from ..errors import CapacityError, ConfigurationError, DisaggKVError, GeometryError, UnsupportedError
+from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, check_planes, item_bytes
 from ..ids import GroupId, LayerId
 from .base import Buffer
 from .raw import U8, plane_view
@@ -39,10 +40,15 @@ class PagedPool:
         aux_bytes: bytes of one.
 
     Raises:
-        GeometryError: planes overlap, leave their buffer, or are not those of the shard; buffers on several devices.
+        GeometryError: planes or buffers overlap; planes leave their buffer, or are not those of the shard; buffers on
+            several devices.
     """
 
     def __init__(self, site: Site, buffers: Sequence[Buffer], *, aux_slots: int = 0, aux_bytes: int = 0) -> None:
+        arguments.one(site, "site", Site)
+        buffers = arguments.several(buffers, "buffers", Buffer, GeometryError)
+        aux_slots = arguments.count(aux_slots, "aux_slots", least=-arguments.MOST, error=GeometryError)
+        aux_bytes = arguments.count(aux_bytes, "aux_bytes", least=-arguments.MOST, error=GeometryError)
         if site.buffers != tuple(b.nbytes for b in buffers):
             raise GeometryError(f"buffers of {[b.nbytes for b in buffers]} bytes, but the site says {site.buffers}")
         if len({b.device for b in buffers}) != 1:
@@ -50,9 +56,13 @@ class PagedPool:
         if aux_slots < 0 or aux_bytes < 0 or (aux_slots == 0) != (aux_bytes == 0):
             raise GeometryError(f"{aux_slots} aux slots of {aux_bytes} bytes")
         _check_site(site)
+        _check_apart(buffers)
         self._site = site
         self._buffers = tuple(buffers)
-        self._aux = np.zeros((aux_slots, aux_bytes), np.uint8)
+        try:
+            self._aux = np.zeros((aux_slots, aux_bytes), np.uint8)
+        except (MemoryError, ValueError) as exc:
+            raise CapacityError(f"no memory for {aux_slots} aux rows of {aux_bytes} bytes") from exc
 
     @classmethod
     def allocate(
@@ -97,7 +107,14 @@ class PagedPool:
             GeometryError: no pages or rows, an unknown layout, or the allocator gave too little.
             UnsupportedError: a component that no pool can hold yet.
         """
-        _check_layout(layout)
+        _check_whole(spec, shard, layout, group, state_group)
+        page_size = arguments.count(page_size, "page_size", least=1, error=GeometryError)
+        pages = arguments.count(pages, "pages", least=1, error=GeometryError)
+        state_slots = arguments.count(state_slots, "state_slots", error=GeometryError)
+        arguments.flag(fused, "fused")
+        if allocator is not None:
+            arguments.function(allocator, "allocator")
+        arguments.text(device, "device", least=1, most=256)
         spaces = [Group(group, page_size, pages)]
         if any(c.rows for layer in shard.layers() for c, _ in _held(spec, shard, layer)):
             spaces.append(Group(state_group, spec.state_rows(), state_slots))
@@ -109,7 +126,7 @@ class PagedPool:
             placed, end = (_fused if fused else _separate)(layer, held, space, layout, start)
             planes += placed
         used = {plane.group for plane in planes}
-        buffer = allocator(end) if allocator else new_buffer(end, device)
+        buffer = new_buffer(end, device) if allocator is None else _allocated(allocator, end)
         if buffer.nbytes < end:
             raise GeometryError(f"the allocator gave {buffer.nbytes} bytes of {end}")
         site = Site(spec, shard, [space for space in spaces if space.id in used], planes, (buffer.nbytes,))
@@ -134,6 +151,7 @@ class PagedPool:
         Raises:
             GeometryError: as for :class:`PagedPool`.
         """
+        buffers = arguments.several(buffers, "buffers", Buffer, GeometryError)
         site = Site(spec, shard, groups, planes, tuple(b.nbytes for b in buffers))
         return cls(site, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
 
@@ -169,12 +187,12 @@ class PagedPool:
                 group with pages of several sizes.
             UnsupportedError: a component that no pool can hold yet.
         """
-        _check_layout(layout)
+        _check_whole(spec, shard, layout, group, state_group)
         buffers: list[Buffer] = []
         numbers: dict[int, int] = {}
         planes: list[Plane] = []
         sizes: dict[GroupId, set[tuple[int, int]]] = {}
-        for layer, name, tensor in ((la, n, t) for la, named in tensors.items() for n, t in named.items()):
+        for layer, name, tensor in _tensors(tensors):
             storage = tensor.untyped_storage()
             units = 2 if layout == "NHD" else 1
             rows = 3 - units
@@ -212,6 +230,7 @@ class PagedPool:
 
     def view(self, plane: int) -> U8:
         """Every cell of a plane, ``[pages, rows_per_page, units, unit_bytes]`` uint8, writable, no copy."""
+        plane = arguments.count(plane, "plane", most=len(self._site.planes) - 1, error=GeometryError)
         return plane_view(self._site, self._buffers, plane)
 
     def read_aux(self, slot: int) -> bytes:
@@ -221,12 +240,14 @@ class PagedPool:
     def write_aux(self, slot: int, data: bytes) -> None:
         """Copy ``data`` into the aux row ``slot`` and clear the rest of the row; a GeometryError if it is longer."""
         row = self._aux_row(slot)
+        data = arguments.octets(data, f"aux slot {slot}", most=arguments.MOST)
         if len(data) > len(row):
             raise GeometryError(f"aux slot {slot}: {len(data)} bytes for a row of {len(row)}")
         row[: len(data)] = np.frombuffer(data, np.uint8)
         row[len(data) :] = 0
 
     def _aux_row(self, slot: int) -> U8:
+        slot = arguments.count(slot, "aux slot", least=-arguments.MOST, error=GeometryError)
         if not 0 <= slot < len(self._aux):
             raise GeometryError(f"aux slot {slot} of {len(self._aux)}")
         row: U8 = self._aux[slot]
@@ -240,10 +261,47 @@ def _aligned(offset: int, to: int) -> int:
 @lru_cache(SITES)
 def _check_site(site: Site) -> None:
     site.check()
+    check_planes(site)
 
 
-def _check_layout(layout: str) -> None:
-    if layout not in ("NHD", "HND"):
+def _check_apart(buffers: Sequence[Buffer]) -> None:
+    """Raise a :class:`GeometryError` if two buffers of one device share memory: planes in them may overlap."""
+    by_start = sorted((b.addr, b.addr + b.nbytes, number) for number, b in enumerate(buffers))
+    for (_, end, number), (start, _, after) in itertools.pairwise(by_start):
+        if start < end:
+            first, second = sorted((number, after))
+            raise GeometryError(f"buffers {first} and {second} share memory: give them as one buffer")
+
+
+def _allocated(allocator: Callable[[int], Buffer], nbytes: int) -> Buffer:
+    try:
+        found: object = allocator(nbytes)
+    except DisaggKVError:
+        raise
+    except Exception as exc:
+        raise CapacityError(f"the allocator gave no {nbytes} bytes: {exc}") from exc
+    return arguments.one(found, "allocator: result", Buffer)
+
+
+def _tensors(
+    given: Mapping[LayerId, Mapping[str, torch.Tensor]],
+) -> Iterator[tuple[LayerId, str, torch.Tensor]]:
+    """Layer, component and tensor of all that an engine gives."""
+    import torch
+
+    for number, named in arguments.mapping(given, "tensors").items():
+        layer = LayerId(arguments.count(number, "tensors: layer", error=GeometryError))
+        for name, tensor in arguments.mapping(named, f"tensors: layer {layer}").items():
+            where = f"tensors: layer {layer}, {arguments.shown(name)}"
+            yield layer, arguments.text(name, where), arguments.one(tensor, where, torch.Tensor, GeometryError)
+
+
+def _check_whole(spec: CacheSpec, shard: Shard, layout: str, group: GroupId, state_group: GroupId) -> None:
+    arguments.one(spec, "spec", CacheSpec)
+    arguments.one(shard, "shard", Shard)
+    arguments.text(group, "group", most=256)
+    arguments.text(state_group, "state_group", most=256)
+    if arguments.text(layout, "layout") not in ("NHD", "HND"):
         raise GeometryError(f"layout {layout!r}; known: HND, NHD")
 
 
@@ -321,7 +379,7 @@ def new_buffer(nbytes: int, device: str) -> Buffer:
         return Buffer(tensor.data_ptr(), nbytes, str(tensor.device), tensor)
     except (MemoryError, ValueError) as exc:
         raise CapacityError(f"no {nbytes} bytes of memory for a pool") from exc
-    except (RuntimeError, AssertionError) as exc:
+    except (RuntimeError, AssertionError, TypeError, OverflowError) as exc:
         raise ConfigurationError(f"no pool of {nbytes} bytes on device {device!r}: {exc}") from exc
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from .. import arguments
 from ..endpoints import KeptPages
 from ..errors import (
     CapacityError,
@@ -24,6 +27,8 @@ from ..protocol import Phase
 from .base import Pages, PrefixIndex, Tokens
 from .index import namespace_of
 from .sums import KeptSums
+
+log = logging.getLogger("disagg_kv")
 
 
 class _State(Enum):
@@ -70,6 +75,13 @@ class PrefixCache:
     def __init__(
         self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"", sums: KeptSums | None = None
     ) -> None:
+        wanted = ("match", "shorten", "insert", "unlock", "forget", "evict")
+        arguments.methods(index, "index", "an index of prefixes", *wanted)
+        arguments.methods(pages, "pages", "an allocator of pages", "take", "give")
+        arguments.one(site, "site", Site)
+        extra = arguments.octets(extra, "extra", most=4096)
+        if sums is not None:
+            arguments.one(sums, "sums", KeptSums)
         if len(site.token_groups) != 1:
             groups = [g.id for g in site.token_groups]
             raise ConfigurationError(f"a prefix cache is of one group of pages, not {groups}")
@@ -81,10 +93,10 @@ class PrefixCache:
         if sums is not None and sums.pool.site != site:
             raise ConfigurationError("the sums of kept pages are of another pool")
         self.group = site.token_groups[0]
-        wanted = namespace_of(site.spec, extra)
-        if index.namespace != wanted:
+        own = namespace_of(site.spec, extra)
+        if index.namespace != own:
             raise ConfigurationError(
-                f"an index for another model: its namespace is {index.namespace.hex()}, the pool's {wanted.hex()}"
+                f"an index for another model: its namespace is {index.namespace.hex()}, the pool's {own.hex()}"
             )
         if index.page_rows != self.group.rows_per_page:
             raise ConfigurationError(f"an index of {index.page_rows} rows a page for {self.group.rows_per_page}")
@@ -103,9 +115,8 @@ class PrefixCache:
         Raises:
             CapacityError: there are not so many, even without everything that nobody holds.
         """
-        while self._leaving and self._leaving[0][0].query():
-            _, back = self._leaving.popleft()
-            back()
+        count = arguments.count(count, "pages asked")
+        self._take_back()
         there = self.pages.free + self.index.evictable
         if count > there:
             raise CapacityError(f"group {self.group.id!r}: {count} pages asked, {there} are free or can be evicted")
@@ -113,8 +124,24 @@ class PrefixCache:
             self.pages.give(self.index.evict(count - self.pages.free))
         return self.pages.take(count)
 
+    def _take_back(self) -> None:
+        """Pages whose event has happened are free; those whose event raises are never used again."""
+        while self._leaving:
+            ready, back = self._leaving[0]
+            try:
+                if not ready.query():
+                    return
+            except Exception as exc:
+                log.warning("pages are not used again: the event after which they are free raised: %s", exc)
+                self._leaving.popleft()
+            else:
+                self._leaving.popleft()
+                back()
+
     def leave(self, ready: Event, back: Callable[[], None]) -> None:
         """Have pages given ``back`` when nobody writes to them any more; looked at when pages are taken."""
+        arguments.methods(ready, "ready", "an event", "query")
+        arguments.function(back, "back")
         self._leaving.append((ready, back))
 
 
@@ -125,9 +152,9 @@ class Claim:
     """
 
     def __init__(self, cache: PrefixCache, tokens: Tokens, adapter: bytes) -> None:
-        self._cache = cache
-        self._tokens = np.asarray(tokens)
-        self._lock = cache.index.match(self._tokens, adapter)
+        self._cache = arguments.one(cache, "cache", PrefixCache)
+        self._tokens = _tokens(tokens)
+        self._lock = cache.index.match(self._tokens, arguments.octets(adapter, "adapter", most=4096))
         self._state = _State.MATCHED
         self._table: I32 = np.zeros(0, np.int32)
         self._mine: set[int] = set()
@@ -164,6 +191,7 @@ class Claim:
         """
         self._check(_State.MATCHED)
         if held is not None:
+            held = arguments.count(held, "held", least=-arguments.MOST, error=GeometryError)
             self._cache.index.shorten(self._lock, held)
         try:
             taken = self._cache.take(-(-len(self._tokens) // self._cache.group.rows_per_page) - len(self._lock.ids))
@@ -183,7 +211,8 @@ class Claim:
         not matched again.
         """
         self._check(_State.AWAITED)
-        if not handle.released:
+        arguments.attributes(handle, "handle", "a room's handle", "phase", "released", "error")
+        if arguments.flag(handle.released, "handle: released") is False:
             return False
         if handle.phase is Phase.DONE:
             self._state = _State.THERE
@@ -202,6 +231,7 @@ class Claim:
             CapacityError: not enough pages; nothing has changed.
         """
         self._check(_State.THERE)
+        rows = arguments.count(rows, "rows", error=GeometryError)
         more = -(-rows // self._cache.group.rows_per_page) - len(self._table)
         if more > 0:
             taken = self._cache.take(more)
@@ -218,16 +248,22 @@ class Claim:
 
         Raises:
             LocalProtocolError: the room is still open, or the claim has ended.
+            ConfigurationError: ``ready`` is no event, or raises; the claim has not ended.
             GeometryError: ``tokens`` do not begin as the request did, or are more than its pages hold.
         """
+        arguments.event(ready, "ready")
         if self._state not in (_State.MATCHED, _State.THERE):
             self._check(_State.THERE)
+        try:
+            there = ready is None or bool(ready.query())
+        except Exception as exc:
+            raise ConfigurationError(f"ready: the event raised: {exc}") from exc
         if tokens is not None:
             self._check(_State.THERE)
-            self._insert(np.asarray(tokens), ready)
-        if ready is None or ready.query():
+            self._insert(_tokens(tokens), ready)
+        if there:
             self._leave()
-        else:
+        elif ready is not None:
             self._state = _State.ENDED
             self._cache.leave(ready, self._leave)
 
@@ -252,3 +288,18 @@ class Claim:
     def _check(self, state: _State) -> None:
         if self._state is not state:
             raise LocalProtocolError(f"a claim that is {self._state.value}, not {state.value}")
+
+
+def _tokens(given: Tokens) -> npt.NDArray[np.integer]:
+    """Tokens as an array; the index looks at their values.
+
+    Raises:
+        ConfigurationError: no flat list of integers.
+    """
+    try:
+        tokens = np.asarray(None if isinstance(given, bytes | bytearray | memoryview) else given)
+    except Exception as exc:
+        raise arguments.wrong("tokens", given, "a flat list of integers is needed") from exc
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ConfigurationError(f"tokens must be a flat list of integers, not {tokens.dtype} of {tokens.shape}")
+    return tokens

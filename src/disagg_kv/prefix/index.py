@@ -15,6 +15,7 @@ from itertools import chain
 import msgspec
 import numpy as np
 
+from .. import arguments
 from ..errors import ConfigurationError, GeometryError, LocalProtocolError
 from ..geometry import I32, CacheSpec
 from ..protocol.wire import spec_to_wire
@@ -38,7 +39,8 @@ def namespace_of(spec: CacheSpec, extra: bytes = b"") -> bytes:
         spec: model, components, dtypes.
         extra: what the spec does not say, a revision of the engine's kernels for example.
     """
-    return blake(msgspec.msgpack.encode((spec_to_wire(spec), extra)))
+    arguments.one(spec, "spec", CacheSpec)
+    return blake(msgspec.msgpack.encode((spec_to_wire(spec), arguments.octets(extra, "extra", most=4096))))
 
 
 class HashPrefixIndex:
@@ -57,6 +59,10 @@ class HashPrefixIndex:
     """
 
     def __init__(self, page_rows: int, pages: int, namespace: bytes = b"", digest: Digest = blake) -> None:
+        page_rows = arguments.count(page_rows, "page_rows", least=-arguments.MOST)
+        pages = arguments.count(pages, "pages", least=-arguments.MOST)
+        namespace = arguments.octets(namespace, "namespace", most=4096)
+        arguments.function(digest, "digest")
         if page_rows < 1 or not 1 <= pages <= 1 << 31:
             raise ConfigurationError(f"an index of {pages} pages of {page_rows} rows")
         self._page_rows = page_rows
@@ -98,6 +104,7 @@ class HashPrefixIndex:
 
     def match(self, tokens: Tokens, adapter: bytes = b"") -> PrefixLock:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.match`."""
+        adapter = arguments.octets(adapter, "adapter", most=4096)
         contents = self._contents(tokens, adapter)
         lock = PrefixLock(adapter, self._page_rows)
         key, before = self._namespace, _ROOT
@@ -116,6 +123,7 @@ class HashPrefixIndex:
     def shorten(self, lock: PrefixLock, rows: int) -> None:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.shorten`."""
         self._check(lock)
+        rows = arguments.count(rows, "rows", least=-arguments.MOST, error=GeometryError)
         if not 0 <= rows <= lock.rows:
             raise GeometryError(f"{rows} rows of a prefix of {lock.rows}")
         keep = rows // self._page_rows
@@ -126,7 +134,7 @@ class HashPrefixIndex:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.insert`."""
         self._check(lock)
         contents = self._contents(tokens, lock.adapter)
-        given = [int(page) for page in pages]
+        given = list(arguments.counts(pages, "pages", least=-arguments.MOST, error=GeometryError))
         self._check_pages(given, lock, contents)
         before = lock.ids[-1] if lock.ids else _ROOT
         key = self._key[before] if lock.ids else self._namespace
@@ -153,6 +161,7 @@ class HashPrefixIndex:
     def forget(self, lock: PrefixLock, rows: int) -> None:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.forget`."""
         self._check(lock)
+        rows = arguments.count(rows, "rows", least=-arguments.MOST, error=GeometryError)
         if not 0 <= rows <= lock.rows:
             raise GeometryError(f"{rows} rows of a prefix of {lock.rows}")
         after: dict[int, list[int]] = {}
@@ -175,6 +184,7 @@ class HashPrefixIndex:
 
     def evict(self, pages: int) -> I32:
         """See :meth:`~disagg_kv.prefix.PrefixIndex.evict`."""
+        pages = arguments.count(pages, "pages")
         out: list[int] = []
         while len(out) < pages and self._leaves:
             used, page = divmod(heapq.heappop(self._leaves), 1 << _PAGE_BITS)
@@ -198,7 +208,10 @@ class HashPrefixIndex:
 
     def _contents(self, tokens: Tokens, adapter: bytes) -> list[bytes]:
         """The whole pages of tokens as bytes. The first one's begin with the adapter and its length."""
-        given = np.asarray(tokens)
+        try:
+            given = np.asarray(None if isinstance(tokens, bytes | bytearray | memoryview) else tokens)
+        except Exception as exc:
+            raise arguments.wrong("tokens", tokens, "a flat list of integers is needed") from exc
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ConfigurationError(f"tokens must be a flat list of integers, not {given.dtype} of {given.shape}")
         if given.size and not 0 <= int(given.min()) <= int(given.max()) < 1 << 31:
@@ -211,6 +224,7 @@ class HashPrefixIndex:
         return contents
 
     def _check(self, lock: PrefixLock) -> None:
+        arguments.one(lock, "lock", PrefixLock)
         if lock not in self._locks:
             raise LocalProtocolError(f"a lock on {lock.rows} rows that this index does not have: ended, or another's")
 

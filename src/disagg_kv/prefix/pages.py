@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from .. import arguments
 from ..errors import CapacityError, ConfigurationError, LocalProtocolError
 from ..geometry import I32
 
@@ -19,7 +20,7 @@ class PageAllocator:
     """
 
     def __init__(self, pages: Iterable[int]) -> None:
-        self._free = deque(int(page) for page in pages)
+        self._free = deque(arguments.counts(pages, "pages", least=-arguments.MOST))
         self._there = set(self._free)
         self._all = frozenset(self._free)
         if len(self._all) != len(self._free) or min(self._free, default=0) < 0:
@@ -36,8 +37,7 @@ class PageAllocator:
         Raises:
             CapacityError: more than are free now, or than there are at all.
         """
-        if count < 0:
-            raise ConfigurationError(f"{count} pages asked")
+        count = arguments.count(count, "pages asked")
         if count > len(self._free):
             raise CapacityError(f"{count} pages asked, {len(self._free)} of {len(self._all)} are free")
         taken = [self._free.popleft() for _ in range(count)]
@@ -50,7 +50,7 @@ class PageAllocator:
         Raises:
             LocalProtocolError: a page that is free already or that was never here; then none is taken back.
         """
-        back = [int(page) for page in pages]
+        back = list(arguments.counts(pages, "pages", least=-arguments.MOST))
         wrong = [page for page in back if page not in self._all or page in self._there]
         if wrong or len(set(back)) != len(back):
             raise LocalProtocolError(f"pages {wrong or back} are free already or not from this allocator")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .. import arguments
 from ..endpoints import KeptPages, PageSums, page_sums
 from ..endpoints.keeping import kept_layers
 from ..errors import ConfigurationError
-from ..geometry import I32, PageTable
+from ..geometry import I32, PageTable, Site
 from ..kernels import Kernels, kernels_for
 from ..memory import Event, MemoryPool
 
@@ -27,6 +28,10 @@ class KeptSums:
     """
 
     def __init__(self, pool: MemoryPool, kernels: Kernels | None = None) -> None:
+        arguments.attributes(pool, "pool", "a pool", "site", "buffers")
+        arguments.one(pool.site, "pool: site", Site)
+        if kernels is not None:
+            arguments.methods(kernels, "kernels", "a set of kernels", "checksum")
         if len(pool.site.token_groups) != 1:
             raise ConfigurationError(
                 f"sums of kept pages are of one group of pages, not {[g.id for g in pool.site.token_groups]}"
@@ -45,6 +50,9 @@ class KeptSums:
             which: of them, those to sum, counted from the first.
             ready: when they are final.
         """
+        arguments.one(table, "table", PageTable)
+        which = arguments.counts(which, "which")
+        arguments.event(ready, "ready")
         self._collect(wait=False)
         if len(which):
             sums = page_sums(self._kernels, self.pool, table, which, ready)
@@ -56,8 +64,10 @@ class KeptSums:
 
         Every one was given to ``note``. Waits for sums that are still under way.
         """
+        table = PageTable(self._group.id, pages)
+        table.check(self._group, 0, 0)
         self._collect(wait=True)
-        return KeptPages(PageTable(self._group.id, pages), self._sums[pages])
+        return KeptPages(table, self._sums[table.pages])
 
     def _collect(self, *, wait: bool) -> None:
         """Take in what is there, in the order in which it was noted: a page may have been noted twice."""

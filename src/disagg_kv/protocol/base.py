@@ -10,6 +10,7 @@ from typing import NamedTuple
 import attrs
 from attrs import field, frozen
 
+from .. import arguments
 from ..errors import ConfigurationError
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
@@ -69,9 +70,9 @@ class Options:
 
     def __attrs_post_init__(self) -> None:
         for one in attrs.fields(Options):
-            name, value = one.name, getattr(self, one.name)
-            if not 0 < value < float("inf"):
-                raise ConfigurationError(f"option {name}: {value} is not a positive number")
+            name, value = f"option {one.name}", getattr(self, one.name)
+            known = arguments.seconds(value, name) if one.name.endswith("_s") else arguments.count(value, name, least=1)
+            object.__setattr__(self, one.name, known)
         if self.aux_part > MAX_AUX:
             raise ConfigurationError(f"option aux_part: {self.aux_part} bytes in one frame; at most {MAX_AUX}")
         if not self.heartbeat_s < self.silence_s:
@@ -92,6 +93,8 @@ class Options:
         """
         if silence_s is None and total_s is None:
             return self
+        silence_s = None if silence_s is None else arguments.seconds(silence_s, "silence_s")
+        total_s = None if total_s is None else arguments.seconds(total_s, "total_s")
         return _of_room(
             self,
             self.silence_s if silence_s is None else silence_s,

@@ -6,6 +6,7 @@ import hashlib
 import struct
 from typing import Literal, get_args
 
+from .. import arguments
 from ..errors import UnknownNameError
 from ..ids import RoomId
 from ..planning import Segment
@@ -21,7 +22,7 @@ SUM_BYTES = 8
 
 def check_verify(verify: str) -> None:
     """Raise an :class:`UnknownNameError` for what is no :data:`Verify`."""
-    if verify not in get_args(Verify):
+    if arguments.text(verify, "verify") not in get_args(Verify):
         raise UnknownNameError("verify", verify, get_args(Verify))
 
 

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 
+from .. import arguments
 from ..ids import Rank
 
 
@@ -16,10 +17,17 @@ class Source:
     Args:
         instance: name of the prefill instance (one set of TP x PP ranks).
         address: where to ask for it; what that means is the rendezvous's own.
+
+    Raises:
+        ConfigurationError: no text, or no name.
     """
 
     instance: str
     address: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        arguments.text(self.instance, "source: instance", least=1, most=256)
+        arguments.text(self.address, "source: address")
 
 
 class Rendezvous(Protocol):

@@ -6,6 +6,7 @@ import json
 from functools import lru_cache
 from typing import Protocol
 
+from .. import arguments
 from ..errors import ConfigurationError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from ..ids import Rank
 from .records import check_rank
@@ -54,7 +55,9 @@ class StoreMinimum:
     def __init__(
         self, store: SharedStore, instance: str, rank: Rank, world: int, prefix: str = "disagg_kv/minimum"
     ) -> None:
-        check_rank(instance, rank, world)
+        rank, world = check_rank(instance, rank, world)
+        arguments.methods(store, "store", "a store", "check", "get", "set", "compare_set", "delete_key")
+        arguments.text(prefix, "prefix")
         self._store = store
         self._instance = instance
         self._rank = rank
@@ -77,6 +80,8 @@ class StoreMinimum:
             LocalProtocolError: said already, and not answered yet.
             PeerLostError: the store cannot be reached.
         """
+        arguments.text(question, "question")
+        number = arguments.count(number, f"{question!r}: number", least=-_MOST, most=1 << 80)
         if not 0 <= number <= _MOST:
             raise ConfigurationError(f"{question!r}: cannot agree on {number}")
         if question in self._open:
@@ -95,6 +100,7 @@ class StoreMinimum:
             PeerLostError: the store cannot be reached.
             RemoteProtocolError: something else stands under the question's keys.
         """
+        arguments.text(question, "question")
         if question not in self._open:
             raise LocalProtocolError(f"{question!r}: nothing was said, or it is answered already")
         try:
@@ -116,6 +122,7 @@ class StoreMinimum:
         Raises:
             PeerLostError: the store cannot be reached.
         """
+        arguments.text(question, "question")
         try:
             if question not in self._open:
                 if question in self._finished:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from .. import arguments
 from ..errors import ConfigurationError
 from ..ids import Rank
 from .base import Source
@@ -25,9 +26,13 @@ class StaticRendezvous:
     def __init__(self, addresses: Mapping[str, Sequence[str]] | None = None) -> None:
         self._lock = threading.Lock()
         self._ranks: dict[str, list[str | None]] = {}
-        for instance, given in (addresses or {}).items():
-            if not instance or not given or isinstance(given, str):
-                raise ConfigurationError(f"instance {instance!r}: needs a name and a list of addresses, not {given!r}")
+        for name, listed in arguments.mapping({} if addresses is None else addresses, "addresses").items():
+            instance = arguments.text(name, "addresses: instance", most=256)
+            given: tuple[str, ...] = ()
+            if not isinstance(listed, str):
+                given = arguments.several(listed, f"instance {instance!r}", str)
+            if not instance or not given or "" in given:
+                raise ConfigurationError(f"instance {instance!r}: needs a name and a list of addresses, not {listed!r}")
             twice = [address for address, times in Counter(given).items() if times > 1]
             if twice:
                 raise ConfigurationError(f"instance {instance!r}: several ranks at {', '.join(twice)}")
@@ -40,7 +45,8 @@ class StaticRendezvous:
             ConfigurationError: a rank outside ``[0, world)``, not the world size that is known, or the address that
                 another rank of the instance has.
         """
-        check_rank(instance, rank, world)
+        rank, world = check_rank(instance, rank, world)
+        address = arguments.text(address, "address", least=1)
         with self._lock:
             ranks = self._ranks.setdefault(instance, [None] * world)
             check_world(instance, rank, world, len(ranks))
@@ -52,6 +58,7 @@ class StaticRendezvous:
 
     def lookup(self, source: Source) -> tuple[str, ...] | None:
         """The addresses of all ranks, in order; None: not all are known yet."""
+        arguments.one(source, "source", Source)
         with self._lock:
             ranks = self._ranks.get(source.instance, [])
             known = tuple(address for address in ranks if address is not None)

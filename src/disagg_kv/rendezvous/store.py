@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from .. import arguments
 from ..errors import InstanceClosedError, PeerLostError, RemoteProtocolError
 from ..ids import Rank
 from ..protocol import MAX_RANKS
@@ -52,8 +53,9 @@ class StoreRendezvous:
     """
 
     def __init__(self, store: Store, prefix: str = "disagg_kv") -> None:
+        arguments.methods(store, "store", "a store", "check", "get", "set", "compare_set")
         self._store = store
-        self._prefix = prefix
+        self._prefix = arguments.text(prefix, "prefix")
         # One client connection: a second thread's question must not slip in before the first one's answer.
         self._lock = threading.Lock()
         self._published: dict[tuple[str, Rank], str] = {}
@@ -66,7 +68,8 @@ class StoreRendezvous:
             PeerLostError: the store cannot be reached.
             RemoteProtocolError: something else stands under the instance's key.
         """
-        check_rank(instance, rank, world)
+        rank, world = check_rank(instance, rank, world)
+        address = arguments.text(address, "address", least=1)
         with self._reached(instance):
             # Where nobody was before, ours is set; the answer is what stands there now.
             said = self._store.compare_set(_key(self._prefix, instance), "", json.dumps(world))
@@ -82,7 +85,8 @@ class StoreRendezvous:
         Raises:
             PeerLostError: the store cannot be reached.
         """
-        value = self._published.pop((instance, rank), None)
+        rank = Rank(arguments.count(rank, "rank"))
+        value = self._published.pop((arguments.text(instance, "instance"), rank), None)
         if value is not None:
             with self._reached(instance):
                 self._store.compare_set(_key(self._prefix, instance, rank), value, "null")
@@ -95,7 +99,7 @@ class StoreRendezvous:
             PeerLostError: the store cannot be reached.
             RemoteProtocolError: something else stands under the instance's keys.
         """
-        instance = source.instance
+        instance = arguments.one(source, "source", Source).instance
         said = self._get(instance, [_key(self._prefix, instance)])
         if said is None:
             return None

@@ -9,6 +9,7 @@ from typing import cast
 
 from attrs import frozen
 
+from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
 from .base import Path, Schedule
 from .paths import DirectPath, SlicePath, StagedPath
@@ -49,7 +50,10 @@ def register(part: Path | Schedule) -> None:
     Raises:
         ConfigurationError: the name is taken by another part, or is not a plain word.
     """
-    name, scheduling = part.name, hasattr(part, "groups")
+    arguments.attributes(part, "part", "a path or a schedule", "name")
+    name, scheduling = arguments.text(part.name, "part: name"), hasattr(part, "groups")
+    if not scheduling:
+        arguments.methods(part, "part", "a path or a schedule", "send", "receive", "count", "refuse")
     known = _paths.get(name, _schedules.get(name))
     taken = {*_paths, *_schedules, *SELECTIONS, AUTO}
     if not name.isidentifier() or (name in taken and known is not part):
@@ -101,6 +105,7 @@ def strategy(name: str) -> Strategy:
         UnknownNameError: a part that nothing is known by.
         ConfigurationError: two parts for one axis.
     """
+    arguments.text(name, "strategy")
     known, known_schedules = paths(), schedules()
     chosen: dict[str, str] = {}
     for part in name.split("+"):

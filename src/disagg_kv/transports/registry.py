@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
+from .. import arguments
 from ..errors import ConfigurationError, DisaggKVError, UnknownNameError
 from .base import Transport
 
@@ -28,7 +29,8 @@ _registered: dict[str, Factory] = {}
 
 def register_transport(name: str, factory: Factory) -> None:
     """Make ``transport(name, ...)`` call ``factory`` in this process; replaces what the name meant before."""
-    _registered[name] = factory
+    arguments.function(factory, "factory")
+    _registered[arguments.text(name, "name of a transport", least=1)] = factory
 
 
 def transport(name: str, **options: object) -> Transport:
@@ -39,7 +41,7 @@ def transport(name: str, **options: object) -> Transport:
         MissingDependencyError: it needs a package that is not installed, or another host.
         ConfigurationError: a package's entry point cannot be loaded.
     """
-    factory = _factory(name)
+    factory = _factory(arguments.text(name, "name of a transport"))
     parameters = inspect.signature(factory).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -55,7 +57,7 @@ def default_transport(device: str) -> str:
     Raises:
         UnknownNameError: there is none for such a device.
     """
-    kind = device.partition(":")[0]
+    kind = arguments.text(device, "device").partition(":")[0]
     if kind not in _DEFAULTS:
         raise UnknownNameError("device", device, _DEFAULTS)
     return _DEFAULTS[kind]
@@ -67,11 +69,11 @@ def between_processes(name: str, device: str = "cpu", **options: object) -> Tran
     Raises:
         ConfigurationError: also where it cannot move such memory.
     """
-    kind, _, index = device.partition(":")
+    kind, _, index = arguments.text(device, "device").partition(":")
     if kind == "cuda" and name == "mooncake":
         options = {"protocol": "nvlink_intra", **options}
     elif kind == "cuda" and name == "nixl":
-        options = {"cuda_device": int(index or 0), **options}
+        options = {"cuda_device": _index(device, index), **options}
     made = transport(name, **options)
     if kind not in made.caps.devices:
         made.close(0.0)
@@ -117,3 +119,9 @@ def _load(point: EntryPoint) -> Factory:
     except Exception as error:
         raise ConfigurationError(f"transport {point.name!r}: {point.value} cannot be loaded: {error}") from error
     return factory
+
+
+def _index(device: str, number: str) -> int:
+    if number and not number.isdecimal():
+        raise ConfigurationError(f"device {device!r}: {number!r} is no number of a GPU")
+    return int(number or 0)

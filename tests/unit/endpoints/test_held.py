@@ -134,7 +134,7 @@ def test_prefill_sends_its_own_cached_prefix_before_the_forward_pass() -> None:
 @pytest.mark.parametrize(
     ("held", "stop", "words"),
     [
-        ({KV: -1}, 32, "-1 rows held of group 'kv'"),
+        ({KV: -1}, 32, "held rows of group 'kv' must be at least 0, not -1"),
         ({KV: 33}, 32, r"a held prefix \{'kv': 33\} of 32 rows"),
         ({KV: 48}, None, "a held prefix 48 of 32 rows"),
         ({GroupId("other"): 8}, 32, "no group 'other'"),

@@ -276,7 +276,7 @@ def test_a_name_that_nobody_has() -> None:
         rig.decode(tp_shards(SPEC, 1), "C", strategy="staged+slice")
     with pytest.raises(ConfigurationError, match="slots of 100 bytes"):
         rig.prefill(tp_shards(SPEC, 1), "D", slot_bytes=100)
-    with pytest.raises(ConfigurationError, match="0 staging slots"):
+    with pytest.raises(ConfigurationError, match="slots must be at least 1, not 0"):
         rig.prefill(tp_shards(SPEC, 1), "E", slots=0)
 
 
@@ -334,14 +334,14 @@ def test_who_is_there() -> None:
 def test_zero_is_not_the_default() -> None:
     """A size or a time of 0 is refused by name, not silently replaced."""
     rig = Rig(SPEC)
-    with pytest.raises(ConfigurationError, match="staging slots of 0 bytes"):
+    with pytest.raises(ConfigurationError, match="slot_bytes must be at least 1, not 0"):
         rig.prefill(tp_shards(SPEC, 1), slot_bytes=0)
-    with pytest.raises(ConfigurationError, match="a ring of 0 bytes"):
+    with pytest.raises(ConfigurationError, match="ring_bytes must be at least 1, not 0"):
         rig.decode(tp_shards(SPEC, 1), name="E", ring_bytes=0)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1), name="Q"), rig.decode(tp_shards(SPEC, 1))
-    with pytest.raises(ConfigurationError, match="total_s: 0"):
+    with pytest.raises(ConfigurationError, match="total_s must be more than 0"):
         prefills[0].endpoint.open(RoomId(b"r"), total_s=0)
-    with pytest.raises(ConfigurationError, match="silence_s: 0"):
+    with pytest.raises(ConfigurationError, match="silence_s must be more than 0"):
         decodes[0].endpoint.open(RoomId(b"r"), Source("Q"), silence_s=0)
 
 
@@ -356,7 +356,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
         receive.expect(8, [table], state=[table])
     with pytest.raises(ConfigurationError, match="incremental"):
         receive.expect(8, [table], held={KV: 4})
-    with pytest.raises(GeometryError, match="tag of 300 bytes"):
+    with pytest.raises(ConfigurationError, match="tag must have 0 to 256 bytes, not 300"):
         receive.expect(8, [table], tag=bytes(300))
     with pytest.raises(GeometryError):
         receive.expect(-1, [table])
@@ -375,7 +375,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
         send.send_chunk(9, [table])
     with pytest.raises(GeometryError, match="of states there are"):
         send.finish(0, state=[table])
-    with pytest.raises(LocalProtocolError, match="tag of 300"):
+    with pytest.raises(ConfigurationError, match="tag must have 0 to 256 bytes, not 300"):
         send.finish(0, tag=bytes(300))
     with pytest.raises(GeometryError, match="aux slot 7"):
         send.finish(0, aux=7)

@@ -191,7 +191,7 @@ def test_attempts_are_bounded() -> None:
     (room,) = world.rooms
     assert room.attempts == 2
     assert isinstance(room.error, PeerLostError)
-    with pytest.raises(ConfigurationError, match="0 attempts"):
+    with pytest.raises(ConfigurationError, match="attempts must be at least 1, not 0"):
         Retry(lambda failed: None, attempts=0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from disagg_kv.channels import Channel, News
+from disagg_kv.endpoints.admission import Admission
 from disagg_kv.endpoints.delivery import Cuts, ForwardPass, Handed
 from disagg_kv.geometry import CacheSpec, Component
 from disagg_kv.ids import Generation, LayerId, RoomId
@@ -211,6 +212,7 @@ class Office:
     """Notes what a pass says."""
 
     def __init__(self) -> None:
+        self.admission = Admission(lambda: None)
         self.said: list[str] = []
         self.events: list[Event | None] = []
 

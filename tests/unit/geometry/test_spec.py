@@ -49,9 +49,9 @@ def test_digests_are_equal_exactly_for_equal_specs() -> None:
         ({"name": ""}, "needs a name"),
         ({"units": 0}, "positive sizes"),
         ({"unit_bytes": 3}, "unit_bytes 3 is not whole float16s"),
-        ({"tokens_per_row": 0}, "a state has rows"),
-        ({"rows": 2}, "a state has rows"),
-        ({"tokens_per_row": -1}, "a state has rows"),
+        ({"tokens_per_row": 0}, "a state has rows|tokens_per_row must be"),
+        ({"rows": 2}, "a state has rows|tokens_per_row must be"),
+        ({"tokens_per_row": -1}, "a state has rows|tokens_per_row must be"),
         ({"window": 0}, "window 0 must be at least 1"),
         ({"tokens_per_row": 0, "rows": 1, "window": 4}, "a state has no tokens"),
         ({"tile_rows": 0}, "positive sizes"),
@@ -87,7 +87,7 @@ def test_specs_and_look_ups_that_cannot_be() -> None:
         CacheSpec({})
     with pytest.raises(GeometryError, match=r"layer 0: needs components with distinct names, has \['k', 'k'\]"):
         CacheSpec.uniform(1, [k, k])
-    with pytest.raises(GeometryError, match="layer -1"):
+    with pytest.raises(GeometryError, match="layer must be 0 to 65535, not -1"):
         CacheSpec({LayerId(-1): [k]})
     with pytest.raises(GeometryError, match=r"layer 0 has no component 'q'; it has \['k'\]"):
         CacheSpec.uniform(1, [k]).component(LayerId(0), "q")

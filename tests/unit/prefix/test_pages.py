@@ -45,7 +45,7 @@ def test_more_than_are_free_is_refused() -> None:
     pages.take(3)
     with pytest.raises(CapacityError, match="2 pages asked, 1 of 4 are free"):
         pages.take(2)
-    with pytest.raises(ConfigurationError, match="-1 pages asked"):
+    with pytest.raises(ConfigurationError, match="pages asked must be at least 0, not -1"):
         pages.take(-1)
     assert pages.free == 1
 

@@ -12,7 +12,7 @@ from disagg_kv.protocol import Options
 @pytest.mark.parametrize("field", [f.name for f in attrs.fields(Options)])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_every_option_is_a_positive_number(field: str, value: float) -> None:
-    with pytest.raises(ConfigurationError, match=f"option {field}: {value} is not a positive number"):
+    with pytest.raises(ConfigurationError, match=f"option {field}"):
         attrs.evolve(Options(), **{field: value})  # type: ignore[arg-type]
 
 
@@ -32,5 +32,5 @@ def test_aux_data_in_one_frame_are_bounded() -> None:
 def test_a_room_s_own_times_are_checked_and_zero_is_not_the_default() -> None:
     own = Options().of_room(2.0, None)
     assert (own.silence_s, own.total_s) == (2.0, 300.0)
-    with pytest.raises(ConfigurationError, match="option total_s: 0"):
+    with pytest.raises(ConfigurationError, match="total_s must be more than 0"):
         Options().of_room(None, 0)

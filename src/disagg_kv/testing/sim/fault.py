@@ -47,6 +47,7 @@ class FaultClass(Enum):
     OBSERVER = "an observer raises"
     POLL = "a transport's poll raises for a while"
     BROKEN = "what handles an error raises, so that the endpoint cannot go on"
+    JUNK = "an engine gives arguments that cannot be, and counts of other types than int"
 
 
 def named(names: Sequence[str]) -> frozenset[FaultClass]:
@@ -85,10 +86,11 @@ OUTSIDE: Mapping[FaultClass, float] = {
     FaultClass.OBSERVER: 0.05,
     FaultClass.POLL: 1.0,
     FaultClass.BROKEN: 1.0,
+    FaultClass.JUNK: 1.0,
 }
 """Faults of what an endpoint is given, with their rates. They are drawn beside the others."""
 
-HARMLESS = frozenset({FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.OBSERVER})
+HARMLESS = frozenset({FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.OBSERVER, FaultClass.JUNK})
 """Those of them that no request may fail for."""
 
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {

@@ -102,7 +102,9 @@ class Passes:
         if not chunks:
             return
         assert isinstance(self._node.endpoint, PrefillEndpoint)
-        step = self._node.endpoint.step({c.entry.room.plan.room: (c.stop, c.tables) for c in chunks})
+        step = self._node.endpoint.step(
+            {c.entry.room.plan.room: (self._world.spoiled.count(c.stop), c.tables) for c in chunks}
+        )
         self._running = True
         if len(chunks) > 1:
             self._world.saw(Kind.PASS)

@@ -173,7 +173,8 @@ class Room:
         self.await_states(entry)
         entry.exposed = node.exposes and bool(pages or entry.slots)
         tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
-        handle.expect(stop, tables, state=slots, aux=entry.aux, tag=self.tag)
+        rows = None if stop is None else self.world.spoiled.count(stop)
+        handle.expect(rows, tables, state=slots, aux=entry.aux, tag=self.tag)
 
     def await_states(self, entry: Entry) -> None:
         """Where the rank has states, the room gets a slot for them."""
@@ -229,7 +230,7 @@ class Room:
             self.world.later(self.plan.pass_s, partial(self._final, chunk, ready))
         else:
             self.write(entry, chunk.start, chunk.stop, entry.pages)
-        handle.send_chunk(chunk.stop, chunk.tables, ready)
+        handle.send_chunk(self.world.spoiled.count(chunk.stop), chunk.tables, ready)
         self.world.later(rng.randint(0, 4) / 1000, partial(self.chunk, entry, number + 1))
 
     def taken(self, entry: Entry, number: int) -> Chunk | None:
@@ -307,7 +308,7 @@ class Room:
             world.later(world.random.randint(1, 5) / 1000, partial(self._states_final, entry, slots, ready))
         else:
             self._write_states(entry)
-        handle.finish(stop, state=memory.slot_tables(slots), aux=aux, tag=self.tag, ready=ready)
+        handle.finish(world.spoiled.count(stop), state=memory.slot_tables(slots), aux=aux, tag=self.tag, ready=ready)
 
     def _write_states(self, entry: Entry) -> None:
         memory = entry.node.memory

@@ -22,6 +22,7 @@ from .again import check_served, last_requests
 from .check import Checks
 from .dma import Dma, SimTransport
 from .fault import FaultClass
+from .junk import Spoiled
 from .kind import Kind
 from .moments import Moments
 from .network import Network
@@ -120,6 +121,7 @@ class World:
         self.rumours = Rumours(self)
         self.moments = Moments(self)
         self.outside = Outside(self)
+        self.spoiled = Spoiled(self)
         self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
         self._stale = FaultClass.STALE in scenario.faults
         for number, split in enumerate(scenario.prefills):

@@ -1,0 +1,121 @@
+"""Whether two planes of one pool share a byte, exactly.
+
+A plane is a lattice of runs: pages, rows and units by their strides, and the bytes of a unit. Axes that touch are
+joined, so a packed plane is one run. Of two lattices the outermost axes are compared: each pair of blocks whose
+extents meet has a distance, and equal distances have equal answers. In a fused layout the page strides are equal, so a
+pool has a handful of distances, whatever the number of its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+
+from ..errors import GeometryError
+from .layout import Plane, Site
+
+
+@frozen
+class Lattice:
+    """Runs of bytes: ``axes`` are (stride, count), the largest stride first; each stride covers what is inside it."""
+
+    axes: tuple[tuple[int, int], ...]
+    run: int
+
+    @classmethod
+    def of(cls, axes: Sequence[tuple[int, int]], run: int) -> Lattice:
+        """Join the axes that touch.
+
+        Args:
+            axes: strides in bytes, and counts, in any order.
+            run: contiguous bytes at each place.
+        """
+        joined: list[tuple[int, int]] = []
+        for stride, count in sorted(axis for axis in axes if axis[1] > 1):
+            if not joined and stride == run:
+                run *= count
+            elif joined and stride == joined[-1][0] * joined[-1][1]:
+                joined[-1] = (joined[-1][0], joined[-1][1] * count)
+            else:
+                joined.append((stride, count))
+        return cls(tuple(reversed(joined)), run)
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first to behind the last."""
+        return self.run + sum(stride * (count - 1) for stride, count in self.axes)
+
+    def outer(self) -> tuple[int, int]:
+        """Stride and count of the outermost axis; of a single run its length, and 1."""
+        return self.axes[0] if self.axes else (self.run, 1)
+
+    def inner(self) -> Lattice:
+        """One block of the outermost axis."""
+        return Lattice(self.axes[1:], self.run)
+
+
+def meet(one: Lattice, other: Lattice, distance: int) -> bool:
+    """Whether two lattices share a byte, if ``other`` begins ``distance`` bytes after ``one``."""
+    if not -other.extent < distance < one.extent:
+        return False
+    if not one.axes and not other.axes:
+        return True
+    blocks = one.inner(), other.inner()
+    return any(meet(*blocks, apart) for apart in _distances(one, other, distance))
+
+
+def _distances(one: Lattice, other: Lattice, distance: int) -> list[int]:
+    """The distances of all pairs of blocks of the outermost axes whose extents meet."""
+    (stride, count), (step, times) = one.outer(), other.outer()
+    low, high = -other.inner().extent + 1, one.inner().extent - 1
+    if stride == step:
+        # Blocks i and j are apart by distance + (j - i) * stride.
+        least, most = max(1 - count, -((distance - low) // stride)), min(times - 1, (high - distance) // stride)
+        return [distance + apart * stride for apart in range(least, most + 1)]
+    begins = distance - np.arange(count, dtype=np.int64) * stride
+    first = np.maximum(0, -((begins - low) // step))
+    last = np.minimum(times - 1, (high - begins) // step)
+    pairs = np.maximum(0, last - first + 1)
+    place = np.arange(int(pairs.sum()), dtype=np.int64) - np.repeat(np.cumsum(pairs) - pairs, pairs)
+    apart: list[int] = np.unique(np.repeat(begins + first * step, pairs) + place * step).tolist()
+    return apart
+
+
+def check_planes(site: Site) -> None:
+    """Raise a :class:`GeometryError` if two planes share a byte, of one group or of two.
+
+    Args:
+        site: checked already: no plane overlaps itself.
+    """
+    lattices = [_lattice(site, plane) for plane in site.planes]
+    order = sorted(range(len(lattices)), key=lambda i: (site.planes[i].buffer, site.planes[i].offset))
+    open_: list[int] = []
+    for number in order:
+        plane = site.planes[number]
+        open_ = [
+            other
+            for other in open_
+            if site.planes[other].buffer == plane.buffer
+            and site.planes[other].offset + lattices[other].extent > plane.offset
+        ]
+        for other in open_:
+            before = site.planes[other]
+            if meet(lattices[other], lattices[number], plane.offset - before.offset):
+                raise GeometryError(f"{_name(before)} and {_name(plane)} share bytes of buffer {plane.buffer}")
+        open_.append(number)
+
+
+def _lattice(site: Site, plane: Plane) -> Lattice:
+    units = sum(len(run) for run in site.shard.units(plane.layer, plane.component))
+    axes = (
+        (plane.page_stride, site.group(plane.group).pages),
+        (plane.row_stride, site.page_rows(plane)),
+        (plane.unit_stride, units),
+    )
+    return Lattice.of(axes, site.spec.component(plane.layer, plane.component).unit_bytes)
+
+
+def _name(plane: Plane) -> str:
+    return f"layer {plane.layer}, {plane.component!r} (group {plane.group!r}, from byte {plane.offset})"

@@ -1,0 +1,568 @@
+"""Every public call, found by looking at the package; each has arguments that work."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+import disagg_kv
+from disagg_kv import endpoints, prefix
+from disagg_kv.channels import InprocChannel
+from disagg_kv.endpoints import Fail, KeptPages, RecoveringReceiver, Retry, delivery, page_sums, reception
+from disagg_kv.endpoints.recovery import Recovering
+from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
+from disagg_kv.ids import GroupId, LayerId
+from disagg_kv.kernels import kernels_for
+from disagg_kv.memory import Buffer, PagedPool
+from disagg_kv.prefix import HashPrefixIndex, KeptSums, PageAllocator, PrefixCache, namespace_of
+from disagg_kv.protocol import Options
+from disagg_kv.rendezvous import Source, StaticRendezvous, StoreMinimum, StoreRendezvous
+from disagg_kv.strategies import LayerPipelined, register, strategy
+from disagg_kv.transports import InprocTransport, register_transport, transport
+from tests.support.rig import KV
+
+from .bench import ROWS, SPEC, Bench, Call, Ready
+
+L0 = LayerId(0)
+MADE_HERE = {
+    "Capabilities", "DisaggKVError", "PeerInfo", "Recorder", "Report", "Span", "Strategy", "Epoch", "GroupId",
+    "LayerId",     "Peer", "Phase", "Rank", "RegionId", "RoomId", "Ticket",
+}  # fmt: skip
+"""Public names that an engine does not make, or that are only names for plain values."""
+
+OWN = {"check_integrity", "turn", "again"}
+"""Methods for tests and simulations, and one that the library calls."""
+
+SPOKEN = {
+    endpoints.PrefillEndpoint: (endpoints.Sender, "peers"),
+    endpoints.DecodeEndpoint: (endpoints.Receiver, "peers"),
+    delivery.DeliveryHandle: (endpoints.Delivery,),
+    reception.ReceptionHandle: (endpoints.Reception,),
+    delivery.ForwardPass: (endpoints.Step,),
+    Recovering: (endpoints.Reception,),
+}
+"""Classes of which an engine only calls what a protocol names; and what else it calls."""
+
+MORE = (
+    RecoveringReceiver, Retry, KeptPages, prefix.Claim, PageAllocator, KeptSums, StoreRendezvous, StaticRendezvous,
+    Buffer, *SPOKEN,
+)  # fmt: skip
+"""Public classes that the face of the package does not name."""
+
+FUNCTIONS = (page_sums, namespace_of)
+
+
+def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
+    """Name and function of every public call; the constructors' names end with ``__init__``."""
+    classes: list[type] = list(MORE)
+    for name in disagg_kv.__all__:
+        found = getattr(disagg_kv, name)
+        if name in MADE_HERE:
+            continue
+        if inspect.isfunction(found):
+            yield name, found
+        elif inspect.isclass(found) and not getattr(found, "_is_protocol", False) and found not in classes:
+            classes.append(found)
+    for function in FUNCTIONS:
+        yield function.__name__, function
+    for owner in classes:
+        yield from _of(owner)
+
+
+def _of(owner: type) -> Iterator[tuple[str, Callable[..., object]]]:
+    names = {name for name in vars(owner) if not name.startswith("_")} - OWN
+    if owner in SPOKEN:
+        names = set()
+        for said in SPOKEN[owner]:
+            names |= {said} if isinstance(said, str) else {n for n in _members(said) if not n.startswith("_")}
+    if owner in (endpoints.PrefillEndpoint, endpoints.DecodeEndpoint) or owner not in SPOKEN:
+        yield f"{owner.__name__}.__init__", vars(owner)["__init__"]
+    for name in sorted(names):
+        found = inspect.getattr_static(owner, name)
+        function = found.__func__ if isinstance(found, classmethod) else found
+        if inspect.isfunction(function) and len(inspect.signature(function).parameters) > 1:
+            yield f"{owner.__name__}.{name}", function
+
+
+def _members(protocol: type) -> set[str]:
+    return {
+        name
+        for one in protocol.__mro__
+        if one not in (object,)
+        for name in vars(one)
+        if one.__name__ not in ("Protocol", "Generic")
+    }
+
+
+class Store:
+    """A store in a dictionary."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """The value."""
+        return self._values[key]
+
+    def set(self, key: str, value: str) -> None:
+        """Write it."""
+        self._values[key] = value.encode()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write it where nothing stands."""
+        return self._values.setdefault(key, desired.encode())
+
+    def delete_key(self, key: str) -> bool:
+        """Forget it."""
+        return self._values.pop(key, None) is not None
+
+
+CALLS: dict[str, Call] = {}
+
+
+def covers(name: str, /, **kinds: str) -> Callable[[Callable[[Bench], Ready]], Callable[[Bench], Ready]]:
+    """Put what makes a call into the table."""
+
+    def note(make: Callable[[Bench], Ready]) -> Callable[[Bench], Ready]:
+        CALLS[name] = Call(name, kinds, make)
+        return make
+
+    return note
+
+
+def plain(name: str, function: Callable[..., object], good: dict[str, object], /, **kinds: str) -> None:
+    """A call that needs nothing of the bench."""
+    CALLS[name] = Call(name, kinds, lambda bench: (function, dict(good)))
+
+
+ENDPOINT = {
+    "pool": "thing", "transport": "thing", "channel": "thing", "rendezvous": "thing", "instance": "name",
+    "rank": "count", "shards": "things or none", "strategy": "thing", "verify": "thing", "options": "thing or none",
+    "kernels": "thing or none", "observer": "thing or none", "clock": "function", "sleep": "function", "thread": "flag",
+    "life": "thing or none", "background": "function or none",
+}  # fmt: skip
+
+
+def _endpoint(bench: Bench) -> dict[str, object]:
+    number = bench.room()
+    made = InprocTransport()
+    bench.later(lambda: made.close(0.0))
+    return {
+        "pool": PagedPool.allocate(SPEC, shard(SPEC), pages=2, page_size=4), "transport": made,
+        "channel": InprocChannel(bench.rig.hub, number.decode()), "rendezvous": StaticRendezvous(), "instance": "X",
+        "rank": 0, "shards": None, "strategy": "auto", "verify": "off", "options": Options(), "kernels": None,
+        "observer": None, "clock": bench.rig.clock, "sleep": lambda seconds: None, "thread": False, "life": None,
+        "background": None,
+    }  # fmt: skip
+
+
+@covers("PrefillEndpoint.__init__", **ENDPOINT, schedule="thing or none", uses="things", slot_bytes="count or none",
+        slots="count")  # fmt: skip
+def _prefill(bench: Bench) -> Ready:
+    more = {"schedule": LayerPipelined(fixed=1), "uses": (), "slot_bytes": 4096, "slots": 2}
+    return endpoints.PrefillEndpoint, {**_endpoint(bench), **more}
+
+
+@covers("DecodeEndpoint.__init__", **ENDPOINT, ring_bytes="count or none", scatter_bytes_per_s="number or none",
+        arrivals_per_poll="count or none")  # fmt: skip
+def _decode(bench: Bench) -> Ready:
+    more = {"ring_bytes": 4096, "scatter_bytes_per_s": None, "arrivals_per_poll": None}
+    return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
+
+
+TIMES = {"silence_s": "seconds or none", "total_s": "seconds or none"}
+
+
+@covers("PrefillEndpoint.open", room="room", **TIMES)
+def _open_prefill(bench: Bench) -> Ready:
+    return bench.prefill.open, {"room": bench.room(), "silence_s": None, "total_s": None}
+
+
+@covers("DecodeEndpoint.open", room="room", source="thing", **TIMES)
+def _open_decode(bench: Bench) -> Ready:
+    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None}
+    return bench.decode.open, good
+
+
+@covers("RecoveringReceiver.open", room="room", source="thing", **TIMES)
+def _open_recovering(bench: Bench) -> Ready:
+    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None}
+    return bench.recovering.open, good
+
+
+def _victim_of_prefill(bench: Bench) -> delivery.DeliveryHandle:
+    handle = bench.prefill.open(bench.room())
+    bench.victim(handle)
+    return handle
+
+
+@covers("PrefillEndpoint.step", chunks="mapping", uses="things")
+def _step(bench: Bench) -> Ready:
+    room = _victim_of_prefill(bench).room
+    return bench.prefill.step, {"chunks": {room: (ROWS, [bench.table])}, "uses": ()}
+
+
+@covers("PrefillEndpoint.step: a chunk", chunk="thing")
+def _step_chunk(bench: Bench) -> Ready:
+    room = _victim_of_prefill(bench).room
+    return (lambda chunk: bench.prefill.step({room: chunk})), {"chunk": (ROWS, [bench.table])}
+
+
+@covers("PrefillEndpoint.step: a stop", stop="count")
+def _step_stop(bench: Bench) -> Ready:
+    room = _victim_of_prefill(bench).room
+    return (lambda stop: bench.prefill.step({room: (stop, [bench.table])})), {"stop": ROWS}
+
+
+@covers("PrefillEndpoint.step: pages", pages="tables")
+def _step_pages(bench: Bench) -> Ready:
+    room = _victim_of_prefill(bench).room
+    return (lambda pages: bench.prefill.step({room: (ROWS, pages)})), {"pages": [bench.table]}
+
+
+@covers("PrefillEndpoint.confirm_terminated", epoch="epoch")
+def _confirm_prefill(bench: Bench) -> Ready:
+    return bench.prefill.confirm_terminated, {"epoch": b"0" * 16}
+
+
+@covers("DecodeEndpoint.confirm_terminated", epoch="epoch")
+def _confirm_decode(bench: Bench) -> Ready:
+    return bench.decode.confirm_terminated, {"epoch": b"0" * 16}
+
+
+@covers("RecoveringReceiver.confirm_terminated", epoch="epoch")
+def _confirm_recovering(bench: Bench) -> Ready:
+    return bench.recovering.confirm_terminated, {"epoch": b"0" * 16}
+
+
+def _closes(kind: Callable[..., object], more: Callable[[Bench], dict[str, object]]) -> Callable[[Bench], Ready]:
+    def make(bench: Bench) -> Ready:
+        endpoint = kind(**more(bench))
+        bench.later(lambda: endpoint.close(0.0))  # type: ignore[attr-defined]
+        return endpoint.close, {"drain_s": 0.0}  # type: ignore[attr-defined]
+
+    return make
+
+
+covers("PrefillEndpoint.close", drain_s="drain")(_closes(endpoints.PrefillEndpoint, lambda b: _prefill(b)[1]))
+covers("DecodeEndpoint.close", drain_s="drain")(_closes(endpoints.DecodeEndpoint, lambda b: _decode(b)[1]))
+
+
+@covers("RecoveringReceiver.close", drain_s="drain")
+def _close_recovering(bench: Bench) -> Ready:
+    inner = endpoints.DecodeEndpoint(**_decode(bench)[1])  # type: ignore[arg-type]
+    bench.later(lambda: inner.close(0.0))
+    return RecoveringReceiver(inner, Fail()).close, {"drain_s": 0.0}
+
+
+@covers("RecoveringReceiver.__init__", inner="thing", policy="thing", options="thing or none", clock="function")
+def _recovering(bench: Bench) -> Ready:
+    return RecoveringReceiver, {"inner": bench.decode, "policy": Fail(), "options": None, "clock": bench.rig.clock}
+
+
+plain("Retry.__init__", Retry, {"place": lambda attempt: None, "attempts": 2}, place="function", attempts="count")
+
+
+@covers("DeliveryHandle.send_chunk", stop="count", pages="tables", ready="event")
+def _send_chunk(bench: Bench) -> Ready:
+    return _victim_of_prefill(bench).send_chunk, {"stop": ROWS, "pages": [bench.table], "ready": None}
+
+
+@covers("DeliveryHandle.finish", stop="count", state="tables", aux="count or none", tag="octets", ready="event")
+def _finish(bench: Bench) -> Ready:
+    good = {"stop": 0, "state": (), "aux": 0, "tag": b"", "ready": None}
+    return _victim_of_prefill(bench).finish, good
+
+
+@covers("DeliveryHandle.abort", reason="any text")
+def _abort_prefill(bench: Bench) -> Ready:
+    return _victim_of_prefill(bench).abort, {"reason": "why not"}
+
+
+EXPECT = {
+    "stop": "count or none", "pages": "tables", "held": "mapping or none", "kept": "things", "state": "tables",
+    "aux": "count or none", "tag": "octets",
+}  # fmt: skip
+
+
+def _expect(handle: endpoints.Reception, bench: Bench, place: PageTable) -> Ready:
+    bench.victim(handle)
+    good = {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0, "tag": b""}
+    return handle.expect, good
+
+
+@covers("ReceptionHandle.expect", **EXPECT)
+def _expect_decode(bench: Bench) -> Ready:
+    return _expect(bench.decode.open(bench.room(), Source("nowhere")), bench, bench.place)
+
+
+@covers("Recovering.expect", **EXPECT)
+def _expect_recovering(bench: Bench) -> Ready:
+    return _expect(bench.recovering.open(bench.room(), Source("nowhere")), bench, bench.elsewhere)
+
+
+@covers("ReceptionHandle.expect: held rows", rows="count")
+def _expect_held(bench: Bench) -> Ready:
+    expect, good = _expect_decode(bench)
+    return (lambda rows: expect(**{**good, "held": {KV: rows}})), {"rows": 4}
+
+
+@covers("ReceptionHandle.abort", reason="any text")
+def _abort_decode(bench: Bench) -> Ready:
+    handle = bench.decode.open(bench.room(), Source("nowhere"))
+    bench.victim(handle)
+    return handle.abort, {"reason": "why not"}
+
+
+@covers("Recovering.abort", reason="any text")
+def _abort_recovering(bench: Bench) -> Ready:
+    handle = bench.recovering.open(bench.room(), Source("nowhere"))
+    bench.victim(handle)
+    return handle.abort, {"reason": "why not"}
+
+
+def _pass(bench: Bench) -> delivery.ForwardPass:
+    return bench.prefill.step({_victim_of_prefill(bench).room: (ROWS, [bench.table])})
+
+
+@covers("ForwardPass.layer_ready", layer="count", ready="event or mark")
+def _layer_ready(bench: Bench) -> Ready:
+    return _pass(bench).layer_ready, {"layer": 0, "ready": None}
+
+
+@covers("ForwardPass.close", ready="event")
+def _close_pass(bench: Bench) -> Ready:
+    return _pass(bench).close, {"ready": None}
+
+
+def _index() -> HashPrefixIndex:
+    return HashPrefixIndex(4, 16, namespace_of(SPEC))
+
+
+def _cache() -> PrefixCache:
+    pool = PagedPool.allocate(SPEC, shard(SPEC), pages=16, page_size=4)
+    return PrefixCache(_index(), PageAllocator(range(16)), pool.site, sums=KeptSums(pool))
+
+
+@covers("PrefixCache.__init__", index="thing", pages="thing", site="thing", extra="long octets", sums="thing or none")
+def _prefix_cache(bench: Bench) -> Ready:
+    pool = PagedPool.allocate(SPEC, shard(SPEC), pages=16, page_size=4)
+    good = {"index": _index(), "pages": PageAllocator(range(16)), "site": pool.site, "extra": b"", "sums": None}
+    return PrefixCache, good
+
+
+covers("PrefixCache.claim", tokens="tokens", adapter="long octets")(
+    lambda bench: (_cache().claim, {"tokens": list(range(9)), "adapter": b""})
+)
+covers("PrefixCache.take", count="count")(lambda bench: (_cache().take, {"count": 2}))
+covers("PrefixCache.leave", ready="event needed", back="function")(
+    lambda bench: (_cache().leave, {"ready": bench.prefill.open(bench.room()).withdraw(), "back": lambda: None})
+)
+covers("Claim.__init__", cache="thing", tokens="tokens", adapter="long octets")(
+    lambda bench: (prefix.Claim, {"cache": _cache(), "tokens": [1], "adapter": b""})
+)
+covers("Claim.begin", held="count or none")(lambda bench: (_cache().claim(range(9)).begin, {"held": None}))
+
+
+def _begun() -> prefix.Claim:
+    claim = _cache().claim(list(range(9)))
+    claim.begin()
+    return claim
+
+
+class _Ended:
+    """A room that has ended well."""
+
+    phase, released, error = disagg_kv.Phase.DONE, True, None
+
+
+def _there() -> prefix.Claim:
+    claim = _begun()
+    claim.settle(_Ended())
+    return claim
+
+
+covers("Claim.settle", handle="thing")(lambda bench: (_begun().settle, {"handle": _Ended()}))
+covers("Claim.grow", rows="count")(lambda bench: (_there().grow, {"rows": 12}))
+covers("Claim.end", tokens="tokens or none", ready="event")(
+    lambda bench: (_there().end, {"tokens": list(range(9)), "ready": None})
+)
+plain("HashPrefixIndex.__init__", HashPrefixIndex, {"page_rows": 4, "pages": 16, "namespace": b"", "digest": bytes},
+      page_rows="count", pages="count", namespace="long octets", digest="function")  # fmt: skip
+
+
+@covers("HashPrefixIndex.match", tokens="tokens", adapter="long octets")
+def _match(bench: Bench) -> Ready:
+    return _index().match, {"tokens": [1, 2, 3, 4], "adapter": b""}
+
+
+def _locked(name: str, **good: object) -> Callable[[Bench], Ready]:
+    def make(bench: Bench) -> Ready:
+        index = _index()
+        return getattr(index, name), {"lock": index.match([1, 2, 3, 4]), **good}
+
+    return make
+
+
+covers("HashPrefixIndex.shorten", lock="thing", rows="count")(_locked("shorten", rows=0))
+covers("HashPrefixIndex.forget", lock="thing", rows="count")(_locked("forget", rows=0))
+covers("HashPrefixIndex.unlock", lock="thing")(_locked("unlock"))
+covers("HashPrefixIndex.insert", lock="thing", tokens="tokens", pages="ids")(
+    _locked("insert", tokens=[1, 2, 3, 4], pages=[3])
+)
+covers("HashPrefixIndex.evict", pages="count")(lambda bench: (_index().evict, {"pages": 1}))
+plain("PageAllocator.__init__", PageAllocator, {"pages": range(4)}, pages="ids")
+covers("PageAllocator.take", count="count")(lambda bench: (PageAllocator(range(4)).take, {"count": 1}))
+covers("PageAllocator.give", pages="ids")(lambda bench: (PageAllocator(range(4)).give, {"pages": []}))
+
+
+def _pool() -> PagedPool:
+    return PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4, aux_slots=2, aux_bytes=8)
+
+
+covers("KeptSums.__init__", pool="thing", kernels="thing or none")(
+    lambda bench: (KeptSums, {"pool": _pool(), "kernels": None})
+)
+covers("KeptSums.note", table="thing", which="ids", ready="event")(
+    lambda bench: (KeptSums(_pool()).note, {"table": PageTable(KV, [0, 1]), "which": [0], "ready": None})
+)
+covers("KeptSums.kept", pages="ids")(lambda bench: (KeptSums(_pool()).kept, {"pages": [0]}))
+covers("page_sums", kernels="thing", pool="thing", table="thing", which="ids", after="event")(
+    lambda bench: (page_sums, {"kernels": kernels_for("cpu"), "pool": _pool(), "table": PageTable(KV, [0, 1]),
+                               "which": [0], "after": None})
+)  # fmt: skip
+plain("KeptPages.__init__", KeptPages, {"table": PageTable(KV, [0]), "sums": np.zeros((1, 2), np.uint64)},
+      table="thing", sums="array")  # fmt: skip
+plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")
+
+plain("Source.__init__", Source, {"instance": "P", "address": ""}, instance="name", address="text")
+plain("Options.__init__", Options, dict.fromkeys((), None),
+      **{name: "seconds" if name.endswith("_s") else "count"
+         for name in inspect.signature(Options).parameters})  # fmt: skip
+plain("Options.of_room", Options().of_room, {"silence_s": None, "total_s": None}, **TIMES)
+plain("StaticRendezvous.__init__", StaticRendezvous, {"addresses": None}, addresses="mapping or none")
+PUBLISH = {"instance": "P", "rank": 0, "world": 1, "address": "a"}
+
+
+def _publishes(name: str, make: Callable[[], StaticRendezvous | StoreRendezvous]) -> None:
+    covers(f"{name}.publish", instance="name", rank="count", world="count", address="name")(
+        lambda bench: (make().publish, dict(PUBLISH))
+    )
+    covers(f"{name}.lookup", source="thing")(lambda bench: (make().lookup, {"source": Source("P")}))
+
+
+_publishes("StaticRendezvous", StaticRendezvous)
+_publishes("StoreRendezvous", lambda: StoreRendezvous(Store()))
+covers("StoreRendezvous.withdraw", instance="text", rank="count")(
+    lambda bench: (StoreRendezvous(Store()).withdraw, {"instance": "P", "rank": 0})
+)
+plain("StoreRendezvous.__init__", StoreRendezvous, {"store": Store(), "prefix": "p"}, store="thing", prefix="text")
+plain("StoreMinimum.__init__", StoreMinimum, {"store": Store(), "instance": "D", "rank": 0, "world": 1, "prefix": "p"},
+      store="thing", instance="name", rank="count", world="count", prefix="text")  # fmt: skip
+
+
+def _minimum() -> StoreMinimum:
+    return StoreMinimum(Store(), "D", disagg_kv.Rank(0), 1)
+
+
+covers("StoreMinimum.say", question="text", number="count")(
+    lambda bench: (_minimum().say, {"question": "q", "number": 4})
+)
+covers("StoreMinimum.agreed", question="text")(lambda bench: (_minimum().agreed, {"question": "q"}))
+covers("StoreMinimum.drop", question="text")(lambda bench: (_minimum().drop, {"question": "q"}))
+
+plain(
+    "PageTable.__init__", PageTable, {"group": KV, "pages": [1], "first": 0}, group="text", pages="ids", first="integer"
+)
+covers("PageTable.check", group="thing", start="count", stop="count")(
+    lambda bench: (PageTable(KV, [1]).check, {"group": Group(KV, 4, 4), "start": 0, "stop": 4})
+)
+plain("Group.__init__", Group, {"id": KV, "rows_per_page": 4, "pages": 4, "null_page": None},
+      id="text", rows_per_page="count", pages="count", null_page="count or none")  # fmt: skip
+PLANE = {"layer": 0, "component": "k", "group": KV, "buffer": 0, "offset": 0, "page_stride": 1, "row_stride": 1,
+         "unit_stride": 1}  # fmt: skip
+plain("Plane.__init__", Plane, PLANE, **{n: "text" if n in ("component", "group") else "integer" for n in PLANE})
+SITE = {"spec": SPEC, "shard": shard(SPEC), "groups": [Group(KV, 4, 4)], "planes": _pool().site.planes,
+        "buffers": [4096]}  # fmt: skip
+plain("Site.__init__", Site, SITE, spec="thing", shard="thing", groups="things", planes="things", buffers="ids")
+covers("Site.group", group="any text")(lambda bench: (_pool().site.group, {"group": KV}))
+covers("Site.first_rows", start="count", stop="count or none")(
+    lambda bench: (_pool().site.first_rows, {"start": 0, "stop": None})
+)
+covers("Site.page_rows", plane="thing")(lambda bench: (_pool().site.page_rows, {"plane": _pool().site.planes[0]}))
+COMPONENT = {"name": "k", "dtype": "float16", "units": 1, "unit_bytes": 2, "tokens_per_row": 1, "rows": 0,
+             "window": None, "tile_rows": 1, "format": "plain"}  # fmt: skip
+plain("Component.__init__", Component, COMPONENT, name="text", dtype="thing", units="count", unit_bytes="count",
+      tokens_per_row="count", rows="count", window="count or none", tile_rows="count", format="text")  # fmt: skip
+K = Component("k", "float16", 1, 2)
+plain("CacheSpec.__init__", CacheSpec, {"layers": {0: [K]}, "model": b""}, layers="mapping", model="long octets")
+plain("CacheSpec.uniform", CacheSpec.uniform, {"num_layers": 2, "components": [K], "model": b""}, num_layers="count",
+      components="things", model="long octets")  # fmt: skip
+plain("CacheSpec.kv", CacheSpec.kv, {"num_layers": 2, "kv_heads": 2, "head_dim": 4, "dtype": "float16",
+      "v_head_dim": None, "v_dtype": None, "model": b""}, num_layers="count", kv_heads="count", head_dim="count",
+      dtype="thing", v_head_dim="count or none", v_dtype="thing or none", model="long octets")  # fmt: skip
+plain("CacheSpec.mla", CacheSpec.mla, {"num_layers": 2, "latent_dim": 4, "dtype": "float16", "model": b""},
+      num_layers="count", latent_dim="count", dtype="thing", model="long octets")  # fmt: skip
+plain("CacheSpec.component", SPEC.component, {"layer": 0, "name": "k"}, layer="count", name="any text")
+plain("Holding.__init__", Holding, {"component": "k", "layers": [0], "units": range(1), "ways": 1, "index": 0,
+      "granule": 1}, component="text", layers="ids", units="ids", ways="count", index="count",
+      granule="count")  # fmt: skip
+plain("Shard.__init__", Shard, {"holdings": []}, holdings="things")
+plain("Shard.units", shard(SPEC).units, {"layer": 0, "component": "k"}, layer="count", component="any text")
+plain("Shard.check", shard(SPEC).check, {"spec": SPEC}, spec="thing")
+plain("shard", shard, {"spec": SPEC, "tp": 1, "rank": 0, "layers": None, "units": None}, spec="thing", tp="count",
+      rank="count", layers="tokens or none", units="mapping or none")  # fmt: skip
+plain("stages", stages, {"spec": SPEC, "pp": 1}, spec="thing", pp="count")
+plain("attention_tp", disagg_kv.attention_tp, {"tp": 2, "dp": 1}, tp="count", dp="count")
+plain("Buffer.__init__", Buffer, {"addr": 4096, "nbytes": 1, "device": "cpu", "owner": None}, addr="count",
+      nbytes="count", device="text", owner="anything")  # fmt: skip
+
+POOL = {"spec": SPEC, "shard": shard(SPEC), "pages": 2, "page_size": 4, "state_slots": 0, "layout": "NHD",
+        "fused": False, "group": KV, "state_group": GroupId("state"), "aux_slots": 1, "aux_bytes": 8, "allocator": None,
+        "device": "cpu"}  # fmt: skip
+plain("PagedPool.allocate", PagedPool.allocate, POOL, spec="thing", shard="thing", pages="count", page_size="count",
+      state_slots="count", layout="thing", fused="flag", group="text", state_group="text", aux_slots="count",
+      aux_bytes="count", allocator="function or none", device="thing")  # fmt: skip
+
+
+def _adopts() -> dict[str, object]:
+    pool = _pool()
+    site = pool.site
+    return {"spec": SPEC, "shard": site.shard, "groups": site.groups, "planes": site.planes, "buffers": pool.buffers,
+            "aux_slots": 1, "aux_bytes": 8}  # fmt: skip
+
+
+covers("PagedPool.adopt", spec="thing", shard="thing", groups="things", planes="things", buffers="things",
+       aux_slots="count", aux_bytes="count")(lambda bench: (PagedPool.adopt, _adopts()))  # fmt: skip
+covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", aux_bytes="count")(
+    lambda bench: (lambda pool: (PagedPool, {"site": pool.site, "buffers": pool.buffers, "aux_slots": 1,
+                                             "aux_bytes": 8}))(_pool())
+)  # fmt: skip
+
+
+def _tensors() -> dict[str, object]:
+    tensors = {layer: {n: torch.zeros(2, 4, 2, 8, dtype=torch.float16) for n in "kv"} for layer in SPEC.layers}
+    return {"spec": SPEC, "shard": shard(SPEC), "tensors": tensors, "layout": "NHD", "group": KV,
+            "state_group": GroupId("state"), "aux_slots": 1, "aux_bytes": 8}  # fmt: skip
+
+
+covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing", group="text",
+       state_group="text", aux_slots="count", aux_bytes="count")(
+    lambda bench: (PagedPool.from_tensors, _tensors())
+)  # fmt: skip
+covers("PagedPool.view", plane="count")(lambda bench: (_pool().view, {"plane": 0}))
+covers("PagedPool.read_aux", slot="count")(lambda bench: (_pool().read_aux, {"slot": 0}))
+covers("PagedPool.write_aux", slot="count", data="octets")(lambda bench: (_pool().write_aux, {"slot": 0, "data": b""}))
+
+plain("strategy", strategy, {"name": "auto"}, name="thing")
+plain("transport", transport, {"name": "inproc"}, name="thing")
+plain("register", register, {"part": LayerPipelined()}, part="thing")
+plain("register_transport", register_transport, {"name": "junk", "factory": InprocTransport}, name="text",
+      factory="function")  # fmt: skip

@@ -1,0 +1,129 @@
+"""What ``poll`` tells an engine: every change of every room, the last one for certain, and none twice."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg_kv.endpoints.handles import Changes, RoomHandle
+from disagg_kv.ids import RoomId
+from disagg_kv.protocol import Phase
+
+State = tuple[Phase, bool]
+LIFE: tuple[State, ...] = (
+    (Phase.CONNECTING, False), (Phase.MOVING, False), (Phase.DONE, False), (Phase.DONE, True),
+)  # fmt: skip
+"""What a room that ends well goes through, after its first state has been published."""
+
+
+class Watched(RoomHandle):
+    """A room that says when the engine's thread is about to look at it, and what that saw."""
+
+    def __init__(self, name: bytes, before: Callable[[], None]) -> None:
+        super().__init__(RoomId(name))
+        self.before = before
+        self.told: list[State] = []
+
+    @property
+    def state(self) -> State:
+        """The engine's thread looks: the endpoint's thread may have done something just before, and just after."""
+        self.before()
+        state = super().state
+        self.before()
+        return state
+
+    def tell(self, state: State) -> None:
+        """Keep what was told."""
+        super().tell(state)
+        self.told.append(state)
+
+
+@given(
+    rooms=st.integers(1, 4),
+    order=st.lists(st.integers(0, 3), max_size=40),
+    pauses=st.lists(st.integers(0, 3), max_size=80),
+    most=st.sampled_from((None, 1, 2)),
+)
+def test_every_change_is_told_and_none_twice(rooms: int, order: list[int], pauses: list[int], most: int | None) -> None:
+    """The endpoint's steps (a state is published, an entry is added) fall between any two steps of ``take``."""
+    changes: Changes[RoomHandle] = Changes()
+    steps: list[Callable[[], object]] = []
+    waits = iter(pauses)
+
+    def other_thread() -> None:
+        for _ in range(next(waits, 0)):
+            if steps:
+                steps.pop(0)()
+
+    handles = [Watched(b"%d" % number, other_thread) for number in range(rooms)]
+    at = Counter[int]()
+    for number in order:
+        handle = handles[number % rooms]
+        if at[number % rooms] == len(LIFE) - 1:
+            continue
+        at[number % rooms] += 1
+        phase, released = LIFE[at[number % rooms]]
+        steps += [partial(handle.publish, phase, released, None, 1.0), partial(changes.add, handle)]
+    while steps:
+        steps.pop(0)()
+        before = [len(handle.told) for handle in handles]
+        taken = changes.take(most)
+        assert len(set(map(id, taken))) == len(taken)
+        told = [handle.told[number:] for handle, number in zip(handles, before, strict=True)]
+        assert most is None or sum(phase is Phase.DONE for states in told for phase, _ in states) <= most
+    while changes.take(most) or changes:
+        pass
+    for number, handle in enumerate(handles):
+        if at[number]:
+            assert handle.told[-1] == LIFE[at[number]]
+        assert len(set(handle.told)) == len(handle.told)
+        assert sum(released for _, released in handle.told) <= 1
+
+
+def test_thirty_thousand_rooms_that_end_before_the_engine_polls_are_all_told() -> None:
+    """More rooms than any bound, with three changes each."""
+    changes: Changes[RoomHandle] = Changes()
+    handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(30_000)]
+    for phase, released in LIFE[1:]:
+        for handle in handles:
+            handle.publish(phase, released, None, 1.0)
+            changes.add(handle)
+    assert changes.take() == handles
+    assert changes.take() == []
+
+
+def test_an_engine_that_never_polls_costs_one_entry_for_each_room() -> None:
+    """The number of changes does not matter."""
+    changes: Changes[RoomHandle] = Changes()
+    handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(3)]
+    for _ in range(1000):
+        for handle in handles:
+            changes.add(handle)
+    assert len(changes._changed) == 3
+    assert changes.take() == handles
+
+
+def test_an_engine_that_polls_while_rooms_end_is_told_of_each_release_once() -> None:
+    """Two threads: one ends 20,000 rooms, the other polls a few at a time until it knows of all."""
+    changes: Changes[RoomHandle] = Changes()
+    handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(20_000)]
+
+    def end() -> None:
+        for handle in handles:
+            for phase, released in LIFE[1:]:
+                handle.publish(phase, released, None, 1.0)
+                changes.add(handle)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    told = Counter[int]()
+    while thread.is_alive() or changes:
+        for handle in changes.take(8):
+            told[id(handle)] += handle._told == (Phase.DONE, True)
+    thread.join()
+    assert all(told[id(handle)] == 1 for handle in handles)

@@ -1,0 +1,148 @@
+"""What an endpoint takes once it is closed, and what becomes of rooms that were accepted just before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from disagg_kv.endpoints import Fail, RecoveringReceiver
+from disagg_kv.endpoints.admission import Admission
+from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
+from disagg_kv.geometry import CacheSpec, PageTable
+from disagg_kv.ids import Epoch, LayerId, RoomId
+from disagg_kv.protocol import Phase
+from disagg_kv.rendezvous import Source
+from tests.support.rig import KV, Rig, tp_shards
+
+SPEC = CacheSpec.kv(2, 2, 8, "float16")
+
+
+def _rig() -> Rig:
+    rig = Rig(SPEC, threaded=True)
+    rig.prefill(tp_shards(SPEC, 1))
+    rig.decode(tp_shards(SPEC, 1))
+    return rig
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("attempt", range(10))
+def test_a_room_that_is_accepted_while_the_endpoint_closes_ends(side: str, attempt: int) -> None:
+    """One thread opens rooms until it is refused, the other closes: each accepted room fails and is released."""
+    rig = _rig()
+    opened: list[DeliveryHandle | ReceptionHandle] = []
+    refused: list[DisaggKVError] = []
+    go = threading.Barrier(2)
+
+    def open_rooms() -> None:
+        go.wait()
+        for number in range(100_000):
+            room = RoomId(b"%d" % number)
+            try:
+                if side == "prefill":
+                    opened.append(rig.prefills[0].endpoint.open(room))
+                else:
+                    opened.append(rig.decodes[0].endpoint.open(room, Source("nowhere")))
+            except LocalProtocolError as exc:
+                refused.append(exc)
+                return
+
+    thread = threading.Thread(target=open_rooms)
+    thread.start()
+    go.wait()
+    member = rig.prefills[0] if side == "prefill" else rig.decodes[0]
+    while len(opened) < 3 * attempt:
+        pass
+    member.endpoint.close(0.0)
+    thread.join()
+    assert refused
+    assert "the endpoint is closed" in str(refused[0])
+    for handle in opened:
+        assert (handle.phase, handle.released) == (Phase.FAILED, True)
+        assert isinstance(handle.error, AbortedError)
+    rig.close()
+
+
+def _calls(rig: Rig) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What must be refused once both endpoints are closed; made ready while they are open."""
+    prefill, decode = rig.prefills[0].endpoint, rig.decodes[0].endpoint
+    send, receive = prefill.open(RoomId(b"s")), decode.open(RoomId(b"r"), Source("P"))
+    step = prefill.step({prefill.open(RoomId(b"t")).room: (4, [PageTable(KV, [1])])})
+    recovering = RecoveringReceiver(decode, Fail())
+    yield "open prefill", lambda: prefill.open(RoomId(b"x"))
+    yield "open decode", lambda: decode.open(RoomId(b"x"), Source("P"))
+    yield "open recovering", lambda: recovering.open(RoomId(b"x"), Source("P"))
+    yield "step", lambda: prefill.step({send.room: (4, [PageTable(KV, [0])])})
+    yield "send_chunk", lambda: send.send_chunk(4, [PageTable(KV, [0])])
+    yield "finish", lambda: send.finish(0)
+    yield "withdraw", send.withdraw
+    yield "expect", lambda: receive.expect(4, [PageTable(KV, [0])])
+    yield "layer_ready", lambda: step.layer_ready(LayerId(0))
+    yield "confirm prefill", lambda: prefill.confirm_terminated(Epoch(b"0" * 16))
+    yield "confirm decode", lambda: decode.confirm_terminated(Epoch(b"0" * 16))
+    yield "abort", lambda: send.abort("x")
+    yield "abort decode", lambda: receive.abort("x")
+    yield "poll", prefill.poll
+    yield "poll decode", decode.poll
+    yield "peers", prefill.peers
+    yield "close", lambda: prefill.close(0.0)
+    yield "close decode", lambda: decode.close(0.0)
+    yield "close step", step.close
+
+
+HARMLESS = ("abort", "poll", "peers", "close")
+
+
+def test_calls_after_close_are_refused_or_harmless() -> None:
+    """Whatever would begin something is refused by name; what ends something or only looks does nothing."""
+    rig = _rig()
+    calls = dict(_calls(rig))
+    for member in rig.members:
+        member.endpoint.close(0.0)
+    for name, call in calls.items():
+        if name.startswith(HARMLESS):
+            call()
+        else:
+            with pytest.raises(LocalProtocolError, match="the endpoint is closed"):
+                call()
+
+
+def test_a_broken_endpoint_says_why() -> None:
+    """What broke it is what every later call raises, also after it is closed."""
+    why = EndpointBrokenError("the endpoint failed: the wire is gone")
+    admission = Admission(lambda: why)
+    assert admission.end()
+    assert not admission.end()
+    with pytest.raises(EndpointBrokenError, match="the wire is gone"), admission.enter("room"):
+        raise AssertionError("entered")
+
+
+def test_close_waits_for_a_call_that_is_queueing() -> None:
+    """A command that is being queued comes before those that close the endpoint."""
+    admission, order = Admission(lambda: None), list[str]()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with admission.enter("a call"):
+            inside.set()
+            go_on.wait()
+            order.append("queued")
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    inside.wait()
+
+    def close() -> None:
+        admission.end()
+        order.append("closed")
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    assert not admission.ended
+    go_on.set()
+    caller.join()
+    closer.join()
+    assert order == ["queued", "closed"]
