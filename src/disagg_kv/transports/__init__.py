@@ -1,15 +1,16 @@
 """One-sided writes."""
 
 from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
-from .descriptor import Descriptor, Region, decode, encode, unpack
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
-from .process import Process, Watch
+from .process import PROCESS, Process, Watch
 from .regions import Extents, RegionTable, copy
 from .registry import available, between_processes, default_transport, register_transport, transport
 from .shm import ShmTransport
 
 __all__ = [
+    "PROCESS",
     "Capabilities",
     "Descriptor",
     "EmulatedWire",
@@ -32,6 +33,7 @@ __all__ = [
     "default_transport",
     "emulate",
     "encode",
+    "pack",
     "register_transport",
     "transport",
     "unpack",

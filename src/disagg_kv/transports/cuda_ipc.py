@@ -31,8 +31,8 @@ from ..planning import Writes, coalesce
 from .base import Capabilities, Ended, Heard, Settled
 from .cuda_api import Cuda, Mark, Stream
 from .cuda_driver import driver as this_driver
-from .descriptor import Descriptor, Region, decode, encode, unpack
-from .process import Process, Watch
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .process import PROCESS, Process, Watch
 from .regions import Extents, RegionTable
 
 log = logging.getLogger("disagg_kv")
@@ -47,6 +47,9 @@ class _Place:
 
     handle: bytes
     offset: int
+
+
+_PLACE = msgspec.msgpack.Decoder(_Place)
 
 
 @define(eq=False)
@@ -190,9 +193,9 @@ class CudaIpcTransport:
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(
-            Region(i, b.nbytes, b.device, 0, msgspec.msgpack.encode(self._places[i])) for i, b in self._table.items()
+            Region(i, b.nbytes, b.device, 0, pack(self._places[i])) for i, b in self._table.items()
         )
-        blob = msgspec.msgpack.encode(self._process)
+        blob = pack(self._process)
         return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
@@ -204,8 +207,8 @@ class CudaIpcTransport:
         """
         self._check_open()
         remote = decode(descriptor, self.name)
-        process = unpack(remote.blob, Process)
-        places = {r.id: unpack(r.blob, _Place) for r in remote.regions}
+        process = unpack(remote.blob, PROCESS)
+        places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions}
         if process == self._process:
             raise TransportError("cuda_ipc: the peer is in this process, and CUDA opens other processes' memory only")
         known = self._peers.get(remote.incarnation)

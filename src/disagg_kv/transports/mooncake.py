@@ -13,7 +13,6 @@ from itertools import count
 from queue import Empty, Queue
 
 import attrs
-import msgspec
 
 from ..errors import (
     ConfigurationError,
@@ -27,8 +26,8 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
-from .descriptor import Descriptor, Region, decode, encode, unpack
-from .mooncake_flight import Address, Flight, Remote, Shared, cut
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
 from .mooncake_lanes import Lanes
 from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .mooncake_single import Singles
@@ -161,9 +160,7 @@ class MooncakeTransport:
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
-        return encode(
-            Descriptor(self.name, self._me, self._table.serial, regions, msgspec.msgpack.encode(self._address))
-        )
+        return encode(Descriptor(self.name, self._me, self._table.serial, regions, pack(self._address)))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`.
@@ -173,7 +170,7 @@ class MooncakeTransport:
         """
         engine = self._engine()
         remote = decode(descriptor, self.name)
-        address = unpack(remote.blob, Address)
+        address = unpack(remote.blob, ADDRESS)
         peer = remote.incarnation
         self._check_address(address, peer)
         known = self._peers.get(peer)

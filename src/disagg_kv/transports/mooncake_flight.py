@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from attrs import Factory, define, frozen
@@ -46,6 +47,9 @@ class Address:
     port: int
     protocol: str
     process: Process
+
+
+ADDRESS = msgspec.msgpack.Decoder(Address)
 
 
 @define(eq=False)

@@ -31,7 +31,7 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
-from .descriptor import Descriptor, Region, decode, encode, unpack
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .nixl_library import U64, Agent, Part, Place, Registered, load, place
 from .nixl_worker import Job, Link, Told, Worker
 from .process import Process, Watch
@@ -59,6 +59,8 @@ class _Contact:
     checksum: int
     metadata: bytes
 
+
+_CONTACT = msgspec.msgpack.Decoder(_Contact)
 
 Devices = Mapping[Place, Sequence[RegionId]]
 """The regions on each device."""
@@ -198,7 +200,7 @@ class NixlTransport:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
         contact = _Contact(Process.own(), self._version, zlib.crc32(self._metadata), self._metadata)
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions, msgspec.msgpack.encode(contact)))
+        return encode(Descriptor(self.name, self._me, self._table.serial, regions, pack(contact)))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; 10 to 100 ms for a new peer. Whether it can be reached shows later.
@@ -209,7 +211,7 @@ class NixlTransport:
         """
         self._check_open()
         remote = decode(descriptor, self.name)
-        contact = unpack(remote.blob, _Contact)
+        contact = unpack(remote.blob, _CONTACT)
         if contact.version != self._version:
             raise RemoteProtocolError(f"nixl: the peer runs NIXL {contact.version}, this side {self._version}")
         if zlib.crc32(contact.metadata) != contact.checksum:

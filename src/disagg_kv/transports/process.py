@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 from attrs import frozen
 
 from ..errors import PeerLostError, TransportError
@@ -101,3 +102,7 @@ class Process:
         if watch.ended():
             raise PeerLostError(f"process {self.pid} has ended, but nobody has waited for it yet")
         return watch
+
+
+PROCESS = msgspec.msgpack.Decoder(Process)
+"""Shared by every transport that sends one."""

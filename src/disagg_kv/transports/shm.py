@@ -25,8 +25,8 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
-from .descriptor import Descriptor, Region, decode, encode, unpack
-from .process import Process, Watch
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .process import PROCESS, Process, Watch
 from .regions import Extents, RegionTable, copy
 
 
@@ -37,6 +37,9 @@ class _Place:
     number: int
     fd: int
     offset: int
+
+
+_PLACE = msgspec.msgpack.Decoder(_Place)
 
 
 def _name(peer: Peer, number: int) -> str:
@@ -154,7 +157,7 @@ class ShmTransport:
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())
-        blob = msgspec.msgpack.encode(Process.own())
+        blob = pack(Process.own())
         return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
@@ -164,8 +167,8 @@ class ShmTransport:
             PeerLostError: the peer's process has ended, or it has given the memory back.
         """
         remote = decode(descriptor, self.name)
-        process = unpack(remote.blob, Process)
-        places = {r.id: unpack(r.blob, _Place) for r in remote.regions if r.blob}
+        process = unpack(remote.blob, PROCESS)
+        places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions if r.blob}
         peer = remote.incarnation
         known = self._peers.get(peer)
         if known is not None and (known.lost or known.serial >= remote.serial):
@@ -240,7 +243,7 @@ class ShmTransport:
         segment = self._segment(buffer)
         if segment is None:
             return b""
-        return msgspec.msgpack.encode(_Place(segment.number, segment.fd, buffer.addr - segment.addr))
+        return pack(_Place(segment.number, segment.fd, buffer.addr - segment.addr))
 
     def _look(self, peer: Peer, remote: _Remote) -> None:
         """Note the end of a peer's process."""
