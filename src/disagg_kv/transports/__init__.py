@@ -1,6 +1,7 @@
 """One-sided writes."""
 
 from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
+from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
@@ -12,6 +13,7 @@ from .shm import ShmTransport
 __all__ = [
     "PROCESS",
     "Capabilities",
+    "Connected",
     "Descriptor",
     "EmulatedWire",
     "Ended",

@@ -26,6 +26,7 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
+from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
 from .mooncake_lanes import Lanes
@@ -128,8 +129,9 @@ class MooncakeTransport:
         self._clock = clock
         self._look_at = clock()
         self._table = RegionTable(self.caps.devices)
-        self._peers: dict[Peer, Remote] = {}
+        self._peers: Connected[Remote] = Connected()
         self._sessions: dict[str, Peer] = {}
+        self._meeting = threading.Lock()
         self._tickets = count(1)
         self._flights: dict[Ticket, Flight] = {}
         self._waiting: list[tuple[Event, Flight]] = []
@@ -187,18 +189,23 @@ class MooncakeTransport:
                 "register everything first"
             )
         if known is not None:
-            known.serial, known.extents = remote.serial, extents
+            with self._meeting:
+                if known.serial < remote.serial:
+                    known.serial, known.extents = remote.serial, extents
             return peer
         watch = address.process.watch() if address.process.host == self._process.host else None
         found = Remote(peer, address, remote.serial, extents, watch)
         _greet(self._shared, engine, found, timeout_s)
-        self._sessions[address.session] = peer
-        self._peers[peer] = found
+        with self._meeting:
+            # Another thread may have met a peer at the same address meanwhile.
+            self._check_address(address, peer)
+            self._sessions[address.session] = peer
+            self._peers.add(peer, found)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
-        self._peers.pop(peer, None)
+        self._peers.remove(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never blocks. :meth:`poll` sees that ``after`` has happened."""
@@ -264,7 +271,7 @@ class MooncakeTransport:
         return events
 
     def _look_at_peers(self, now: float) -> None:
-        for remote in {id(r): r for r in (*self._peers.values(), *self._unquiet.values())}.values():
+        for remote in {id(r): r for r in (*self._peers.all.values(), *self._unquiet.values())}.values():
             self._look(remote, now)
         for ticket, remote in tuple(self._unquiet.items()):
             # The peer's memory is gone with it, and the sockets that read ours are closed for want of progress. Where
@@ -412,10 +419,15 @@ def _greet(shared: Shared, engine: Engine, remote: Remote, timeout_s: float) -> 
             answer.put(engine.write(address.session, NOTHING, NOTHING, NOTHING))
         except (OSError, TransportError) as error:
             answer.put(error)
+        finally:
+            shared.greeting.discard(remote.peer)
 
-    thread = threading.Thread(target=greet, name="mooncake-greet", daemon=True)
-    shared.greeting.append(thread)
-    thread.start()
+    shared.greeting.add(remote.peer)
+    try:
+        threading.Thread(target=greet, name="mooncake-greet", daemon=True).start()
+    except RuntimeError as error:
+        shared.greeting.discard(remote.peer)
+        raise TransportError(f"{remote} cannot be met: {error}", retryable=True) from error
     try:
         got = answer.get(timeout=timeout_s)
     except Empty:

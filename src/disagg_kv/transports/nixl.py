@@ -31,6 +31,7 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
+from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .nixl_library import U64, Agent, Part, Place, Registered, load, place
 from .nixl_worker import Job, Link, Told, Worker
@@ -143,7 +144,7 @@ class NixlTransport:
         self._sources: Sequence[tuple[RegionId, Buffer]] = ()
         self._devices: Devices = {}
         self._metadata = b""
-        self._peers: dict[Peer, _Remote] = {}
+        self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
         self._told: deque[Told] = deque()
@@ -233,12 +234,16 @@ class NixlTransport:
         link = self._worker.connect(peer, watch, contact.metadata, fewer, timeout_s)
         extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
         near = contact.process.host == Process.own().host
-        self._peers[peer] = _Remote(link, near, contact.process, remote.serial, extents, regions, devices)
+        self._peers.add(peer, _Remote(link, near, contact.process, remote.serial, extents, regions, devices))
+        if link.lost:
+            # Its loss may have been told, and dropped by ``poll``, before it was a peer.
+            self._peers.remove(peer)
+            raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
-        if self._peers.pop(peer, None) is not None:
+        if self._peers.remove(peer) is not None:
             self._worker.forget(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
@@ -270,7 +275,7 @@ class NixlTransport:
             if isinstance(event, Settled) or (isinstance(event, Ended) and event.quiesced):
                 self._unquiet.discard(event.ticket)
                 self._table.quiet(event.ticket)
-        return [e for e in told if not (isinstance(e, Heard) and e.data is None and e.peer not in self._peers)]
+        return [e for e in told if not (isinstance(e, Heard) and e.data is None and e.peer not in self._peers.all)]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""
