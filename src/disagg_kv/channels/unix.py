@@ -32,7 +32,7 @@ from .base import (
     check_frame,
     check_together,
 )
-from .files import claimed
+from .files import claimed, listening
 
 SCHEME = "unix://"
 
@@ -129,15 +129,12 @@ class UnixChannel:
         self._closed = False
         with ExitStack() as made:
             try:
-                self._inbox = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 self._waker, self._woken = (made.enter_context(sock) for sock in socket.socketpair())
                 self._epoll = made.enter_context(select.epoll())
                 with claimed(bind, self._file):
-                    self._inbox.bind(str(self._file))
-                    self._file.chmod(0o600)
+                    self._inbox = made.enter_context(listening(self._file, BACKLOG))
                     self._inode = self._file.stat().st_ino
-                    self._inbox.listen(BACKLOG)
-                for sock in (self._inbox, self._woken, self._waker):
+                for sock in (self._woken, self._waker):
                     sock.setblocking(False)
                 self._epoll.register(self._inbox, select.EPOLLIN)
                 self._epoll.register(self._woken, select.EPOLLIN)

@@ -29,7 +29,7 @@ from .base import (
     check_together,
     fit_together,
 )
-from .files import claimed
+from .files import claimed, listening
 from .gate import Gate
 from .keys import Keys, split_key, with_key
 
@@ -41,6 +41,9 @@ ZeroMQ bounds the parts of a message, not how many it has, and shows nothing of 
 
 INBOX = 256
 """Messages of one connection that ZeroMQ reads ahead of us; of our kind, each has MAX_FRAME bytes at most."""
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted at an ``ipc`` address."""
 
 BATCH = 64 << 20
 """Bytes that one ``poll`` takes in before it looks at anything else."""
@@ -149,11 +152,17 @@ class ZmqChannel:
         self._pull.setsockopt(zmq.RCVHWM, min(self._high_water, INBOX))
         self._pull.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT)
         self._pull.setsockopt(zmq.IPV6, int("[" in bind))
-        self._pull.bind(bind)
+        if bind.startswith("ipc://"):
+            # ZeroMQ would make a file that, under some umasks, others may use until its mode is changed.
+            path = Path(bind.removeprefix("ipc://"))
+            with listening(path, BACKLOG) as inbox:
+                self._file = path
+                self._pull.setsockopt(zmq.USE_FD, inbox.fileno())
+                self._pull.bind(bind)
+                inbox.detach()
+        else:
+            self._pull.bind(bind)
         address = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
-        if address.startswith("ipc://"):
-            self._file = Path(address.removeprefix("ipc://"))
-            self._file.chmod(0o600)
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._poller.register(self._pull, zmq.POLLIN)
