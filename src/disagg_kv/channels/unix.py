@@ -20,6 +20,7 @@ from pathlib import Path
 from attrs import define, field
 
 from ..errors import ConfigurationError
+from ..transports import Home
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
@@ -115,6 +116,7 @@ class UnixChannel:
             raise ConfigurationError(f"channel {bind!r}: not {SCHEME}/path")
         if high_water < 1:
             raise ConfigurationError(f"channel {bind!r}: high_water {high_water}: out of range")
+        self._home = Home(f"the channel {bind!r}")
         self._address = bind
         self._high_water = high_water
         self._file = Path(bind.removeprefix(SCHEME))
@@ -159,6 +161,7 @@ class UnixChannel:
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
+        self._home.check()
         check_together(address, frames)
         link = self._links.get(address)
         if link is None:
@@ -179,6 +182,7 @@ class UnixChannel:
 
         Frames come before news of connections: last words are heard before their speaker's end.
         """
+        self._home.check()
         if self._closed:
             return ()
         if timeout_s > 0 and not self._news:
@@ -228,6 +232,7 @@ class UnixChannel:
 
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards. What a peer's socket holds by now still arrives there."""
+        self._home.check()
         if self._closed:
             return
         self._closed = True

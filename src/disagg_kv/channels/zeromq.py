@@ -16,6 +16,7 @@ from attrs import define
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
+from ..transports import Home
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
@@ -114,6 +115,7 @@ class ZmqChannel:
     ) -> None:
         if keys is not None and unencrypted_network:
             raise ConfigurationError(f"channel {bind!r}: with keys everything is encrypted; unencrypted_network is not")
+        self._home = Home(f"the channel {bind!r}")
         self._keys = keys
         self._anywhere = unencrypted_network or keys is not None
         reason = _refusal(bind, self._anywhere)
@@ -187,6 +189,7 @@ class ZmqChannel:
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
+        self._home.check()
         check_together(address, frames)
         if self._closed:
             return False
@@ -215,6 +218,7 @@ class ZmqChannel:
 
         Frames come before news of connections: last words are heard before their speaker's end.
         """
+        self._home.check()
         if self._closed:
             return ()
         wait_ms = 0 if self._denied else max(0, ceil(timeout_s * 1000))
@@ -245,6 +249,7 @@ class ZmqChannel:
 
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards. Takes up to ``linger_s``."""
+        self._home.check()
         if self._closed:
             return
         self._closed = True

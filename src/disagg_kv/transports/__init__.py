@@ -5,7 +5,7 @@ from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
-from .process import PROCESS, Process, Watch
+from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
 from .registry import available, between_processes, default_transport, register_transport, transport
 from .shm import ShmTransport
@@ -19,6 +19,7 @@ __all__ = [
     "Ended",
     "Extents",
     "Heard",
+    "Home",
     "InprocTransport",
     "Process",
     "Region",

@@ -87,6 +87,7 @@ class Heard:
 class Transport(Protocol):
     """Registers memory and writes it into a peer's. Nothing but ``connect`` and ``close`` blocks.
 
+    It belongs to the process that made it: in a forked child its calls raise a LocalProtocolError and change nothing.
     One thread calls, with one exception: :meth:`connect` may be called from any thread, several at once, while that one
     thread makes the other calls.
 
@@ -147,7 +148,7 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
-        """What happened since the last call. Never blocks, never raises."""
+        """What happened since the last call; in a forked child, nothing. Never blocks, never raises."""
         ...
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

@@ -34,7 +34,7 @@ from .connected import Connected
 from .cuda_api import Cuda, Mark, Stream
 from .cuda_driver import driver as this_driver
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .process import PROCESS, Process, Watch
+from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable
 
 log = logging.getLogger("disagg_kv")
@@ -136,6 +136,7 @@ class CudaIpcTransport:
         self._cuda = driver or this_driver()
         self._clock = clock
         self._sleep = sleep
+        self._home = Home("this transport 'cuda_ipc'")
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
         self._table = RegionTable(self.caps.devices)
@@ -268,6 +269,7 @@ class CudaIpcTransport:
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never waits. ``after`` may be made of CUDA's events and of others."""
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
@@ -333,6 +335,8 @@ class CudaIpcTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
+        if not self._home.here:
+            return ()
         for remote in (*self._peers.all.values(), *self._leaving):
             self._progress(remote)
             if not remote.left:
@@ -359,6 +363,7 @@ class CudaIpcTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; what copies still use is left to the end of the process."""
+        self._home.check()
         if self._closed:
             return ()
         self._closed = True
@@ -401,6 +406,7 @@ class CudaIpcTransport:
             self._events.append(Heard(remote.peer, None))
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise TransportError("cuda_ipc: the transport is closed")
 

@@ -19,6 +19,7 @@ from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode
+from .process import Home
 from .regions import Extents, RegionTable, copy
 
 _open: WeakValueDictionary[Peer, InprocTransport] = WeakValueDictionary()
@@ -46,6 +47,7 @@ class InprocTransport:
     )
 
     def __init__(self) -> None:
+        self._home = Home("this transport 'inproc'")
         self._me = Peer(uuid.uuid4().bytes)
         self._table = RegionTable(self.caps.devices)
         self._peers: Connected[_Remote] = Connected()
@@ -59,6 +61,7 @@ class InprocTransport:
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`."""
+        self._home.check()
         with self._target:
             return self._table.add(buffers)
 
@@ -74,6 +77,7 @@ class InprocTransport:
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; never waits."""
+        self._home.check()
         remote = decode(descriptor, self.name)
         peer = remote.incarnation
         if _find(peer) is None:
@@ -91,6 +95,7 @@ class InprocTransport:
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns."""
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"inproc: no peer {peer.hex()}")
@@ -115,6 +120,7 @@ class InprocTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; waits for a copy into this transport that another thread makes."""
+        self._home.check()
         with self._target, _registry:
             _open.pop(self._me, None)
             self._table.clear()

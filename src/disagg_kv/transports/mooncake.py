@@ -32,7 +32,7 @@ from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
 from .mooncake_lanes import Lanes
 from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .mooncake_single import Singles
-from .process import Process
+from .process import Home, Process, keep_in_children
 from .regions import Extents, RegionTable
 
 LOOK_S = 0.02
@@ -107,6 +107,7 @@ class MooncakeTransport:
         elif module.SUPPORT_CUDA:
             self.caps = attrs.evolve(self.caps, devices=frozenset({"cpu", "cuda"}))
         self.caps = attrs.evolve(self.caps, drain_s=drain_s)
+        self._home = Home("this transport 'mooncake'")
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
         if host == _LOOPBACK and metadata == "P2PHANDSHAKE" and "MC_TCP_BIND_ADDRESS" not in os.environ:
@@ -121,6 +122,7 @@ class MooncakeTransport:
             timeout_s=timeout_s,
             quiet=quiet,
         )
+        keep_in_children(engine)
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
         self._lanes = Lanes(2 * workers if protocol == "nvlink_intra" else workers, "mooncake")
@@ -209,6 +211,7 @@ class MooncakeTransport:
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never blocks. :meth:`poll` sees that ``after`` has happened."""
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"mooncake: no peer {peer.hex()}")
@@ -261,6 +264,8 @@ class MooncakeTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
+        if not self._home.here:
+            return ()
         ended = self._collect()
         now = self._clock()
         # A write that failed may have found that its peer is gone.
@@ -282,6 +287,7 @@ class MooncakeTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; the engine ends at once, or with the last call that is still in it."""
+        self._home.check()
         engine = self._shared.engine
         if engine is None:
             return ()
@@ -318,6 +324,7 @@ class MooncakeTransport:
         self._lanes.drain(until - time.monotonic())
 
     def _engine(self) -> Engine:
+        self._home.check()
         engine = self._shared.engine
         if engine is None:
             raise TransportError("mooncake: this transport is closed")

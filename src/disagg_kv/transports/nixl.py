@@ -35,7 +35,7 @@ from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .nixl_library import U64, Agent, Part, Place, Registered, load, place
 from .nixl_worker import Job, Link, Told, Worker
-from .process import Process, Watch
+from .process import Home, Process, Watch
 from .regions import Extents, RegionTable
 
 REGISTERED_PER_S = 1 << 30
@@ -137,6 +137,7 @@ class NixlTransport:
         self.caps = attrs.evolve(self.caps, drain_s=drain_s)
         if device != "cpu":
             self.caps = attrs.evolve(self.caps, write_s=5.5e-6, bytes_per_s=3.8e11)
+        self._home = Home("this transport 'nixl'")
         self._me = Peer(uuid.uuid4().bytes)
         self._version = library.version
         self._table = RegionTable(self.caps.devices)
@@ -251,6 +252,7 @@ class NixlTransport:
 
         A large one is left to the thread, and so is any while the thread is busy.
         """
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"nixl: no peer {peer.hex()}")
@@ -268,7 +270,7 @@ class NixlTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
-        if not self._closed:
+        if not self._closed and self._home.here:
             self._worker.look()
         told = [self._told.popleft() for _ in range(len(self._told))]
         for event in told:
@@ -279,6 +281,7 @@ class NixlTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""
+        self._home.check()
         if self._closed:
             return ()
         self._closed = True
@@ -293,6 +296,7 @@ class NixlTransport:
         return tuple(sorted(self._unquiet))
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise TransportError("nixl: the transport is closed")
 

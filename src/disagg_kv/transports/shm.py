@@ -33,7 +33,7 @@ from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .process import PROCESS, Process, Watch
+from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
 
 
@@ -199,6 +199,7 @@ class ShmTransport:
     def __init__(self) -> None:
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             raise MissingDependencyError("transport 'shm'", "needs memfd_create and pidfd_open", "run on Linux 5.3+")
+        self._home = Home("this transport 'shm'")
         self._me = Peer(uuid.uuid4().bytes)
         self._table = RegionTable(self.caps.devices)
         self._segments: WeakSet[_Segment] = WeakSet()
@@ -226,6 +227,7 @@ class ShmTransport:
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`; peers can write only to what :meth:`allocate` gave."""
+        self._home.check()
         return self._table.add(buffers)
 
     def deregister(self, regions: Sequence[RegionId]) -> None:
@@ -244,6 +246,7 @@ class ShmTransport:
         Raises:
             PeerLostError: the peer's process has ended, or it has given the memory back.
         """
+        self._home.check()
         remote = decode(descriptor, self.name)
         process = unpack(remote.blob, PROCESS)
         places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions if r.blob}
@@ -268,6 +271,7 @@ class ShmTransport:
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns. The first write to a region maps it."""
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"shm: no peer {peer.hex()}")
@@ -292,6 +296,8 @@ class ShmTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
+        if not self._home.here:
+            return ()
         for peer, remote in self._peers.all.items():
             self._look(peer, remote)
         events, self._events = self._events, []
@@ -299,6 +305,7 @@ class ShmTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory from :meth:`allocate` stays until its owners go."""
+        self._home.check()
         self._peers.clear()
         for segment in self._segments:
             segment.hide()
