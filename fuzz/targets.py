@@ -28,11 +28,12 @@ from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.strategies import Job, Path, paths
 from disagg_kv.transports import InprocTransport, ShmTransport
 from disagg_kv.transports.descriptor import decode, unpack
-from disagg_kv.transports.mooncake_flight import Address
-from disagg_kv.transports.process import Process
+from disagg_kv.transports.mooncake_flight import ADDRESS, Address
+from disagg_kv.transports.process import PROCESS, Process
 from fuzz.world import World, endpoint
 
 CODEC = Codec()
+BLOBS: tuple[msgspec.msgpack.Decoder[Process], msgspec.msgpack.Decoder[Address]] = (PROCESS, ADDRESS)
 TRANSPORTS = ("inproc", "shm", "nixl", "mooncake", "cuda_ipc")
 
 
@@ -90,9 +91,9 @@ def metadata(data: bytes) -> None:
             with suppress(RemoteProtocolError):
                 found = decode(piece, name)
                 for blob in (found.blob, *(region.blob for region in found.regions)):
-                    for kind in (Process, Address):
+                    for decoder in BLOBS:
                         with suppress(RemoteProtocolError):
-                            unpack(blob, kind)
+                            unpack(blob, decoder)
         for make in (InprocTransport, ShmTransport):
             transport = make()
             # A peer that is not there, or of another host: said by name too.

@@ -244,6 +244,31 @@ def test_kernels_that_are_warmed_in_inference_mode_work_outside_of_it() -> None:
     assert content_of(staging).tolist() == [3] * 4096
 
 
+class _Fails:
+    """An engine's event that raises."""
+
+    def query(self) -> bool:
+        raise RuntimeError("the engine's own")
+
+    def synchronize(self) -> None:
+        raise AssertionError
+
+
+def test_launches_that_fail_take_no_slot_with_them() -> None:
+    """However many; the next one is right."""
+    pool, memory = _small()
+    memory.view(-1, 4096)[5] = 9
+    staging, launcher = _staging(4096), Launcher("gather")
+    _wait(launcher(pool, [_page(5, 0)], staging, None))
+    for _ in range(SLOTS + 10):
+        with pytest.raises(RuntimeError, match="the engine's own"):
+            launcher(pool, [_page(5, 0)], staging, _Fails())
+    (lane,) = launcher._lanes.values()
+    assert [len(slots) for slots in lane._slots.values()] == [SLOTS], "slots were lost, or more were allocated"
+    _wait(launcher(pool, [_page(5, 0)], staging, None))
+    assert content_of(staging).tolist() == [9] * 4096
+
+
 def test_arguments_in_flight_are_not_written_over() -> None:
     """A2: calls queued behind one event keep their own page ids, however many there are."""
     pool, memory = _small()

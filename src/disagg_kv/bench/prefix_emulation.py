@@ -79,9 +79,12 @@ class Emulation:
             ConfigurationError: it cannot be read, or says something else.
         """
         try:
-            return msgspec.json.decode(file.read_bytes(), type=cls)
+            return _EMULATION.decode(file.read_bytes())
         except (OSError, msgspec.MsgspecError) as exc:
             raise ConfigurationError(f"parameters {str(file)!r}: {exc}") from exc
+
+
+_EMULATION = msgspec.json.Decoder(Emulation)
 
 
 @frozen

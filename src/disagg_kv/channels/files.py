@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,44 +15,92 @@ from pathlib import Path
 from ..errors import ConfigurationError
 
 _BUSY_S = 1.0
-"""How long somebody else may keep a folder to bind a socket in it."""
+"""How long another process of our user may take to bind a socket in a folder."""
+
+_LOCK = ".disagg_kv-{}.lock"
+"""The file that is locked meanwhile, by the user's number: nobody else can open it. A folder could be locked by every
+user who can read it."""
 
 _NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
 
 
 @contextmanager
 def claimed(bind: str, path: Path) -> Iterator[None]:
-    """Inside, nobody else of ours binds a socket in that folder; what is left of one that has ended is gone.
+    """Inside, no other process of our user binds a socket in that folder; what is left of one that has ended is gone.
 
-    A file may outlive who listened there, and to take its place is no single step.
+    A file may outlive the process that listened there, and to take its place is no single step.
 
     Raises:
-        ConfigurationError: something lives there, or is no socket.
+        ConfigurationError: something lives there, or is no socket; or another user keeps us from locking the folder.
         OSError: there is no such folder, or it is not ours to use.
     """
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    file = path.parent / _LOCK.format(os.geteuid())
+    lock = _lock(bind, file)
     try:
-        _lock(bind, folder)
         if path.exists():
             _refuse_in_use(bind, path)
             path.unlink()
         yield
     finally:
+        # While it is locked: the next process makes another one, and sees that it waited for this one in vain.
+        file.unlink(missing_ok=True)
         # Not by closing alone: a process that was forked meanwhile would keep it.
-        fcntl.flock(folder, fcntl.LOCK_UN)
-        os.close(folder)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
 
 
-def _lock(bind: str, folder: int) -> None:
+def _lock(bind: str, file: Path) -> int:
+    """Our user's lock file of a folder, locked; as a descriptor."""
     until = time.monotonic() + _BUSY_S
     while True:
+        lock = _open(bind, file)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.stat().st_ino == os.fstat(lock).st_ino:
+                return lock
+        except FileNotFoundError:
+            pass  # the process that had it has just taken it away
         except BlockingIOError:
             if time.monotonic() >= until:
-                raise ConfigurationError(f"channel {bind!r}: somebody keeps its folder locked") from None
+                os.close(lock)
+                raise ConfigurationError(f"channel {bind!r}: another process keeps {file} locked") from None
             time.sleep(0.01)
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _open(bind: str, file: Path) -> int:
+    try:
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except (PermissionError, IsADirectoryError) as error:
+        raise ConfigurationError(f"channel {bind!r}: {file} is not ours to lock: {error}") from error
+    found = os.fstat(lock)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or not stat.S_ISREG(found.st_mode):
+        os.close(lock)
+        raise ConfigurationError(f"channel {bind!r}: {file} is not ours alone; use a folder that only this user writes")
+    return lock
+
+
+def listening(path: Path, backlog: int) -> socket.socket:
+    """A socket that listens at a file which never was open to other users, whatever the process's umask is.
+
+    Linux gives the file the mode of the socket that is bound, less the umask.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(sock.fileno(), 0o600)
+        sock.setblocking(False)
+        sock.bind(str(path))
+        sock.listen(backlog)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _refuse_in_use(bind: str, path: Path) -> None:

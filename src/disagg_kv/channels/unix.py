@@ -20,6 +20,7 @@ from pathlib import Path
 from attrs import define, field
 
 from ..errors import ConfigurationError
+from ..transports import Home
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
@@ -32,7 +33,7 @@ from .base import (
     check_frame,
     check_together,
 )
-from .files import claimed
+from .files import claimed, listening
 
 SCHEME = "unix://"
 
@@ -115,6 +116,7 @@ class UnixChannel:
             raise ConfigurationError(f"channel {bind!r}: not {SCHEME}/path")
         if high_water < 1:
             raise ConfigurationError(f"channel {bind!r}: high_water {high_water}: out of range")
+        self._home = Home(f"the channel {bind!r}")
         self._address = bind
         self._high_water = high_water
         self._file = Path(bind.removeprefix(SCHEME))
@@ -129,15 +131,12 @@ class UnixChannel:
         self._closed = False
         with ExitStack() as made:
             try:
-                self._inbox = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 self._waker, self._woken = (made.enter_context(sock) for sock in socket.socketpair())
                 self._epoll = made.enter_context(select.epoll())
                 with claimed(bind, self._file):
-                    self._inbox.bind(str(self._file))
-                    self._file.chmod(0o600)
+                    self._inbox = made.enter_context(listening(self._file, BACKLOG))
                     self._inode = self._file.stat().st_ino
-                    self._inbox.listen(BACKLOG)
-                for sock in (self._inbox, self._woken, self._waker):
+                for sock in (self._woken, self._waker):
                     sock.setblocking(False)
                 self._epoll.register(self._inbox, select.EPOLLIN)
                 self._epoll.register(self._woken, select.EPOLLIN)
@@ -162,6 +161,7 @@ class UnixChannel:
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
+        self._home.check()
         check_together(address, frames)
         link = self._links.get(address)
         if link is None:
@@ -182,6 +182,7 @@ class UnixChannel:
 
         Frames come before news of connections: last words are heard before their speaker's end.
         """
+        self._home.check()
         if self._closed:
             return ()
         if timeout_s > 0 and not self._news:
@@ -231,6 +232,7 @@ class UnixChannel:
 
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards. What a peer's socket holds by now still arrives there."""
+        self._home.check()
         if self._closed:
             return
         self._closed = True

@@ -16,6 +16,7 @@ from attrs import define
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
+from ..transports import Home
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
@@ -29,7 +30,7 @@ from .base import (
     check_together,
     fit_together,
 )
-from .files import claimed
+from .files import claimed, listening
 from .gate import Gate
 from .keys import Keys, split_key, with_key
 
@@ -41,6 +42,9 @@ ZeroMQ bounds the parts of a message, not how many it has, and shows nothing of 
 
 INBOX = 256
 """Messages of one connection that ZeroMQ reads ahead of us; of our kind, each has MAX_FRAME bytes at most."""
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted at an ``ipc`` address."""
 
 BATCH = 64 << 20
 """Bytes that one ``poll`` takes in before it looks at anything else."""
@@ -111,6 +115,7 @@ class ZmqChannel:
     ) -> None:
         if keys is not None and unencrypted_network:
             raise ConfigurationError(f"channel {bind!r}: with keys everything is encrypted; unencrypted_network is not")
+        self._home = Home(f"the channel {bind!r}")
         self._keys = keys
         self._anywhere = unencrypted_network or keys is not None
         reason = _refusal(bind, self._anywhere)
@@ -149,11 +154,17 @@ class ZmqChannel:
         self._pull.setsockopt(zmq.RCVHWM, min(self._high_water, INBOX))
         self._pull.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT)
         self._pull.setsockopt(zmq.IPV6, int("[" in bind))
-        self._pull.bind(bind)
+        if bind.startswith("ipc://"):
+            # ZeroMQ would make a file that, under some umasks, others may use until its mode is changed.
+            path = Path(bind.removeprefix("ipc://"))
+            with listening(path, BACKLOG) as inbox:
+                self._file = path
+                self._pull.setsockopt(zmq.USE_FD, inbox.fileno())
+                self._pull.bind(bind)
+                inbox.detach()
+        else:
+            self._pull.bind(bind)
         address = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
-        if address.startswith("ipc://"):
-            self._file = Path(address.removeprefix("ipc://"))
-            self._file.chmod(0o600)
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._poller.register(self._pull, zmq.POLLIN)
@@ -178,6 +189,7 @@ class ZmqChannel:
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """See :class:`~disagg_kv.channels.SupportsBatches`."""
+        self._home.check()
         check_together(address, frames)
         if self._closed:
             return False
@@ -206,6 +218,7 @@ class ZmqChannel:
 
         Frames come before news of connections: last words are heard before their speaker's end.
         """
+        self._home.check()
         if self._closed:
             return ()
         wait_ms = 0 if self._denied else max(0, ceil(timeout_s * 1000))
@@ -236,6 +249,7 @@ class ZmqChannel:
 
     def close(self) -> None:
         """Stop; nothing is received or sent afterwards. Takes up to ``linger_s``."""
+        self._home.check()
         if self._closed:
             return
         self._closed = True

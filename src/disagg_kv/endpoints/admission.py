@@ -45,6 +45,7 @@ class Admission:
     @contextmanager
     def enter(self, what: str) -> Iterator[None]:
         """Queue something inside this block; raises as :meth:`check` does."""
+        self.check(what)  # before the lock, which a forked child may have inherited taken
         with self._lock:
             self.check(what)
             yield

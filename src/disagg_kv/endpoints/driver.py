@@ -42,7 +42,7 @@ class Driver:
         self._open_rooms = open_rooms
         self._handles = handles
         self._stop = threading.Event()
-        self.admission = Admission(lambda: node.broken)
+        self.admission = Admission(lambda: self.broken)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
         if self._thread is not None:
             self._thread.start()
@@ -54,7 +54,12 @@ class Driver:
 
     @property
     def broken(self) -> EndpointBrokenError | None:
-        """Why the endpoint takes no calls any more; None: it does."""
+        """Why the endpoint takes no calls any more; None: it does.
+
+        Raises:
+            LocalProtocolError: this is a forked child of the process that has the endpoint.
+        """
+        self._node.home.check()
         return self._node.broken
 
     def turn(self, timeout_s: float = 0.0) -> None:
@@ -62,10 +67,11 @@ class Driver:
 
         Raises:
             EndpointBrokenError: the endpoint cannot go on.
+            LocalProtocolError: as :attr:`broken`.
         """
         assert self._thread is None
-        if self._node.broken is not None:
-            raise self._node.broken
+        if self.broken is not None:
+            raise self.broken
         self._turn(timeout_s)
         if self._node.broken is not None:
             raise self._node.broken
@@ -86,7 +92,12 @@ class Driver:
                 handle.break_down(error)
 
     def close(self, drain_s: float) -> None:
-        """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless."""
+        """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless.
+
+        Raises:
+            LocalProtocolError: as :attr:`broken`; nothing is closed then.
+        """
+        self._node.home.check()
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
         if not self.admission.end():
             return

@@ -40,7 +40,7 @@ from ..protocol.frames import Ballot, Heartbeat, Landed, Refused, RoomFrame, Sup
 from ..rendezvous import Rendezvous, Source
 from ..trace import Guarded, Observer, Silent
 from ..transports import Ended as TicketEnded
-from ..transports import Heard, Settled
+from ..transports import Heard, Home, Settled
 from . import idle
 from .background import Background
 from .directory import Answer, Directory
@@ -126,6 +126,7 @@ class Node:
         self._nudged: dict[Epoch, float] = {}
         self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
         name = f"disagg_kv {me.instance}/{me.rank}"
+        self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
         self.links = Links(me.transport, helpers, channel.wake, clock, options.silence_s)
         self.roster = Roster(self.peers, self.links, options, clock)
@@ -149,7 +150,9 @@ class Node:
 
         Raises:
             EndpointBrokenError: the endpoint has failed. What is posted before that is failed by :meth:`break_down`.
+            LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
+        self.home.check()
         self._commands.append(command)
         if self.broken is not None:
             raise self.broken

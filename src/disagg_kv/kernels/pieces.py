@@ -42,9 +42,8 @@ class _Shape:
 
     def index(self, table: PageTable, start: int, stop: int) -> I64:
         """The place of every piece, in staging order, counted from the first unit's first piece of page 0."""
-        row = np.arange(start - table.first, stop - table.first)
-        page, slot = np.divmod(row, self.rows_per_page)
-        of_row = table.pages[page] * np.int64(self.page_stride) + slot * self.row_stride
+        page, slot = table.places(self.rows_per_page, start, stop)
+        of_row = page * self.page_stride + slot * self.row_stride
         index: I64 = (of_row[:, None] + self.of_run).reshape(-1)
         return index
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from attrs import define, evolve, frozen
 
-from ..errors import LocalProtocolError, RegistrationError
+from ..errors import DisaggKVError, LocalProtocolError, MissingDependencyError, RegistrationError
 from ..geometry import I64
 from ..memory import Buffer, Event, MemoryPool, parts
 from .base import Move
@@ -84,6 +86,32 @@ class Compiled(Protocol):
     def run(self, *args: object) -> None:
         """Triton's own launcher without its look at the arguments, as ``CompiledKernel`` calls it."""
         ...
+
+
+LAUNCHER = (
+    "gridX", "gridY", "gridZ", "stream", "function",
+    "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook",
+)  # fmt: skip
+"""What Triton's own launcher takes before a kernel's arguments. Nothing promises it; some versions name the first five
+alone and take the others with the arguments."""
+
+COMPILING = threading.Lock()
+"""Held while Triton compiles: it is not said to allow several threads that."""
+
+
+def check_launcher(compiled: Compiled) -> Compiled:
+    """Raise unless the launcher takes what :meth:`Compiled.run` is given, by position; else the kernel as it is.
+
+    Raises:
+        MissingDependencyError: Triton is of a version with another launcher.
+    """
+    takes = tuple(inspect.signature(compiled.run).parameters.values())
+    named = tuple(one.name for one in takes if one.kind is one.POSITIONAL_OR_KEYWORD)
+    rest = [one.kind for one in takes[len(named) :]]
+    if len(named) < 5 or named != LAUNCHER[: len(named)] or rest != [inspect.Parameter.VAR_POSITIONAL]:
+        problem = f"Triton {triton.__version__} launches by ({', '.join(map(str, takes))})"
+        raise MissingDependencyError("kernels 'triton'", problem, "pip install 'triton>=3.6,<3.10'")
+    return compiled
 
 
 OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": checksum}
@@ -299,7 +327,28 @@ class Host:
             )
 
     def _launch(self, call: Written, after: Event | None) -> Mark:
-        """Bring a call's words to the GPU and launch behind ``after``; what ends when the kernel has ended."""
+        """Bring a call's words to the GPU and launch behind ``after``; what ends when the kernel has ended.
+
+        Where that raises, the slot is given back.
+        """
+        try:
+            return self._enqueued(call, after)
+        except BaseException:
+            self._give_back(call)
+            raise
+
+    def _give_back(self, call: Written) -> None:
+        """The slot is free again once its words are on the GPU: until then they are read here and written there."""
+        mark = call.slot.event
+        if call.uploaded:
+            # Where the context is broken nothing tells when the slot is read no more: nobody gets it again.
+            with suppress(DisaggKVError), call.lane.queue:
+                mark = call.lane.queue.record(call.stream.cuda_stream)
+                call.lane.give(call.slot, mark)
+            return
+        call.lane.give(call.slot, mark)
+
+    def _enqueued(self, call: Written, after: Event | None) -> Mark:
         lane, slot, programs, shape = call.lane, call.slot, call.programs, call.shape
         queue, on = lane.queue, call.stream.cuda_stream
         constants = shape.aligned, shape.pieces, shape.columns
@@ -321,9 +370,9 @@ class Host:
                     lane.before = awaited, mark
                 return mark
         # Torch chooses a device, and so a context, of its own.
-        with torch.cuda.stream(call.stream):
+        with COMPILING, torch.cuda.stream(call.stream):
             launched = self._kernel[(programs,)](call.table, slot.device, *args, num_warps=self._tuning.warps)
-        lane.compiled[constants] = launched
+        lane.compiled[constants] = check_launcher(launched)
         with queue:
             return queue.record(on)
 
@@ -350,9 +399,11 @@ class Host:
                 if constants not in lane.compiled:
                     nothing = torch.empty(1, dtype=torch.int64, device=device)
                     args = (nothing, nothing, 1, ELEMENTS[shape.element_bytes], *constants)
-                    compiled = self._kernel.warmup(*args, grid=(1,), num_warps=self._tuning.warps)
-                    compiled[1, 1, 1]  # what is not loaded yet would be at the first call, which may wait for the GPU
-                    lane.compiled[constants] = compiled
+                    with COMPILING:
+                        compiled = self._kernel.warmup(*args, grid=(1,), num_warps=self._tuning.warps)
+                        # What is not loaded yet would be at the first call, which may wait for the GPU.
+                        compiled[1, 1, 1]
+                    lane.compiled[constants] = check_launcher(compiled)
 
     def _run(self, planes: Planes, words: I64, programs: int, shape: Shape) -> None:
         """Interpret the kernel."""
@@ -401,8 +452,12 @@ class Launcher(Host):
         if call is None:
             return None
         if not moved:
-            with lane.queue:
-                call.upload()
+            try:
+                with lane.queue:
+                    call.upload()
+            except BaseException:
+                self._give_back(call)
+                raise
         lane.prepared(1)
         return PreparedLaunch(partial(self._enqueue_kept, pool, call), partial(self._give_up, call))
 
@@ -451,13 +506,8 @@ class Launcher(Host):
         return self._enqueue(call, after)
 
     def _give_up(self, call: Written) -> None:
-        """The slot is free again once its words are on the GPU: until then they are read here and written there."""
         call.lane.prepared(-1)
-        mark = call.slot.event
-        if call.uploaded:
-            with call.lane.queue:
-                mark = call.lane.queue.record(call.stream.cuda_stream)
-        call.lane.give(call.slot, mark)
+        self._give_back(call)
 
     def _interpret_moved(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, base: int, after: Event | None

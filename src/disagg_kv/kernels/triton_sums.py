@@ -49,7 +49,11 @@ class Summer(Host):
             return Sums(None, lambda: begin)
         sums = slice(call.words, call.words + call.entries)
         slot = lane.take(sums.stop)
-        shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
+        try:
+            shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
+        except Exception:
+            lane.give(slot, slot.event)
+            raise
         written = Written(lane, stream, table, slot, sums.stop, call.entries, call.entries * shape.tiles, shape)
         mark = self._launch(written, after)
 

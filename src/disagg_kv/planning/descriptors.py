@@ -108,7 +108,7 @@ def slice_writes(
         ):
             key = (group, run.start, run.stop, ours)
             if key not in cells:
-                cells[key] = _places(tables[group.id], group, run.start, run.stop)
+                cells[key] = tables[group.id].places(group.rows_per_page, run.start, run.stop)
             pages, slots = cells[key]
             offsets = plane.offset + unit * plane.unit_stride + pages * plane.page_stride + slots * plane.row_stride
             if not run.dense():
@@ -324,12 +324,6 @@ def _check_tables(given: Sequence[Run], source_tables: Tables, target_tables: Ta
         if group.id not in tables:
             raise GeometryError(f"no page table for group {group.id!r}; there are {sorted(tables)}")
         tables[group.id].check(group, start, stop)
-
-
-def _places(table: PageTable, group: Group, start: int, stop: int) -> tuple[I64, I64]:
-    """Page id and slot in the page of each row."""
-    page, slot = np.divmod(np.arange(start - table.first, stop - table.first), group.rows_per_page)
-    return table.pages[page].astype(np.int64), slot
 
 
 def _pieces(start: int, stop: int, page_rows: int) -> list[tuple[int, int, int, int]]:

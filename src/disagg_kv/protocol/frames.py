@@ -6,7 +6,6 @@ generation too. What does not match is counted and dropped by the receiver, neve
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Annotated, ClassVar, TypedDict
 
 import msgspec
@@ -361,10 +360,9 @@ class Head(TypedDict):
     generation: int
 
 
-@cache
-def _decoder() -> msgspec.msgpack.Decoder[AnyFrame]:
-    """One for all: it has no state but the types, which take longer to look at than many frames."""
-    return msgspec.msgpack.Decoder(AnyFrame)
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
+"""Made at import, for all threads: they have no state but the types, and a type that is half looked at is no type."""
 
 
 class Codec:
@@ -372,13 +370,9 @@ class Codec:
 
     MAX_BYTES: ClassVar[int] = 1 << 20
 
-    def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = _decoder()
-
     def encode(self, frame: Frame) -> bytes:
         """The frame's bytes."""
-        return self._encoder.encode(frame)
+        return _ENCODER.encode(frame)
 
     def decode(self, data: bytes) -> AnyFrame:
         """The frame in ``data``.
@@ -389,6 +383,6 @@ class Codec:
         if len(data) > self.MAX_BYTES:
             raise RemoteProtocolError(f"a frame of {len(data)} bytes; at most {self.MAX_BYTES} are allowed")
         try:
-            return self._decoder.decode(data)
+            return _DECODER.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as exc:
             raise RemoteProtocolError(f"not a frame of version {VERSION}: {exc}") from exc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -23,6 +24,7 @@ PER_CHUNK = "per_chunk"
 SELECTIONS = ("full", "incremental")
 
 _paths: dict[str, Path] = {path.name: path for path in (DirectPath(), SlicePath(), StagedPath())}
+_loading = threading.RLock()
 _schedules: dict[str, Schedule] = {one.name: one for one in (PerChunk(), LayerPipelined())}
 
 
@@ -54,15 +56,16 @@ def register(part: Path | Schedule) -> None:
     name, scheduling = arguments.text(part.name, "part: name"), hasattr(part, "groups")
     if not scheduling:
         arguments.methods(part, "part", "a path or a schedule", "send", "receive", "count", "refuse")
-    known = _paths.get(name, _schedules.get(name))
-    taken = {*_paths, *_schedules, *SELECTIONS, AUTO}
-    if not name.isidentifier() or (name in taken and known is not part):
-        kind = "schedule" if scheduling else "path"
-        raise ConfigurationError(f"a {kind} cannot be called {name!r}: it must be a new plain word")
-    if scheduling:
-        _schedules[name] = cast("Schedule", part)
-    else:
-        _paths[name] = cast("Path", part)
+    with _loading:
+        known = _paths.get(name, _schedules.get(name))
+        taken = {*_paths, *_schedules, *SELECTIONS, AUTO}
+        if not name.isidentifier() or (name in taken and known is not part):
+            kind = "schedule" if scheduling else "path"
+            raise ConfigurationError(f"a {kind} cannot be called {name!r}: it must be a new plain word")
+        if scheduling:
+            _schedules[name] = cast("Schedule", part)
+        else:
+            _paths[name] = cast("Path", part)
 
 
 @cache
@@ -72,18 +75,27 @@ def _installed() -> Sequence[EntryPoint]:
 
 
 def _load() -> None:
-    """Register what installed packages name, once."""
+    """Register what installed packages name; of two threads that make a part of one name, the first one's counts.
+
+    Nothing is imported under the lock: a module may call :func:`register` while another thread imports it.
+    """
     for point in _installed():
-        if point.name in _paths or point.name in _schedules:
-            continue
-        try:
-            found = point.load()
-            part: Path | Schedule = found() if callable(found) else found
-        except Exception as error:
-            raise ConfigurationError(f"strategy {point.name!r}: {point.value} cannot be loaded: {error}") from error
-        if part.name != point.name:
-            raise ConfigurationError(f"strategy {point.name!r}: {point.value} calls itself {part.name!r}")
-        register(part)
+        if point.name not in _paths and point.name not in _schedules:
+            part = _made(point)
+            with _loading:
+                if point.name not in _paths and point.name not in _schedules:
+                    register(part)
+
+
+def _made(point: EntryPoint) -> Path | Schedule:
+    try:
+        found = point.load()
+        part: Path | Schedule = found() if callable(found) else found
+    except Exception as error:
+        raise ConfigurationError(f"strategy {point.name!r}: {point.value} cannot be loaded: {error}") from error
+    if part.name != point.name:
+        raise ConfigurationError(f"strategy {point.name!r}: {point.value} calls itself {part.name!r}")
+    return part
 
 
 def paths() -> dict[str, Path]:

@@ -15,11 +15,12 @@ from .transport_data import DataCases
 from .transport_events import EventCases
 from .transport_peers import MemoryCases, PeerCases
 from .transport_process import ProcessCases
+from .transport_threads import ThreadCases
 
 __all__ = ["HostMemory", "Memory", "TransportSuite"]
 
 
-class TransportSuite(DataCases, EventCases, MemoryCases, PeerCases, ProcessCases):
+class TransportSuite(DataCases, EventCases, MemoryCases, PeerCases, ProcessCases, ThreadCases):
     """Everything a transport promises. Tests that need a capability skip without it.
 
     Override :meth:`factory`; for other memory than the CPU's, :meth:`memory`; and, if needed, ``one_process`` and

@@ -1,21 +1,25 @@
 """One-sided writes."""
 
 from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
-from .descriptor import Descriptor, Region, decode, encode, unpack
+from .connected import Connected
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
 from .inproc import InprocTransport
-from .process import Process, Watch
+from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
 from .registry import available, between_processes, default_transport, register_transport, transport
 from .shm import ShmTransport
 
 __all__ = [
+    "PROCESS",
     "Capabilities",
+    "Connected",
     "Descriptor",
     "EmulatedWire",
     "Ended",
     "Extents",
     "Heard",
+    "Home",
     "InprocTransport",
     "Process",
     "Region",
@@ -32,6 +36,7 @@ __all__ = [
     "default_transport",
     "emulate",
     "encode",
+    "pack",
     "register_transport",
     "transport",
     "unpack",

@@ -85,7 +85,11 @@ class Heard:
 
 
 class Transport(Protocol):
-    """Registers memory and writes it into a peer's. One thread calls; nothing but ``connect`` and ``close`` blocks.
+    """Registers memory and writes it into a peer's. Nothing but ``connect`` and ``close`` blocks.
+
+    It belongs to the process that made it: in a forked child its calls raise a LocalProtocolError and change nothing.
+    One thread calls, with one exception: :meth:`connect` may be called from any thread, several at once, while that one
+    thread makes the other calls.
 
     Neither side's memory may be reused before its ticket is quiet: no library can cancel a write in flight.
     """
@@ -126,6 +130,10 @@ class Transport(Protocol):
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """Learn a peer from its descriptor; again with a newer descriptor of the same incarnation: more regions.
 
+        Any thread, several at once, also for one peer; blocks its caller for at most ``timeout_s``, and no other
+        thread. Writes to the peer that are under way, and those that use regions of an older descriptor, go on. A
+        peer is not disconnected, nor the transport closed, while a thread is connecting it.
+
         Raises:
             TransportError: it cannot be reached in time; PeerLostError: it is gone.
             RemoteProtocolError: the descriptor is garbage or of another version.
@@ -148,7 +156,7 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
-        """What happened since the last call. Never blocks, never raises."""
+        """What happened since the last call; in a forked child, nothing. Never blocks, never raises."""
         ...
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

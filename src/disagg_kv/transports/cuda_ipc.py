@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 from collections import deque
@@ -29,10 +30,11 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
 from .base import Capabilities, Ended, Heard, Settled
+from .connected import Connected
 from .cuda_api import Cuda, Mark, Stream
 from .cuda_driver import driver as this_driver
-from .descriptor import Descriptor, Region, decode, encode, unpack
-from .process import Process, Watch
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable
 
 log = logging.getLogger("disagg_kv")
@@ -49,6 +51,9 @@ class _Place:
     offset: int
 
 
+_PLACE = msgspec.msgpack.Decoder(_Place)
+
+
 @define(eq=False)
 class _Remote:
     """A connected peer: what of it is mapped here, and what is on its way to it.
@@ -59,6 +64,7 @@ class _Remote:
         serial: of the newest descriptor.
         regions: in that descriptor.
         places: of those regions.
+        mapping: held while a thread opens some of them.
     """
 
     peer: Peer
@@ -74,6 +80,7 @@ class _Remote:
     lost: bool = False
     left: bool = False
     unquiet: bool = False
+    mapping: threading.Lock = field(factory=threading.Lock)
 
 
 @define(eq=False)
@@ -129,12 +136,13 @@ class CudaIpcTransport:
         self._cuda = driver or this_driver()
         self._clock = clock
         self._sleep = sleep
+        self._home = Home("this transport 'cuda_ipc'")
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
         self._table = RegionTable(self.caps.devices)
         self._places: dict[RegionId, _Place] = {}
         self._device: str | None = None
-        self._peers: dict[Peer, _Remote] = {}
+        self._peers: Connected[_Remote] = Connected()
         self._leaving: list[_Remote] = []
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
@@ -193,10 +201,8 @@ class CudaIpcTransport:
 
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
-        regions = tuple(
-            Region(i, b.nbytes, b.device, 0, msgspec.msgpack.encode(self._places[i])) for i, b in self._table.items()
-        )
-        blob = msgspec.msgpack.encode(self._process)
+        regions = tuple(Region(i, b.nbytes, b.device, 0, pack(self._places[i])) for i, b in self._table.items())
+        blob = pack(self._process)
         return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
@@ -208,8 +214,8 @@ class CudaIpcTransport:
         """
         self._check_open()
         remote = decode(descriptor, self.name)
-        process = unpack(remote.blob, Process)
-        places = {r.id: unpack(r.blob, _Place) for r in remote.regions}
+        process = unpack(remote.blob, PROCESS)
+        places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions}
         if process == self._process:
             raise TransportError("cuda_ipc: the peer is in this process, and CUDA opens other processes' memory only")
         known = self._peers.get(remote.incarnation)
@@ -217,28 +223,35 @@ class CudaIpcTransport:
             return known.peer
         if known is None:
             known = _Remote(remote.incarnation, process.watch(), remote.serial, remote.regions, places)
-            self._map(known)
-            self._peers[known.peer] = known
-        else:
-            before = known.serial, known.regions, known.places
-            known.serial, known.regions, known.places, known.extents = remote.serial, remote.regions, places, None
-            try:
-                self._map(known)
-            except BaseException:
-                known.serial, known.regions, known.places = before
-                raise
+            known.extents = self._map(known, remote.regions, places)
+            if self._peers.add(known.peer, known) is not known:
+                # Another thread has connected the peer meanwhile; what this one has opened goes.
+                self._give_back(known)
+            return known.peer
+        with known.mapping:
+            if known.serial < remote.serial:
+                known.extents = self._map(known, remote.regions, places)
+                known.serial, known.regions, known.places = remote.serial, remote.regions, places
         return known.peer
 
-    def _map(self, remote: _Remote) -> Extents | None:
+    def _mapped(self, remote: _Remote) -> Extents | None:
         """Open what is not open yet; None: as long as we have no device of our own, there is nothing to open it for."""
-        if remote.extents is not None or self._device is None:
-            return remote.extents
+        if remote.extents is None and self._device is not None:
+            with remote.mapping:
+                if remote.extents is None:
+                    remote.extents = self._map(remote, remote.regions, remote.places)
+        return remote.extents
+
+    def _map(self, remote: _Remote, regions: Sequence[Region], places: Mapping[RegionId, _Place]) -> Extents | None:
+        """Open what of these regions is not open yet; one thread at a time, and ``submit`` uses what was before."""
+        if self._device is None:
+            return None
         if remote.stream is None:
             remote.device = _index(self._device)
             remote.stream = self._cuda.stream(remote.device)
         where = []
-        for region in remote.regions:
-            place = remote.places[region.id]
+        for region in regions:
+            place = places[region.id]
             if place.handle not in remote.opened:
                 remote.opened[place.handle] = self._cuda.open(remote.device, place.handle)
             base, nbytes = self._cuda.segment(remote.device, remote.opened[place.handle])
@@ -248,12 +261,11 @@ class CudaIpcTransport:
                     f"{place.offset} on are not inside its allocation of {nbytes} bytes"
                 )
             where.append((region.id, base + place.offset, region.nbytes))
-        remote.extents = Extents(where, f"peer {remote.peer.hex()[:8]}'s")
-        return remote.extents
+        return Extents(where, f"peer {remote.peer.hex()[:8]}'s")
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`; what is mapped is given back once nothing is on its way to it."""
-        remote = self._peers.pop(peer, None)
+        remote = self._peers.remove(peer)
         if remote is not None:
             remote.left = True
             self._leaving.append(remote)
@@ -261,12 +273,13 @@ class CudaIpcTransport:
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never waits. ``after`` may be made of CUDA's events and of others."""
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
         if notify is not None:
             raise TransportError("cuda_ipc carries no notifications")
-        extents = self._map(remote) or Extents((), "peer's")
+        extents = self._mapped(remote) or Extents((), "peer's")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
         target = extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
@@ -326,7 +339,9 @@ class CudaIpcTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
-        for remote in (*self._peers.values(), *self._leaving):
+        if not self._home.here:
+            return ()
+        for remote in (*self._peers.all.values(), *self._leaving):
             self._progress(remote)
             if not remote.left:
                 self._look(remote)
@@ -352,18 +367,19 @@ class CudaIpcTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; what copies still use is left to the end of the process."""
+        self._home.check()
         if self._closed:
             return ()
         self._closed = True
         until = self._clock() + drain_s
-        remotes = (*self._peers.values(), *self._leaving)
+        remotes = (*self._peers.all.values(), *self._leaving)
         while True:
             for remote in remotes:
                 self._progress(remote)
             if not any(remote.flights for remote in remotes) or self._clock() >= until:
                 break
             self._sleep(_LOOK_S)
-        for peer in tuple(self._peers):
+        for peer in tuple(self._peers.all):
             self.disconnect(peer)
         left = sorted({f.ticket for remote in remotes for f in remote.flights if f.mark is not None} | self._unquiet)
         for flight in [f for remote in remotes for f in remote.flights if f.mark is None]:
@@ -375,14 +391,17 @@ class CudaIpcTransport:
         """Give back what is mapped of peers that were disconnected, where no copy uses it."""
         for remote in [r for r in self._leaving if not r.flights and not r.unquiet]:
             self._leaving.remove(remote)
-            try:
-                for addr in remote.opened.values():
-                    self._cuda.close(remote.device, addr)
-                if remote.stream is not None:
-                    self._cuda.end(remote.device, remote.stream)
-            except TransportError as error:
-                # The context is broken, which every later write will say; there is nobody to tell it to here.
-                log.warning("cuda_ipc: peer %s: %s", remote.peer.hex(), error)
+            self._give_back(remote)
+
+    def _give_back(self, remote: _Remote) -> None:
+        try:
+            for addr in remote.opened.values():
+                self._cuda.close(remote.device, addr)
+            if remote.stream is not None:
+                self._cuda.end(remote.device, remote.stream)
+        except TransportError as error:
+            # The context is broken, which every later write will say; there is nobody to tell it to here.
+            log.warning("cuda_ipc: peer %s: %s", remote.peer.hex(), error)
 
     def _look(self, remote: _Remote) -> None:
         """Note the end of a peer's process."""
@@ -391,6 +410,7 @@ class CudaIpcTransport:
             self._events.append(Heard(remote.peer, None))
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise TransportError("cuda_ipc: the transport is closed")
 

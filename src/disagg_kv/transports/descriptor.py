@@ -1,4 +1,8 @@
-"""What one transport tells another before the first write: a versioned value, encoded with MessagePack."""
+"""What one transport tells another before the first write: a versioned value, encoded with MessagePack.
+
+A decoder is made where its type is defined, when that module is imported. MessagePack's library looks at a type when
+its first decoder is made, and a second thread that does so meanwhile uses what is half built, and crashes.
+"""
 
 from __future__ import annotations
 
@@ -56,21 +60,35 @@ class Descriptor:
     blob: bytes = b""
 
 
+_DECODER = msgspec.msgpack.Decoder(Descriptor)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
 def encode(descriptor: Descriptor) -> bytes:
     """The bytes that travel to peers."""
-    return _MAGIC + bytes([VERSION]) + msgspec.msgpack.encode(descriptor)
+    return _MAGIC + bytes([VERSION]) + pack(descriptor)
 
 
-def unpack(data: bytes, kind: type[T]) -> T:
-    """A value of type ``kind`` from MessagePack; for what a transport puts into a ``blob``.
+def pack(value: object) -> bytes:
+    """A value as MessagePack; for what a transport puts into a ``blob``."""
+    return _ENCODER.encode(value)
+
+
+def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """A value from MessagePack; for what a transport puts into a ``blob``.
+
+    Args:
+        data: what :func:`pack` gave.
+        decoder: of the value's type, made when a module is imported: threads may share it then.
 
     Raises:
-        RemoteProtocolError: it is none.
+        RemoteProtocolError: it is no such value.
     """
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise RemoteProtocolError(f"{len(data)} bytes cannot be read as a {kind.__name__}: {error}") from error
+        kind = getattr(decoder.type, "__name__", str(decoder.type))
+        raise RemoteProtocolError(f"{len(data)} bytes cannot be read as a {kind}: {error}") from error
 
 
 def decode(data: bytes, transport: str) -> Descriptor:
@@ -84,7 +102,7 @@ def decode(data: bytes, transport: str) -> Descriptor:
     version = data[len(_MAGIC)]
     if version != VERSION:
         raise RemoteProtocolError(f"transport descriptor of version {version}, this side speaks version {VERSION}")
-    found = unpack(data[len(_MAGIC) + 1 :], Descriptor)
+    found = unpack(data[len(_MAGIC) + 1 :], _DECODER)
     if found.transport != transport:
         raise RemoteProtocolError(f"descriptor of transport {found.transport!r} given to transport {transport!r}")
     if len(found.incarnation) != 16:

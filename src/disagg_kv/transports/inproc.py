@@ -9,17 +9,29 @@ from collections.abc import Sequence
 from itertools import count
 from weakref import WeakValueDictionary
 
+from attrs import frozen
+
 from ..errors import PeerLostError, RegistrationError, TransportError
 from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
+from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode
+from .process import Home
 from .regions import Extents, RegionTable, copy
 
 _open: WeakValueDictionary[Peer, InprocTransport] = WeakValueDictionary()
 _registry = threading.Lock()
+
+
+@frozen
+class _Remote:
+    """A connected peer: which of its descriptors is known, and the regions in it."""
+
+    serial: int
+    extents: Extents
 
 
 class InprocTransport:
@@ -35,9 +47,10 @@ class InprocTransport:
     )
 
     def __init__(self) -> None:
+        self._home = Home("this transport 'inproc'")
         self._me = Peer(uuid.uuid4().bytes)
         self._table = RegionTable(self.caps.devices)
-        self._peers: dict[Peer, tuple[int, Extents]] = {}
+        self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
         self._events: deque[Ended | Settled | Heard] = deque()
         self._lost: set[Peer] = set()
@@ -48,6 +61,7 @@ class InprocTransport:
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`."""
+        self._home.check()
         with self._target:
             return self._table.add(buffers)
 
@@ -67,28 +81,32 @@ class InprocTransport:
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; never waits."""
+        self._home.check()
         remote = decode(descriptor, self.name)
         peer = remote.incarnation
         if _find(peer) is None:
             raise PeerLostError(f"inproc peer {peer.hex()} is not an open transport of this process")
-        if peer not in self._peers or self._peers[peer][0] < remote.serial:
+        known = self._peers.get(peer)
+        if known is None or known.serial < remote.serial:
             places = ((r.id, 0, r.nbytes) for r in remote.regions)
-            self._peers[peer] = (remote.serial, Extents(places, f"peer {peer.hex()[:8]}'s"))
+            self._peers.add(peer, _Remote(remote.serial, Extents(places, f"peer {peer.hex()[:8]}'s")))
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
-        self._peers.pop(peer, None)
+        self._peers.remove(peer)
         self._lost.discard(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns."""
-        if peer not in self._peers:
+        self._home.check()
+        remote = self._peers.get(peer)
+        if remote is None:
             raise TransportError(f"inproc: no peer {peer.hex()}")
         if after is not None:
             raise TransportError("inproc does not wait for events: wait first")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
-        self._peers[peer][1].addresses(writes.remote, writes.remote_off, writes.nbytes)
+        remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
         there = _find(peer)
         error = _closed(peer) if there is None else there._receive(self._me, writes, source, notify)
@@ -98,7 +116,7 @@ class InprocTransport:
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
         events = [self._events.popleft() for _ in range(len(self._events))]
-        for peer in self._peers:
+        for peer in self._peers.all:
             if peer not in self._lost and _find(peer) is None:
                 self._lost.add(peer)
                 events.append(Heard(peer, None, fenced=True))
@@ -106,6 +124,7 @@ class InprocTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; waits for a copy into this transport that another thread makes."""
+        self._home.check()
         with self._target, _registry:
             _open.pop(self._me, None)
             self._table.clear()

@@ -13,7 +13,6 @@ from itertools import count
 from queue import Empty, Queue
 
 import attrs
-import msgspec
 
 from ..errors import (
     ConfigurationError,
@@ -27,12 +26,13 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
-from .descriptor import Descriptor, Region, decode, encode, unpack
-from .mooncake_flight import Address, Flight, Remote, Shared, cut
+from .connected import Connected
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
 from .mooncake_lanes import Lanes
 from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .mooncake_single import Singles
-from .process import Process
+from .process import Home, Process, keep_in_children
 from .regions import Extents, RegionTable
 
 LOOK_S = 0.02
@@ -107,6 +107,7 @@ class MooncakeTransport:
         elif module.SUPPORT_CUDA:
             self.caps = attrs.evolve(self.caps, devices=frozenset({"cpu", "cuda"}))
         self.caps = attrs.evolve(self.caps, drain_s=drain_s)
+        self._home = Home("this transport 'mooncake'")
         self._me = Peer(uuid.uuid4().bytes)
         self._process = Process.own()
         if host == _LOOPBACK and metadata == "P2PHANDSHAKE" and "MC_TCP_BIND_ADDRESS" not in os.environ:
@@ -121,6 +122,7 @@ class MooncakeTransport:
             timeout_s=timeout_s,
             quiet=quiet,
         )
+        keep_in_children(engine)
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
         self._lanes = Lanes(2 * workers if protocol == "nvlink_intra" else workers, "mooncake")
@@ -129,8 +131,9 @@ class MooncakeTransport:
         self._clock = clock
         self._look_at = clock()
         self._table = RegionTable(self.caps.devices)
-        self._peers: dict[Peer, Remote] = {}
+        self._peers: Connected[Remote] = Connected()
         self._sessions: dict[str, Peer] = {}
+        self._meeting = threading.Lock()
         self._tickets = count(1)
         self._flights: dict[Ticket, Flight] = {}
         self._waiting: list[tuple[Event, Flight]] = []
@@ -165,9 +168,7 @@ class MooncakeTransport:
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
-        return encode(
-            Descriptor(self.name, self._me, self._table.serial, regions, msgspec.msgpack.encode(self._address))
-        )
+        return encode(Descriptor(self.name, self._me, self._table.serial, regions, pack(self._address)))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`.
@@ -177,7 +178,7 @@ class MooncakeTransport:
         """
         engine = self._engine()
         remote = decode(descriptor, self.name)
-        address = unpack(remote.blob, Address)
+        address = unpack(remote.blob, ADDRESS)
         peer = remote.incarnation
         self._check_address(address, peer)
         known = self._peers.get(peer)
@@ -194,21 +195,27 @@ class MooncakeTransport:
                 "register everything first"
             )
         if known is not None:
-            known.serial, known.extents = remote.serial, extents
+            with self._meeting:
+                if known.serial < remote.serial:
+                    known.serial, known.extents = remote.serial, extents
             return peer
         watch = address.process.watch() if address.process.host == self._process.host else None
         found = Remote(peer, address, remote.serial, extents, watch)
         _greet(self._shared, engine, found, timeout_s)
-        self._sessions[address.session] = peer
-        self._peers[peer] = found
+        with self._meeting:
+            # Another thread may have met a peer at the same address meanwhile.
+            self._check_address(address, peer)
+            self._sessions[address.session] = peer
+            self._peers.add(peer, found)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
-        self._peers.pop(peer, None)
+        self._peers.remove(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; never blocks. :meth:`poll` sees that ``after`` has happened."""
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"mooncake: no peer {peer.hex()}")
@@ -261,6 +268,8 @@ class MooncakeTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
+        if not self._home.here:
+            return ()
         ended = self._collect()
         now = self._clock()
         # A write that failed may have found that its peer is gone.
@@ -271,7 +280,7 @@ class MooncakeTransport:
         return events
 
     def _look_at_peers(self, now: float) -> None:
-        for remote in {id(r): r for r in (*self._peers.values(), *self._unquiet.values())}.values():
+        for remote in {id(r): r for r in (*self._peers.all.values(), *self._unquiet.values())}.values():
             self._look(remote, now)
         for ticket, remote in tuple(self._unquiet.items()):
             # The peer's memory is gone with it, and the sockets that read ours are closed for want of progress. Where
@@ -282,6 +291,7 @@ class MooncakeTransport:
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; the engine ends at once, or with the last call that is still in it."""
+        self._home.check()
         engine = self._shared.engine
         if engine is None:
             return ()
@@ -318,6 +328,7 @@ class MooncakeTransport:
         self._lanes.drain(until - time.monotonic())
 
     def _engine(self) -> Engine:
+        self._home.check()
         engine = self._shared.engine
         if engine is None:
             raise TransportError("mooncake: this transport is closed")
@@ -419,10 +430,15 @@ def _greet(shared: Shared, engine: Engine, remote: Remote, timeout_s: float) -> 
             answer.put(engine.write(address.session, NOTHING, NOTHING, NOTHING))
         except (OSError, TransportError) as error:
             answer.put(error)
+        finally:
+            shared.greeting.discard(remote.peer)
 
-    thread = threading.Thread(target=greet, name="mooncake-greet", daemon=True)
-    shared.greeting.append(thread)
-    thread.start()
+    shared.greeting.add(remote.peer)
+    try:
+        threading.Thread(target=greet, name="mooncake-greet", daemon=True).start()
+    except RuntimeError as error:
+        shared.greeting.discard(remote.peer)
+        raise TransportError(f"{remote} cannot be met: {error}", retryable=True) from error
     try:
         got = answer.get(timeout=timeout_s)
     except Empty:

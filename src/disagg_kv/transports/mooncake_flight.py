@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from attrs import Factory, define, frozen
@@ -46,6 +47,9 @@ class Address:
     port: int
     protocol: str
     process: Process
+
+
+ADDRESS = msgspec.msgpack.Decoder(Address)
 
 
 @define(eq=False)
@@ -104,14 +108,14 @@ class Shared:
         timeout_s: after which the library gives a call up.
         results: flights that have ended, and how; or that are quiet at last.
         gate: held while a worker looks at ``engine`` in order to post, and while it is taken away.
-        greeting: threads that meet a peer; until one is through, the library may hold what the begin of a write takes.
+        greeting: peers that threads meet; until they are through, the library may hold what the begin of a write takes.
     """
 
     engine: Engine | None
     timeout_s: float
     results: deque[tuple[Flight, Ended | Settled]] = Factory(deque)
     gate: threading.Lock = Factory(threading.Lock)
-    greeting: list[threading.Thread] = Factory(list)
+    greeting: set[Peer] = Factory(set)
 
 
 @frozen

@@ -55,7 +55,6 @@ class Singles:
     def takes(self, flight: Flight) -> bool:
         """Whether this flight is one of those; after a failure a peer has to show first that it is there."""
         calls, remote, shared = flight.calls, flight.remote, self._shared
-        shared.greeting[:] = [thread for thread in shared.greeting if thread.is_alive()]
         if shared.greeting or len(calls) != 1 or remote.suspect or remote.gone or remote.lost:
             return False
         return isinstance(calls[0], One) and calls[0].device is None

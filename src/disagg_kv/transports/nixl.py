@@ -31,10 +31,11 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
-from .descriptor import Descriptor, Region, decode, encode, unpack
+from .connected import Connected
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .nixl_library import U64, Agent, Part, Place, Registered, load, place
 from .nixl_worker import Job, Link, Told, Worker
-from .process import Process, Watch
+from .process import Home, Process, Watch
 from .regions import Extents, RegionTable
 
 REGISTERED_PER_S = 1 << 30
@@ -59,6 +60,8 @@ class _Contact:
     checksum: int
     metadata: bytes
 
+
+_CONTACT = msgspec.msgpack.Decoder(_Contact)
 
 Devices = Mapping[Place, Sequence[RegionId]]
 """The regions on each device."""
@@ -134,6 +137,7 @@ class NixlTransport:
         self.caps = attrs.evolve(self.caps, drain_s=drain_s)
         if device != "cpu":
             self.caps = attrs.evolve(self.caps, write_s=5.5e-6, bytes_per_s=3.8e11)
+        self._home = Home("this transport 'nixl'")
         self._me = Peer(uuid.uuid4().bytes)
         self._version = library.version
         self._table = RegionTable(self.caps.devices)
@@ -141,7 +145,7 @@ class NixlTransport:
         self._sources: Sequence[tuple[RegionId, Buffer]] = ()
         self._devices: Devices = {}
         self._metadata = b""
-        self._peers: dict[Peer, _Remote] = {}
+        self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
         self._told: deque[Told] = deque()
@@ -202,7 +206,7 @@ class NixlTransport:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, b.addr) for i, b in self._table.items())
         contact = _Contact(Process.own(), self._version, zlib.crc32(self._metadata), self._metadata)
-        return encode(Descriptor(self.name, self._me, self._table.serial, regions, msgspec.msgpack.encode(contact)))
+        return encode(Descriptor(self.name, self._me, self._table.serial, regions, pack(contact)))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """See :meth:`Transport.connect`; 10 to 100 ms for a new peer. Whether it can be reached shows later.
@@ -213,7 +217,7 @@ class NixlTransport:
         """
         self._check_open()
         remote = decode(descriptor, self.name)
-        contact = unpack(remote.blob, _Contact)
+        contact = unpack(remote.blob, _CONTACT)
         if contact.version != self._version:
             raise RemoteProtocolError(f"nixl: the peer runs NIXL {contact.version}, this side {self._version}")
         if zlib.crc32(contact.metadata) != contact.checksum:
@@ -235,12 +239,16 @@ class NixlTransport:
         link = self._worker.connect(peer, watch, contact.metadata, fewer, timeout_s)
         extents = Extents(((r.id, r.base, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
         near = contact.process.host == Process.own().host
-        self._peers[peer] = _Remote(link, near, contact.process, remote.serial, extents, regions, devices)
+        self._peers.add(peer, _Remote(link, near, contact.process, remote.serial, extents, regions, devices))
+        if link.lost:
+            # Its loss may have been told, and dropped by ``poll``, before it was a peer.
+            self._peers.remove(peer)
+            raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
-        if self._peers.pop(peer, None) is not None:
+        if self._peers.remove(peer) is not None:
             self._worker.forget(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
@@ -248,6 +256,7 @@ class NixlTransport:
 
         A large one is left to the thread, and so is any while the thread is busy.
         """
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"nixl: no peer {peer.hex()}")
@@ -265,17 +274,18 @@ class NixlTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
-        if not self._closed:
+        if not self._closed and self._home.here:
             self._worker.look()
         told = [self._told.popleft() for _ in range(len(self._told))]
         for event in told:
             if isinstance(event, Settled) or (isinstance(event, Ended) and event.quiesced):
                 self._unquiet.discard(event.ticket)
                 self._table.quiet(event.ticket)
-        return [e for e in told if not (isinstance(e, Heard) and e.data is None and e.peer not in self._peers)]
+        return [e for e in told if not (isinstance(e, Heard) and e.data is None and e.peer not in self._peers.all)]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""
+        self._home.check()
         if self._closed:
             return ()
         self._closed = True
@@ -290,6 +300,7 @@ class NixlTransport:
         return tuple(sorted(self._unquiet))
 
     def _check_open(self) -> None:
+        self._home.check()
         if self._closed:
             raise TransportError("nixl: the transport is closed")
 

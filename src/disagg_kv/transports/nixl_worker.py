@@ -27,7 +27,7 @@ from ..memory import Event
 from .base import Ended, Heard, Settled
 from .mailbox import Mailbox
 from .nixl_library import Agent, Handle, Part, Place
-from .process import Watch
+from .process import Watch, keep_in_children
 
 log = logging.getLogger("disagg_kv")
 
@@ -259,6 +259,7 @@ class Worker:
     def _run(self, make: Callable[[], Agent], made: Future[None]) -> None:
         try:
             self._agent = make()
+            keep_in_children(self._agent)
         except BaseException as error:
             made.set_exception(error)
             return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import time
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakSet
 
+import msgspec
 from attrs import frozen
 
-from ..errors import PeerLostError, TransportError
+from ..errors import LocalProtocolError, PeerLostError, TransportError
 
 LOOK_S = 0.005
 """How often a process is looked at: every look is a system call that gives the interpreter away."""
@@ -108,3 +111,52 @@ class Process:
         if watch.ended():
             raise PeerLostError(f"process {self.pid} has ended, but nobody has waited for it yet")
         return watch
+
+
+PROCESS = msgspec.msgpack.Decoder(Process)
+"""Shared by every transport that sends one."""
+
+
+class Home:
+    """The process that made something. A child that it forks has a copy, without the threads, of the same sockets.
+
+    Args:
+        what: for the error.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise unless this is that process.
+
+        Raises:
+            LocalProtocolError: it is a child of it.
+        """
+        if not self.here:
+            raise LocalProtocolError(
+                f"{self._what} belongs to process {self._pid}; its forked child {os.getpid()} cannot use it, "
+                "and has to make one of its own"
+            )
+
+
+_kept: WeakSet[object] = WeakSet()
+
+
+def keep_in_children(thing: object) -> None:
+    """Let no forked child destroy its copy of something that would take down what this process goes on to use."""
+    _kept.add(thing)
+
+
+def _keep() -> None:
+    for thing in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+os.register_at_fork(after_in_child=_keep)

@@ -1,7 +1,12 @@
-"""Shared memory between processes of one host: a submit is a copy into the peer's memory, mapped at ``connect``.
+"""Shared memory between processes of one host: a submit is a copy into the peer's memory, which it maps.
 
 Memory that peers can write to is an anonymous file (``memfd_create``), which they open as
 ``/proc/<pid>/fd/<fd>``. It has no name in ``/dev/shm``: however a process ends, nothing stays behind.
+
+``connect`` opens the files, and keeps them. A region is mapped when it is first written to: a rank that only receives
+maps nothing of its peers. Nothing fills page tables in advance, which takes up to seconds per GiB and keeps the
+interpreter: the first copy to a page does, and ``memmove`` runs without the interpreter. The files are sealed, so
+whatever their owner does meanwhile, a mapping never loses its pages.
 """
 
 from __future__ import annotations
@@ -12,21 +17,23 @@ import fcntl
 import mmap
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from weakref import WeakSet
 
 import msgspec
-from attrs import define, frozen
+from attrs import frozen
 
 from ..errors import MissingDependencyError, PeerLostError, RegistrationError, TransportError
+from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import Capabilities, Ended, Heard, Settled
-from .descriptor import Descriptor, Region, decode, encode, unpack
-from .process import Process, Watch
+from .connected import Connected
+from .descriptor import Descriptor, Region, decode, encode, pack, unpack
+from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
 
 
@@ -37,6 +44,9 @@ class _Place:
     number: int
     fd: int
     offset: int
+
+
+_PLACE = msgspec.msgpack.Decoder(_Place)
 
 
 def _name(peer: Peer, number: int) -> str:
@@ -86,19 +96,90 @@ class _Segment:
         self.hide()
 
 
-@define
+class _Far:
+    """A region of a peer: an open file, and a mapping once something is written there. Either goes with this object.
+
+    Args:
+        fd: of the file; owned.
+        place: where the region is in it.
+        nbytes: its length.
+    """
+
+    def __init__(self, fd: int, place: _Place, nbytes: int) -> None:
+        self.place = place
+        self.nbytes = nbytes
+        self._fd = fd
+        self._mapping: mmap.mmap | None = None
+
+    def map(self) -> None:
+        """Map it, without touching its pages.
+
+        Raises:
+            TransportError: this process cannot have the address space.
+        """
+        if self._mapping is not None:
+            return
+        into = self.place.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            mapping = mmap.mmap(self._fd, into + self.nbytes, mmap.MAP_SHARED, offset=self.place.offset - into)
+        except OSError as error:
+            raise TransportError(f"shm: {self.nbytes} bytes of a peer cannot be mapped: {error}") from error
+        # A child forked by this process must not be able to write after this process has ended.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        self._mapping = mapping
+        self._close()
+
+    @property
+    def addr(self) -> int | None:
+        """Where it is mapped; None: it is not."""
+        if self._mapping is None:
+            return None
+        return _address(self._mapping) + self.place.offset % mmap.ALLOCATIONGRANULARITY
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self._close()
+
+
 class _Remote:
-    """A connected peer: what of it is mapped here, and how its end is noticed."""
+    """A connected peer: its regions, and how its end is noticed."""
 
-    watch: Watch
-    serial: int
-    mappings: dict[RegionId, mmap.mmap]
-    extents: Extents
-    lost: bool = False
+    def __init__(self, peer: Peer, watch: Watch, serial: int, regions: Mapping[RegionId, _Far]) -> None:
+        self.watch = watch
+        self.serial = serial
+        self.regions = regions
+        self.lost = False
+        self._whose = f"peer {peer.hex()[:8]}'s writable"
+        # All regions as if they began at 0: what a batch names is looked at before any of it is mapped.
+        self._named = Extents(((i, 0, far.nbytes) for i, far in regions.items()), self._whose)
+        self._look()
 
-    def unmap(self) -> None:
-        for mapping in self.mappings.values():
-            mapping.close()
+    def _look(self) -> None:
+        mapped = {i: far.addr for i, far in self.regions.items()}
+        self._unmapped = {i for i, addr in mapped.items() if addr is None}
+        where = ((i, addr, self.regions[i].nbytes) for i, addr in mapped.items() if addr is not None)
+        self._extents = Extents(where, self._whose)
+
+    def addresses(self, writes: Writes) -> I64:
+        """Where the writes go; maps what of it is not mapped yet.
+
+        Raises:
+            RegistrationError: a range that is not inside its region.
+            TransportError: see :meth:`_Far.map`.
+        """
+        ranges = writes.remote, writes.remote_off, writes.nbytes
+        if self._unmapped:
+            self._named.addresses(*ranges)
+            new = self._unmapped.intersection(writes.remote.tolist())
+            if new:
+                for region in new:
+                    self.regions[region].map()
+                self._look()
+        return self._extents.addresses(*ranges)
 
 
 class ShmTransport:
@@ -118,11 +199,12 @@ class ShmTransport:
     def __init__(self) -> None:
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             raise MissingDependencyError("transport 'shm'", "needs memfd_create and pidfd_open", "run on Linux 5.3+")
+        self._home = Home("this transport 'shm'")
         self._me = Peer(uuid.uuid4().bytes)
         self._table = RegionTable(self.caps.devices)
         self._segments: WeakSet[_Segment] = WeakSet()
         self._numbers = count()
-        self._peers: dict[Peer, _Remote] = {}
+        self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
         self._events: list[Ended | Settled | Heard] = []
 
@@ -145,6 +227,7 @@ class ShmTransport:
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`; peers can write only to what :meth:`allocate` gave."""
+        self._home.check()
         return self._table.add(buffers)
 
     def deregister(self, regions: Sequence[RegionId]) -> None:
@@ -158,57 +241,55 @@ class ShmTransport:
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, 0, self._place(b)) for i, b in self._table.items())
-        blob = msgspec.msgpack.encode(Process.own())
+        blob = pack(Process.own())
         return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """See :meth:`Transport.connect`; maps the peer's memory, which takes about a millisecond per MiB.
+        """See :meth:`Transport.connect`; opens the peer's memory and maps nothing. Never waits.
 
         Raises:
             PeerLostError: the peer's process has ended, or it has given the memory back.
         """
+        self._home.check()
         remote = decode(descriptor, self.name)
-        process = unpack(remote.blob, Process)
-        places = {r.id: unpack(r.blob, _Place) for r in remote.regions if r.blob}
+        process = unpack(remote.blob, PROCESS)
+        places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions if r.blob}
         peer = remote.incarnation
         known = self._peers.get(peer)
         if known is not None and (known.lost or known.serial >= remote.serial):
             return peer
         watch = process.watch()
-        mappings: dict[RegionId, mmap.mmap] = {}
-        try:
-            for region in remote.regions:
-                if region.id in places:
-                    mappings[region.id] = _map(process, peer, places[region.id], region.nbytes)
-        except BaseException:
-            for mapping in mappings.values():
-                mapping.close()
-            raise
-        self.disconnect(peer)
-        where = (
-            (r.id, _address(mappings[r.id]) + places[r.id].offset % mmap.ALLOCATIONGRANULARITY, r.nbytes)
-            for r in remote.regions
-            if r.id in places
-        )
-        self._peers[peer] = _Remote(watch, remote.serial, mappings, Extents(where, f"peer {peer.hex()[:8]}'s writable"))
+        regions: dict[RegionId, _Far] = {}
+        for region in remote.regions:
+            if region.id in places:
+                far = None if known is None else known.regions.get(region.id)
+                if far is None or (far.place, far.nbytes) != (places[region.id], region.nbytes):
+                    far = _open(process, peer, places[region.id], region.nbytes)
+                regions[region.id] = far
+        self._peers.add(peer, _Remote(peer, watch, remote.serial, regions))
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
-        remote = self._peers.pop(peer, None)
-        if remote is not None:
-            remote.unmap()
+        self._peers.remove(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        """See :meth:`Transport.submit`; copies before it returns."""
+        """See :meth:`Transport.submit`; copies before it returns. The first write to a region maps it."""
+        self._home.check()
         remote = self._peers.get(peer)
         if remote is None:
             raise TransportError(f"shm: no peer {peer.hex()}")
         if notify is not None or after is not None:
             raise TransportError("shm neither carries notifications nor waits for events")
         source = self._table.extents.addresses(writes.local, writes.local_off, writes.nbytes)
-        target = remote.extents.addresses(writes.remote, writes.remote_off, writes.nbytes)
         ticket = Ticket(next(self._tickets))
+        try:
+            target = remote.addresses(writes)
+        except RegistrationError:
+            raise
+        except TransportError as error:
+            self._events.append(Ended(ticket, error))
+            return ticket
         self._look(peer, remote)
         if remote.lost:
             self._events.append(Ended(ticket, PeerLostError(f"shm: the process of peer {peer.hex()} has ended")))
@@ -219,15 +300,17 @@ class ShmTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """See :meth:`Transport.poll`."""
-        for peer, remote in self._peers.items():
+        if not self._home.here:
+            return ()
+        for peer, remote in self._peers.all.items():
             self._look(peer, remote)
         events, self._events = self._events, []
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory from :meth:`allocate` stays until its owners go."""
-        for peer in tuple(self._peers):
-            self.disconnect(peer)
+        self._home.check()
+        self._peers.clear()
         for segment in self._segments:
             segment.hide()
         self._table.clear()
@@ -244,7 +327,7 @@ class ShmTransport:
         segment = self._segment(buffer)
         if segment is None:
             return b""
-        return msgspec.msgpack.encode(_Place(segment.number, segment.fd, buffer.addr - segment.addr))
+        return pack(_Place(segment.number, segment.fd, buffer.addr - segment.addr))
 
     def _look(self, peer: Peer, remote: _Remote) -> None:
         """Note the end of a peer's process."""
@@ -253,27 +336,23 @@ class ShmTransport:
             self._events.append(Heard(peer, None, fenced=True))
 
 
-def _map(process: Process, peer: Peer, place: _Place, nbytes: int) -> mmap.mmap:
-    """Map the pages of a peer's memory that hold ``nbytes`` bytes from ``place`` on."""
+def _open(process: Process, peer: Peer, place: _Place, nbytes: int) -> _Far:
+    """Open the peer's memory that holds ``nbytes`` bytes from ``place`` on, after a look that it is what was meant."""
     path = f"/proc/{process.pid}/fd/{place.fd}"
     link = f"/memfd:{_name(peer, place.number)} (deleted)"
-    into = place.offset % mmap.ALLOCATIONGRANULARITY
     try:
         # The link is looked at first, so that nothing but such memory is ever opened, and again once it is open.
         if os.readlink(path) != link:
             raise PeerLostError(f"shm: {path} is not {link} any more: the peer has given the memory back")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}") != link or not 0 <= place.offset <= os.fstat(fd).st_size - nbytes:
-                raise PeerLostError(f"shm: {path} is not {nbytes} bytes of {link} from {place.offset} on")
-            # Page tables are filled here, where blocking is allowed, and not at the first write.
-            mapping = mmap.mmap(fd, into + nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=place.offset - into)
-        finally:
-            os.close(fd)
+        far = _Far(fd, place, nbytes)
+        if os.readlink(f"/proc/self/fd/{fd}") != link or not 0 <= place.offset <= os.fstat(fd).st_size - nbytes:
+            raise PeerLostError(f"shm: {path} is not {nbytes} bytes of {link} from {place.offset} on")
+        # A write beyond the end of a file that became shorter would kill this process.
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransportError(f"shm: {path} is not sealed: its owner could make it shorter")
+        return far
     except FileNotFoundError as error:
         raise PeerLostError(f"shm: {path} is gone: the peer has ended or given the memory back") from error
     except OSError as error:
-        raise TransportError(f"shm: {path} cannot be mapped; have both processes the same user? {error}") from error
-    # A child forked by this process must not be able to write after this process has ended.
-    mapping.madvise(mmap.MADV_DONTFORK)
-    return mapping
+        raise TransportError(f"shm: {path} cannot be opened; have both processes the same user? {error}") from error

@@ -25,6 +25,7 @@ from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
 from disagg_kv.transports import (
     Capabilities,
+    Connected,
     Descriptor,
     Ended,
     Extents,
@@ -141,7 +142,7 @@ class PipesTransport:
     def __init__(self) -> None:
         self._me = Peer(os.urandom(16))
         self._table = RegionTable(self.caps.devices)
-        self._links: dict[Peer, _Link] = {}
+        self._links: Connected[_Link] = Connected()
         self._left: list[_Link] = []
         self._lost: set[Peer] = set()
         self._tickets = count(1)
@@ -175,14 +176,17 @@ class PipesTransport:
         peer = remote.incarnation
         link = self._links.get(peer)
         if link is None:
-            link = self._links[peer] = _Link(peer, self._told, timeout_s)
+            made = _Link(peer, self._told, timeout_s)
+            link = self._links.add(peer, made)
+            if link is not made:
+                made.close(0.0)
         if link.serial < remote.serial:
             link.serial = remote.serial
             link.extents = Extents(((r.id, 0, r.nbytes) for r in remote.regions), "remote")
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        link = self._links.pop(peer, None)
+        link = self._links.remove(peer)
         if link is not None:
             link.leave()
             self._left.append(link)
@@ -206,12 +210,12 @@ class PipesTransport:
 
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         events = [self._told.get() for _ in range(self._told.qsize())]
-        for link in (*self._links.values(), *self._left):
+        for link in (*self._links.all.values(), *self._left):
             link.unended -= {event.ticket for event in events if isinstance(event, Ended)}
         for link in [link for link in self._left if not link.unended]:
             link.close(0.0)
             self._left.remove(link)
-        for peer, link in self._links.items():
+        for peer, link in self._links.all.items():
             if peer not in self._lost and link.lost():
                 self._lost.add(peer)
                 events.append(Heard(peer, None))
@@ -220,7 +224,7 @@ class PipesTransport:
     def close(self, drain_s: float) -> Sequence[Ticket]:
         if not self._thread.is_alive():
             return ()
-        links = (*self._links.values(), *self._left)
+        links = (*self._links.all.values(), *self._left)
         for link in links:
             link.close(drain_s)
         self._listener.shutdown(socket.SHUT_RD)

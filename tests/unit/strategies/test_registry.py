@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
@@ -138,6 +139,39 @@ def test_installed_packages(monkeypatch: pytest.MonkeyPatch, name: str, value: s
     else:
         with pytest.raises(ConfigurationError, match=problem):
             paths()
+
+
+class Slow:
+    """A package's callable, called while another thread asks for strategies, too."""
+
+    def __init__(self) -> None:
+        self.answers: list[object] = []
+
+    def __call__(self) -> Courier:
+        mine = Courier()
+        if not self.answers:
+            self.answers.append("asked")
+            other = threading.Thread(target=self.ask)
+            other.start()
+            other.join()
+        return mine
+
+    def ask(self) -> None:
+        try:
+            self.answers.append(paths()["courier"])
+        except ConfigurationError as error:
+            self.answers.append(error)
+
+
+def test_threads_that_ask_at_once_share_what_a_package_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may have made one; all of them get the first."""
+    slow = Slow()
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: EntryPoints([EntryPoint("courier", f"{__name__}:Courier", group)])
+    )
+    monkeypatch.setattr(EntryPoint, "load", lambda self: slow)
+    found = paths()["courier"]
+    assert slow.answers == ["asked", found]
 
 
 def test_a_path_need_not_have_a_hash() -> None:

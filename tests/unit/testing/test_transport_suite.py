@@ -90,7 +90,7 @@ class WritesGoodOnesFirst(Changed):
     def change(self, writes: Writes) -> Writes:
         for i in range(len(writes)):
             super(Changed, self).submit(
-                next(iter(self._peers)), Writes(*(getattr(writes, f.name)[i : i + 1] for f in attrs.fields(Writes)))
+                next(iter(self._peers.all)), Writes(*(getattr(writes, f.name)[i : i + 1] for f in attrs.fields(Writes)))
             )
         return writes
 

@@ -30,7 +30,7 @@ from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait
 from disagg_kv.transports import Ended, Heard, Settled
 from disagg_kv.transports.descriptor import decode, encode, unpack
 from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport, loopback
-from disagg_kv.transports.mooncake_flight import Address
+from disagg_kv.transports.mooncake_flight import ADDRESS, Address
 from disagg_kv.transports.mooncake_single import DEPTH
 from tests.support.needs import needs_mooncake
 from tests.support.rig import Memory, Rig, tp_shards
@@ -73,13 +73,13 @@ def readdressed(
 ) -> bytes:
     """The same descriptor with another address, or of another incarnation."""
     found = decode(descriptor, "mooncake")
-    blob = msgspec.msgpack.encode(change(unpack(found.blob, Address)))
+    blob = msgspec.msgpack.encode(change(unpack(found.blob, ADDRESS)))
     return encode(attrs.evolve(found, incarnation=incarnation or found.incarnation, blob=blob))
 
 
 def whereabouts(end: End | Child) -> Address:
     """Where its engine says that it is, and in which process."""
-    return unpack(decode(end.descriptor(), "mooncake").blob, Address)
+    return unpack(decode(end.descriptor(), "mooncake").blob, ADDRESS)
 
 
 def test_2500_scattered_descriptors_to_one_peer_arrive(pair: Pair) -> None:

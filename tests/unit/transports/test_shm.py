@@ -164,12 +164,102 @@ def test_a_failed_connect_keeps_nothing_mapped() -> None:
     target.close(0.0)
 
 
-@pytest.mark.parametrize(("spare", "says"), [(1, "cannot be watched"), (2, "cannot be mapped")])
-def test_a_process_that_may_open_no_more_files_is_not_told_that_its_peer_is_lost(spare: int, says: str) -> None:
-    """The peer lives: the error is the connecting side's own."""
+def mapped(peer: Peer) -> int:
+    """Bytes of a peer's memory that this process has mapped: its own mapping, where both are one process, included."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ends = [line.split()[0].split("-") for line in maps if peer.hex() in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
+def opened(peer: Peer) -> int:
+    """How many descriptors of a peer's memory this process has."""
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(peer.hex() in os.readlink(path) for path in paths if os.path.islink(path))
+
+
+def test_only_what_is_written_is_ever_mapped() -> None:
+    """Connecting maps nothing, however large the peer's memory is; a write maps the region that it goes to."""
+    source, target = ShmTransport(), ShmTransport()
+    small, large = target.allocate(1 << 20), target.allocate(256 << 20)
+    regions = target.register([small, large])
+    (local,) = source.register([plain(np.arange(100, dtype=np.uint8))])
+    own = small.nbytes + large.nbytes
+    me = decode(target.local_descriptor(), "shm").incarnation
+    peer = source.connect(target.local_descriptor(), 1.0)
+    assert (peer, mapped(peer)) == (me, own)
+    before = faults()
+    source.submit(peer, Writes.one(local, 0, regions[1], 5 << 20, 100))
+    assert mapped(peer) == own + large.nbytes
+    assert faults() - before < 1000, "the write filled page tables that it does not need"
+    assert bytes_of(large)[5 << 20 :][:100].tolist() == list(range(100))
+    assert source.connect(target.local_descriptor(), 1.0) == peer
+    more = target.allocate(1 << 20)
+    target.register([more])
+    files = opened(me) - len(regions)
+    source.connect(target.local_descriptor(), 1.0)
+    assert mapped(peer) == own + more.nbytes + large.nbytes, "what was mapped stays so, once"
+    with pytest.raises(RegistrationError):
+        source.submit(peer, Writes.one(local, 0, regions[0], 1 << 20, 1))
+    assert mapped(peer) == own + more.nbytes + large.nbytes, "a write that is refused maps nothing"
+    source.disconnect(peer)
+    gc.collect()
+    assert (mapped(peer), opened(peer)) == (own + more.nbytes, files)
+    source.close(0.0)
+    target.close(0.0)
+
+
+def faults() -> int:
+    """Pages that were brought into this process's page tables."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_a_write_that_cannot_be_mapped_ends_its_ticket() -> None:
+    """The peer lives: the error is the writing side's own, and the next write may succeed."""
+    source, target = ShmTransport(), ShmTransport()
+    memory = target.allocate(4096)
+    (remote,) = target.register([memory])
+    (local,) = source.register([plain(np.full(100, 7, np.uint8))])
+    peer = source.connect(target.local_descriptor(), 1.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        failed = source.submit(peer, Writes.one(local, 0, remote, 0, 100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    written = source.submit(peer, Writes.one(local, 0, remote, 0, 100))
+    first, second = source.poll()
+    assert isinstance(first, Ended)
+    assert (first.ticket, first.quiesced) == (failed, True)
+    assert isinstance(first.error, TransportError)
+    assert "cannot be mapped" in str(first.error)
+    assert second == Ended(written)
+    assert bytes_of(memory)[:100].tolist() == [7] * 100
+    source.close(0.0)
+    target.close(0.0)
+
+
+def test_memory_that_its_owner_could_shorten_is_refused() -> None:
+    """A later write would kill the process that makes it."""
     target, source = ShmTransport(), ShmTransport()
     memory = target.allocate(4096)
     target.register([memory])
+    good = decode(target.local_descriptor(), "shm")
+    fd = os.memfd_create(f"disagg_kv-{good.incarnation.hex()}-9")
+    os.ftruncate(fd, 4096)
+    with pytest.raises(TransportError, match="not sealed"):
+        source.connect(changed(encode(good), fd=fd, number=9), 1.0)
+    os.close(fd)
+    target.close(0.0)
+
+
+@pytest.mark.parametrize(("spare", "says"), [(1, "cannot be watched"), (2, "cannot be opened")])
+def test_a_process_that_may_open_no_more_files_is_not_told_that_its_peer_is_lost(spare: int, says: str) -> None:
+    """The peer lives: the error is the connecting side's own."""
+    target, source = ShmTransport(), ShmTransport()
+    memory = [target.allocate(4096) for _ in range(2)]
+    target.register(memory)
     descriptor = target.local_descriptor()
     gc.collect()  # what earlier tests have left would give descriptors back in the middle
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

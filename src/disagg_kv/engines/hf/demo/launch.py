@@ -32,6 +32,8 @@ WORK: Mapping[Role, Callable[[Member, Store], None]] = {
     "reference": reference.run,
 }
 
+_JOB = msgspec.json.Decoder(Job)
+
 
 def tell(fd: int, told: Told) -> None:
     """Write one line to the parent."""
@@ -96,7 +98,7 @@ def supervise(job: Job, events: int) -> bool:
 
 def main(file: str) -> None:
     """Run the ranks that the job in ``file`` is about."""
-    job = msgspec.json.decode(Path(file).read_bytes(), type=Job)
+    job = _JOB.decode(Path(file).read_bytes())
     die_with(job.parent)
     events = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print is log

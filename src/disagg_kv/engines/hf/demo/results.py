@@ -92,6 +92,11 @@ class ReferenceResult:
     descriptors_slice: int
 
 
+_PREFILL = msgspec.json.Decoder(PrefillResult)
+_DECODE = msgspec.json.Decoder(DecodeResult)
+_REFERENCE = msgspec.json.Decoder(ReferenceResult)
+
+
 @frozen
 class Results:
     """What all of them left.
@@ -112,7 +117,7 @@ class Results:
         prefill = [(work / f"prefill-{rank}.json").read_bytes() for rank in range(config.prefills)]
         decode = [(work / f"decode-{rank}.json").read_bytes() for rank in range(config.decodes)]
         return cls(
-            tuple(msgspec.json.decode(of, type=PrefillResult) for of in prefill),
-            tuple(msgspec.json.decode(of, type=DecodeResult) for of in decode),
-            msgspec.json.decode((work / "reference-0.json").read_bytes(), type=ReferenceResult),
+            tuple(_PREFILL.decode(of) for of in prefill),
+            tuple(_DECODE.decode(of) for of in decode),
+            _REFERENCE.decode((work / "reference-0.json").read_bytes()),
         )

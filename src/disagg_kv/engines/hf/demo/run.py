@@ -40,6 +40,9 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
+_SPANS = msgspec.json.Decoder(list[Span])
+_TOLD = msgspec.json.Decoder(Told)
+
 
 def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) -> Report:
     """Run one demo in processes of its own; none of them, and no file, is left when this returns or raises.
@@ -83,7 +86,7 @@ def _traces(work: Path, config: DemoConfig) -> dict[str, list[Span]]:
     """The spans of every endpoint; on one host all of them use one clock."""
     ends = [(role, rank) for role, rank, _ in config.members if role != "reference"]
     read = {f"{role} {rank}": (work / f"trace-{role}-{rank}.json").read_bytes() for role, rank in ends}
-    return {name: msgspec.json.decode(of, type=list[Span]) for name, of in read.items()}
+    return {name: _SPANS.decode(of) for name, of in read.items()}
 
 
 def _check_transport(config: DemoConfig) -> None:
@@ -157,7 +160,7 @@ def _listen(
     codes: dict[int, int] = {}
     try:
         for line in _lines(launchers, codes, deadline):
-            one = msgspec.json.decode(line, type=Told)
+            one = _TOLD.decode(line)
             if one.kind == "failed":
                 failures.append(one)
                 continue

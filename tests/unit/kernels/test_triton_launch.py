@@ -1,0 +1,135 @@
+"""Launches that fail: what they held is given back. The driver is a stand-in; ``tests/gpu`` asks the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from disagg_kv.errors import DisaggKVError, MissingDependencyError
+from disagg_kv.kernels.triton_host import Compiled, Launcher, Written, _Lane, _Slot, check_launcher
+from disagg_kv.kernels.triton_tables import Shape
+from disagg_kv.memory import Event
+
+
+class Queue:
+    """Counts what is enqueued; ``broken`` names calls that fail."""
+
+    def __init__(self, broken: frozenset[str]) -> None:
+        self.broken = broken
+        self.recorded = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def upload(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        if "upload" in self.broken:
+            raise DisaggKVError("cuda: upload")
+
+    def record(self, stream: int) -> str:
+        if "record" in self.broken:
+            raise DisaggKVError("cuda: record")
+        self.recorded += 1
+        return f"mark {self.recorded}"
+
+
+class Lane:
+    """One lane's slots that came back, each with what it waits for."""
+
+    def __init__(self, broken: frozenset[str], run: Callable[..., None]) -> None:
+        self.queue = Queue(broken)
+        self.before: tuple[tuple[int, ...], object] = (), None
+        self.compiled = {(16, 4, 4): _Kernel(run)}
+        self.back: list[tuple[_Slot, object]] = []
+
+    def give(self, slot: _Slot, event: object) -> None:
+        self.back.append((slot, event))
+
+
+class _Kernel:
+    function, packed_metadata = 1, (1,)
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+
+class _Stream:
+    cuda_stream = 7
+
+
+class Fails:
+    """An engine's event that raises."""
+
+    def query(self) -> bool:
+        raise RuntimeError("the engine's own")
+
+    def synchronize(self) -> None:
+        raise AssertionError
+
+
+def refuse(*args: object) -> None:
+    raise RuntimeError("Triton refuses")
+
+
+def accept(*args: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("broken", "run", "after", "error", "back"),
+    [
+        ((), accept, None, "", ["mark 1"]),
+        ((), refuse, None, "Triton refuses", ["mark 1"]),
+        ((), accept, Fails(), "the engine's own", ["mark 1"]),
+        (("upload",), accept, None, "cuda: upload", [None]),
+        (("record",), accept, None, "cuda: record", []),
+    ],
+)
+def test_the_slot_of_a_launch_that_fails_comes_back(
+    broken: tuple[str, ...], run: Callable[..., None], after: Event | None, error: str, back: list[object]
+) -> None:
+    """Once what reads it is over; where nothing can tell that, never, rather than too early."""
+    words = torch.zeros(16, dtype=torch.int64)
+    slot = _Slot(words, words.numpy(), words.data_ptr(), words.clone(), 0)
+    lane = Lane(frozenset(broken), run)
+    shape = Shape(16, 4, 4, 1)
+    call = Written(cast("_Lane", lane), cast("torch.cuda.Stream", _Stream()), words, slot, 16, 1, 1, shape)
+    launcher = Launcher("gather")
+    if error:
+        with pytest.raises((RuntimeError, DisaggKVError), match=error):
+            launcher._enqueue(call, after)
+    else:
+        launcher._enqueue(call, after)
+    assert [(one is slot, event) for one, event in lane.back] == [(True, event) for event in back]
+    assert not np.any(slot.words)
+
+
+def _named(*names: str) -> Any:
+    """A launcher with such arguments."""
+    code = f"def run({', '.join((*names, '*args'))}): pass"
+    found: dict[str, Any] = {}
+    exec(code, found)
+    return found["run"]
+
+
+FIRST = ("gridX", "gridY", "gridZ", "stream", "function")
+
+
+def test_a_launcher_of_another_shape_is_refused_by_name() -> None:
+    """It is called by position: another order would read arguments as addresses."""
+    for fine in (FIRST, (*FIRST, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")):
+        check_launcher(cast("Compiled", _Kernel(_named(*fine))))
+    for other in (FIRST[:4], (*FIRST[:3], "function", "stream"), (*FIRST, "num_warps"), ("grid", "stream")):
+        with pytest.raises(MissingDependencyError, match="launches by"):
+            check_launcher(cast("Compiled", _Kernel(_named(*other))))
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        check_launcher(cast("Compiled", _Kernel(accept)))
