@@ -28,12 +28,11 @@ from disagg_kv.rendezvous import Source, StoreRendezvous
 from disagg_kv.strategies import Job, Path, paths
 from disagg_kv.transports import InprocTransport, ShmTransport
 from disagg_kv.transports.descriptor import decode, unpack
-from disagg_kv.transports.mooncake_flight import ADDRESS, Address
-from disagg_kv.transports.process import PROCESS, Process
+from disagg_kv.transports.mooncake_flight import ADDRESS
+from disagg_kv.transports.process import PROCESS
 from fuzz.world import World, endpoint
 
 CODEC = Codec()
-BLOBS: tuple[msgspec.msgpack.Decoder[Process], msgspec.msgpack.Decoder[Address]] = (PROCESS, ADDRESS)
 TRANSPORTS = ("inproc", "shm", "nixl", "mooncake", "cuda_ipc")
 
 
@@ -91,9 +90,10 @@ def metadata(data: bytes) -> None:
             with suppress(RemoteProtocolError):
                 found = decode(piece, name)
                 for blob in (found.blob, *(region.blob for region in found.regions)):
-                    for decoder in BLOBS:
-                        with suppress(RemoteProtocolError):
-                            unpack(blob, decoder)
+                    with suppress(RemoteProtocolError):
+                        unpack(blob, PROCESS)
+                    with suppress(RemoteProtocolError):
+                        unpack(blob, ADDRESS)
         for make in (InprocTransport, ShmTransport):
             transport = make()
             # A peer that is not there, or of another host: said by name too.

@@ -2,7 +2,7 @@
 
 from .coverage import Coverage
 from .election import Part, elect, rotations
-from .layout import I32, I64, Group, PageTable, Plane, Site
+from .layout import I32, I64, Group, PageTable, Plane, Site, places
 from .overlap import check_planes
 from .shard import Holding, Shard, attention_tp, even_units, shard, stages
 from .spec import ENDLESS, ITEM_BYTES, CacheSpec, Component, Extent, item_bytes
@@ -28,6 +28,7 @@ __all__ = [
     "elect",
     "even_units",
     "item_bytes",
+    "places",
     "rotations",
     "shard",
     "stages",

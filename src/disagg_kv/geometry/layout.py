@@ -119,14 +119,6 @@ class PageTable:
         first = arguments.count(self.first, "page table: first", least=-arguments.MOST, error=GeometryError)
         object.__setattr__(self, "first", first)
 
-    def places(self, rows_per_page: int, start: int, stop: int) -> tuple[I64, I64]:
-        """Page id and slot in its page of each row ``[start, stop)``, int64: they are multiplied by strides in bytes.
-
-        NumPy keeps a product with a scalar in the array's own type: 32 bits end within a pool of a few GiB.
-        """
-        page, slot = np.divmod(np.arange(start - self.first, stop - self.first, dtype=np.int64), rows_per_page)
-        return self.pages[page].astype(np.int64), slot
-
     def check(self, group: Group, start: int, stop: int) -> None:
         """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``."""
         rows = arguments.one(group, "group", Group).rows_per_page
@@ -153,6 +145,15 @@ class PageTable:
             raise GeometryError(f"group {group.id!r}: a page is in the table twice")
         if group.null_page is not None and bool((self.pages == group.null_page).any()):
             raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")
+
+
+def places(table: PageTable, rows_per_page: int, start: int, stop: int) -> tuple[I64, I64]:
+    """Page id and slot in its page of each row ``[start, stop)``, int64: they are multiplied by strides in bytes.
+
+    NumPy keeps a product with a scalar in the array's own type: 32 bits end within a pool of a few GiB.
+    """
+    page, slot = np.divmod(np.arange(start - table.first, stop - table.first, dtype=np.int64), rows_per_page)
+    return table.pages[page].astype(np.int64), slot
 
 
 def _groups(groups: Iterable[Group]) -> tuple[Group, ...]:

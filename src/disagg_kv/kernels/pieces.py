@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from ..geometry import I64, PageTable
+from ..geometry import I64, PageTable, places
 from ..ids import GroupId
 from ..memory import MemoryPool, bytes_of
 from .base import Move
@@ -42,7 +42,7 @@ class _Shape:
 
     def index(self, table: PageTable, start: int, stop: int) -> I64:
         """The place of every piece, in staging order, counted from the first unit's first piece of page 0."""
-        page, slot = table.places(self.rows_per_page, start, stop)
+        page, slot = places(table, self.rows_per_page, start, stop)
         of_row = page * self.page_stride + slot * self.row_stride
         index: I64 = (of_row[:, None] + self.of_run).reshape(-1)
         return index

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import frozen
 
 from ..errors import GeometryError
-from ..geometry import I64, Group, PageTable, Part, Plane, Site
+from ..geometry import I64, Group, PageTable, Part, Plane, Site, places
 from ..ids import GroupId
 from .base import EVERY, RowRange, Segment, Writes
 from .staged import part_view
@@ -108,7 +108,7 @@ def slice_writes(
         ):
             key = (group, run.start, run.stop, ours)
             if key not in cells:
-                cells[key] = tables[group.id].places(group.rows_per_page, run.start, run.stop)
+                cells[key] = places(tables[group.id], group.rows_per_page, run.start, run.stop)
             pages, slots = cells[key]
             offsets = plane.offset + unit * plane.unit_stride + pages * plane.page_stride + slots * plane.row_stride
             if not run.dense():
