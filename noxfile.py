@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
@@ -24,6 +25,26 @@ INSTALLED = (f"{ROOT}[dev,hf,mooncake-cpu]", "nixl-cu13")
 SYSTEM = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 # The fuzz targets, and the longest input of each: an event of a few bytes costs a millisecond.
 FUZZED = {"frame": 4096, "metadata": 4096, "plan": 8192, "events": 512, "stream": 4096}
+
+# What the session "floors" runs: addresses, wire formats, the command line, and requests between processes.
+AT_FLOORS = (
+    "tests/unit/kernels/test_far_pages.py",
+    "tests/unit/geometry",
+    "tests/unit/memory/test_paged.py",
+    "tests/unit/planning/test_descriptors.py",
+    "tests/unit/channels/test_zeromq.py",
+    "tests/unit/channels/test_keys.py",
+    "tests/unit/cli/test_plan.py",
+    "tests/unit/cli/test_shell.py",
+    "tests/unit/transports/test_descriptor.py",
+    "tests/unit/processes/test_first_use.py",
+    "tests/unit/processes/test_endpoints.py",
+    "tests/properties/test_checksums.py",
+    "tests/properties/test_kernels.py",
+    "tests/properties/test_planning_descriptors.py",
+    "tests/properties/test_protocol_frames.py",
+    "tests/properties/test_transports.py",
+)
 
 # The environments that this run of nox has brought up to date.
 entered: set[Path] = set()
@@ -167,6 +188,27 @@ def fuzz(session: nox.Session) -> None:
             f"-artifact_prefix={grown.parent}/",
         )
         cpu(session, "python", "-m", "fuzz.run", target, *limits, str(grown), str(ROOT / "fuzz" / "corpus" / target))
+
+
+def floors_of_metadata() -> list[str]:
+    """The oldest version of each dependency that ``pyproject.toml`` allows, as requirements."""
+    wanted: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return [one.replace(">=", "==") for one in wanted]
+
+
+def pinned(*names: str) -> list[str]:
+    """The tested versions of some packages, as requirements."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for name in names for line in lines if line.startswith(f"{name}==")]
+
+
+@nox.session
+def floors(session: nox.Session) -> None:
+    """Some of the tests with the oldest dependencies that the metadata allows; no optional ones, no coverage."""
+    tools = pinned("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+    session.install("--quiet", "--no-compile", *floors_of_metadata(), *tools)
+    session.install("--quiet", "--no-compile", "--no-deps", str(ROOT))
+    session.run("python", "-m", "pytest", "-n", "2", "--maxschedchunk", "1", *(session.posargs or AT_FLOORS))
 
 
 @nox.session(venv_backend="none")
