@@ -224,7 +224,7 @@ class Node:
 
     def _lingers(self) -> bool:
         role = self.role
-        return role is not None and self.now < self._awake_until and role.next_at() is not None and not role.patience_s
+        return role is not None and self.now < self._awake_until and role.open_rooms > 0 and not role.patience_s
 
     def _progress(self) -> bool:
         assert self.role is not None
@@ -318,7 +318,7 @@ class Node:
         times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
         most = (
             idle.TARGET_S
-            if self.me.transport.caps.needs_target_polling and self.role.next_at() is not None
+            if self.me.transport.caps.needs_target_polling and self.role.open_rooms
             else idle.IDLE_S
         )
         until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])

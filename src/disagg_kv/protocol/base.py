@@ -39,7 +39,8 @@ class Options:
         missed: heartbeats missed after which a peer gets no new grants.
         closed_s: how long a broken connection may take to come back.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
-        known_s: how often a ballot is repeated that is known already, should the verdict be lost.
+        known_s: how often a ballot is repeated that is known already, should the verdict be lost, and an ``Expect``
+            that is parked.
         window: segments of one room that may be between request and acknowledgement towards one destination.
         aux_part: bytes of aux data in one frame; what is longer crosses in several.
         tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.

@@ -40,6 +40,9 @@ FAR = 0.6
 LATE = 0.4
 """Share of the requests that are given up, or preempted, only after all their rows are there."""
 
+IMPATIENT_S = 0.6
+"""What some requests allow their peers to be silent: one heartbeat may be late."""
+
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
@@ -166,6 +169,7 @@ class Request:
         withdraw: seconds after which prefill is preempted; None: never.
         late: those seconds begin when a prefill rank has all rows, not with the room.
         total_s: its deadline.
+        silence_s: how long its peers may be silent, if not as long as the endpoints allow.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
 
@@ -186,6 +190,7 @@ class Request:
     late: bool
     total_s: float
     prompt: Prompt | None = None
+    silence_s: float | None = None
 
 
 @frozen
@@ -272,6 +277,8 @@ class Scenario:
                 decode = evolve(decode, pages=decode.pages // rng.choice((4, 8, 8)))
         elif scarce:
             decode = evolve(decode, pages=decode.pages // 3)
+        if not survives(faults):
+            requests = _impatient(seed, requests)
         selection = "+incremental" if talks else ""
         return cls(
             seed=seed,
@@ -391,6 +398,12 @@ def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float])
             )
         )
     return tuple(requests)
+
+
+def _impatient(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Some requests bear less silence than the endpoints do."""
+    rng = random.Random(f"silence {seed}")
+    return tuple(evolve(one, silence_s=IMPATIENT_S if rng.random() < 0.2 else None) for one in requests)
 
 
 def _drawn(

@@ -130,7 +130,9 @@ class Room:
             return
         try:
             assert isinstance(node.endpoint, DecodeEndpoint)
-            entry.handle = node.endpoint.open(self.plan.room, self.source, total_s=self.plan.total_s)
+            entry.handle = node.endpoint.open(
+                self.plan.room, self.source, total_s=self.plan.total_s, silence_s=self.plan.silence_s
+            )
         except QuarantineFullError:
             self._turned_away(entry)
             return
@@ -190,7 +192,7 @@ class Room:
             return
         try:
             assert isinstance(node.endpoint, PrefillEndpoint)
-            entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s)
+            entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s, silence_s=plan.silence_s)
         except QuarantineFullError:
             self._turned_away(entry)
             return
