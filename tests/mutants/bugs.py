@@ -111,6 +111,13 @@ BUGS: Sequence[Mutant] = (
            "known is None and heappush(self._heap, (when, self._number, key))"),
     Mutant("the silence that a room bears is not looked at", "I4",
            "endpoints.silence:Silences.due", "if silent_s >= s for", "if silent_s >= 2 * self._silence_s for"),
+    Mutant("a room that waits is forgotten because others end", "I4",
+           "protocol.tombstones:Tombstones.outcome", "generation <= life.newest - self._generations",
+           "generation < life.newest - 5"),
+    Mutant("rooms that wait for rank 0 are given up for their number", "I4",
+           "protocol.agreement:Agreement.vote", "if self._left is not None:",
+           "if len(self._waiting) > self._options.tombstones:\n        return self._end_alone(key, said, 'many wait')\n"
+           "    if self._left is not None:"),
     Mutant("a room that failed succeeds after all", "I6",
            "protocol.delivery:SendRoom.decided", "if self.error is not None or self.done:\n        return []",
            "self.error = None"),

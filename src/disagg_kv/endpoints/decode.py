@@ -352,7 +352,7 @@ class DecodeRole:
         """A late frame is answered from the tombstone, and nothing revives the room."""
         node = self._node
         head = room_head(node.me.epoch, epoch, key.room, key.generation)
-        ended = node.tombstones.outcome(epoch, key.room, key.generation)
+        ended = node.tombstones.outcome(epoch, key.generation)
         if isinstance(frame, Abort):
             node.send(Send(epoch, AbortAck(**head)))
         elif isinstance(frame, Drained):

@@ -106,7 +106,7 @@ class Node:
         self._prompt = self._naps is not None
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
-        self.tombstones = Tombstones(options.tombstones)
+        self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, Remote] = {}
         self.broken: EndpointBrokenError | None = None
         self.role: Role | None = None
@@ -583,7 +583,7 @@ class Node:
     def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: Ended) -> None:
         """A room has ended."""
         for epoch in epochs:
-            self.tombstones.remember(epoch, key.room, key.generation, ended)
+            self.tombstones.remember(epoch, key.generation, ended)
 
     def known(self) -> Sequence[PeerInfo]:
         """Who is there; from any thread."""

@@ -30,6 +30,9 @@ class Parked:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._waiting
+
     def add(self, expect: Expect, until: float, *, alone: bool) -> bool:
         """Keep it, instead of what its sender said of the room before; False: there is no space for it.
 

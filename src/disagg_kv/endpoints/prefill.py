@@ -118,7 +118,7 @@ class PrefillRole:
             return
         for expect in self._parked.take(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
-            self._on_expect(expect)
+            self._on_expect(expect, parked=True)
 
     def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
         """Have a room's machine do something, if the room is still there."""
@@ -266,15 +266,14 @@ class PrefillRole:
         else:
             self._node.observer.count("frames.unknown_room")
 
-    def _on_expect(self, frame: Expect) -> None:
+    def _on_expect(self, frame: Expect, *, parked: bool = False) -> None:
         node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
         head = room_head(node.me.epoch, epoch, name, Generation(frame.generation))
-        ended = node.tombstones.outcome(epoch, name, Generation(frame.generation))
+        ended = node.tombstones.outcome(epoch, Generation(frame.generation))
         if ended is Ended.EVICTED:
-            # It may be old or only slow; it is not remembered which, so it must not begin.
+            # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
             node.observer.count("frames.evicted_room")
-            node.send(Send(epoch, Abort(**head, reason="so many rooms have ended since that it is forgotten")))
-            return
+            ended = None if parked or (name, epoch) in self._parked else ended
         unmet = self._missed.unmet(name)
         if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
             if unmet is not None:
@@ -297,7 +296,7 @@ class PrefillRole:
         generation = Generation(frame.generation)
         self._parked.pop(name, epoch)
         room = self._newest.get(name)
-        if node.tombstones.outcome(epoch, name, generation) is None:
+        if node.tombstones.outcome(epoch, generation) is None:
             unmet = self._missed.unmet(name)
             earlier = unmet is not None and epoch not in unmet.answered
             if room is not None and not earlier and not room.machine.released and epoch not in room.machine.flows:

@@ -43,6 +43,9 @@ LATE = 0.4
 IMPATIENT_S = 0.6
 """What some requests allow their peers to be silent: one heartbeat may be late."""
 
+CROWDS, CROWD_S = 0.15, 0.25
+"""Share of the worlds that could have it in which many small requests begin within so many seconds."""
+
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
@@ -279,6 +282,8 @@ class Scenario:
             decode = evolve(decode, pages=decode.pages // 3)
         if not survives(faults):
             requests = _impatient(seed, requests)
+        if not talks and not stuck:
+            requests, options = _crowded(seed, shape, requests, options)
         selection = "+incremental" if talks else ""
         return cls(
             seed=seed,
@@ -398,6 +403,32 @@ def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float])
             )
         )
     return tuple(requests)
+
+
+def _crowded(
+    seed: int, shape: Shape, requests: tuple[Request, ...], options: Options
+) -> tuple[tuple[Request, ...], Options]:
+    """In some worlds little is remembered by name, and many small requests end while one waits somewhere."""
+    rng = random.Random(f"crowd {seed}")
+    if rng.random() >= CROWDS or shape.model.states is not None or shape.ranks >= WIDE:
+        return requests, options
+    late = CROWD_S + 0.05
+    waits = evolve(requests[0], at=0.0, abort_decode=None, abort_prefill=None, withdraw=None, total_s=4.0)
+    who = rng.randrange(4)
+    if who == 0:
+        waits = evolve(waits, decode_late=(0.0, late), prefill_late=(0.0, 0.0))
+    elif who == 1:
+        waits = evolve(waits, decode_late=(0.0, 0.0), prefill_late=(late, 0.0))
+    elif who == 2:
+        waits = evolve(waits, decode_late=(0.0, 0.0), prefill_late=(0.0, late))
+    small = [
+        evolve(
+            waits, room=RoomId(b"crowd %d" % n), source=waits.source, rows=1, edges=(1,), at=rng.uniform(0.01, CROWD_S),
+            decode_late=(0.0, 0.0), prefill_late=(0.0, 0.0), pass_s=0.0, open_end=False, aux=False, steps=False,
+        )
+        for n in range(rng.randint(6, 12))
+    ]  # fmt: skip
+    return (waits, *requests[1:], *small), evolve(options, tombstones=rng.choice((1, 2, 4)))
 
 
 def _impatient(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
