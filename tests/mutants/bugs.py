@@ -19,7 +19,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight", "E1",
            RECEIVE + "_may_touch_pages", "return self._exposed", "return False"),
     Mutant("a lost frame is never sent again", "E2",
-           "protocol.retry:Repeater.tick", "if due.at <= now:", "if due is None:"),
+           "protocol.retry:Repeater.tick", "out.append(due.send)", "pass"),
     Mutant("arrivals are counted, not writers", "E3",
            RECEIVE + "_on_chunk_ready", "if w.rank in part.arrived:\n        return",
            "if w.rank in part.arrived:\n        part.staged |= set(part.writers) - part.arrived\n"
