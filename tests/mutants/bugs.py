@@ -40,7 +40,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("frames for an earlier life of ours are taken", "E10",
            "protocol.peers:PeerTable.on_frame", " or frame.dst != self._epoch", ""),
     Mutant("an ended life of a room id is not remembered", "E11",
-           "protocol.tombstones:Tombstones.outcome", "return known", "return None"),
+           "protocol.tombstones:Tombstones.outcome", "return Ended.DONE if", "return None if True else Ended.DONE if"),
     Mutant("look-ahead may take the whole ring", "E12",
            "staging.queue:GrantQueue._may", "return not wanted.lookahead or", "return True or"),
     Mutant("what is no frame is not refused", "E13",
