@@ -78,7 +78,7 @@ class Node:
         self.now = 0.0
         self.dead = False
         self.agreement = Agreement(rank, world, epoch, options)
-        self.tombstones = Tombstones(options.tombstones)
+        self.tombstones = Tombstones()
         self.outbox: list[Send] = []
         self.outcomes: dict[RoomId, list[Phase]] = {}
         self.lost: set[Epoch] = set()
@@ -156,7 +156,7 @@ class DecodeNode(Node):
         if room.state is Receiving.CLOSED and self.rooms.pop(key, None) is not None:
             self.outcomes.setdefault(key.room, []).append(room.phase)
             ended = Ended.DONE if room.phase is Phase.DONE else Ended.FAILED
-            self.tombstones.remember(self.epoch, key.room, key.generation, ended)
+            self.tombstones.remember(self.epoch, key.generation, ended)
 
     def _act(self, key: RoomKey, effect: Effect) -> None:
         match effect:
@@ -214,7 +214,7 @@ class DecodeNode(Node):
             self.handle(key, frame)
             return
         head = room_head(self.epoch, Epoch(frame.src), key.room, key.generation)
-        done = self.tombstones.outcome(self.epoch, key.room, key.generation) is Ended.DONE
+        done = self.tombstones.outcome(self.epoch, key.generation) is Ended.DONE
         answer: RoomFrame
         match frame:
             case StagingRequest() | ChunkReady() if done:
@@ -298,7 +298,7 @@ class PrefillNode(Node):
             self.outcomes.setdefault(key.room, []).append(machine.phase)
             ended = Ended.DONE if machine.phase is Phase.DONE else Ended.FAILED
             for peer, flow in machine.flows.items():
-                self.tombstones.remember(peer, key.room, flow.generation, ended)
+                self.tombstones.remember(peer, flow.generation, ended)
             if ended is Ended.FAILED:
                 self.unmet[key.room] = set(machine.flows)
 
@@ -334,12 +334,12 @@ class PrefillNode(Node):
             else:
                 self._answer(frame, Ended.FAILED)
             return
-        ended = self.tombstones.outcome(peer, name, generation)
+        ended = self.tombstones.outcome(peer, generation)
         first = isinstance(frame, Expect | Abort)
         if ended is None and first and name in self.unmet and peer not in self.unmet[name]:
             ended = Ended.FAILED
             self.unmet[name].add(peer)
-            self.tombstones.remember(peer, name, generation, ended)
+            self.tombstones.remember(peer, generation, ended)
         if ended is not None:
             self._answer(frame, ended)
         elif key is not None and flow is None and isinstance(frame, Expect):

@@ -531,13 +531,13 @@ class World:
         for (epoch, key), pages in self.pages.items():
             target = self.nodes[epoch]
             assert isinstance(target, DecodeNode)
-            if target.tombstones.outcome(epoch, key.room, key.generation) is not None and self._succeeded(target, key):
+            if target.tombstones.outcome(epoch, key.generation) is not None and self._succeeded(target, key):
                 assert set(pages) == self.needed(target)
                 assert target.aux[key] == bytes(5)
 
     @staticmethod
     def _succeeded(node: DecodeNode, key: RoomKey) -> bool:
-        ended = node.tombstones.outcome(node.epoch, key.room, key.generation)
+        ended = node.tombstones.outcome(node.epoch, key.generation)
         return ended is not None and ended.value == "done"
 
     def needed(self, target: DecodeNode) -> set[Cell]:

@@ -61,6 +61,7 @@ from ..protocol.frames import (
     WirePace,
 )
 from ..protocol.sending import room_head
+from ..protocol.timers import Timers
 from ..protocol.wire import tables_to_wire
 from ..rendezvous import Source
 from ..staging import GrantQueue
@@ -80,11 +81,12 @@ from .roster import Held
 from .routes import Routes
 from .scatter_pace import ScatterPace
 from .scattering import Scatterer
+from .silence import Silences
 
 log = logging.getLogger("disagg_kv")
 
 TICK_S = 0.02
-"""How often open rooms look at the clock."""
+"""How often it is looked at who is lively enough to be granted what waits for bytes of the ring."""
 
 MAX_TABLES = 4 * MAX_ENTRIES
 """Bytes of page ids that an ``Expect`` carries at most; a request with more pages does not expose them."""
@@ -125,9 +127,11 @@ class DecodeRole:
         self._scatters = Scatterer(node, pool, ring, kernels, pace, self._rooms, self._handle)
         self._checking: list[DecodeRoom] = []
         self._declined = Declined(node.me.epoch, node.options)
-        self._tick_at = 0.0
         self._page_bytes = pool.site.page_bytes
         self._noted_pages = False
+        self._timers: Timers[RoomKey] = Timers()
+        self._silences = Silences(node.peers, node.options.silence_s)
+        self._lively_at = 0.0
         self.quarantined = 0
 
     @property
@@ -146,7 +150,7 @@ class DecodeRole:
         self._declined.forget(key.room)
         self._node.vote(key, None, "")
         instance = self._instances.setdefault(source, PrefillInstance())
-        instance.waiting.append(room)
+        instance.waiting[key] = room
         instance.look_at = now
         self._find(source, instance)
         if (error := self._node.succession.error()) is not None:
@@ -261,8 +265,8 @@ class DecodeRole:
         ready = self._there(instance)
         if not instance.addresses or len(ready) < len(instance.addresses):
             return
-        waiting, instance.waiting = instance.waiting, []
-        for room in waiting:
+        waiting, instance.waiting = instance.waiting, {}
+        for room in waiting.values():
             if self._rooms.get(room.key) is not room:
                 continue
             try:
@@ -280,6 +284,8 @@ class DecodeRole:
                 self._routes[writers] = Routes(ready[0].shards, self._pool.site)
             room.routes = self._routes[writers]
             pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
+            for epoch in writers:
+                self._silences.watch(epoch, room.key, room.silence_s, self._node.now)
             self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
 
     def _there(self, instance: PrefillInstance) -> list[Remote]:
@@ -311,8 +317,8 @@ class DecodeRole:
 
     def _unreachable(self, instance: PrefillInstance, error: DisaggKVError) -> None:
         instance.addresses = None
-        waiting, instance.waiting = instance.waiting, []
-        for room in waiting:
+        waiting, instance.waiting = instance.waiting, {}
+        for room in waiting.values():
             if self._rooms.get(room.key) is room:
                 # Also one that was declined: not all of those are there who would have to be told.
                 self._handle(room, Lost(Epoch(b""), error))
@@ -357,7 +363,7 @@ class DecodeRole:
         """A late frame is answered from the tombstone, and nothing revives the room."""
         node = self._node
         head = room_head(node.me.epoch, epoch, key.room, key.generation)
-        ended = node.tombstones.outcome(epoch, key.room, key.generation)
+        ended = node.tombstones.outcome(epoch, key.generation)
         if isinstance(frame, Abort):
             node.send(Send(epoch, AbortAck(**head)))
         elif isinstance(frame, Drained):
@@ -483,8 +489,15 @@ class DecodeRole:
         if not handle.shows(phase, released):
             handle.publish(phase, released, machine.error, self._node.clock())
             self._changes.add(handle)
-        if machine.state is Receiving.CLOSED and room.checking is None and self._rooms.get(room.key) is room:
+        if self._rooms.get(room.key) is not room:
+            return
+        if machine.state is not Receiving.CLOSED or room.checking is not None:
+            self._timers.schedule(room.key, room.next_at())
+        else:
             del self._rooms[room.key]
+            self._timers.schedule(room.key, None)
+            self._silences.forget(room.key)
+            self._instances.get(room.source, PrefillInstance()).waiting.pop(room.key, None)
             ended = Ended.DONE if machine.error is None else Ended.FAILED
             self._node.remember(machine.writers, room.key, ended)
             self._node.observer.span(Span("room", room.key.room, room.opened, self._node.now, report.nbytes))
@@ -503,40 +516,38 @@ class DecodeRole:
     def tick(self) -> None:
         """Deadlines, repeats, silence, and prefill ranks that are looked for."""
         now, peers = self._node.now, self._node.peers
-        if now < self._tick_at:
-            return
-        self._tick_at = now + TICK_S
         for source, instance in list(self._instances.items()):
-            instance.waiting = [r for r in instance.waiting if self._rooms.get(r.key) is r]
             if not instance.waiting:
                 del self._instances[source]
             elif instance.look_at <= now:
                 self._find(source, instance)
-        for epoch in peers.epochs():
-            if epoch in self._node.remotes:
-                (self._queue.resume if peers.lively(epoch, now) else self._queue.suspend)(epoch)
-        for room in list(self._rooms.values()):
-            due = room.machine.next_at()
-            if due is not None and due <= now:
+        for key in self._timers.due(now):
+            room = self._rooms.get(key)
+            if room is not None:
                 self._handle(room, Tick())
-            self._check_silence(room, now)
+                self._check_found(room, now)
         self._say(self._declined.tick(now))
-        self._grant()
-
-    def _check_silence(self, room: DecodeRoom, now: float) -> None:
-        if not room.machine.writers and now - room.opened >= room.silence_s:
-            # A room that was declined ends here too: not all of those are there who would have to be told.
-            instance = self._instances.get(room.source)
-            why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
-            name = f"prefill instance {room.source.instance!r}"
-            error = PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
-            self._handle(room, Lost(Epoch(b""), error))
-        if room.machine.error is not None:
-            return
-        for epoch in room.machine.writers:
-            if self._node.peers.silent_for(epoch, now) >= room.silence_s:
+        for epoch, key in self._silences.due(now):
+            room = self._rooms.get(key)
+            if room is not None and room.machine.error is None:
                 error = PeerLostError(f"{self._node.roster.name(epoch)} was silent for {room.silence_s:g} s")
                 self._handle(room, Lost(epoch, error))
+        if now >= self._lively_at:
+            self._lively_at = now + TICK_S
+            for epoch in peers.epochs():
+                if epoch in self._node.remotes:
+                    (self._queue.resume if peers.lively(epoch, now) else self._queue.suspend)(epoch)
+            self._grant()
+
+    def _check_found(self, room: DecodeRoom, now: float) -> None:
+        if room.machine.writers or now < room.opened + room.silence_s:
+            return
+        # A room that was declined ends here too: not all of those are there who would have to be told.
+        instance = self._instances.get(room.source)
+        why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
+        name = f"prefill instance {room.source.instance!r}"
+        error = PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
+        self._handle(room, Lost(Epoch(b""), error))
 
     @property
     def patience_s(self) -> float:
@@ -545,10 +556,11 @@ class DecodeRole:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        ready = self._scatters.ready_at
-        if ready is not None:
-            return min(self._tick_at, ready)
-        return self._tick_at if self._rooms or self._queue.waiting or self._declined else None
+        times = [self._timers.next_at(), self._silences.next_at(), self._scatters.ready_at, self._declined.next_at()]
+        times += [instance.look_at for instance in self._instances.values()]
+        if self._queue.waiting:
+            times.append(self._lively_at)
+        return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """See :class:`~disagg_kv.endpoints.role.Role`."""

@@ -10,7 +10,7 @@ from ..errors import DisaggKVError, IncompatiblePeerError
 from ..geometry import Part
 from ..ids import Rank
 from ..planning import PartView
-from ..protocol import ReceiveRoom, RoomKey
+from ..protocol import ReceiveRoom, Receiving, RoomKey
 from ..rendezvous import Source
 from .introduction import Remote
 from .keeping import KeptCheck
@@ -37,6 +37,14 @@ class DecodeRoom:
     checking: KeptCheck | None = None
     views: dict[Rank, tuple[Sequence[Part], PartView]] = field(factory=dict)
 
+    def next_at(self) -> float | None:
+        """When something is due for it: a deadline, a repeat, or that its prefill ranks were not found in time."""
+        due, machine = self.machine.next_at(), self.machine
+        if machine.writers or machine.state is Receiving.CLOSED:
+            return due
+        unfound = self.opened + self.silence_s
+        return unfound if due is None else min(due, unfound)
+
     @property
     def name(self) -> str:
         """For messages."""
@@ -51,7 +59,7 @@ class PrefillInstance:
     look_at: float = 0.0
     pause_s: float = 0.0
     error: DisaggKVError | None = None
-    waiting: list[DecodeRoom] = field(factory=list)
+    waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
 
 
 def check_ranks(source: Source, remotes: Sequence[Remote]) -> None:

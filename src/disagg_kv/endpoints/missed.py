@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TypeVar
 
 from attrs import define, field
@@ -12,6 +13,7 @@ from ..protocol import Options
 
 K = TypeVar("K")
 V = TypeVar("V")
+M = TypeVar("M", bound="Unmet | Declined")
 
 
 @define
@@ -44,6 +46,7 @@ class Missed:
         """A decode rank gave the room up before it was opened."""
         others = self._declined[room].by if room in self._declined else {}
         self._declined[room] = Declined(now + self._options.total_s, reason, {**others, by: generation})
+        self._declined.move_to_end(room)
         bound(self._declined, self._options.parked)
 
     def awaited(self, room: RoomId, by: Epoch, generation: Generation) -> None:
@@ -75,10 +78,20 @@ class Missed:
 
     def expire(self, now: float) -> None:
         """Forget what has been kept for long enough."""
-        for name in [n for n, u in self._unmet.items() if u.until <= now]:
-            del self._unmet[name]
-        for name in [n for n, d in self._declined.items() if d.until <= now]:
-            del self._declined[name]
+        _expire(self._unmet, now)
+        _expire(self._declined, now)
+
+    def next_at(self) -> float | None:
+        """When something is forgotten; None: nothing is kept."""
+        times = [one.until for one in islice(self._unmet.values(), 1)]
+        times += [one.until for one in islice(self._declined.values(), 1)]
+        return min(times, default=None)
+
+
+def _expire(kept: OrderedDict[RoomId, M], now: float) -> None:
+    """All are kept equally long, so the oldest comes first."""
+    while kept and next(iter(kept.values())).until <= now:
+        kept.popitem(last=False)
 
 
 def bound(remembered: OrderedDict[K, V], most: int) -> None:

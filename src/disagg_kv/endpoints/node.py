@@ -107,7 +107,7 @@ class Node:
         self._prompt = self._naps is not None
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
-        self.tombstones = Tombstones(options.tombstones)
+        self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, Remote] = {}
         self.broken: EndpointBrokenError | None = None
         self.role: Role | None = None
@@ -233,7 +233,7 @@ class Node:
 
     def _lingers(self) -> bool:
         role = self.role
-        return role is not None and self.now < self._awake_until and role.next_at() is not None and not role.patience_s
+        return role is not None and self.now < self._awake_until and role.open_rooms > 0 and not role.patience_s
 
     def _progress(self) -> bool:
         assert self.role is not None
@@ -325,11 +325,7 @@ class Node:
     def _wait(self, timeout_s: float) -> float:
         assert self.role is not None
         times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
-        most = (
-            idle.TARGET_S
-            if self.me.transport.caps.needs_target_polling and self.role.next_at() is not None
-            else idle.IDLE_S
-        )
+        most = idle.TARGET_S if self.me.transport.caps.needs_target_polling and self.role.open_rooms else idle.IDLE_S
         until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])
         return max(0.0, until - self.now)
 
@@ -592,7 +588,7 @@ class Node:
     def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: Ended) -> None:
         """A room has ended."""
         for epoch in epochs:
-            self.tombstones.remember(epoch, key.room, key.generation, ended)
+            self.tombstones.remember(epoch, key.generation, ended)
 
     def stop(self, drain_s: float) -> None:
         """Let go of channel, transport and watches."""

@@ -20,7 +20,9 @@ class Parked:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        # Each waits equally long, and one that comes again goes to the end: in the order in which they expire.
         self._waiting: OrderedDict[tuple[RoomId, Epoch], tuple[Expect, float]] = OrderedDict()
+        self._by_room: dict[RoomId, dict[Epoch, None]] = {}
         self._pages = 0
         self._held: Counter[Epoch] = Counter()
         self._held_pages: Counter[Epoch] = Counter()
@@ -28,12 +30,15 @@ class Parked:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._waiting
+
     def add(self, expect: Expect, until: float, *, alone: bool) -> bool:
         """Keep it, instead of what its sender said of the room before; False: there is no space for it.
 
         Args:
             expect: what a peer awaits.
-            until: when it is forgotten.
+            until: when it is forgotten; later than all that were added before.
             alone: no other peer is known.
         """
         room, peer = RoomId(expect.room), Epoch(expect.src)
@@ -46,6 +51,7 @@ class Parked:
         if held and (held >= max(1, most // share) or self._held_pages[peer] + pages > most_pages // share):
             return False
         self._waiting[room, peer] = (expect, until)
+        self._by_room.setdefault(room, {})[peer] = None
         self._count(expect, 1)
         return True
 
@@ -62,18 +68,29 @@ class Parked:
         found = self._waiting.pop((room, peer), None)
         if found is None:
             return None
+        of_room = self._by_room[room]
+        del of_room[peer]
+        if not of_room:
+            del self._by_room[room]
         self._count(found[0], -1)
         return found[0]
 
     def take(self, room: RoomId) -> list[Expect]:
         """Take out everything about a room, in the order in which it came."""
-        found = [self.pop(*key) for key in list(self._waiting) if key[0] == room]
+        found = [self.pop(room, peer) for peer in list(self._by_room.get(room, ()))]
         return [expect for expect in found if expect is not None]
 
     def expire(self, now: float) -> None:
         """Forget what has waited for too long."""
-        for key in [key for key, (_, until) in self._waiting.items() if until <= now]:
+        while self._waiting:
+            key, (_, until) = next(iter(self._waiting.items()))
+            if until > now:
+                return
             self.pop(*key)
+
+    def next_at(self) -> float | None:
+        """When the next one is forgotten; None: none waits."""
+        return next(iter(self._waiting.values()))[1] if self._waiting else None
 
 
 def _pages(expect: Expect) -> int:

@@ -40,6 +40,7 @@ from ..protocol import (
 from ..protocol.frames import Abort, Drained, Expect, Expected
 from ..protocol.machine import ours
 from ..protocol.sending import room_head
+from ..protocol.timers import Timers
 from ..strategies import Path, Schedule, Strategy
 from ..trace import Span
 from ..transports import Ended as TicketEnded
@@ -55,10 +56,8 @@ from .node import Node
 from .pacing import Lines, Pacer
 from .parked import Parked
 from .prefill_room import PrefillRoom
+from .silence import Silences
 from .ways import Ways, taken
-
-TICK_S = 0.02
-"""How often open rooms look at the clock."""
 
 
 class PrefillRole:
@@ -94,7 +93,8 @@ class PrefillRole:
         self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
         self._lines = Lines(node.clock)
-        self._tick_at = 0.0
+        self._timers: Timers[RoomKey] = Timers()
+        self._silences = Silences(node.peers, node.options.silence_s)
         self.quarantined_slots = 0
 
     @property
@@ -111,15 +111,15 @@ class PrefillRole:
         machine = SendRoom(key.room, key.generation, me, options, now, total_s, self._tokenless)
         room = PrefillRoom(key, machine, handle, silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
+        self._timers.schedule(key, machine.next_at())
         self._node.vote(key, None, "")
         gone = self._missed.declined(key.room)
         declined = None if gone is None else AbortedError(f"room {key.room.hex()}: decode gave up: {gone}")
         if (error := self._node.succession.error() or declined) is not None:
             self._apply(room, machine.cancel(error, now))
-            return
         for expect in self._parked.take(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
-            self._on_expect(expect)
+            self._on_expect(expect, parked=True)
 
     def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
         """Have a room's machine do something, if the room is still there."""
@@ -265,15 +265,14 @@ class PrefillRole:
         else:
             self._node.observer.count("frames.unknown_room")
 
-    def _on_expect(self, frame: Expect) -> None:
+    def _on_expect(self, frame: Expect, *, parked: bool = False) -> None:
         node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
         head = room_head(node.me.epoch, epoch, name, Generation(frame.generation))
-        ended = node.tombstones.outcome(epoch, name, Generation(frame.generation))
+        ended = node.tombstones.outcome(epoch, Generation(frame.generation))
         if ended is Ended.EVICTED:
-            # It may be old or only slow; it is not remembered which, so it must not begin.
+            # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
             node.observer.count("frames.evicted_room")
-            node.send(Send(epoch, Abort(**head, reason="so many rooms have ended since that it is forgotten")))
-            return
+            ended = None if parked or (name, epoch) in self._parked else ended
         unmet = self._missed.unmet(name)
         if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
             if unmet is not None:
@@ -296,11 +295,12 @@ class PrefillRole:
         generation = Generation(frame.generation)
         self._parked.pop(name, epoch)
         room = self._newest.get(name)
-        if node.tombstones.outcome(epoch, name, generation) is None:
+        if node.tombstones.outcome(epoch, generation) is None:
             unmet = self._missed.unmet(name)
             earlier = unmet is not None and epoch not in unmet.answered
             if room is not None and not earlier and not room.machine.released and epoch not in room.machine.flows:
                 self._flows[(name, epoch, generation)] = room
+                self._silences.watch(epoch, room.key, room.silence_s, node.now)
                 self._apply(room, room.machine.decline(epoch, generation, frame, node.now))
                 return
             node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
@@ -327,6 +327,7 @@ class PrefillRole:
             node.send(Send(epoch, Abort(**head, reason=other)))
             return
         self._flows[(name, epoch, frame.generation)] = room
+        self._silences.watch(epoch, room.key, room.silence_s, node.now)
         unmet = self._missed.unmet(name)
         if unmet is not None:
             unmet.answered.add(epoch)
@@ -517,26 +518,25 @@ class PrefillRole:
             self.mover.ahead.forget(room.key)
             hellos = [way.remote.hello for way in room.ways.values()]
             self._node.roster.hold(room.key, self.mover.owed(room.key), hellos)
-        report, released = room.handle.report, machine.released
-        report.segments = sum([f.segments_landed for f in machine.flows.values()])
-        if room.withdrawn and machine.reads == 0:
-            for fired in room.withdrawn:
-                fired.set()
-            room.withdrawn.clear()
-        if released and "total" not in report.seconds:
-            report.spend("total", self._node.now - room.opened)
-        phase, handle = machine.phase, room.handle
+        room.account(self._node.now)
+        phase, handle, released = machine.phase, room.handle, machine.released
         if not handle.shows(phase, released):
             handle.publish(phase, released, machine.error, self._node.clock())
             self._changes.add(handle)
-        if released and machine.closed and self._rooms.get(room.key) is room:
+        if self._rooms.get(room.key) is not room:
+            return
+        if released and machine.closed:
             self._close(room)
+        else:
+            self._timers.schedule(room.key, machine.next_at())
 
     def _close(self, room: PrefillRoom) -> None:
         node, name, machine = self._node, room.key.room, room.machine
         self.mover.forget(room.key)
         self._pacer.room_ended(room.key)
         del self._rooms[room.key]
+        self._timers.schedule(room.key, None)
+        self._silences.forget(room.key)
         self._failed.discard(room.key)
         if self._newest.get(name) is room:
             del self._newest[name]
@@ -551,19 +551,15 @@ class PrefillRole:
         node.observer.span(Span("room", name, room.opened, node.now, room.handle.report.nbytes))
 
     def tick(self) -> None:
-        """Deadlines, repeats, silence, and what was parked for too long."""
+        """Deadlines, repeats, silence, and what was parked for too long: of rooms for which something is due."""
         now = self._node.now
-        if now < self._tick_at:
-            return
-        self._tick_at = now + TICK_S
-        for room in list(self._rooms.values()):
-            due = room.machine.next_at()
-            if due is not None and due <= now:
-                self._apply(room, room.machine.tick(now))
-            for epoch in list(room.machine.flows):
-                if self._node.peers.silent_for(epoch, now) >= room.silence_s:
-                    error = PeerLostError(f"{self._node.roster.name(epoch)} was silent for {room.silence_s:g} s")
-                    self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
+        for key in self._timers.due(now):
+            self.change(key, SendRoom.tick)
+        for epoch, key in self._silences.due(now):
+            room = self._rooms.get(key)
+            if room is not None:
+                error = PeerLostError(f"{self._node.roster.name(epoch)} was silent for {room.silence_s:g} s")
+                self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
         self._parked.expire(now)
         self._missed.expire(now)
         self.quarantined_slots = self.mover.slots_of(self._failed)
@@ -574,7 +570,8 @@ class PrefillRole:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        return self._tick_at if self._rooms or self._parked else None
+        times = (self._timers.next_at(), self._silences.next_at(), self._parked.next_at(), self._missed.next_at())
+        return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """See :class:`~disagg_kv.endpoints.role.Role`."""

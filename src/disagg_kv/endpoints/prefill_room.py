@@ -35,6 +35,17 @@ class PrefillRoom:
     gates: Gates = field(factory=Gates)
     passes: dict[int, Cuts] = field(factory=dict)
 
+    def account(self, now: float) -> None:
+        """Say what the room has cost so far, and that pages that were taken away are not read any more."""
+        machine, report = self.machine, self.handle.report
+        report.segments = sum([f.segments_landed for f in machine.flows.values()])
+        if self.withdrawn and machine.reads == 0:
+            for fired in self.withdrawn:
+                fired.set()
+            self.withdrawn.clear()
+        if machine.released and "total" not in report.seconds:
+            report.spend("total", now - self.opened)
+
     def grouped(self, node: Node, run: range, groups: Groups) -> None:
         """Tell how the layers of a chunk are cut, and why."""
         report, now = self.handle.report, node.now

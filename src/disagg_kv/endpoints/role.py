@@ -60,6 +60,11 @@ class Role(Protocol):
         """
         ...
 
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet."""
+        ...
+
     def tick(self) -> None:
         """Time has passed."""
         ...

@@ -24,10 +24,14 @@ from ..ids import Epoch, Generation, Rank, RoomId
 from .base import Decided, Options, RoomKey, Send
 from .frames import Ballot, Verdict, words
 from .retry import Repeater
+from .tombstones import Ended, Tombstones
 
 LATE = "rank 0 of our instance was lost, and no other life of it has opened the room in time"
 LIVES = 8
 """So many decided lives of one room id are remembered."""
+
+LOOKS = 2
+"""Remembered rooms that each new one has looked at: those that are over go, however many others wait."""
 
 
 @frozen
@@ -72,7 +76,8 @@ class Agreement:
         rank: ours.
         world: how many ranks the instance has.
         epoch: ours.
-        options: repeat times, and how many undecided and decided rooms are remembered.
+        options: repeat times, and how many rooms are remembered by name once they are decided. Beyond those it is
+            remembered how each rank's generation ended.
     """
 
     def __init__(self, rank: Rank, world: int, epoch: Epoch, options: Options) -> None:
@@ -85,10 +90,9 @@ class Agreement:
         self._repeat = Repeater(options)
         self._waiting: OrderedDict[RoomId, OrderedDict[Generation, _Said]] = OrderedDict()
         self._unclaimed: dict[RoomKey, float] = {}
-        self._lives: dict[RoomId, list[_Life]] = {}
-        self._settled: OrderedDict[RoomId, None] = OrderedDict()
-        """Rooms all of whose lives are decided, those first that have been so for longest."""
-        self._forgotten: dict[Epoch, int] = {}
+        self._lives: OrderedDict[RoomId, list[_Life]] = OrderedDict()
+        self._alone: OrderedDict[RoomKey, None] = OrderedDict()
+        self._ended = Tombstones()
         self._ranks: dict[Epoch, Rank] = {}
         self._followed: dict[Epoch, Rank] = {}
 
@@ -111,7 +115,6 @@ class Agreement:
             out += self.lost(other, now)
         self._followed.pop(epoch, None)
         self._ranks[epoch] = rank
-        self._forgotten = {e: g for e, g in self._forgotten.items() if e in self._ranks}
         if rank == 0 != self._rank:
             if self._left not in (None, epoch):
                 self._drop_ended()
@@ -180,11 +183,19 @@ class Agreement:
             self._unclaimed.setdefault(key, now + self._options.silence_s)
         # Nobody can have counted our success without rank 0, and it hears of the failure should it come.
         out = self._end_alone(key, said, reason) if ok is False else []
-        while len(self._waiting) > self._options.tombstones:
-            room, oldest = self._waiting.popitem(last=False)
-            for generation, one in oldest.items():
-                out += self._end_alone(RoomKey(room, generation), one, "too many rooms wait for rank 0")
+        # Rooms that wait are never given up for their number; of those that have ended the next rank 0 need not hear.
+        while len(self._alone) > self._options.tombstones:
+            ended, _ = self._alone.popitem(last=False)
+            self._drop(ended)
         return out
+
+    def _drop(self, key: RoomKey) -> None:
+        """There is nothing more to say of a room."""
+        self._alone.pop(key, None)
+        line = self._waiting[key.room]
+        del line[key.generation]
+        if not line:
+            del self._waiting[key.room]
 
     def on_ballot(self, ballot: Ballot, now: float) -> list[Send | Outcome]:
         """Rank 0: another rank's ballot; it is answered in any case, also where another life of that rank counts."""
@@ -194,8 +205,8 @@ class Agreement:
             return []
         room, generation = RoomId(ballot.room), Generation(ballot.generation)
         if self._find(room, rank, peer, generation) is None:
-            if self._is_old(room, rank, peer, generation):
-                return [self._verdict(peer, room, generation, Decided(False, "the outcome is forgotten"))]
+            if (known := self._known(room, rank, peer, generation)) is not None:
+                return [self._verdict(peer, room, generation, known)]
             if peer not in self._ranks:
                 return [self._verdict(peer, room, generation, self._exclude(room, rank, peer, generation))]
         opened = now - ballot.open_ms / 1000
@@ -226,11 +237,9 @@ class Agreement:
             out.append(Outcome(key, Decided(verdict.ok, verdict.reason)))
         self._repeat.stop(key)
         self._unclaimed.pop(key, None)
-        del line[key.generation]
+        self._drop(key)
         if line:
             out.append(self._tell(key.room, now))
-        else:
-            del self._waiting[key.room]
         return out
 
     def tick(self, now: float) -> list[Send | Outcome]:
@@ -275,6 +284,7 @@ class Agreement:
         if said.alone:
             return []
         said.alone = True
+        self._alone[key] = None
         self._unclaimed.pop(key, None)
         said.ballot = msgspec.structs.replace(said.ballot, ok=False, reason=words(reason))
         return [Outcome(key, Decided(False, reason))]
@@ -283,9 +293,7 @@ class Agreement:
         """Another life of rank 0 knows nothing of the rooms that its earlier life took with it."""
         for room, line in list(self._waiting.items()):
             for generation in [g for g, said in line.items() if said.alone and said.shared]:
-                del line[generation]
-            if not line:
-                del self._waiting[room]
+                self._drop(RoomKey(room, generation))
 
     # Rank 0.
 
@@ -293,10 +301,18 @@ class Agreement:
         lives = self._lives.get(room, [])
         return next((life for life in lives if life.lives.get(rank) == (epoch, generation)), None)
 
-    def _is_old(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> bool:
-        """A rank's generations grow, and it speaks of the lives of one room in order."""
+    def _known(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation) -> Decided | None:
+        """How a life ended that is not remembered by its room's name; None: nothing is known of it.
+
+        A rank's generations grow, and it speaks of the lives of one room in order.
+        """
+        ended = self._ended.outcome(epoch, generation)
+        if ended is Ended.DONE:
+            return Decided(True, "")
         known = [life.lives[rank] for life in self._lives.get(room, []) if rank in life.lives]
-        return generation <= self._forgotten.get(epoch, -1) or any(e == epoch and g > generation for e, g in known)
+        if ended is not None or any(e == epoch and g > generation for e, g in known):
+            return Decided(False, "the room has failed, or its outcome is forgotten")
+        return None
 
     def _life(self, room: RoomId, rank: Rank, epoch: Epoch, generation: Generation, opened: float) -> _Life:
         """The life that a rank's generation belongs to: its own, else the earliest that this rank has no part in.
@@ -313,8 +329,8 @@ class Agreement:
                 life.lives[rank] = (epoch, generation)
                 return life
         lives.append(_Life({rank: (epoch, generation)}))
-        self._settled.pop(room, None)
-        self._forget()
+        self._lives.move_to_end(room)
+        self._forget(since)
         return lives[-1]
 
     def _close_earlier(
@@ -334,17 +350,31 @@ class Agreement:
         decided = Decided(False, f"another life of rank {rank} is there")
         self._lives.setdefault(room, []).append(_Life({rank: (epoch, generation)}, {}, decided, -inf))
         self._trim(room)
-        self._forget()
+        self._forget(-inf)
         return decided
 
-    def _forget(self) -> None:
-        """Bound what is remembered of decided rooms."""
-        while len(self._lives) > self._options.tombstones and self._settled:
-            room, _ = self._settled.popitem(last=False)
-            for life in self._lives.pop(room):
-                for epoch, generation in life.lives.values():
-                    if epoch in self._ranks:
-                        self._forgotten[epoch] = max(self._forgotten.get(epoch, 0), generation)
+    def _forget(self, since: float) -> None:
+        """Bound what is remembered by name of rooms that are over: decided, and no rank opens a part of them any more.
+
+        Args:
+            since: what was decided by then is none that a rank could still mean.
+        """
+        for _ in range(LOOKS):
+            if len(self._lives) <= self._options.tombstones:
+                return
+            room, lives = next(iter(self._lives.items()))
+            if all(x.decided is not None and (len(x.lives) == self._world or x.decided_at <= since) for x in lives):
+                for life in self._lives.pop(room):
+                    self._bury(life)
+            else:
+                self._lives.move_to_end(room)
+
+    def _bury(self, life: _Life) -> None:
+        """Keep how it ended, for each rank that may ask again."""
+        assert life.decided is not None
+        for epoch, generation in life.lives.values():
+            if epoch in self._ranks:
+                self._ended.remember(epoch, generation, Ended.DONE if life.decided.ok else Ended.FAILED)
 
     def _count(
         self,
@@ -386,10 +416,7 @@ class Agreement:
         """Of a room that is used again and again, keep the last few decided lives."""
         lives = self._lives[room]
         while len(lives) > LIVES and lives[0].decided is not None:
-            lives.pop(0)
-        if all(life.decided is not None for life in lives):
-            self._settled[room] = None
-            self._settled.move_to_end(room)
+            self._bury(lives.pop(0))
 
     def _verdict(
         self, to: Epoch, room: RoomId, generation: Generation, decided: Decided | None, shared: bool = False

@@ -40,10 +40,12 @@ class Options:
         missed: heartbeats missed after which a peer gets no new grants.
         closed_s: how long a broken connection may take to come back.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
-        known_s: how often a ballot is repeated that is known already, should the verdict be lost.
+        known_s: how often a ballot is repeated that is known already, should the verdict be lost, and an ``Expect``
+            that is parked.
         window: segments of one room that may be between request and acknowledgement towards one destination.
         aux_part: bytes of aux data in one frame; what is longer crosses in several.
-        tombstones: ended rooms that are remembered, per peer epoch; more than are ever open at once.
+        tombstones: ended rooms that ranks of an instance remember by name, to agree on them; beyond those, and of
+            every peer, it is remembered by number how a room ended.
         parked: ``Expect`` frames that may wait for the engine to open their room.
             parked_pages: page ids that they may name together.
         linger_s: on wires of 50 GB/s and more an endpoint with open rooms keeps looking for so long after something

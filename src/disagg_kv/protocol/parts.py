@@ -150,6 +150,14 @@ class Part:
         """True if a writer may have written under this lease."""
         return self.lease is not None and self.lease.start == lease and rank in self.asked
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other."""
+        assert self.arrived.issubset(self.writers)
+        assert self.staged <= self.arrived <= self.asked | (self.arrived - self.staged)
+        assert self.lease is not None or not self.staged
+        assert self.asked <= self.asks.keys()
+        assert self.lease is None or self.asked
+
     def stale(self, rank: Rank, ask: int) -> bool:
         """True for a request that was given back already: it came late or twice."""
         last = self.asks.get(rank, -1)

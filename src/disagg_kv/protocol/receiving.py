@@ -171,8 +171,12 @@ class ReceiveRoom(Machine[Receiving]):
             self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
 
     def _on_expected(self, event: Expected) -> None:
+        w = self._writers[Epoch(event.src)]
         if not event.parked:
-            self._repeat.stop(("expect", self._writers[Epoch(event.src)].rank))
+            self._repeat.stop(("expect", w.rank))
+            return
+        # Each repetition keeps it parked for as long as a peer may be silent.
+        self._repeat.slow(("expect", w.rank), self._options.silence_s / 2)
 
     # Moving.
 
@@ -586,11 +590,7 @@ class ReceiveRoom(Machine[Receiving]):
         for a, b in combinations(self._parts, 2):
             assert not overlap(a, b), (a, b)
         for part in self._parts.values():
-            assert part.arrived.issubset(part.writers)
-            assert part.staged <= part.arrived <= part.asked | (part.arrived - part.staged)
-            assert part.lease is not None or not part.staged
-            assert part.asked <= part.asks.keys()
-            assert part.lease is None or part.asked
+            part.check_integrity()
         if self.error is None:
             for w in self._writers.values():
                 asked = [p for p in self._parts.values() if w.rank in p.asks and w.rank not in p.arrived]

@@ -1,54 +1,92 @@
-"""What is remembered of ended rooms, so that late frames are answered and nothing revives them."""
+"""What is remembered of ended rooms, so that late frames are answered and nothing revives them.
+
+An endpoint numbers its rooms without gaps, so that what is known of them takes two bits each: whether a room has ended,
+and whether it ended well. A room that waits has its own two bits: it is never forgotten because others end.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
 from enum import Enum
 
-from ..ids import Epoch, Generation, RoomId
+from attrs import define, field
+
+from ..ids import Epoch, Generation
+
+GENERATIONS = 1 << 20
+"""Generations of a life that are remembered, from the newest back: more than begin within the time of any room."""
+
+BLOCK = 1 << 12
+"""Generations whose bits are kept together."""
+
+PEERS = 2048
+"""Lives that are remembered, those of which a room ended last: more than are known at a time."""
 
 
 class Ended(Enum):
-    """How a room ended; ``EVICTED``: it is no longer known how."""
+    """How a room ended; ``EVICTED``: it is no longer known whether and how."""
 
     DONE = "done"
     FAILED = "failed"
     EVICTED = "evicted"
 
 
-class Tombstones:
-    """The outcome of ended rooms, a bounded number per peer epoch.
+@define
+class _Life:
+    """Bits of the generations of one life, by block; a block without a bit is not there."""
 
-    Generations only grow, so a room that is neither live nor remembered, at or below the highest generation
-    forgotten, must be an old one.
+    newest: int = 0
+    over: dict[int, int] = field(factory=dict)
+    done: dict[int, int] = field(factory=dict)
+
+
+class Tombstones:
+    """The outcome of ended rooms, in a bounded number of bytes per life.
+
+    Args:
+        generations: how many are remembered of a life, from the newest that ended back.
+        peers: of how many lives.
     """
 
-    def __init__(self, limit: int, peers: int = 1024) -> None:
-        self._limit = limit
+    def __init__(self, generations: int = GENERATIONS, peers: int = PEERS) -> None:
+        self._generations = generations
         self._peers = peers
-        self._ended: OrderedDict[Hashable, OrderedDict[tuple[RoomId, Generation], Ended]] = OrderedDict()
-        self._forgotten: dict[Hashable, int] = {}
+        self._lives: OrderedDict[Epoch, _Life] = OrderedDict()
 
-    def remember(self, peer: Epoch, room: RoomId, generation: Generation, ended: Ended) -> None:
+    def remember(self, peer: Epoch, generation: Generation, ended: Ended) -> None:
         """A room ended; the first outcome stands."""
-        mine = self._ended.setdefault(peer, OrderedDict())
-        self._ended.move_to_end(peer)
-        mine.setdefault((room, generation), ended)
-        if len(mine) > self._limit:
-            (_, oldest), _ = mine.popitem(last=False)
-            self._forgotten[peer] = max(self._forgotten.get(peer, 0), oldest)
-        if len(self._ended) > self._peers:
-            gone, _ = self._ended.popitem(last=False)
-            self._forgotten.pop(gone, None)
+        life = self._lives.setdefault(peer, _Life())
+        self._lives.move_to_end(peer)
+        while len(self._lives) > self._peers:
+            self._lives.popitem(last=False)
+        if generation <= life.newest - self._generations:
+            return
+        life.newest = max(life.newest, generation)
+        if len(life.over) > self._generations // BLOCK + 1:
+            first = (life.newest - self._generations) // BLOCK
+            for old in [block for block in life.over if block < first]:
+                del life.over[old]
+                life.done.pop(old, None)
+        block, bit = divmod(generation, BLOCK)
+        before = life.over.get(block, 0)
+        if before >> bit & 1 == 0:
+            life.over[block] = before | 1 << bit
+            if ended is Ended.DONE:
+                life.done[block] = life.done.get(block, 0) | 1 << bit
 
-    def outcome(self, peer: Epoch, room: RoomId, generation: Generation) -> Ended | None:
-        """How the room ended; None: it is not known to have been."""
-        mine = self._ended.get(peer)
-        known = None if mine is None else mine.get((room, generation))
-        if known is None and generation <= self._forgotten.get(peer, -1):
+    def outcome(self, peer: Epoch, generation: Generation) -> Ended | None:
+        """How the room ended; None: it has not."""
+        life = self._lives.get(peer)
+        if life is None:
+            return None
+        if generation <= life.newest - self._generations:
             return Ended.EVICTED
-        return known
+        block, bit = divmod(generation, BLOCK)
+        if life.over.get(block, 0) >> bit & 1 == 0:
+            return None
+        return Ended.DONE if life.done.get(block, 0) >> bit & 1 else Ended.FAILED
 
-    def __len__(self) -> int:
-        return sum(len(mine) for mine in self._ended.values())
+    @property
+    def blocks(self) -> int:
+        """Blocks of bits that are kept: each takes ``BLOCK / 8`` bytes at most, twice."""
+        return sum(len(life.over) for life in self._lives.values())

@@ -224,18 +224,6 @@ def test_what_is_kept_for_later_expires() -> None:
     rig.quiet()
 
 
-def test_an_expectation_of_a_forgotten_room_is_refused() -> None:
-    """Tombstones are bounded: what may be a forgotten room's echo does not begin a room, and says so at once."""
-    rig = Rig(SPEC, options=Options(tombstones=2))
-    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
-    old = rig.request("old", prefills, decodes, 8).open_decode()
-    for i in range(4):
-        rig.request(f"{i}", prefills, decodes, 0).start().landed()
-    old.expect()
-    rig.until(lambda: old.receives[0].released, "the refusal", 400)
-    assert "forgotten" in str(old.receives[0].error)
-
-
 def test_pools_must_be_what_the_instance_says() -> None:
     """An endpoint's rank and shard are checked against the instance's list when it is built."""
     shards = tp_shards(SPEC, 2)

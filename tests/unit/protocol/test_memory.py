@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from disagg_kv.ids import Epoch, Generation, RoomId
+from disagg_kv.ids import Epoch, Generation
 from disagg_kv.protocol import Ended, Options, Send, Tombstones
 from disagg_kv.protocol.frames import Heartbeat
 from disagg_kv.protocol.retry import Repeater
+from disagg_kv.protocol.tombstones import BLOCK, GENERATIONS
 
 PEER, OTHER = Epoch(bytes(16)), Epoch(bytes([1] * 16))
 BEAT = Send(PEER, Heartbeat(src=OTHER, dst=PEER))
@@ -53,45 +54,58 @@ def test_a_request_that_is_known_is_repeated_rarely() -> None:
     assert times(repeater, 35) == [10.0, 20.0, 30.0]
 
 
-def test_an_outcome_is_remembered_per_peer_room_and_generation_and_the_first_stands() -> None:
+def test_an_outcome_is_remembered_per_peer_and_generation_and_the_first_stands() -> None:
     """E11: a room id that is used again is another room."""
-    tombs = Tombstones(10)
-    room = RoomId(b"r")
-    tombs.remember(PEER, room, Generation(3), Ended.DONE)
-    tombs.remember(PEER, room, Generation(3), Ended.FAILED)
-    assert tombs.outcome(PEER, room, Generation(3)) is Ended.DONE
-    assert tombs.outcome(PEER, room, Generation(4)) is None
-    assert tombs.outcome(PEER, room, Generation(2)) is None
-    assert tombs.outcome(OTHER, room, Generation(3)) is None
+    tombs = Tombstones()
+    tombs.remember(PEER, Generation(3), Ended.DONE)
+    tombs.remember(PEER, Generation(3), Ended.FAILED)
+    assert tombs.outcome(PEER, Generation(3)) is Ended.DONE
+    assert tombs.outcome(PEER, Generation(4)) is None
+    assert tombs.outcome(PEER, Generation(2)) is None
+    assert tombs.outcome(OTHER, Generation(3)) is None
 
 
-def test_tombstones_are_bounded_and_what_they_evicted_is_refused() -> None:
-    """E14: 4,096 per peer; at or below the highest evicted generation nothing is taken for a new room."""
-    limit = Options().tombstones
-    tombs = Tombstones(limit)
-    for g in range(1, limit + 101):
-        tombs.remember(PEER, RoomId(b"%d" % g), Generation(g), Ended.FAILED)
-    tombs.remember(OTHER, RoomId(b"1"), Generation(1), Ended.DONE)
-    assert len(tombs) == limit + 1 == 4097
-    assert tombs.outcome(PEER, RoomId(b"100"), Generation(100)) is Ended.EVICTED
-    assert tombs.outcome(PEER, RoomId(b"never seen"), Generation(1)) is Ended.EVICTED
-    assert tombs.outcome(PEER, RoomId(b"101"), Generation(101)) is Ended.FAILED
-    assert tombs.outcome(PEER, RoomId(b"new"), Generation(limit + 101)) is None
+def test_a_generation_that_waits_is_not_forgotten_while_very_many_end() -> None:
+    """In a bounded number of bytes, and each of the others is still known by its outcome."""
+    tombs, waits, many = Tombstones(), Generation(5), 300_000
+    for g in range(1, many):
+        if g != waits:
+            tombs.remember(PEER, Generation(g), Ended.DONE if g % 3 else Ended.FAILED)
+    assert tombs.outcome(PEER, waits) is None
+    assert all(tombs.outcome(PEER, Generation(g)) is Ended.DONE for g in range(7, many, 999))
+    assert all(tombs.outcome(PEER, Generation(g)) is Ended.FAILED for g in range(6, many, 999))
+    assert tombs.outcome(PEER, Generation(many)) is None
+    assert tombs.blocks == many // BLOCK + 1
+
+
+def test_what_a_peer_can_make_us_remember_is_bounded_and_what_is_older_is_refused() -> None:
+    """E14: whatever generations it names; below what is remembered nothing is taken for a new room."""
+    tombs = Tombstones()
+    for g in range(0, 4 * GENERATIONS, BLOCK // 2):
+        tombs.remember(PEER, Generation(g), Ended.DONE)
+    assert tombs.blocks <= GENERATIONS // BLOCK + 2
+    tombs.remember(PEER, Generation(2**62), Ended.FAILED)
+    tombs.remember(PEER, Generation(7), Ended.DONE)
+    assert tombs.blocks <= GENERATIONS // BLOCK + 2
+    assert tombs.outcome(PEER, Generation(7)) is Ended.EVICTED
+    assert tombs.outcome(PEER, Generation(2**62 - GENERATIONS)) is Ended.EVICTED
+    assert tombs.outcome(PEER, Generation(2**62 - GENERATIONS + 1)) is None
+    assert tombs.outcome(PEER, Generation(2**62)) is Ended.FAILED
 
 
 def test_evicted_generations_never_go_back_though_rooms_end_out_of_order() -> None:
-    tombs = Tombstones(1)
+    tombs = Tombstones(generations=1)
     for g in (9, 2, 3):
-        tombs.remember(PEER, RoomId(b"r"), Generation(g), Ended.DONE)
-    assert tombs.outcome(PEER, RoomId(b"r"), Generation(9)) is Ended.EVICTED
+        tombs.remember(PEER, Generation(g), Ended.DONE)
+    assert tombs.outcome(PEER, Generation(8)) is Ended.EVICTED
+    assert tombs.outcome(PEER, Generation(9)) is Ended.DONE
 
 
 def test_peers_are_bounded_too() -> None:
     """E6, E14: epochs of endpoints that came and went do not add up."""
-    tombs = Tombstones(1, peers=2)
+    tombs = Tombstones(peers=2)
     for p in range(5):
-        for g in (1, 2):
-            tombs.remember(Epoch(bytes([p] * 16)), RoomId(b"r"), Generation(g), Ended.DONE)
-    assert len(tombs) == 2
-    assert tombs.outcome(Epoch(bytes([4] * 16)), RoomId(b"r"), Generation(1)) is Ended.EVICTED
-    assert tombs.outcome(Epoch(bytes([0] * 16)), RoomId(b"r"), Generation(2)) is None
+        tombs.remember(Epoch(bytes([p] * 16)), Generation(2), Ended.DONE)
+    assert tombs.blocks == 2
+    assert tombs.outcome(Epoch(bytes([4] * 16)), Generation(2)) is Ended.DONE
+    assert tombs.outcome(Epoch(bytes([0] * 16)), Generation(2)) is None

@@ -84,8 +84,8 @@ def test_expect_is_repeated_to_each_rank_until_it_is_expected_and_not_only_parke
     """E2."""
     room = Room()
     room.say(Expected(**head(0), parked=True), Expected(**head(1), parked=False))
-    assert room.machine.next_at() == 0.2
-    assert sent(room.say(Tick(), now=0.2)) == [(0, Expect)]
+    assert room.machine.next_at() == 10.0
+    assert sent(room.say(Tick(), now=10.0)) == [(0, Expect)]
     room.say(Expected(**head(0), parked=False))
     assert room.machine.next_at() == 300.0
 

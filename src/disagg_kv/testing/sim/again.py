@@ -26,7 +26,7 @@ def last_requests(world: World) -> list[Request]:
     plain = evolve(
         scenario.requests[0], rows=2, edges=(2,), at=world.now + MEET_S, prefill_late=(0.0, 0.0),
         decode_late=(0.0, 0.0), pass_s=0.0, open_end=False, aux=False, steps=False, abort_decode=None,
-        abort_prefill=None, withdraw=None, late=False, total_s=scenario.options.total_s,
+        abort_prefill=None, withdraw=None, late=False, total_s=scenario.options.total_s, silence_s=None,
     )  # fmt: skip
     return [
         evolve(plain, room=RoomId(b"again %d" % source), source=source)

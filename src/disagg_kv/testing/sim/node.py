@@ -427,34 +427,8 @@ class SimNode:
         """When, by the world's clock, it has something to do although nothing comes in."""
         node = self.node
         times = [node.peers.next_at(), node.agreement.next_at(), node._look_at]
-        if self.role.open_rooms or isinstance(self.role, DecodeRole):
-            times += self._decode_due() if isinstance(self.role, DecodeRole) else self._prefill_due()
+        times.append(self.role.next_at())
         return min([t for t in times if t is not None]) - self.offset
-
-    def _decode_due(self) -> list[float | None]:
-        role = self.role
-        assert isinstance(role, DecodeRole)
-        times: list[float | None] = [i.look_at for i in role._instances.values() if i.waiting]
-        heard = [p.heard for p in self.node.peers._peers.values() if not p.lost]
-        for room in role._rooms.values():
-            times.append(room.machine.next_at())
-            if room.machine.error is None or not room.machine._writers:
-                times += [h + room.silence_s for h in heard]
-            if not room.machine._writers:
-                times.append(room.opened + room.silence_s)
-        times.append(role._declined.next_at())
-        now = self.clock()
-        return [t if t is None or t > now - 0.02 else now + 0.02 for t in times]
-
-    def _prefill_due(self) -> list[float | None]:
-        role = self.role
-        assert isinstance(role, PrefillRole)
-        heard = [p.heard for p in self.node.peers._peers.values() if not p.lost]
-        times: list[float | None] = []
-        for room in role._rooms.values():
-            times.append(room.machine.next_at())
-            times += [h + room.silence_s for h in heard]
-        return times
 
     def end(self) -> None:
         """The process ends without a word."""

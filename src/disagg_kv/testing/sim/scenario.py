@@ -40,6 +40,12 @@ FAR = 0.6
 LATE = 0.4
 """Share of the requests that are given up, or preempted, only after all their rows are there."""
 
+IMPATIENT_S = 0.6
+"""What some requests allow their peers to be silent: one heartbeat may be late."""
+
+CROWDS, CROWD_S = 0.15, 0.25
+"""Share of the worlds that could have it in which many small requests begin within so many seconds."""
+
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
@@ -166,6 +172,7 @@ class Request:
         withdraw: seconds after which prefill is preempted; None: never.
         late: those seconds begin when a prefill rank has all rows, not with the room.
         total_s: its deadline.
+        silence_s: how long its peers may be silent, if not as long as the endpoints allow.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
 
@@ -186,6 +193,7 @@ class Request:
     late: bool
     total_s: float
     prompt: Prompt | None = None
+    silence_s: float | None = None
 
 
 @frozen
@@ -272,6 +280,10 @@ class Scenario:
                 decode = evolve(decode, pages=decode.pages // rng.choice((4, 8, 8)))
         elif scarce:
             decode = evolve(decode, pages=decode.pages // 3)
+        if not survives(faults):
+            requests = _impatient(seed, requests)
+        if not talks and not stuck:
+            requests, options = _crowded(seed, shape, requests, options)
         selection = "+incremental" if talks else ""
         return cls(
             seed=seed,
@@ -391,6 +403,38 @@ def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float])
             )
         )
     return tuple(requests)
+
+
+def _crowded(
+    seed: int, shape: Shape, requests: tuple[Request, ...], options: Options
+) -> tuple[tuple[Request, ...], Options]:
+    """In some worlds little is remembered by name, and many small requests end while one waits somewhere."""
+    rng = random.Random(f"crowd {seed}")
+    if rng.random() >= CROWDS or shape.model.states is not None or shape.ranks >= WIDE:
+        return requests, options
+    late = CROWD_S + 0.05
+    waits = evolve(requests[0], at=0.0, abort_decode=None, abort_prefill=None, withdraw=None, total_s=4.0)
+    who = rng.randrange(4)
+    if who == 0:
+        waits = evolve(waits, decode_late=(0.0, late), prefill_late=(0.0, 0.0))
+    elif who == 1:
+        waits = evolve(waits, decode_late=(0.0, 0.0), prefill_late=(late, 0.0))
+    elif who == 2:
+        waits = evolve(waits, decode_late=(0.0, 0.0), prefill_late=(0.0, late))
+    small = [
+        evolve(
+            waits, room=RoomId(b"crowd %d" % n), source=waits.source, rows=1, edges=(1,), at=rng.uniform(0.01, CROWD_S),
+            decode_late=(0.0, 0.0), prefill_late=(0.0, 0.0), pass_s=0.0, open_end=False, aux=False, steps=False,
+        )
+        for n in range(rng.randint(6, 12))
+    ]  # fmt: skip
+    return (waits, *requests[1:], *small), evolve(options, tombstones=rng.choice((1, 2, 4)))
+
+
+def _impatient(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Some requests bear less silence than the endpoints do."""
+    rng = random.Random(f"silence {seed}")
+    return tuple(evolve(one, silence_s=IMPATIENT_S if rng.random() < 0.2 else None) for one in requests)
 
 
 def _drawn(

@@ -130,7 +130,9 @@ class Room:
             return
         try:
             assert isinstance(node.endpoint, DecodeEndpoint)
-            entry.handle = node.endpoint.open(self.plan.room, self.source, total_s=self.plan.total_s)
+            entry.handle = node.endpoint.open(
+                self.plan.room, self.source, total_s=self.plan.total_s, silence_s=self.plan.silence_s
+            )
         except (QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
             return
@@ -191,7 +193,7 @@ class Room:
             return
         try:
             assert isinstance(node.endpoint, PrefillEndpoint)
-            entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s)
+            entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s, silence_s=plan.silence_s)
         except (QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
             return
@@ -394,6 +396,8 @@ class Room:
             entry.segments = handle.report.segments
             self._grouped(entry)
             self._cached(entry)
+            if self.plan.room.startswith(b"crowd") and not world.rooms[0].over:
+                world.saw(Kind.CROWD)
             world.check.ended(entry)
         entry.phase = phase
         if handle.released and not entry.freed:

@@ -1,0 +1,68 @@
+"""When each of many things is due: a heap, so that nothing is done for those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+SPARE = 64
+"""Entries of the heap that may be out of date, besides as many as there are keys, before it is built anew."""
+
+
+class Timers(Generic[K]):
+    """One time per key. To set, to move and to take a time costs the logarithm of the number of keys.
+
+    An entry of the heap is valid while it is the newest of its key: an older one is dropped when it is met.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, K]] = []
+        self._due: dict[K, tuple[float, int]] = {}
+        self._number = 0
+
+    def schedule(self, key: K, when: float | None) -> None:
+        """The key is due then and not before; None: not at all."""
+        if when is None:
+            self._due.pop(key, None)
+            return
+        known = self._due.get(key)
+        if known is not None and known[0] == when:
+            return
+        self._number += 1
+        self._due[key] = (when, self._number)
+        heappush(self._heap, (when, self._number, key))
+        if len(self._heap) > 2 * len(self._due) + SPARE:
+            self._heap = [(at, number, key) for key, (at, number) in self._due.items()]
+            heapify(self._heap)
+
+    def due(self, now: float) -> Iterator[K]:
+        """Keys that are due, those due first first; each has no time until it gets another.
+
+        One at a time: where handling one raises, the others keep their times. What gets a time meanwhile comes with the
+        next call, however early that time is.
+        """
+        last = self._number
+        while self._heap and self._heap[0][0] <= now and self._heap[0][1] <= last:
+            _, number, key = heappop(self._heap)
+            known = self._due.get(key)
+            if known is not None and known[1] == number:
+                del self._due[key]
+                yield key
+
+    def next_at(self) -> float | None:
+        """When the next key is due; None: none is."""
+        while self._heap:
+            when, number, key = self._heap[0]
+            known = self._due.get(key)
+            if known is not None and known[1] == number:
+                return when
+            heappop(self._heap)
+        return None
+
+    def clear(self) -> None:
+        """Nothing is due."""
+        self._heap.clear()
+        self._due.clear()

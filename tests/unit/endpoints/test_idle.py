@@ -1,0 +1,64 @@
+"""Rooms that wait cost nothing between the times at which something is due for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.protocol import Options
+from tests.support.calls import calls
+from tests.support.rig import Memory, Rig, tp_shards
+
+SPEC = CacheSpec.kv(1, 1, 4, "float16")
+QUIET_S = 1.5
+
+
+def waiting(rooms: int, case: str) -> Rig:
+    """A network in which so many rooms wait: each for rows, for prefill's engine, for pages, or for an instance."""
+    options = Options(parked=2000)
+    rig = Rig(SPEC, options=options)
+    few = Memory(pages=2 * rooms)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1), memory=few), rig.decode(tp_shards(SPEC, 1), memory=few)
+    rig.request("first", prefills, decodes, 2).start().landed()
+    silence_s = 29.0 if case == "silence" else None
+    for i in range(rooms):
+        request = rig.request(f"{i}", prefills, decodes, 2, of="nowhere" if case == "instance" else "P")
+        if case in ("rows", "silence"):
+            request.sends = [m.endpoint.open(request.room, silence_s=silence_s) for m in prefills]
+        request.receives = [m.endpoint.open(request.room, request.source, silence_s=silence_s) for m in decodes]
+        if case != "pages":
+            request.expect(2)
+    for _ in range(20):
+        turn(rig)
+    return rig
+
+
+def turn(rig: Rig) -> None:
+    """Every endpoint makes a turn, and 5 ms pass; nothing is checked, as that looks at every room."""
+    for member in rig.members:
+        member.endpoint.driver.turn(0.0)
+    rig.clock.advance(0.005)
+
+
+def quiet(rig: Rig) -> int:
+    """Calls of both endpoints while nothing is due for any room."""
+
+    def act() -> None:
+        until = rig.clock() + QUIET_S
+        while rig.clock() < until:
+            turn(rig)
+
+    return calls(act).total()
+
+
+@pytest.mark.parametrize("case", ["rows", "silence", "parked", "pages", "instance"])
+def test_an_endpoint_does_nothing_for_rooms_that_wait(case: str) -> None:
+    """The calls of a quiet second are the same for a few rooms and for many."""
+    rigs = [waiting(rooms, case) for rooms in (10, 300)]
+    for rig in rigs:
+        # What is known to wait is repeated rarely: past the repeats that may still be quick.
+        until = rig.clock() + 0.5
+        while rig.clock() < until:
+            turn(rig)
+    few, many = (quiet(rig) for rig in rigs)
+    assert many <= 1.1 * few, (few, many)
