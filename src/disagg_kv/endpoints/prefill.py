@@ -548,6 +548,9 @@ class PrefillRole:
         incomplete = machine.world is None or len(machine.flows) < machine.world
         if machine.error is not None and incomplete:
             self._missed.miss(name, str(machine.error)[:1000], set(machine.flows), node.now)
+            for expect in self._parked.take(name):
+                # It came when the room had failed, and was not yet forgotten: it is answered now.
+                self._on_expect(expect, parked=True)
         node.observer.span(Span("room", name, room.opened, node.now, room.handle.report.nbytes))
 
     def tick(self) -> None:
