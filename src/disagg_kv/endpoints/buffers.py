@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import ConfigurationError
 from ..kernels import Kernels, SupportsWarmUp, kernels_for
 from ..memory import Buffer, MemoryPool, new_buffer
+from ..staging import ALIGNMENT
 from ..transports import SupportsAllocate, Transport
 
 
@@ -38,3 +39,16 @@ def ready_kernels(pool: MemoryPool, kernels: Kernels | None) -> Kernels:
     if isinstance(chosen, SupportsWarmUp):
         chosen.warm(pool)
     return chosen
+
+
+def staging_slots(slots: int, slot_bytes: int) -> int:
+    """Bytes of a staging buffer.
+
+    Raises:
+        ConfigurationError: fewer than one slot, or slots in which no aligned part fits.
+    """
+    if slots < 1 or slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT:
+        raise ConfigurationError(
+            f"{slots} staging slots of {slot_bytes} bytes: a positive multiple of {ALIGNMENT} each"
+        )
+    return slots * slot_bytes

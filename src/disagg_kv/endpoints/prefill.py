@@ -10,7 +10,6 @@ from ..errors import (
     AbortedError,
     DisaggKVError,
     LocalProtocolError,
-    PeerLostError,
     RemoteProtocolError,
     TransportError,
 )
@@ -562,11 +561,10 @@ class PrefillRole:
         now = self._node.now
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
-        for epoch, key in self._silences.due(now):
+        for key, lost in self._silences.due(now):
             room = self._rooms.get(key)
             if room is not None:
-                error = PeerLostError(f"peer {epoch.hex()[:8]} was silent for {room.silence_s:g} s")
-                self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
+                self._apply(room, room.machine.handle(lost.peer, lost, now))
         self._parked.expire(now)
         self._missed.expire(now)
         self.quarantined_slots = self.mover.slots_of(self._failed)
@@ -588,8 +586,7 @@ class PrefillRole:
 
     def abort_all(self, reason: str) -> None:
         """The endpoint closes."""
-        for room in list(self._rooms.values()):
-            self._apply(room, room.machine.cancel(AbortedError(reason), self._node.now))
+        self.integrity_failure(AbortedError(reason))
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.role.Role`."""

@@ -23,13 +23,13 @@ from ..trace import Observer, Silent
 from ..transports import Transport
 from .background import Background, HelperThreads, inline
 from .base import PeerInfo
-from .buffers import new_staging, ready_kernels
+from .buffers import new_staging, ready_kernels, staging_slots
 from .delivery import Act, Cuts, DeliveryHandle, ForwardPass, Handed
 from .driver import Driver
 from .handles import Changes, Happened, check_room
 from .introduction import Self, check_instance
 from .life import Life
-from .mover import Mover, staging_slots
+from .mover import Mover
 from .node import Node
 from .prefill import PrefillRole
 

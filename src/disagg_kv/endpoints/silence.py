@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..errors import PeerLostError
 from ..ids import Epoch
-from ..protocol import PeerTable, RoomKey
+from ..protocol import Lost, PeerTable, RoomKey
 from ..protocol.timers import Timers
 
 
@@ -46,15 +47,17 @@ class Silences:
             del self._watched[peer]
             self._timers.schedule(peer, None)
 
-    def due(self, now: float) -> list[tuple[Epoch, RoomKey]]:
+    def due(self, now: float) -> list[tuple[RoomKey, Lost]]:
         """Rooms that a peer has been silent for too long for, each once."""
-        found: list[tuple[Epoch, RoomKey]] = []
+        found: list[tuple[RoomKey, Lost]] = []
         for peer in self._timers.due(now):
             silent_s = self._peers.silent_for(peer, now)
-            over = [(peer, room) for s, rooms in self._watched[peer].items() if silent_s >= s for room in rooms]
-            for _, room in over:
-                self._drop(peer, self._of[room].pop(peer), room)
-            found += over
+            over = [room for s, rooms in self._watched[peer].items() if silent_s >= s for room in rooms]
+            for room in over:
+                silence_s = self._of[room].pop(peer)
+                self._drop(peer, silence_s, room)
+                error = PeerLostError(f"peer {peer.hex()[:8]} was silent for {silence_s:g} s")
+                found.append((room, Lost(peer, error)))
             if peer in self._watched:
                 self._schedule(peer, now)
         return found
