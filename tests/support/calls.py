@@ -1,4 +1,4 @@
-"""How much an endpoint does, counted in calls: a measure that no other process on the machine can change."""
+"""How much an endpoint does, counted in calls or lines: a measure that no other process on the host can change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 
 def calls(act: Callable[[], object]) -> Counter[str]:
@@ -23,3 +24,23 @@ def calls(act: Callable[[], object]) -> Counter[str]:
     finally:
         sys.setprofile(before)
     return seen
+
+
+def lines(act: Callable[[], object]) -> int:
+    """Lines of the library's Python that ran in ``act``: each round of a loop counts, also within one call."""
+    count = 0
+
+    def note(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        if "disagg_kv" not in frame.f_code.co_filename:
+            return None
+        count += 1
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count

@@ -195,7 +195,11 @@ class PrefillRank:
         delivery.finish(tokens)
         self._until(lambda: delivery.released, SELDOM_S)
         began = began if queued is None else queued.ended()
-        return _moved(delivery, began, time.monotonic(), tuple(one.seconds for one in self._channel.taken()))
+        return self.moved(began)
+
+    def moved(self, began: float) -> Moved:
+        """The transfer that is over now."""
+        return _moved(self._delivery, began, time.monotonic(), tuple(one.seconds for one in self._channel.taken()))
 
     def _until(self, good: Callable[[], bool], look_s: float = LOOK_S) -> None:
         _until(good, self._delivery, self._shape, look_s)

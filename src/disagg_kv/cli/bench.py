@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .bench_chunks import chunks
 from .bench_grant import grant
 from .bench_pipeline import pipeline
 from .bench_prefix import prefix
@@ -27,6 +28,7 @@ def register(app: typer.Typer) -> None:
     group.command()(transfer)
     group.command()(adapter)
     group.command()(grant)
+    group.command()(chunks)
     group.command()(prefix)
     group.command()(pipeline)
     app.add_typer(group, name="bench")

@@ -527,11 +527,10 @@ class DecodeRole:
                 self._handle(room, Tick())
                 self._check_found(room, now)
         self._say(self._declined.tick(now))
-        for epoch, key in self._silences.due(now):
+        for key, lost in self._silences.due(now):
             room = self._rooms.get(key)
             if room is not None and room.machine.error is None:
-                error = PeerLostError(f"{self._node.roster.name(epoch)} was silent for {room.silence_s:g} s")
-                self._handle(room, Lost(epoch, error))
+                self._handle(room, lost)
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in peers.epochs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from ..planning import Batch
 from ..protocol import Effect, RoomKey, SendRoom
 from .admission import Admission
 from .handles import Happened, RoomHandle, check_states, check_tables, joined
+from .held import after
 
 Act = Callable[[SendRoom, float], list[Effect]]
 
@@ -83,6 +85,7 @@ class DeliveryHandle(RoomHandle):
         self._finished = False
         self._ended = False
         self._again: Mapping[GroupId, PageTable] | None = None
+        self._edges: list[int] = []
         self._turns = 0
         self._withdrawals = 0
         self._fired: list[Happened] = []
@@ -132,10 +135,17 @@ class DeliveryHandle(RoomHandle):
         """From now on the rows count as handed over."""
         start, self._given = self._given, stop
         if self._again is not None:
-            self._again = tables if stop < self._stop else None
-        self._stop = max(self._stop, stop)
+            self._again = self._open_rows(stop, tables) if stop < self._stop else None
+        if stop > self._stop:
+            self._stop = stop
+            self._edges.append(stop)
         self._turns += 1
         return Handed(self._key, self._turns, start, stop, tables, batch or Batch())
+
+    def _open_rows(self, stop: int, tables: Mapping[GroupId, PageTable]) -> Mapping[GroupId, PageTable]:
+        """Of tables that end at ``stop``, the pages of the chunk that is not complete yet."""
+        edge = self._edges[bisect_right(self._edges, stop) - 1] if self._edges[0] <= stop else 0
+        return after(self._pool.site, tables, dict.fromkeys(tables, edge))
 
     def finish(
         self,

@@ -111,6 +111,8 @@ class Driver:
             self._thread.join()
         if node.broken is None:
             self._turn(0.0)
+        while node.broken is None and node.behind:
+            self._turn(0.0)
         while node.broken is None and self._open_rooms() and node.clock() < until:
             self._turn(0.02)
         if self._thread is not None:

@@ -10,6 +10,9 @@ from ..ids import LayerId
 from ..memory import All, Event
 from ..planning import Segment
 
+BLOCK = 1024
+"""Rows whose gates are kept together."""
+
 
 @frozen
 class _Gate:
@@ -26,10 +29,11 @@ class _Gate:
 
 
 class Gates:
-    """Of one room."""
+    """Of one room. A segment is compared with the gates of its own rows, however many there are of others."""
 
     def __init__(self) -> None:
         self._gates: list[_Gate] = []
+        self._near: dict[int, list[_Gate]] = {}
         self._most = 1
 
     def add(self, start: int, stop: int, layers: Collection[LayerId] | None, event: Event) -> None:
@@ -39,11 +43,26 @@ class Gates:
         one event or two on average, however many are pending.
         """
         if len(self._gates) >= self._most:
-            self._gates = [gate for gate in self._gates if not gate.event.query()]
-            self._most = max(1, 2 * len(self._gates))
-        self._gates.append(_Gate(start, stop, None if layers is None else frozenset(layers), event))
+            pending = [gate for gate in self._gates if not gate.event.query()]
+            self._most = max(1, 2 * len(pending))
+            self._gates, self._near = [], {}
+            for gate in pending:
+                self._put(gate)
+        self._put(_Gate(start, stop, None if layers is None else frozenset(layers), event))
+
+    def _put(self, gate: _Gate) -> None:
+        self._gates.append(gate)
+        for block in _blocks(gate.start, gate.stop):
+            self._near.setdefault(block, []).append(gate)
 
     def before(self, segment: Segment) -> Event | None:
         """What a copy of the segment has to come after; None: nothing."""
-        events = list({id(gate.event): gate.event for gate in self._gates if gate.bars(segment)}.values())
+        if not self._near:
+            return None
+        near = (gate for block in _blocks(segment.start, segment.stop) for gate in self._near.get(block, ()))
+        events = list({id(gate.event): gate.event for gate in near if gate.bars(segment)}.values())
         return events[0] if len(events) == 1 else All(events) if events else None
+
+
+def _blocks(start: int, stop: int) -> range:
+    return range(start // BLOCK, -(-stop // BLOCK))

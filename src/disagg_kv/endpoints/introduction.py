@@ -9,12 +9,13 @@ from typing import Literal
 import attrs
 from attrs import frozen
 
+from ..channels import key_of
 from ..errors import ConfigurationError, GeometryError, IncompatiblePeerError, RemoteProtocolError
 from ..geometry import CacheSpec, Shard, Site
 from ..ids import Epoch, Rank, RegionId, peer_name
 from ..planning import intake_of
-from ..protocol import VERSION, Hello
-from ..protocol.frames import WireHolding
+from ..protocol import VERSION, AnyFrame, Hello, PeerTable
+from ..protocol.frames import Refused, WireHolding
 from ..protocol.wire import (
     shard_from_wire,
     shard_to_wire,
@@ -24,6 +25,7 @@ from ..protocol.wire import (
     spec_to_wire,
 )
 from ..strategies import Path
+from ..trace import Observer
 from ..transports import Transport
 from .life import Life
 
@@ -219,3 +221,15 @@ def check_instance(shards: Sequence[Shard], rank: int, site: Site) -> None:
         raise GeometryError(f"rank {rank} of an instance of {len(shards)} ranks")
     if shards[rank] != site.shard:
         raise GeometryError(f"rank {rank}: the pool's shard is not the one that the instance's list has for it")
+
+
+def check_key(frame: AnyFrame, key: str, peers: PeerTable, observer: Observer) -> None:
+    """A proved key speaks only for those whose address names it.
+
+    Raises:
+        RemoteProtocolError: the frame is in the name of another address.
+    """
+    address = frame.address if isinstance(frame, Hello | Refused) else peers.address(Epoch(frame.src))
+    if address is not None and key_of(address) != key:
+        observer.count("frames.forged")
+        raise RemoteProtocolError(f"{type(frame).__name__} in the name of {address} from the key {key}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Protocol
 
 from attrs import define, field, frozen
@@ -13,13 +13,15 @@ from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RegionId, Ticket, peer_name
 from ..kernels import Kernels, Move, SupportsStreams
 from ..memory import Buffer, Event, MemoryPool
-from ..planning import Segment, StagedLayout, Writes
+from ..planning import StagedLayout, Writes
 from ..protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
 from ..transports import Ended, Settled, Transport
 from .ahead import Ahead, Foreseen, Places, Planned
 from .base import Report
+from .budget import Budget
 from .roster import Held
 from .verifying import Summing, layer_sums
+from .waiting import Waiting
 
 
 @frozen
@@ -189,7 +191,7 @@ class Mover:
         self._quota = max(1, len(self._slots) // 4)
         self._pins: Counter[Epoch] = Counter()
         self._of_room: dict[RoomKey, dict[int, _Post]] = {}
-        self._queue: OrderedDict[tuple[RoomKey, Epoch, Segment], Transfer] = OrderedDict()
+        self._queue = Waiting()
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
         self._posts: dict[Ticket, _Post] = {}
@@ -231,12 +233,11 @@ class Mover:
 
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """Queue a transfer; one that is queued already is replaced."""
-        self._queue[(room, transfer.to, transfer.segment)] = transfer
+        self._queue.add(room, transfer)
 
     def forget(self, room: RoomKey) -> None:
         """Drop what is queued for a room that has ended."""
-        for key in [k for k in self._queue if k[0] == room]:
-            del self._queue[key]
+        self._queue.forget(room)
         self.ahead.forget(room)
 
     def work(self) -> bool:
@@ -248,30 +249,36 @@ class Mover:
             self._look(one)
         for summing in list(self._summing):
             self._look_at_sums(summing)
-        waiting, slot = False, self._free_slot() if self._queue else None
-        for key in list(self._queue):
-            transfer = self._queue.get(key)
-            if transfer is None:
-                continue
-            if transfer.offset is not None:
-                if slot is not None and not self._full(transfer.to):
-                    self._staged(key[0], transfer, slot)
-                    slot = self._free_slot()
-                continue
-            try:
-                waits = self._waits(key[0], transfer)
-            except Exception as exc:
-                del self._queue[key]
-                self._rooms.broken([key[0]], exc)
-                continue
-            if waits:
-                waiting = True
-            else:
-                del self._queue[key]
-                self._direct(key[0], transfer)
-                slot = self._free_slot()
+        budget = Budget(self._clock)
+        waiting = self._begin_direct(budget)
+        while self._queue and (slot := self._free_slot()) is not None:
+            found = self._queue.first(self._full)
+            if found is None or not budget.take():
+                break
+            self._staged(*found, slot)
         self._looked = self._clock()
-        return waiting or bool(self._gathering or self._posts or self._summing)
+        return waiting or budget.spent or bool(self._gathering or self._posts or self._summing)
+
+    def _begin_direct(self, budget: Budget) -> bool:
+        """Post what goes straight to pages; True while something waits for an event that nothing else tells of.
+
+        Of a room and a destination only the first is asked for: rows are final in order.
+        """
+        waiting = False
+        for room, to in self._queue.lines():
+            for transfer in self._queue.direct(room, to):
+                try:
+                    waits = self._waits(room, transfer)
+                except Exception as exc:
+                    self._queue.remove(room, to, transfer.segment)
+                    self._rooms.broken([room], exc)
+                    continue
+                waiting |= waits
+                if waits or not budget.take():
+                    break
+                self._queue.remove(room, to, transfer.segment)
+                self._direct(room, transfer)
+        return waiting
 
     def orders(self, event: Event) -> bool:
         """Whether gathers put themselves behind an event, so that no thread needs to look at it."""
@@ -337,7 +344,7 @@ class Mover:
             share = self._rooms.sharing(room, transfer)
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slot_bytes):
                 continue
-            del self._queue[(room, transfer.to, transfer.segment)]
+            self._queue.remove(room, transfer.to, transfer.segment)
             planned = self.ahead.take(room, transfer)
             load = self._rooms.begin(room, transfer, planned)
             if planned is not None and (load is None or load.tables is not planned.tables):
@@ -349,7 +356,7 @@ class Mover:
 
     def _same(self, room: RoomKey, first: Transfer, foreseen: Foreseen | None) -> list[Transfer]:
         """Queued transfers of one segment, in the order that is prepared."""
-        same = [t for (r, _, s), t in self._queue.items() if r == room and s == first.segment and t.offset is not None]
+        same = self._queue.same(room, first.segment)
         return same if foreseen is None or len(same) == 1 else sorted(same, key=foreseen.order)
 
     def _full(self, to: Epoch) -> bool:
@@ -481,7 +488,7 @@ class Mover:
         if after is None or post.slot is None:
             self._crosses(post, started)
         try:
-            for batch in _batches(writes, self._max_batch):
+            for batch in writes.batches(self._max_batch):
                 ticket = self._rooms.submit(post.transfer.to, batch, after)
                 post.tickets.add(ticket)
                 self._posts[ticket] = post
@@ -588,15 +595,3 @@ class Mover:
         assert towards == self._pins, (towards, self._pins)
         filling = {g.slot.offset for g in self._gathering}
         assert filling == {s.offset for s in self._slots if s.filling}, filling
-
-
-def _batches(writes: Writes, most: int | None) -> Iterator[Writes]:
-    """No batch above what the transport takes at once."""
-    if most is None or len(writes) <= most:
-        yield writes
-        return
-    for start in range(0, len(writes), most):
-        cut = slice(start, start + most)
-        yield Writes(
-            writes.local[cut], writes.local_off[cut], writes.remote[cut], writes.remote_off[cut], writes.nbytes[cut]
-        )

@@ -13,7 +13,7 @@ from functools import partial
 from math import inf
 from typing import TypeVarTuple
 
-from ..channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps, key_of
+from ..channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps
 from ..errors import DisaggKVError, EndpointBrokenError, PeerLostError, RemoteProtocolError, text_of
 from ..ids import Epoch, Rank
 from ..memory import Event
@@ -43,9 +43,11 @@ from ..transports import Ended as TicketEnded
 from ..transports import Heard, Home, Settled
 from . import idle
 from .background import Background
+from .budget import MOST, Budget
 from .directory import Answer, Directory
 from .exits import Exits
-from .introduction import Remote, Self
+from .inbox import Inbox
+from .introduction import Remote, Self, check_key
 from .limited_log import LimitedLog
 from .links import Linked, Links
 from .outbox import RECEIPTS, Outbox
@@ -132,6 +134,8 @@ class Node:
         self.roster = Roster(self.peers, self.links, options, clock)
         self.directory = Directory(rendezvous, background(f"{name} look-ups", LOOKUPS), channel.wake, clock)
         self._commands: deque[Callable[[], None]] = deque()
+        self._inbox = Inbox(channel, self._deaf)
+        self.most = MOST
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._exits = Exits(clock, me.life.process, me.life.watch)
         self._look_at: float | None = None if len(me.shards) == 1 else self.now
@@ -159,6 +163,11 @@ class Node:
         if wake:
             self.channel.wake()
 
+    @property
+    def behind(self) -> bool:
+        """Whether commands of the engine wait that did not fit into the last turn."""
+        return bool(self._commands)
+
     def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""
         try:
@@ -170,8 +179,6 @@ class Node:
             command()
         else:
             self._later.append((event, command, failed))
-
-    # One turn.
 
     def turn(self, timeout_s: float) -> None:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
@@ -194,11 +201,11 @@ class Node:
         patience_s = min(timeout_s, self.role.patience_s) if looks and timeout_s else timeout_s
         self._soon = idle.SOON if told else self._soon
         soon = looks and patience_s > 0 and self._soon > 0
-        waits = patience_s and not soon and not self._commands
-        pause_s = idle.SOON_S if soon else self._pause if looks and not patience_s else 0.0
+        more = self.behind or bool(self._inbox)  # than one turn may do: it goes on at once
+        waits = patience_s and not soon and not more
+        pause_s = 0.0 if more else idle.SOON_S if soon else self._pause if looks and not patience_s else 0.0
         self._napped = pause_s > 0 and self._naps is not None
-        if self._napped:
-            assert self._naps is not None
+        if self._napped and self._naps is not None:
             self._naps.nap(pause_s)
         elif self._hear(self._wait(patience_s) if waits else 0.0):
             self._pause = self._shortest
@@ -219,17 +226,17 @@ class Node:
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in what comes in; False: nothing."""
-        arrived = self._arrived(timeout_s)
+        arrived = self._inbox.fetch(timeout_s)
         if arrived:
             self.now = self.clock()
             self._awake_until = self.now + self.linger_s
             self._soon = idle.SOON
-            for event in arrived:
+            for event in self._inbox.take(Budget(self.clock, self.most)):
                 try:
                     self._on_channel(event)
                 except Exception as exc:
                     self._met(exc)
-        return bool(arrived)
+        return arrived
 
     def _lingers(self) -> bool:
         role = self.role
@@ -245,7 +252,8 @@ class Node:
         self.take_answers()
         if self._exits.awaited:
             self._guard(self._notice_exits)
-        while self._commands:
+        budget = Budget(self.clock, self.most)
+        while self._commands and budget.take():
             self._guard(self._commands.popleft())
         if self._later:
             waiting, self._later = self._later, []
@@ -313,14 +321,10 @@ class Node:
         log.critical("%s; it takes no calls any more", error, exc_info=exc)
         return error
 
-    def _arrived(self, wait_s: float) -> Sequence[News]:
-        try:
-            return self.channel.poll(wait_s)
-        except Exception as exc:
-            # Perhaps it works again later; if not, this thread must still be there to end rooms, without spinning.
-            self._unforeseen(exc)
-            self._sleep(idle.IDLE_S)
-            return ()
+    def _deaf(self, exc: Exception) -> None:
+        """Perhaps the channel works again later; if not, this thread must be there to end rooms, without spinning."""
+        self._unforeseen(exc)
+        self._sleep(idle.IDLE_S)
 
     def _wait(self, timeout_s: float) -> float:
         assert self.role is not None
@@ -407,17 +411,10 @@ class Node:
                 self.observer.count("frames.refused", messages)
                 self._warn(f"{connections} connections and {messages} messages were refused at {self.me.address}")
 
-    def _check_key(self, frame: AnyFrame, key: str) -> None:
-        """A proved key speaks only for those whose address names it."""
-        address = frame.address if isinstance(frame, Hello | Refused) else self.peers.address(Epoch(frame.src))
-        if address is not None and key_of(address) != key:
-            self.observer.count("frames.forged")
-            raise RemoteProtocolError(f"{type(frame).__name__} in the name of {address} from the key {key}")
-
     def _on_frame(self, frame: AnyFrame, key: str) -> None:
         assert self.role is not None
         if key:
-            self._check_key(frame, key)
+            check_key(frame, key, self.peers, self.observer)
         if not isinstance(frame, RoomFrame):
             if isinstance(frame, Hello):
                 self._peer_effects(self.peers.on_hello(frame, self.now))

@@ -10,7 +10,6 @@ from ..errors import (
     AbortedError,
     DisaggKVError,
     LocalProtocolError,
-    PeerLostError,
     RemoteProtocolError,
     TransportError,
 )
@@ -558,11 +557,10 @@ class PrefillRole:
         now = self._node.now
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
-        for epoch, key in self._silences.due(now):
+        for key, lost in self._silences.due(now):
             room = self._rooms.get(key)
             if room is not None:
-                error = PeerLostError(f"{self._node.roster.name(epoch)} was silent for {room.silence_s:g} s")
-                self._apply(room, room.machine.handle(epoch, Lost(epoch, error), now))
+                self._apply(room, room.machine.handle(lost.peer, lost, now))
         self._parked.expire(now)
         self._missed.expire(now)
         self.quarantined_slots = self.mover.slots_of(self._failed)

@@ -21,6 +21,7 @@ from ..protocol import Prepare, RoomKey, Scatter, Scattered
 from ..staging import GrantQueue
 from ..strategies import Job, Path
 from ..trace import Span
+from .budget import Budget
 from .decode_room import DecodeRoom
 from .node import Node
 from .scatter_pace import ScatterPace
@@ -135,7 +136,8 @@ class Scatterer:
             return False
         # First, so that the GPU has something to do while those that have ended are told of.
         running = list(self._running)
-        while begun := self._next():
+        budget = Budget(self._node.clock, self._node.most)
+        while budget.take() and (begun := self._next()):
             self._begin(begun)
         for one in running:
             try:
@@ -151,7 +153,7 @@ class Scatterer:
             # What was granted just now goes out before: bytes may come the sooner.
             self._node.flush(self._node.now)
             self._prepare_one()
-        return bool(self._running or self._unprepared)
+        return bool(self._running or self._unprepared) or budget.spent
 
     def _finish_over(self) -> None:
         over, self._over = self._over, []

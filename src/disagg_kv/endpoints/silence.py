@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..ids import Epoch
-from ..protocol import PeerTable, RoomKey
+from ..errors import PeerLostError
+from ..ids import Epoch, peer_name
+from ..protocol import Lost, PeerTable, RoomKey
 from ..protocol.timers import Timers
 
 
@@ -37,6 +38,10 @@ class Silences:
         for peer, silence_s in self._of.pop(room, {}).items():
             self._drop(peer, silence_s, room)
 
+    def _name(self, peer: Epoch) -> str:
+        known = self._peers.known(peer)
+        return f"peer {peer_name(peer)}" if known is None else known.name
+
     def _drop(self, peer: Epoch, silence_s: float, room: RoomKey) -> None:
         watched = self._watched[peer]
         del watched[silence_s][room]
@@ -46,15 +51,17 @@ class Silences:
             del self._watched[peer]
             self._timers.schedule(peer, None)
 
-    def due(self, now: float) -> list[tuple[Epoch, RoomKey]]:
+    def due(self, now: float) -> list[tuple[RoomKey, Lost]]:
         """Rooms that a peer has been silent for too long for, each once."""
-        found: list[tuple[Epoch, RoomKey]] = []
+        found: list[tuple[RoomKey, Lost]] = []
         for peer in self._timers.due(now):
             silent_s = self._peers.silent_for(peer, now)
-            over = [(peer, room) for s, rooms in self._watched[peer].items() if silent_s >= s for room in rooms]
-            for _, room in over:
-                self._drop(peer, self._of[room].pop(peer), room)
-            found += over
+            over = [room for s, rooms in self._watched[peer].items() if silent_s >= s for room in rooms]
+            for room in over:
+                silence_s = self._of[room].pop(peer)
+                self._drop(peer, silence_s, room)
+                error = PeerLostError(f"{self._name(peer)} was silent for {silence_s:g} s")
+                found.append((room, Lost(peer, error)))
             if peer in self._watched:
                 self._schedule(peer, now)
         return found

@@ -112,6 +112,7 @@ class PageTable:
     group: GroupId
     pages: I32 = field(converter=_pages, eq=attrs.cmp_using(eq=np.array_equal))
     first: int = 0
+    _distinct_in: Group | None = field(default=None, init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if type(self.group) is not str or not self.group.isascii():
@@ -131,8 +132,12 @@ class PageTable:
         end = self.first + len(self.pages) * rows
         if stop > end:
             raise GeometryError(f"group {group.id!r}: rows up to {stop}, but {len(self.pages)} pages end at {end}")
-        if not len(self.pages):
-            return
+        if len(self.pages) and self._distinct_in is not group:
+            self._check_pages(group)
+            object.__setattr__(self, "_distinct_in", group)
+
+    def _check_pages(self, group: Group) -> None:
+        """All of them, once: whoever moves a part of a long room looks at that part's rows only."""
         if len(self.pages) <= FEW:
             few: list[int] = self.pages.tolist()
             top, twice = max(few), len(set(few)) < len(few)

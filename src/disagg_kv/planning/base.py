@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import attrs
@@ -126,6 +126,15 @@ class Writes:
     def renamed(self, local: I32, remote: I32) -> Writes:
         """The same writes with ``local[i]`` and ``remote[i]`` in place of buffer ``i``."""
         return Writes(local[self.local], self.local_off, remote[self.remote], self.remote_off, self.nbytes)
+
+    def batches(self, most: int | None) -> Iterator[Writes]:
+        """The same writes, in batches of at most ``most``; None: in one."""
+        if most is None or len(self) <= most:
+            yield self
+            return
+        for start in range(0, len(self), most):
+            cut = slice(start, start + most)
+            yield Writes(self.local[cut], self.local_off[cut], self.remote[cut], self.remote_off[cut], self.nbytes[cut])
 
     def total(self) -> int:
         """Bytes of the whole batch."""

@@ -314,12 +314,12 @@ class _Batch:
 
 
 def _check_tables(given: Sequence[Run], source_tables: Tables, target_tables: Tables) -> None:
-    needed: dict[tuple[bool, Group], tuple[int, int]] = {}
+    needed: dict[tuple[bool, GroupId], tuple[Group, int, int]] = {}
     for run in given:
-        for side in ((True, run.source_group), (False, run.target_group)):
-            start, stop = needed.get(side, (run.start, run.stop))
-            needed[side] = min(start, run.start), max(stop, run.stop)
-    for (ours, group), (start, stop) in needed.items():
+        for ours, group in ((True, run.source_group), (False, run.target_group)):
+            _, start, stop = needed.get((ours, group.id), (group, run.start, run.stop))
+            needed[ours, group.id] = group, min(start, run.start), max(stop, run.stop)
+    for (ours, _), (group, start, stop) in needed.items():
         tables = source_tables if ours else target_tables
         if group.id not in tables:
             raise GeometryError(f"no page table for group {group.id!r}; there are {sorted(tables)}")

@@ -201,7 +201,13 @@ class Tick:
 
 @frozen
 class Offered:
-    """Prefill has new rows, pages or their readiness: look again what can move."""
+    """Prefill has new rows, pages or their readiness: look again what can move.
+
+    Args:
+        changed: also of rows that were known before; False: only rows were added.
+    """
+
+    changed: bool = True
 
 
 @frozen

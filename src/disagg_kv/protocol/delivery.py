@@ -109,7 +109,7 @@ class SendRoom:
             for flow in self._planned():
                 out += _offer(flow, [chunk], now)
                 out += self._offer_states(flow, now)
-        return self._reviewed(out, now) + self._all(Offered(), now)
+        return self._reviewed(out, now) + self._all(Offered(changed=start < end), now)
 
     def ready(self, turn: int, layers: Collection[LayerId] | None, now: float) -> list[Effect]:
         """These layers (None: all) of the rows that came by a call are computed."""

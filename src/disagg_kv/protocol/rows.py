@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
+from itertools import takewhile
 
 from attrs import define, field
 
@@ -69,6 +70,11 @@ class Rows:
         self.chunks: list[Chunk] = []
         self.states: Chunk | None = None
         self._turns: dict[int, _Turn] = {}
+        self._order: list[_Turn] = []
+        # As the two lists above: looked up many times for each segment.
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._given = 0
 
     @property
     def stop(self) -> int:
@@ -95,19 +101,28 @@ class Rows:
             ready: True: all layers are final.
             batch: the forward pass that computes them.
         """
-        self._turns[turn] = _Turn(start, stop, whole=ready)
-        for chunk in self.chunks:
-            covered = chunk.stop <= stop and all(t.first <= chunk.start for t in tables.values())
-            if chunk.tables is None and covered:
-                chunk.tables, chunk.turns = tables, self._turns_of(chunk.start, chunk.stop)
+        self._turns[turn] = one = _Turn(start, stop, whole=ready)
+        self._order.append(one)
+        self._stops.append(stop)
+        # Rows are handed over in order, so chunks get their pages again in order: each is looked at once.
+        while self._given < len(self.chunks):
+            chunk = self.chunks[self._given]
+            if chunk.stop > stop or any(t.first > chunk.start for t in tables.values()):
+                break
+            chunk.tables, chunk.turns = tables, self._turns_of(chunk.start, chunk.stop)
+            self._given += 1
         if stop <= self.stop:
             return None
         chunk = Chunk(self.stop, stop, tables, self._turns_of(self.stop, stop), batch or Batch())
         self.chunks.append(chunk)
+        self._starts.append(chunk.start)
+        self._given = len(self.chunks)
         return chunk
 
     def _turns_of(self, start: int, stop: int) -> tuple[_Turn, ...]:
-        return tuple(t for t in self._turns.values() if t.start < stop and start < t.stop)
+        """The calls since the last withdrawal that rows came by; each begins where the one before ended."""
+        first = bisect_right(self._stops, start)
+        return tuple(takewhile(lambda turn: turn.start < stop, self._order[first:]))
 
     def ready(self, turn: int, layers: Collection[LayerId] | None) -> None:
         """These layers (None: all) of the rows of a call are final; nothing, if its pages were withdrawn since."""
@@ -130,6 +145,9 @@ class Rows:
     def withdraw(self) -> None:
         """Forget all pages, and what was final."""
         self._turns.clear()
+        self._order.clear()
+        self._stops.clear()
+        self._given = 0
         for chunk in self._all():
             chunk.tables, chunk.turns = None, ()
 
@@ -139,7 +157,11 @@ class Rows:
     def clear(self) -> None:
         """The room has ended."""
         self._turns.clear()
+        self._order.clear()
+        self._stops.clear()
+        self._given = 0
         self.chunks.clear()
+        self._starts.clear()
         self.states = None
 
     def chunk(self, segment: Segment) -> Chunk:
@@ -147,7 +169,7 @@ class Rows:
         if segment.state:
             assert self.states is not None
             return self.states
-        return self.chunks[bisect_right(self.chunks, segment.start, key=lambda c: c.start) - 1]
+        return self.chunks[bisect_right(self._starts, segment.start) - 1]
 
     def readiness(self, segment: Segment) -> Readiness:
         """Whether a segment can be read. States that are to come lie ahead as long as the room has its pages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from enum import Enum, auto
 from itertools import islice
@@ -144,11 +145,14 @@ class Flow(Machine[Sending]):
         self._readiness = readiness
         self._repeat = Repeater(options)
         self._parts: dict[Segment, _Part] = {}
+        self._runs: Counter[range] = Counter()
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
         self._stated = False
         self._lost = False
         self._announced = 0
+        self._unheard = 0
+        self._begun = 0
         self._aux_sent = 0
         self._aux_taken = 0
 
@@ -193,8 +197,9 @@ class Flow(Machine[Sending]):
     def _plan(self, segment: Segment) -> None:
         assert self.plan is not None
         nbytes = self.plan.intake.part_bytes(segment, self.plan.rank)
-        if nbytes:
+        if nbytes and segment not in self._parts:
             self._parts[segment] = _Part(nbytes)
+            self._runs[segment.layers] += not segment.state
 
     def begin(self, transfer: Transfer) -> bool:
         """The mover starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
@@ -217,7 +222,7 @@ class Flow(Machine[Sending]):
 
     def runs(self) -> Set[range]:
         """Layers of rows that have not landed, as they cross together."""
-        return {segment.layers for segment in self._parts if not segment.state}
+        return {run for run, parts in self._runs.items() if parts}
 
     @property
     def busy(self) -> bool:
@@ -230,14 +235,19 @@ class Flow(Machine[Sending]):
         self._send(Expected(**self._head, parked=False))
 
     def _on_offered(self, event: Offered) -> None:
-        self._advance()
+        self._advance(changed=event.changed)
 
-    def _advance(self) -> None:
-        """Ask for, move, or give back as many segments as the window allows."""
+    def _advance(self, *, changed: bool = True) -> None:
+        """Ask for, move, or give back as many segments as the window allows; ``changed``: rows or pages have."""
         assert self.plan is not None
+        if not changed and self._begun >= self._options.window:
+            return
         for segment, part in islice(self._parts.items(), self._options.window):
+            if not changed and part.step is not _Step.PLANNED:
+                continue
             if part.step is _Step.PLANNED and self.plan.exposed:
                 part.step = _Step.GRANTED
+                self._begun += 1
             if part.step is _Step.GRANTED:
                 self._use(segment, part)
             elif part.step is _Step.PLANNED or (part.step is _Step.ASKED and not part.asked_ready):
@@ -248,6 +258,7 @@ class Flow(Machine[Sending]):
 
     def _ask(self, segment: Segment, part: _Part, ready: bool) -> None:
         assert self.plan is not None
+        self._begun += part.step is _Step.PLANNED
         part.step, part.asked_ready = _Step.ASKED, ready
         box, path = segment_to_wire(segment), self.plan.path
         request = StagingRequest(**self._head, segment=box, ask=part.ask, ready=ready, path=path)
@@ -264,6 +275,7 @@ class Flow(Machine[Sending]):
             back = Return(**self._head, segment=segment_to_wire(segment), ask=part.ask)
             self._out.append(self._repeat.start(("return", segment), Send(self.peer, back), self.now))
             part.step, part.grant, part.ask = _Step.PLANNED, None, part.ask + 1
+            self._begun -= 1
 
     def _on_returned(self, event: Returned) -> None:
         part = self._parts.get(Segment(*event.segment))
@@ -306,6 +318,7 @@ class Flow(Machine[Sending]):
         part = self._parts[event.segment]
         part.step = _Step.ANNOUNCED
         self._announced += 1
+        self._unheard += 1
         lease = None if part.grant is None else part.grant.lease
         notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
@@ -325,7 +338,7 @@ class Flow(Machine[Sending]):
 
     def _on_landed(self, event: Landed) -> None:
         if self._acknowledged(event):
-            self._advance()
+            self._advance(changed=False)
             self._check_finished()
 
     def _acknowledged(self, event: Landed) -> bool:
@@ -336,7 +349,10 @@ class Flow(Machine[Sending]):
             return False
         for kind in ("request", "return", "notice"):
             self._repeat.stop((kind, segment))
+        self._unheard -= part.announced
+        self._begun -= part.step is not _Step.PLANNED
         self._count_landed(self._parts.pop(segment))
+        self._runs[segment.layers] -= not segment.state
         return True
 
     def _count_landed(self, part: _Part) -> None:
@@ -378,7 +394,7 @@ class Flow(Machine[Sending]):
     def _check_finished(self) -> None:
         """Say ``Done`` with the last notice: nothing is written any more, whatever is still to be acknowledged."""
         f, long = self._finished, self._long_aux()
-        if f is None or self._aux_taken < len(long) or any(not p.announced for p in self._parts.values()):
+        if f is None or self._aux_taken < len(long) or self._unheard < len(self._parts):
             return
         assert self.plan is not None
         self.state = Sending.FINISHED
@@ -401,6 +417,7 @@ class Flow(Machine[Sending]):
         for part in self._parts.values():
             self._count_landed(part)
         self._parts.clear()
+        self._runs.clear()
         self.state = Sending.COMPLETE
 
     def _on_tick(self, event: Tick) -> None:
@@ -438,6 +455,7 @@ class Flow(Machine[Sending]):
         """Nothing more is posted; say ``Drained`` as soon as nothing posted is left."""
         self._repeat.clear()
         self._parts.clear()
+        self._runs.clear()
         self.state = Sending.ABORTING
         self._settle()
 
@@ -490,6 +508,10 @@ class Flow(Machine[Sending]):
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         state, unquiet = self.state, self._unquiet
+        if state is Sending.MOVING or state is Sending.FINISHED:
+            assert self._unheard == sum(part.announced for part in self._parts.values())
+            assert self._begun == sum(part.step is not _Step.PLANNED for part in self._parts.values())
+        assert self.runs() == {segment.layers for segment in self._parts if not segment.state}
         for segment, part in self._parts.items():
             step = part.step
             assert (step is _Step.WRITING) == (segment in unquiet), (segment, part)

@@ -39,6 +39,7 @@ class Kind(Enum):
     STATES_AGAIN = "states that were taken away are given again"
     TOGETHER = "several frames to one peer leave as one message"
     TOGETHER_CUT = "such a message loses its end: some frames arrive, and one loses its own"
+    CHUNKS = "very many chunks are handed over at once"
     CROWD = "many small requests end while one waits, at either side"
     WINDOW = "only those rows of a sliding window cross that the end of the room leaves in it"
     WINDOW_OPEN = "all rows of a sliding window cross, as nobody knew the end"

@@ -378,13 +378,31 @@ class SimNode:
             self._queue = prefill._mover._queue
             self._ahead = prefill._mover.ahead.waiting
         self.node = self.endpoint._node
-        self.turn = self.endpoint.driver.turn
+        self.node.most = scenario.pieces
         self.changes = self.endpoint._changes
 
     @property
     def busy(self) -> bool:
         """Whether another turn would do something at once."""
-        return bool(self.node._commands or self._queue or self._ahead)
+        return bool(self.behind or self._queue or self._ahead)
+
+    @property
+    def behind(self) -> bool:
+        """Whether its last turn had no time for all that it was told."""
+        return bool(self.node._commands or self.node._inbox)
+
+    def turn(self) -> None:
+        """One turn. Whatever waits for the process, it gets to its heartbeats and deadlines (I4)."""
+        before = self._backlog()
+        self.endpoint.driver.turn()
+        commands, frames = (had - has for had, has in zip(before, self._backlog(), strict=True))
+        if max(commands, frames) > 2 * self.node.most:
+            what = f"{commands} commands and {frames} frames in one turn"
+            self.world.violation("I4", f"{self.address}: {what}, in which a heartbeat may be due")
+
+    def _backlog(self) -> tuple[int, int]:
+        """Commands of its engine, and frames, that it has not looked at."""
+        return len(self.node._commands), len(self.channel.inbox) + len(self.node._inbox)
 
     @property
     def failing(self) -> bool:

@@ -40,6 +40,9 @@ FAR = 0.6
 LATE = 0.4
 """Share of the requests that are given up, or preempted, only after all their rows are there."""
 
+CHUNKED = 0.12
+"""Share of the worlds in which a request has a chunk for every row, among those whose requests are unlike."""
+
 IMPATIENT_S = 0.6
 """What some requests allow their peers to be silent: one heartbeat may be late."""
 
@@ -172,6 +175,7 @@ class Request:
         withdraw: seconds after which prefill is preempted; None: never.
         late: those seconds begin when a prefill rank has all rows, not with the room.
         total_s: its deadline.
+        burst: chunks are handed over at once, whether or not the endpoint has looked at any.
         silence_s: how long its peers may be silent, if not as long as the endpoints allow.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
@@ -194,6 +198,7 @@ class Request:
     total_s: float
     prompt: Prompt | None = None
     silence_s: float | None = None
+    burst: bool = False
 
 
 @frozen
@@ -202,6 +207,7 @@ class Scenario:
 
     ``talks`` are empty where nobody keeps prefixes; with ``collisions``, unequal prefixes have equal hashes.
     With ``together``, frames to one peer leave as one message.
+    ``pieces`` of work of one kind are done in a turn at most.
     ``far`` is the side and the number of a rank whose frames take longer than those of the others; None: of no rank.
     Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
     """
@@ -228,6 +234,7 @@ class Scenario:
     orders: bool
     together: bool
     far: tuple[str, int] | None
+    pieces: int
     faults: dict[FaultClass, float]
     faults_until: float
     requests: tuple[Request, ...]
@@ -284,6 +291,7 @@ class Scenario:
             requests = _impatient(seed, requests)
         if not talks and not stuck:
             requests, options = _crowded(seed, shape, requests, options)
+            requests = _chunked(seed, shape, requests)
         selection = "+incremental" if talks else ""
         return cls(
             seed=seed,
@@ -313,6 +321,7 @@ class Scenario:
             collisions=rng.random() < 0.1,
             waits_events=rng.random() < 0.5,
             orders=slow_kernels and rng.random() < 0.6,
+            pieces=random.Random(f"pieces {seed}").choice((2, 8, 64, 256)),
         )
 
 
@@ -429,6 +438,16 @@ def _crowded(
         for n in range(rng.randint(6, 12))
     ]  # fmt: skip
     return (waits, *requests[1:], *small), evolve(options, tombstones=rng.choice((1, 2, 4)))
+
+
+def _chunked(seed: int, shape: Shape, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """In some worlds one request has a chunk for every row."""
+    rng = random.Random(f"chunks {seed}")
+    if rng.random() >= CHUNKED:
+        return requests
+    number, rows = rng.randrange(len(requests)), shape.rows[1]
+    long = evolve(requests[number], rows=rows, edges=tuple(range(1, rows + 1)), steps=False, pass_s=0.0, burst=True)
+    return (*requests[:number], long, *requests[number + 1 :])
 
 
 def _impatient(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:

@@ -233,6 +233,9 @@ class Room:
         else:
             self.write(entry, chunk.start, chunk.stop, entry.pages)
         handle.send_chunk(self.world.spoiled.count(chunk.stop), chunk.tables, ready)
+        if self.plan.burst:
+            self.chunk(entry, number + 1)
+            return
         self.world.later(rng.randint(0, 4) / 1000, partial(self.chunk, entry, number + 1))
 
     def taken(self, entry: Entry, number: int) -> Chunk | None:
@@ -396,6 +399,8 @@ class Room:
             entry.segments = handle.report.segments
             self._grouped(entry)
             self._cached(entry)
+            if self.plan.burst and phase is Phase.DONE:
+                world.saw(Kind.CHUNKS)
             if self.plan.room.startswith(b"crowd") and not world.rooms[0].over:
                 world.saw(Kind.CROWD)
             world.check.ended(entry)

@@ -528,6 +528,8 @@ class World:
                 if entry is not None:
                     entry.room.changed(entry)
         self.check.node(node)
+        if node.behind:
+            self.touch(node)
         if self.dma.live:
             self.dma.check_all(node)
         if self._gossip and self.random.random() < GOSSIP and not node.failing and self.rumours.tempted(node):
@@ -563,7 +565,9 @@ class World:
             return
         if not left:
             for node in self.nodes:
-                if node.busy:  # it was told something without being woken, which it hears in whatever turn comes next
+                for _ in range(EVENTS):
+                    if not node.busy:  # else it was told something without being woken, which it hears in its next turn
+                        break
                     self._turn(node)
             self.check.at_rest()
             check_served(self, self._last or [])

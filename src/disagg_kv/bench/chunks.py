@@ -1,0 +1,177 @@
+"""How long a request of very many chunks takes, and whether a chunk costs the same however many there are."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from attrs import field, frozen
+
+from ..errors import ConfigurationError, IntegrityError
+from ..geometry import PageTable
+from .data import poison
+from .machine import Machine
+from .rank import KV, SELDOM_S, DecodeRank, Moved, PrefillRank, Setup, attend
+from .ranks import ROLES, Ranks, running, within_one_process
+from .shape import TransferShape
+from .transfer import Quantiles
+
+SMALLER = 4
+"""The shorter request has so many times fewer chunks."""
+
+
+@frozen
+class Chunked:
+    """One strategy.
+
+    Args:
+        strategy: its name.
+        path: how the bytes crossed.
+        segments: of the long request; one per chunk.
+        seconds: from the first chunk that prefill handed over until decode knew that all was in its pages.
+        chunk_us: of that the part of a chunk, at the median, in microseconds.
+        shorter_chunk_us: the same, of a request of ``SMALLER`` times fewer chunks.
+    """
+
+    strategy: str
+    path: str
+    segments: int
+    seconds: Quantiles
+    chunk_us: float
+    shorter_chunk_us: float
+
+
+@frozen
+class ChunksReport:
+    """What was found; all of it in one run.
+
+    Args:
+        transport: carried the bytes.
+        tokens, chunk: of the long request, and of each of its chunks.
+        layers: how many there are, of one head of two bytes.
+        repeats: measured requests of each strategy and length.
+        strategies: what each took.
+    """
+
+    transport: str
+    tokens: int
+    chunk: int
+    layers: int
+    repeats: int
+    strategies: tuple[Chunked, ...]
+    machine: Machine = field(factory=Machine.here)
+
+
+class ChunkedPrefill(PrefillRank):
+    """Hands a request over chunk by chunk, as fast as it can."""
+
+    def hand_over(self, tokens: int, chunk: int) -> Moved:
+        """The first ``tokens`` of the request, and wait until nobody reads them any more."""
+        delivery, size = self._delivery, self._shape.page_size
+        began = time.monotonic()
+        for start in range(0, tokens, chunk):
+            stop = min(start + chunk, tokens)
+            delivery.send_chunk(stop, [PageTable(KV, self._ids[start // size : -(-stop // size)], start)])
+        delivery.finish(tokens)
+        self._until(lambda: delivery.released, SELDOM_S)
+        return self.moved(began)
+
+
+class ChunkedDecode(DecodeRank):
+    """Awaits as many tokens as it is told to, in pages that hold nothing before."""
+
+    def forget(self, strategy: str) -> None:
+        """Let nothing of an earlier request be taken for this one."""
+        poison(self._pools[strategy])
+
+
+def serve(pipe: Connection, setup: Setup) -> None:
+    """Be a rank until the pipe is closed."""
+    attend(pipe, setup.device, lambda: (ChunkedPrefill if setup.role == "prefill" else ChunkedDecode)(setup))
+
+
+def run_chunks(
+    transport: str = "shm",
+    strategies: Sequence[str] = ("staged", "direct"),
+    tokens: int = 1_000_000,
+    chunk: int = 64,
+    layers: int = 1,
+    repeats: int = 5,
+    timeout_s: float = 120.0,
+    told: Callable[[str], None] = lambda _: None,
+) -> ChunksReport:
+    """Move requests of very many small chunks, whose bytes are few: what is measured is what a chunk costs.
+
+    Args:
+        transport: carries the bytes.
+        strategies: measured in turns.
+        tokens: of the long request.
+        chunk: tokens of a chunk, and of a page.
+        layers: of the cache.
+        repeats: measured requests of each strategy and length.
+        timeout_s: what takes longer than this is a failure.
+        told: called with a line after each request.
+
+    Raises:
+        ConfigurationError: numbers that cannot be, or a transport or strategy that is not there.
+        IntegrityError: a request's bytes are wrong.
+        DeadlineError, PeerLostError: a rank hangs, or has ended.
+    """
+    if repeats < 1 or chunk < 1 or tokens < SMALLER * chunk:
+        raise ConfigurationError(f"{repeats} requests of {tokens} tokens in chunks of {chunk}: fewer than {SMALLER}")
+    threads = within_one_process(transport)
+    found: dict[tuple[str, int], list[tuple[Moved, Moved]]] = {}
+    shorter = tokens // SMALLER // chunk * chunk
+    for length in (shorter, tokens):
+        shape = TransferShape(
+            transport=transport,
+            strategies=tuple(strategies),
+            prefill_tp=1,
+            tokens=length,
+            layers=layers,
+            kv_heads=1,
+            head_dim=1,
+            page_size=chunk,
+            decode_page_size=chunk,
+            timeout_s=timeout_s,
+        )
+        shape.explain()
+        with tempfile.TemporaryDirectory(prefix="disagg-kv-bench-") as folder:
+            setups = {role: [Setup(shape, role, 0, folder, 1)] for role in ROLES}
+            with running(serve, setups, timeout_s, threads=threads) as (prefill, decode):
+                for number in range(repeats + 1):
+                    for name in strategies:
+                        both = _request(prefill, decode, shape, name, f"{number}", chunk)
+                        if number:
+                            found.setdefault((name, length), []).append(both)
+                        told(f"{length:,} tokens, {name}: {both[1].ended - both[0].began:.2f} s")
+    of = tuple(_chunked(name, found[name, tokens], found[name, shorter]) for name in strategies)
+    return ChunksReport(transport, tokens, chunk, layers, repeats, of)
+
+
+def _request(
+    prefill: Ranks, decode: Ranks, shape: TransferShape, strategy: str, room: str, chunk: int
+) -> tuple[Moved, Moved]:
+    name = f"{strategy} {room}".encode()
+    decode.ask(type(None), "forget", strategy)
+    decode.ask(type(None), "prepare", strategy, name)
+    prefill.ask(type(None), "prepare", strategy, name)
+    decode.tell("move")
+    (sent,) = prefill.ask(Moved, "hand_over", shape.tokens, chunk)
+    (came,) = decode.answers(Moved)
+    (bad,) = decode.ask(int, "wrong", strategy)
+    if bad or sent.nbytes != came.nbytes:
+        raise IntegrityError(
+            f"{strategy}, {shape.tokens:,} tokens: {bad:,} bytes are wrong, {sent.nbytes:,} were sent and "
+            f"{came.nbytes:,} came; no time of it counts"
+        )
+    return sent, came
+
+
+def _chunked(name: str, long: Sequence[tuple[Moved, Moved]], short: Sequence[tuple[Moved, Moved]]) -> Chunked:
+    seconds, shorter = (Quantiles.of([came.ended - sent.began for sent, came in some]) for some in (long, short))
+    sent = long[0][0]
+    each = 1e6 * seconds.p50 / sent.segments, 1e6 * shorter.p50 / short[0][0].segments
+    return Chunked(name, sent.path, sent.segments, seconds, *each)
