@@ -135,7 +135,7 @@ def test_a_grant_outside_the_ring_is_not_written_to() -> None:
     request.send(8)
     rig.wait(0.1)
     grant = Grant(
-        **forged(prefills, decodes, request.room),
+        **forged(prefills, decodes, request.room, 1),
         segment=(0, 8, 0, 2, False),
         ask=0,
         lease=0,
@@ -235,10 +235,10 @@ def test_pools_must_be_what_the_instance_says() -> None:
         check_instance(shards, 1, site)
 
 
-def forged(prefills: Prefills, decodes: Decodes, room: RoomId) -> Head:
-    """The head of a frame from the only decode rank to the only prefill rank, about a room that it has not had yet."""
+def forged(prefills: Prefills, decodes: Decodes, room: RoomId, generation: int = 100) -> Head:
+    """The head of a frame from the only decode rank to the only prefill rank; by default about a room it has not had yet."""
     (prefill,), (decode,) = decodes[0].endpoint.peers(), prefills[0].endpoint.peers()
-    return room_head(decode.epoch, prefill.epoch, room, Generation(100))
+    return room_head(decode.epoch, prefill.epoch, room, Generation(generation))
 
 
 def introduced(rig: Rig) -> Hello:
