@@ -236,7 +236,7 @@ def test_pools_must_be_what_the_instance_says() -> None:
 
 
 def forged(prefills: Prefills, decodes: Decodes, room: RoomId, generation: int = 100) -> Head:
-    """The head of a frame from the only decode rank to the only prefill rank; by default about a room it has not had yet."""
+    """The head of a frame from the only decode rank to the only prefill rank, about a room that it has not had yet."""
     (prefill,), (decode,) = decodes[0].endpoint.peers(), prefills[0].endpoint.peers()
     return room_head(decode.epoch, prefill.epoch, room, Generation(generation))
 

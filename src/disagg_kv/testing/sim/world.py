@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from attrs import frozen
 
-from ...errors import DisaggKVError, EndpointBrokenError, UnknownNameError
+from ...errors import EndpointBrokenError, UnknownNameError
 from ...ids import Peer
 from ...protocol import Phase
 from ...rendezvous import StaticRendezvous
@@ -20,6 +20,7 @@ from ...transports import Heard
 from ...transports.process import Process
 from .again import check_served, last_requests
 from .check import Checks
+from .describe import describe
 from .dma import Dma, SimTransport
 from .fault import FaultClass
 from .junk import Spoiled
@@ -578,33 +579,3 @@ class World:
         for node in self.nodes:
             node.endpoint.close(0.0)
             self.check.closed(node)
-
-
-def describe(kind: str, data: object) -> str:
-    """What a traced event carries, in words."""
-    if kind != "sent":
-        return f"{len(data)} bytes" if isinstance(data, bytes) else str(data)
-    from ...protocol import Codec
-
-    assert isinstance(data, bytes)
-    try:
-        frame = Codec().decode(data)
-    except DisaggKVError as exc:
-        return f"not a frame: {exc}"
-    names = (
-        "room",
-        "generation",
-        "segment",
-        "lease",
-        "offset",
-        "nbytes",
-        "ready",
-        "stop",
-        "ok",
-        "reason",
-        "parked",
-    )
-    fields = {n: getattr(frame, n) for n in names if hasattr(frame, n)}
-    return f"{type(frame).__name__} " + " ".join(
-        f"{k}={v.hex() if isinstance(v, bytes) else v}" for k, v in fields.items()
-    )
