@@ -255,7 +255,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a fraction of an aux row is rounded", "I7",
            DELIVERY + "finish", 'arguments.count(aux, "aux")', "int(aux)"),
     Mutant("a time that is no number is a time", "I7",
-           "arguments:seconds", "if not (0 <= number if zero else 0 < number) or number > MOST_SECONDS:",
+           "arguments:seconds", "if not (number >= 0 if zero else number > 0) or number > MOST_SECONDS:",
            "if number < 0:"),
 )  # fmt: skip
 """At least one for each of E1 to E16."""
