@@ -492,7 +492,7 @@ class DecodeRole:
         if self._rooms.get(room.key) is not room:
             return
         if machine.state is not Receiving.CLOSED or room.checking is not None:
-            self._timers.schedule(room.key, room.next_at())
+            self._timers.by(room.key, room.next_at())
         else:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)

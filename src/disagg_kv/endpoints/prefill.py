@@ -527,7 +527,7 @@ class PrefillRole:
         if released and machine.closed:
             self._close(room)
         else:
-            self._timers.schedule(room.key, machine.next_at())
+            self._timers.by(room.key, machine.next_at())
 
     def _close(self, room: PrefillRoom) -> None:
         node, name, machine = self._node, room.key.room, room.machine

@@ -38,6 +38,15 @@ class Timers(Generic[K]):
             self._heap = [(at, number, key) for key, (at, number) in self._due.items()]
             heapify(self._heap)
 
+    def by(self, key: K, when: float | None) -> None:
+        """Look at the key by then: a time before that stays, as to be looked at in vain once costs less than to move.
+
+        None: not at all.
+        """
+        known = self._due.get(key)
+        if known is None or when is None or when < known[0]:
+            self.schedule(key, when)
+
     def due(self, now: float) -> Iterator[K]:
         """Keys that are due, those due first first; each has no time until it gets another.
 
