@@ -129,17 +129,19 @@ def chunks(found: Found) -> str:
         [
             of["strategy"],
             f"{of['seconds']['p50']:.2f} / {of['seconds']['p95']:.2f}",
+            " / ".join(f"{one:.2f}" for one in of["cpu_s"]),
             f"{of['chunk_us']:,.0f}",
             f"{of['shorter_chunk_us']:,.0f}",
         ]
         for of in found["strategies"]
     )
+    head = ["strategy", "s, p50 / p95", "CPU s, prefill / decode", "us a chunk", "us a chunk, a quarter as many"]
     slowest = max(of["seconds"]["p50"] for of in found["strategies"])
     said = (
         f"{found['tokens']:,} tokens in chunks of {found['chunk']}: **{slowest:.1f} s**; the limit of 5 s is "
         f"{'missed' if slowest >= 5 else 'held'}."
     )
-    return f"{said}\n\n{table([['strategy', 's, p50 / p95', 'us a chunk', 'us a chunk, a quarter as many'], *rows])}"
+    return f"{said}\n\n{table([head, *rows])}"
 
 
 def kernels(found: Found) -> str:

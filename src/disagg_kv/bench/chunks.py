@@ -6,8 +6,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from statistics import median
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ..errors import ConfigurationError, IntegrityError
 from ..geometry import PageTable
@@ -17,6 +18,8 @@ from .rank import KV, SELDOM_S, DecodeRank, Moved, PrefillRank, Setup, attend
 from .ranks import ROLES, Ranks, running, within_one_process
 from .shape import TransferShape
 from .transfer import Quantiles
+
+CPU = "cpu"
 
 SMALLER = 4
 """The shorter request has so many times fewer chunks."""
@@ -31,6 +34,8 @@ class Chunked:
         path: how the bytes crossed.
         segments: of the long request; one per chunk.
         seconds: from the first chunk that prefill handed over until decode knew that all was in its pages.
+        cpu_s: processor time of prefill's process and of decode's meanwhile, at the median; where they are threads of
+            one process, of that one both times.
         chunk_us: of that the part of a chunk, at the median, in microseconds.
         shorter_chunk_us: the same, of a request of ``SMALLER`` times fewer chunks.
     """
@@ -39,6 +44,7 @@ class Chunked:
     path: str
     segments: int
     seconds: Quantiles
+    cpu_s: tuple[float, float]
     chunk_us: float
     shorter_chunk_us: float
 
@@ -70,21 +76,32 @@ class ChunkedPrefill(PrefillRank):
     def hand_over(self, tokens: int, chunk: int) -> Moved:
         """The first ``tokens`` of the request, and wait until nobody reads them any more."""
         delivery, size = self._delivery, self._shape.page_size
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         for start in range(0, tokens, chunk):
             stop = min(start + chunk, tokens)
             delivery.send_chunk(stop, [PageTable(KV, self._ids[start // size : -(-stop // size)], start)])
         delivery.finish(tokens)
         self._until(lambda: delivery.released, SELDOM_S)
-        return self.moved(began)
+        used = time.process_time() - used
+        return _with_cpu(self.moved(began), used)
 
 
 class ChunkedDecode(DecodeRank):
-    """Awaits as many tokens as it is told to, in pages that hold nothing before."""
+    """Awaits a request in pages that hold nothing before."""
 
     def forget(self, strategy: str) -> None:
         """Let nothing of an earlier request be taken for this one."""
         poison(self._pools[strategy])
+
+    def move(self) -> Moved:
+        """See :meth:`DecodeRank.move`; asked before prefill hands anything over."""
+        used = time.process_time()
+        moved = super().move()
+        return _with_cpu(moved, time.process_time() - used)
+
+
+def _with_cpu(moved: Moved, seconds: float) -> Moved:
+    return evolve(moved, seconds={**moved.seconds, CPU: seconds})
 
 
 def serve(pipe: Connection, setup: Setup) -> None:
@@ -173,5 +190,6 @@ def _request(
 def _chunked(name: str, long: Sequence[tuple[Moved, Moved]], short: Sequence[tuple[Moved, Moved]]) -> Chunked:
     seconds, shorter = (Quantiles.of([came.ended - sent.began for sent, came in some]) for some in (long, short))
     sent = long[0][0]
+    cpu = median(one.seconds[CPU] for one, _ in long), median(one.seconds[CPU] for _, one in long)
     each = 1e6 * seconds.p50 / sent.segments, 1e6 * shorter.p50 / short[0][0].segments
-    return Chunked(name, sent.path, sent.segments, seconds, *each)
+    return Chunked(name, sent.path, sent.segments, seconds, cpu, *each)

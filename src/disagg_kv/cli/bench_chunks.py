@@ -36,12 +36,13 @@ def chunks(
             lambda line: bar.update(task, advance=1, description=line),
         )  # fmt: skip
     table = Table(
-        "strategy", "s, p50 / p95", "us a chunk", f"us a chunk, 1/{SMALLER} as many",
+        "strategy", "s, p50 / p95", "CPU s, prefill / decode", "us a chunk", f"us a chunk, 1/{SMALLER} as many",
         title=f"{tokens:,} tokens in chunks of {chunk}",
     )  # fmt: skip
     for of in report.strategies:
         seconds = f"{of.seconds.p50:.2f} / {of.seconds.p95:.2f}"
-        table.add_row(of.strategy, seconds, f"{of.chunk_us:,.0f}", f"{of.shorter_chunk_us:,.0f}")
+        cpu = " / ".join(f"{one:.2f}" for one in of.cpu_s)
+        table.add_row(of.strategy, seconds, cpu, f"{of.chunk_us:,.0f}", f"{of.shorter_chunk_us:,.0f}")
     machine = report.machine
     said = Text(f"OK: every byte was right ({machine.cpu}, {machine.cores} cores, commit {machine.commit})")
     emit({"ok": True, **attrs.asdict(report)}, table, said, as_json=as_json)
