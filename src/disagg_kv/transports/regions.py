@@ -14,6 +14,9 @@ from ..ids import RegionId, Ticket
 from ..memory import Buffer
 from ..planning import Writes
 
+FEW = 8
+"""Ranges that Python goes through faster than NumPy does."""
+
 
 class Extents:
     """Where regions lie, for looking up whole batches at once.
@@ -47,10 +50,11 @@ class Extents:
         """
         if not len(regions):
             return np.empty(0, np.int64)
-        if len(regions) == 1:
-            one = self.address(int(regions[0]), int(offsets[0]), int(nbytes[0]))
-            if one is not None:
-                return np.array([one], np.int64)
+        if len(regions) <= FEW:
+            ranges = zip(regions.tolist(), offsets.tolist(), nbytes.tolist(), strict=True)
+            few = [self.address(*one) for one in ranges]
+            if None not in few:
+                return np.array(few, np.int64)
         if not len(self._ids):
             raise RegistrationError(f"{self._whose} region {int(regions[0])}: none is registered")
         at = np.minimum(np.searchsorted(self._ids, regions), len(self._ids) - 1)
@@ -170,6 +174,10 @@ def copy(target: I64, source: I64, nbytes: I64) -> None:
 
     Neighbours that follow each other on both sides are copied in one go. The GIL is released during each copy.
     """
+    if len(nbytes) <= FEW:
+        for to, at, size in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
+            ctypes.memmove(to, at, size)
+        return
     some = nbytes > 0
     if not some.all():
         target, source, nbytes = target[some], source[some], nbytes[some]

@@ -37,7 +37,7 @@ def test_a_bug_can_be_planted_and_leaves_no_trace(bug: Mutant) -> None:
 @pytest.mark.parametrize("bug", QUICK, ids=lambda bug: bug.name)
 def test_bugs_are_found(bug: Mutant) -> None:
     """The simulator is not blind: seeds that are clean without the bug find it."""
-    kill = hunt(bug, range(40))
+    kill = hunt(bug, range(100))
     assert kill is not None
     assert not simulate(kill.seed).violations
 
