@@ -21,8 +21,8 @@ from ..protocol.peers import Up
 from ..transports import Transport
 from .background import Background
 
-CONNECT_S = 2.0
-"""Seconds that a transport may take to reach a peer."""
+CONNECT_S = 10.0
+"""Seconds that a transport may take to reach a peer. A busy host's library needs seconds; no room of others waits."""
 
 EARLY_FRAMES = 256
 """Frames of one epoch that wait until it is linked. More are dropped: their sender repeats what matters."""
