@@ -114,8 +114,7 @@ class Node:
         self.broken: EndpointBrokenError | None = None
         self.role: Role | None = None
         self._sleep = sleep
-        self._soon = 0
-        self._napped = False
+        self._soon, self._napped = 0, False
         fast = me.transport.caps.bytes_per_s >= idle.FAST_BYTES_PER_S
         naps = fast and me.transport.caps.waits_events and self._naps is not None
         self._pause = self._shortest = idle.NAP_S if naps else idle.SHORTEST_PAUSE_S
@@ -124,7 +123,7 @@ class Node:
         self._nudge_s = idle.NUDGE_S if self._naps is None else self.linger_s / 2
         # A sender whose window is small waits for every receipt.
         self._holds = fast and options.window >= 2 * RECEIPTS
-        self._awake_until = self.now
+        self._awake_until = self._ticked = self.now
         self._nudged: dict[Epoch, float] = {}
         self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
         name = f"disagg_kv {me.instance}/{me.rank}"
@@ -139,7 +138,6 @@ class Node:
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._exits = Exits(clock, me.life.process, me.life.watch)
         self._look_at: float | None = None if len(me.shards) == 1 else self.now
-        self._ticked = self.now
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
         self.siblings = Siblings(self, self.succession)
@@ -247,8 +245,7 @@ class Node:
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
         if self._guard(self.poll_transport) and self._prompt:
             self._guard(self.flush)
-        for linked in self.links.results():
-            self._guard(self._on_linked, linked)
+        self._guard(self._take_links)
         self.take_answers()
         if self._exits.awaited:
             self._guard(self._notice_exits)
@@ -277,7 +274,7 @@ class Node:
         return bool(reports)
 
     def _guard(self, act: Callable[[*A], object], *about: *A) -> object:
-        """Whatever goes wrong ends rooms, with the reason, but never this thread (E8)."""
+        """Whatever goes wrong ends rooms, with the reason, but not this thread."""
         try:
             return act(*about)
         except Exception as exc:
@@ -481,20 +478,24 @@ class Node:
             self.siblings.up(hello)
             return
         self._exits.watch(up.epoch, hello)
-        failed = self.links.begin(up)
-        for linked in (failed,) if failed is not None else self.links.results():
-            self._on_linked(linked)
+        if (failed := self.links.begin(up)) is not None:
+            self._on_linked(failed)
+        self._take_links()
+
+    def _take_links(self) -> None:
+        for linked in self.links.results():
+            self._guard(self._on_linked, linked)
 
     def _on_linked(self, linked: Linked) -> None:
-        """The transport has reached a peer, or has not; then its frames may come from another side of the world."""
+        """The transport has reached a peer, or has not; the frames that waited for that come next."""
         assert self.role is not None
         up, link = linked.up, linked.link
         if isinstance(link, DisaggKVError):
             self.lose(up.epoch, link)
             self.role.on_unreachable(up.hello.address, link)
         else:
-            remote = self.remotes[up.epoch] = Remote.of(up.hello)
-            self.role.on_up(remote)
+            self.remotes[up.epoch] = Remote.of(up.hello)
+            self.role.on_up(self.remotes[up.epoch])
         for frame in linked.frames:
             self._guard(self.role.on_frame, frame)
 
