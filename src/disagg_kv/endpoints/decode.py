@@ -347,15 +347,16 @@ class DecodeRole:
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
-        if room is None or (room.machine.error is not None and not room.machine.writers):
-            self._answer_ended(frame, epoch, key)
-        elif epoch in room.machine.writers:
+        if room is not None and epoch in room.machine.writers:
             if isinstance(frame, Done) and frame.pace is not None:
                 self._paces[epoch] = frame.pace
             try:
                 self._handle(room, frame)
             except RemoteProtocolError as exc:
                 self._handle(room, Cancel(exc))
+        elif room is None or room.machine.error is not None:
+            # Also from a rank that was told that the room is declined, and is not one of those that were found then.
+            self._answer_ended(frame, epoch, key)
         else:
             self._node.observer.count("frames.not_a_writer")
 

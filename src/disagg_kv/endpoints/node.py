@@ -256,7 +256,8 @@ class Node:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
-        for tick in (self._tick_peers, self._tick_agreement, self._find_leader, self.role.tick):
+        ticks = self._outbox.check, self._tick_peers, self._tick_agreement, self._find_leader, self.role.tick
+        for tick in ticks:
             self._guard(tick)
         busy = bool(self._guard(self.role.work))
         # A transport that writes while it is told to has ended by now.

@@ -26,7 +26,7 @@ class _Unsent:
 
 
 class Outbox:
-    """Runs on the endpoint's thread only.
+    """Runs on the endpoint's thread only. It raises nothing: what is said may be half of what an event leads to.
 
     Args:
         channel: takes the frames; where it takes one at a time, each is handed over when it is said.
@@ -40,15 +40,16 @@ class Outbox:
         self._together = channel if isinstance(channel, SupportsBatches) else None
         self._observer = observer
         self.unsent: dict[str, _Unsent] = {}
+        self._too_large: ConfigurationError | None = None
 
     def put(self, address: str, frame: bytes, due: float = -inf) -> None:
-        """Say something; nobody waits for it before ``due``.
-
-        Raises:
-            ConfigurationError: the frame is larger than MAX_FRAME.
-        """
+        """Say something that is not awaited before ``due``; :meth:`check` tells of a frame that no channel takes."""
         if len(frame) > MAX_FRAME:
-            check_frame(address, frame)
+            try:
+                check_frame(address, frame)
+            except ConfigurationError as exc:
+                self._too_large = exc
+            return
         if self._together is None:
             self._hand_over(address, [frame])
             return
@@ -61,6 +62,16 @@ class Outbox:
         unsent.frames.append(frame)
         unsent.nbytes += len(frame)
         unsent.due = min(unsent.due, due)
+
+    def check(self) -> None:
+        """Called between events.
+
+        Raises:
+            ConfigurationError: a frame was larger than MAX_FRAME.
+        """
+        error, self._too_large = self._too_large, None
+        if error is not None:
+            raise error
 
     def flush(self, now: float = inf) -> None:
         """Hand over what was said, except the little that is not due yet."""
@@ -75,10 +86,8 @@ class Outbox:
                 sent = self._channel.send(address, frames[0])
             else:
                 sent = self._together.send_all(address, frames)
-        except ConfigurationError:
-            raise
         except Exception as exc:
-            # Whoever says how a room ends must get past this; a lost frame is repeated if it matters.
+            # A lost frame is repeated if it matters.
             self._log.say(logging.WARNING, f"{len(frames)} frames to {address} could not be sent: {text_of(exc)}")
             sent = False
         if not sent:

@@ -11,11 +11,9 @@ from typing import ClassVar, cast
 import pytest
 
 from disagg_kv import PrefillEndpoint
-from disagg_kv.channels import Channel
 from disagg_kv.endpoints.background import HelperThreads
 from disagg_kv.endpoints.directory import look_up
 from disagg_kv.errors import (
-    ConfigurationError,
     DeadlineError,
     DisaggKVError,
     EndpointBrokenError,
@@ -29,7 +27,6 @@ from disagg_kv.rendezvous import Rendezvous, Source
 from disagg_kv.trace import Guarded, Span
 from disagg_kv.transports import Ended, Heard, InprocTransport, Settled
 from tests.support.rig import Memory, Rig, tp_shards
-from tests.support.rig_parts import Listening
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -273,18 +270,6 @@ def test_a_transport_whose_poll_raises_stops_no_command_and_no_tick() -> None:
     rig.quiet()
 
 
-class Mute(Listening):
-    """A channel that takes no frame once it is ``broken``."""
-
-    broken = False
-
-    def send(self, address: str, frame: bytes) -> bool:
-        """Raise or pass on."""
-        if self.broken:
-            raise ConfigurationError("this channel takes no frames")
-        return super().send(address, frame)
-
-
 class UnprintableError(Exception):
     """An error whose text cannot be made."""
 
@@ -293,16 +278,12 @@ class UnprintableError(Exception):
 
 
 @pytest.mark.parametrize("error", [ValueError("poll is broken"), UnprintableError(), SystemExit(3)])
-def test_an_endpoint_that_cannot_go_on_fails_every_room_and_every_call(error: BaseException) -> None:
+def test_an_endpoint_that_cannot_go_on_fails_every_room_and_every_call(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error in the handling of an error, or one that ends a thread, is never a hang."""
     rig = Rig(SPEC, threaded=True)
-    channels: list[Mute] = []
-
-    def mute(inner: Channel) -> Channel:
-        channels.append(Mute(inner, []))
-        return channels[-1]
-
-    memory = Memory(transport=Failing, channel=mute)
+    memory = Memory(transport=Failing)
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory)
     decodes = rig.decode(tp_shards(SPEC, 1))
     open_one = rig.request("open", prefills, decodes, 8).open_decode().expect().open_prefill()
@@ -310,7 +291,11 @@ def test_an_endpoint_that_cannot_go_on_fails_every_room_and_every_call(error: Ba
     endpoint: PrefillEndpoint = prefills[0].endpoint
     transport = prefills[0].transport
     assert isinstance(transport, Failing)
-    channels[0].broken = True
+
+    def handle_error(error: DisaggKVError, *, unmet: bool = False) -> None:
+        raise ValueError("a second error")
+
+    monkeypatch.setattr(endpoint._role, "integrity_failure", handle_error)
     transport.error = error
     rig.until(lambda: endpoint.driver.broken is not None, "the end")
     handle = open_one.sends[0]

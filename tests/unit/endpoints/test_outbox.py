@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
-from disagg_kv.channels import Channel, News
+from disagg_kv.channels import MAX_FRAME, Channel, News
 from disagg_kv.endpoints.idle import LONGEST_PAUSE_S, RECEIPT_S, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.limited_log import LimitedLog
 from disagg_kv.endpoints.outbox import RECEIPTS, Outbox
+from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
 from disagg_kv.protocol.frames import ChunkReady, Complete, Landed
@@ -254,3 +255,46 @@ def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch:
     request.landed()
     assert launched == [1, 2]
     assert prefill.said(ChunkReady) == decode.said(Landed) == 2
+
+
+class Refusing(Noting):
+    """A channel whose ``send_all`` raises while it is ``broken``."""
+
+    broken = False
+
+    def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
+        if self.broken:
+            raise ConfigurationError("this channel takes no frames")
+        return super().send_all(address, frames)
+
+
+def test_a_channel_that_raises_loses_frames_and_nothing_else() -> None:
+    """Whatever it raises, the event that has something to say goes on: the frame is repeated."""
+    rig = Rig(SPEC)
+    channels: list[Refusing] = []
+
+    def refusing(inner: Channel) -> Channel:
+        channels.append(Refusing(inner))
+        return channels[-1]
+
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(channel=refusing))
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    rig.request("first", prefills, decodes, 8).start().landed()
+    request = rig.request("room", prefills, decodes, 8).start()
+    channels[0].broken = True
+    rig.wait(0.5)
+    assert all(handle.phase is not Phase.FAILED for handle in request.handles)
+    channels[0].broken = False
+    request.landed()
+    rig.quiet()
+
+
+def test_a_frame_that_no_channel_takes_is_told_of_between_events(rig: Rig, channel: Noting) -> None:
+    """What is said may be half of what an event leads to, so ``put`` raises nothing."""
+    box = Outbox(channel, rig.prefills[0].observer, LimitedLog(rig.clock))
+    box.put(P, bytes(MAX_FRAME + 1))
+    box.flush()
+    assert channel.together == []
+    with pytest.raises(ConfigurationError, match=f"{MAX_FRAME + 1} bytes"):
+        box.check()
+    box.check()

@@ -45,7 +45,7 @@ class FaultClass(Enum):
     RENDEZVOUS = "the rendezvous is away for a while, or holds garbage"
     BLOCKED = "a look-up, or a connection of the transport, takes up to a fifth of a second"
     OBSERVER = "an observer raises"
-    POLL = "a transport's poll raises for a while"
+    POLL = "a transport's poll raises for a while, and in half of the cases a channel's send too"
     BROKEN = "what handles an error raises, so that the endpoint cannot go on"
     JUNK = "an engine gives arguments that cannot be, and counts of other types than int"
 

@@ -64,7 +64,8 @@ def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
     stuck = [one.lease for one in node.role._queue._granted.values() if one.quarantined]
     for op in world.dma.live:
         source = op.source.node
-        if op.target is node.transport and op.lease in stuck and source.epoch not in named:
+        landed = op.doomed is not None and op.doomed <= world.now
+        if op.target is node.transport and op.lease in stuck and not landed and source.epoch not in named:
             world.violation("I5", f"{node.address}: {source.address} writes to a lease in quarantine, and is not named")
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...channels import Arrived, Closed, Opened, check_together
-from ...errors import ConfigurationError
 from ...protocol import Codec
 from ...protocol.frames import ChunkReady
 from .fault import FaultClass
@@ -45,11 +44,14 @@ class SimChannel:
 
     def send(self, address: str, frame: bytes) -> bool:
         """Hand a frame to the network."""
-        if self._node.send_raises:
-            raise ConfigurationError("sim: the channel takes no frames")
+        self._check()
         if not self.closed:
             self._world.network.send(self._node, address, (frame,))
         return not self.closed
+
+    def _check(self) -> None:
+        if self._node.send_raises:
+            raise RuntimeError("sim: the channel's send failed")
 
     def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
         """What came in; never waits."""
@@ -78,8 +80,7 @@ class SimBatchChannel(SimChannel):
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """Hand frames to the network as one message, of which no channel takes more."""
         check_together(address, frames)
-        if self._node.send_raises:
-            raise ConfigurationError("sim: the channel takes no frames")
+        self._check()
         if not self.closed:
             self._world.network.send(self._node, address, tuple(frames))
         return not self.closed

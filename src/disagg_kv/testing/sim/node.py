@@ -12,7 +12,7 @@ from ...channels import Arrived
 from ...endpoints import DecodeEndpoint, Life, PrefillEndpoint
 from ...endpoints.decode import DecodeRole
 from ...endpoints.prefill import PrefillRole
-from ...errors import PeerLostError, TransportError
+from ...errors import DisaggKVError, PeerLostError, TransportError
 from ...ids import Epoch
 from ...kernels import KERNELS, Move, Sums
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
@@ -324,6 +324,7 @@ class SimNode:
         self.helping = False
         self.poll_raises = False
         self.send_raises = False
+        self.handling_raises = False
         self.turns = 0
         self.checked_at = 0.0
         self.prepared: set[SimHeld] = set()
@@ -377,9 +378,18 @@ class SimNode:
             self._live = {}
             self._queue = prefill._mover._queue
             self._ahead = prefill._mover.ahead.waiting
+        self._end_rooms = self.role.integrity_failure
+        self.role.integrity_failure = self._handle_error  # type: ignore[method-assign]
         self.node = self.endpoint._node
         self.node.most = scenario.pieces
         self.changes = self.endpoint._changes
+
+    def _handle_error(self, error: DisaggKVError, *, unmet: bool = False) -> None:
+        """What the endpoint does about an error that it did not foresee; it may fail half way."""
+        if not self.handling_raises or self.world.outside.random.random() < 0.5:
+            self._end_rooms(error, unmet=unmet)
+        if self.handling_raises:
+            raise RuntimeError("sim: the handling of an error failed")
 
     @property
     def busy(self) -> bool:
@@ -407,7 +417,7 @@ class SimNode:
     @property
     def failing(self) -> bool:
         """Whether its process has ended, or what its endpoint is given raises now."""
-        return self.poll_raises or self.send_raises or not self.alive
+        return self.poll_raises or not self.alive
 
     def may_block(self, what: str) -> None:
         """Something is called that may block: not on the endpoint's thread (I4)."""

@@ -115,25 +115,26 @@ class Outside:
         return raises
 
     def _strike(self, fault: FaultClass) -> None:
-        """From now on a process's transport raises; with ``BROKEN``, what tells its rooms' peers raises, too."""
+        """From now on a process's transport raises; with ``BROKEN``, what ends its rooms for that raises, too."""
         nodes = [node for node in self._world.nodes if not node.paused]
         if self._world.healed or not nodes:
             return
         node = self.random.choice(nodes)
         self._world.hit(fault)
         node.poll_raises = True
-        node.send_raises = fault is FaultClass.BROKEN
+        node.handling_raises = fault is FaultClass.BROKEN
+        node.send_raises = fault is FaultClass.POLL and self.random.random() < 0.5
         self._world.touch(node)
         self._world.later(self.random.choice(POLL_S), partial(self._mend, node))
 
     def _mend(self, node: SimNode) -> None:
-        node.poll_raises = node.send_raises = False
+        node.poll_raises = node.send_raises = node.handling_raises = False
         self._world.touch(node)
 
     def heal(self) -> None:
         """What raises stops doing so; its process goes on."""
         for node in self._world.nodes:
-            if node.poll_raises or node.send_raises:
+            if node.poll_raises:
                 self._mend(node)
 
     def broke(self, node: SimNode) -> None:

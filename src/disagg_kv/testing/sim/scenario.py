@@ -441,12 +441,15 @@ def _crowded(
 
 
 def _chunked(seed: int, shape: Shape, requests: tuple[Request, ...]) -> tuple[Request, ...]:
-    """In some worlds one request has a chunk for every row."""
+    """In some worlds one request has a chunk for every row, and time for one after the other over slow links."""
     rng = random.Random(f"chunks {seed}")
     if rng.random() >= CHUNKED:
         return requests
     number, rows = rng.randrange(len(requests)), shape.rows[1]
-    long = evolve(requests[number], rows=rows, edges=tuple(range(1, rows + 1)), steps=False, pass_s=0.0, burst=True)
+    one = requests[number]
+    total_s = 2 * one.total_s
+    edges = tuple(range(1, rows + 1))
+    long = evolve(one, rows=rows, edges=edges, steps=False, pass_s=0.0, burst=True, total_s=total_s)
     return (*requests[:number], long, *requests[number + 1 :])
 
 
