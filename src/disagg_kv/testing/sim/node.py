@@ -19,6 +19,7 @@ from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...protocol import RoomKey
 from ...protocol.receiving import ReceiveRoom
 from ...staging import Lease
+from ...trace import Observer, Span
 from ...transports.process import Process
 from .dma import SimTransport
 from .fault import FaultClass
@@ -258,26 +259,38 @@ class SimWatch:
         return not self._node.alive
 
 
-class Counters:
-    """The endpoint's observer: counters become coverage marks, and some of them are violations."""
+class SimObserver:
+    """An engine's observer, which may raise."""
 
-    def __init__(self, world: World, node: SimNode) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._node = node
-        self.of: dict[str, int] = {}
 
-    def span(self, span: object) -> None:
+    def span(self, span: Span) -> None:
         """Spans are not looked at."""
-        self._look()
-
-    def _look(self) -> None:
         if self._world.outside.observer_raises():
             raise RuntimeError("sim: the observer failed")
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Keep it."""
-        self._look()
+        """Counters are looked at by :class:`Counters`."""
+        if self._world.outside.observer_raises():
+            raise RuntimeError("sim: the observer failed")
+
+
+class Counters:
+    """What the endpoint tells its observer, also once that was dropped: some counters are violations."""
+
+    def __init__(self, inner: Observer) -> None:
+        self._inner = inner
+        self.of: dict[str, int] = {}
+
+    def span(self, span: Span) -> None:
+        """Pass it on."""
+        self._inner.span(span)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Keep it, and pass it on."""
         self.of[name] = self.of.get(name, 0) + amount
+        self._inner.count(name, amount)
 
 
 class SimNode:
@@ -335,7 +348,6 @@ class SimNode:
         started = 7 * life % 10
         self.process = Process(1000 * life + 100 * (side == "decode") + index, started, self._host())
         self.memory = RankMemory(world.scenario.model, split, rank, self.epoch)
-        self.counters = Counters(world, self)
         self.channel = (SimBatchChannel if world.scenario.together else SimChannel)(world, self)
         self.transport = SimTransport(world, self)
         world.transports[self.transport.me] = self.transport
@@ -356,9 +368,8 @@ class SimNode:
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
-                options=scenario.options,
-                kernels=SimKernels(world, self), observer=self.counters, clock=self.clock, sleep=_never, thread=False,
-                life=life, background=self._helpers,
+                options=scenario.options, kernels=SimKernels(world, self), observer=SimObserver(world),
+                clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers,
             )  # fmt: skip
             self.endpoint, self.role = decode, decode._role
             self._live = decode._ring._live
@@ -371,7 +382,7 @@ class SimNode:
                 strategy=scenario.prefill_paths[world.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
                 slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self),
-                observer=self.counters, clock=self.clock, sleep=_never, thread=False, life=life,
+                observer=SimObserver(world), clock=self.clock, sleep=_never, thread=False, life=life,
                 background=self._helpers,
             )  # fmt: skip
             self.endpoint, self.role = prefill, prefill._role
@@ -381,6 +392,7 @@ class SimNode:
         self._end_rooms = self.role.integrity_failure
         self.role.integrity_failure = self._handle_error  # type: ignore[method-assign]
         self.node = self.endpoint._node
+        self.counters = self.node.observer = Counters(self.node.observer)
         self.node.most = scenario.pieces
         self.changes = self.endpoint._changes
 
