@@ -158,11 +158,11 @@ class DecodeEndpoint:
         room = RoomId(arguments.room_id(room))
         arguments.one(source, "source", Source)
         own = self._options.of_room(silence_s, total_s)
-        if self._role.quarantined > ALL_QUARANTINE * self._ring_bytes:
-            raise QuarantineFullError(
-                f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
-            )
         with self.admission.enter(f"room {room.hex()}"):
+            if self._role.quarantined > ALL_QUARANTINE * self._ring_bytes:
+                raise QuarantineFullError(
+                    f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
+                )
             check_room(room, self._open.get(room))
             check_counts(self._node.succession)
             key = RoomKey(room, Generation(next(self._lives)))

@@ -148,11 +148,12 @@ class PrefillEndpoint:
         """See :meth:`~disagg_kv.endpoints.base.Sender.open`."""
         room = RoomId(arguments.room_id(room))
         own = self._options.of_room(silence_s, total_s)
-        if 2 * self._role.quarantined_slots > self._slots:
-            raise QuarantineFullError(
-                f"room {room.hex()}: {self._role.quarantined_slots} of {self._slots} staging slots wait for evidence"
-            )
         with self.admission.enter(f"room {room.hex()}"):
+            stuck = self._role.quarantined_slots
+            if 2 * stuck > self._slots:
+                raise QuarantineFullError(
+                    f"room {room.hex()}: {stuck} of {self._slots} staging slots wait for evidence"
+                )
             check_room(room, self._open.get(room))
             check_counts(self._node.succession)
             key = RoomKey(room, Generation(next(self._lives)))
