@@ -15,8 +15,8 @@ from attrs import frozen
 from disagg_kv.bench.rank import GRANTED_S, LOOK_S, SELDOM_S, Served, attend, wait_until
 from disagg_kv.channels import ZmqChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
-from disagg_kv.endpoints.delivery import DeliveryHandle
-from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.engines.hf import PagedHFCache, spec_from_config
 from disagg_kv.engines.hf.demo.pool import shuffled
 from disagg_kv.engines.hf.events import computed

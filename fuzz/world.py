@@ -9,9 +9,9 @@ import numpy as np
 from msgspec import structs
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.endpoints.introduction import Remote, Role, Self
-from disagg_kv.endpoints.life import Life
-from disagg_kv.endpoints.routes import Routes
+from disagg_kv.endpoints.runtime.handshake import Remote, Role, Self
+from disagg_kv.endpoints.runtime.incarnation import Life
+from disagg_kv.endpoints.runtime.plan_cache import Routes
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId, Rank

@@ -11,8 +11,10 @@ import torch
 import disagg_kv
 from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints import Fail, KeptPages, RecoveringReceiver, Retry, delivery, page_sums, reception
-from disagg_kv.endpoints.recovery import Recovering
+from disagg_kv.endpoints import Fail, KeptPages, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints.decode import handle as reception
+from disagg_kv.endpoints.prefill import handle as delivery
+from disagg_kv.endpoints.retry import Recovering
 from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.kernels import kernels_for

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 from .planting import Mutant
 
-RECEIVE = "protocol.receiving:ReceiveRoom."
-FLOW = "protocol.sending:Flow."
-MOVER = "endpoints.mover:Mover."
-PREFILL = "endpoints.prefill:PrefillRole."
-DECODE = "endpoints.decode:DecodeRole."
-SCATTER = "endpoints.scattering:Scatterer."
-DELIVERY = "endpoints.delivery:DeliveryHandle."
+RECEIVE = "protocol.receive_room:ReceiveRoom."
+FLOW = "protocol.flow:Flow."
+MOVER = "endpoints.prefill.transfers:Mover."
+PREFILL = "endpoints.prefill.rooms:PrefillRole."
+DECODE = "endpoints.decode.rooms:DecodeRole."
+SCATTER = "endpoints.decode.scatter:Scatterer."
+DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
-ROSTER = "endpoints.roster:Roster."
+LOOP = "endpoints.runtime.event_loop:Node."
+INBOX = "endpoints.runtime.receive_buffer:Inbox."
+ROSTER = "endpoints.runtime.peer_registry:Roster."
 
 BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight", "E1",
@@ -30,7 +32,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a segment is sent again to a destination that has it", "E5",
            MOVER + "_gathered", "in posts:", "in [*posts, *posts]:"),
     Mutant("links to dead subscribers are kept for ever", "E6",
-           "endpoints.links:Links.drop", "self._transport.disconnect(link)", "pass"),
+           "endpoints.runtime.connections:Links.drop", "self._transport.disconnect(link)", "pass"),
     Mutant("a write that could not be posted is only logged", "E7",
            MOVER + "_post", "post.error = exc", "pass"),
     Mutant("a failed gather ends whatever runs it", "E8",
@@ -99,19 +101,19 @@ BUGS: Sequence[Mutant] = (
     Mutant("a write that is not quiet is posted again", "I1",
            FLOW + "_on_write_failed", "if event.quiesced:", "if True:"),
     Mutant("pages that are taken away are still read", "I2",
-           "endpoints.prefill_room:PrefillRoom.account", "if self.withdrawn and machine.reads == 0:",
+           "endpoints.prefill.room:PrefillRoom.account", "if self.withdrawn and machine.reads == 0:",
            "if self.withdrawn:"),
     Mutant("silence is taken for evidence", "I5",
            RECEIVE + "_on_lost", "w.lost = True", "w.gone = True"),
     Mutant("an end is evidence before the last writes have landed", "I5",
-           "endpoints.exits:Exits.drained", "self._clock() - at >= drain_s", "True"),
+           "endpoints.runtime.process_monitor:Exits.drained", "self._clock() - at >= drain_s", "True"),
     Mutant("a repeated Done of an ended room is not answered", "I4",
            DECODE + "_answer_ended", "node.send(Send(epoch, Complete(**head)))", "pass"),
     Mutant("what is due for a room is forgotten when its time is moved", "I4",
            "protocol.timers:Timers.schedule", "heappush(self._heap, (when, self._number, key))",
            "known is None and heappush(self._heap, (when, self._number, key))"),
     Mutant("the silence that a room bears is not looked at", "I4",
-           "endpoints.silence:Silences.due", "if silent_s >= s for", "if silent_s >= 2 * self._silence_s for"),
+           "endpoints.runtime.silence:Silences.due", "if silent_s >= s for", "if silent_s >= 2 * self._silence_s for"),
     Mutant("a room that waits is forgotten because others end", "I4",
            "protocol.tombstones:Tombstones.outcome", "generation <= life.newest - self._generations",
            "generation < life.newest - 5"),
@@ -120,13 +122,13 @@ BUGS: Sequence[Mutant] = (
            "if len(self._waiting) > self._options.tombstones:\n        return self._end_alone(key, said, 'many wait')\n"
            "    if self._left is not None:"),
     Mutant("all commands of an engine go before heartbeats", "I4",
-           "endpoints.node:Node._progress", "while self._commands and budget.take():", "while self._commands:"),
+           LOOP + "_progress", "while self._commands and budget.take():", "while self._commands:"),
     Mutant("all frames go before heartbeats", "I4",
-           "endpoints.inbox:Inbox.take", "while self._left and budget.take():", "while self._left:"),
+           INBOX + "take", "while self._left and budget.take():", "while self._left:"),
     Mutant("what one turn has no time for is forgotten", "I4",
-           "endpoints.inbox:Inbox.fetch", "if not self._left:", "if self._left or True:\n        self._left.clear()"),
+           INBOX + "fetch", "if not self._left:", "if self._left or True:\n        self._left.clear()"),
     Mutant("a room that failed succeeds after all", "I6",
-           "protocol.delivery:SendRoom.decided", "if self.error is not None or self.done:\n        return []",
+           "protocol.send_room:SendRoom.decided", "if self.error is not None or self.done:\n        return []",
            "self.error = None"),
     Mutant("what a failed room brought is kept as a prefix", "C4",
            CLAIM + "settle", "if handle.phase is Phase.DONE:", "if True:"),
@@ -150,13 +152,13 @@ BUGS: Sequence[Mutant] = (
            "prefix.index:HashPrefixIndex.match",
            "page is None or self._before[page] != before or self._content[page] != content", "page is None"),
     Mutant("what is held is sent again", "C1",
-           "endpoints.reception:ReceptionHandle.expect", "Wanted(start, stop,", "Wanted(0, stop,"),
+           "endpoints.decode.handle:ReceptionHandle.expect", "Wanted(start, stop,", "Wanted(0, stop,"),
     Mutant("layers are final before their event has happened", "B1",
-           "endpoints.delivery:ForwardPass._flush", "layers, event)", "layers, None)"),
+           "endpoints.prefill.handle:ForwardPass._flush", "layers, event)", "layers, None)"),
     Mutant("a group is sent when its first layer is final", "B1",
            "protocol.rows:_Turn.final", "or all(", "or any("),
     Mutant("a pass is final for the first of its rooms only", "B1",
-           "endpoints.delivery:ForwardPass._flush", "final(self._handed,", "final(self._handed[:1],"),
+           "endpoints.prefill.handle:ForwardPass._flush", "final(self._handed,", "final(self._handed[:1],"),
     Mutant("states are read before their event has happened", "B7",
            DELIVERY + "finish", "act, ready)", "act, None)"),
     Mutant("every rank that holds a state sends all of it", "B7",
@@ -172,32 +174,32 @@ BUGS: Sequence[Mutant] = (
     Mutant("a window does not slide to the end of the room", "B7",
            "geometry.spec:Extent.bounds", "max(0, stop - self.window)", "start"),
     Mutant("a transport is connected on the endpoint's thread", "I4",
-           "endpoints.links:Links.begin", "self._background.start(job)", "job()"),
+           "endpoints.runtime.connections:Links.begin", "self._background.start(job)", "job()"),
     Mutant("the rendezvous is asked on the endpoint's thread", "I4",
-           "endpoints.directory:Directory.ask", "self._background.start(job)", "job()"),
+           "endpoints.runtime.directory:Directory.ask", "self._background.start(job)", "job()"),
     Mutant("a rendezvous that is away fails the rooms that wait for it", "I4",
            DECODE + "on_answer", "instance.error = answer.error",
            "instance.error = answer.error\n    if answer.error is not None:\n"
            "        self._unreachable(instance, answer.error)"),
     Mutant("what a rendezvous returns is believed", "I7",
-           "endpoints.directory:_check", "isinstance(found, str) or", "False and"),
+           "endpoints.runtime.directory:_check", "isinstance(found, str) or", "False and"),
     Mutant("an error of a store's client ends the look-up, and no other follows", "I4",
-           "endpoints.directory:look_up", "except Exception as exc:", "except ZeroDivisionError as exc:"),
+           "endpoints.runtime.directory:look_up", "except Exception as exc:", "except ZeroDivisionError as exc:"),
     Mutant("an observer's error reaches the endpoint", "I7",
            "trace:Guarded.count", "except Exception:", "except ZeroDivisionError:"),
     Mutant("a transport whose poll raises stops commands and ticks", "I4",
-           "endpoints.node:Node._progress", "if self._guard(self.poll_transport) and",
+           LOOP + "_progress", "if self._guard(self.poll_transport) and",
            "if self.poll_transport() and"),
     Mutant("an error in the handling of an error is only logged", "I7",
-           "endpoints.node:Node._unforeseen", "raise _Broken(self._broken_by(second)) from second", "pass"),
+           LOOP + "_unforeseen", "raise _Broken(self._broken_by(second)) from second", "pass"),
     Mutant("a broken endpoint leaves its rooms as they are", "I7",
-           "endpoints.driver:Driver._turn", "handle.break_down(error)", "pass"),
+           "endpoints.runtime.thread:Driver._turn", "handle.break_down(error)", "pass"),
     Mutant("a broken endpoint takes calls", "I7",
-           "endpoints.node:Node.post", "if self.broken is not None:", "if False:"),
+           LOOP + "post", "if self.broken is not None:", "if False:"),
     Mutant("a peer that is lost while it is linked is there once it is linked", "I3",
-           "endpoints.links:Links.give_up", "linking.wanted = False", "linking.wanted = True"),
+           "endpoints.runtime.connections:Links.give_up", "linking.wanted = False", "linking.wanted = True"),
     Mutant("a link that is not wanted any more stays", "I3",
-           "endpoints.links:Links.results", "elif epoch not in self._linked:", "elif False:"),
+           "endpoints.runtime.connections:Links.results", "elif epoch not in self._linked:", "elif False:"),
     Mutant("a frame is repeated once, and then no more", "E2",
            "protocol.retry:Repeater.tick", "due.at = now + due.pause", "due.at = inf"),
     Mutant("what is answered is repeated for ever", "E2",
@@ -210,9 +212,9 @@ BUGS: Sequence[Mutant] = (
     Mutant("a rank keeps more than the ranks agreed on", "C3",
            "prefix.cache:Claim.begin", "self._cache.index.shorten(self._lock, held)", "pass"),
     Mutant("an end that is confirmed counts as if it had been seen long ago", "I5",
-           "endpoints.exits:Exits.confirm", "self._clock())", "-1e9)"),
+           "endpoints.runtime.process_monitor:Exits.confirm", "self._clock())", "-1e9)"),
     Mutant("a life that another one has followed goes on as if it counted", "E10",
-           "endpoints.succession:Succession.of_our_rank", "self._younger = life", "pass"),
+           "endpoints.runtime.succession:Succession.of_our_rank", "self._younger = life", "pass"),
     Mutant("a rank that is lost takes no room with it", "E16",
            "protocol.agreement:Agreement.lost", "self._ranks.pop(epoch, None)", "None"),
     Mutant("a rank's failure is counted as a success", "E16",
@@ -247,7 +249,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("any number is bytes", "I7",
            "arguments:octets", "if not isinstance(value, bytes | bytearray | memoryview):", "if False:"),
     Mutant("text is taken for a source", "I7",
-           "endpoints.receiver:DecodeEndpoint.open", 'arguments.one(source, "source", Source)', "pass"),
+           "endpoints.decode.endpoint:DecodeEndpoint.open", 'arguments.one(source, "source", Source)', "pass"),
     Mutant("rows count as given although the call is refused", "I7",
            DELIVERY + "send_chunk", 'arguments.event(ready, "ready")',
            'before, self._given = self._given, stop\n    arguments.event(ready, "ready")\n    self._given = before'),

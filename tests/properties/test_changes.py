@@ -10,7 +10,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.endpoints.handles import Changes, RoomHandle
+from disagg_kv.endpoints.runtime.handle import Changes, RoomHandle
 from disagg_kv.ids import RoomId
 from disagg_kv.protocol import Phase
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.endpoints.waiting import Waiting
+from disagg_kv.endpoints.prefill.waiting import Waiting
 from disagg_kv.ids import Epoch, Generation, RoomId
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import RoomKey, Transfer

@@ -13,7 +13,7 @@ from attrs import define
 
 from disagg_kv import RoomId, Source
 from disagg_kv.endpoints import Attempt, Recovering, RecoveringReceiver
-from disagg_kv.endpoints.delivery import DeliveryHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import QuarantineFullError
 from disagg_kv.memory import U8
 from tests.support.processes import PLANES, POISON, Member, Setup, State

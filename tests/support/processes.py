@@ -35,8 +35,8 @@ from disagg_kv import (
     transport,
 )
 from disagg_kv.channels import UnixChannel, ZmqChannel
-from disagg_kv.endpoints.delivery import DeliveryHandle
-from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Ticket
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous

@@ -48,6 +48,7 @@ from disagg_kv.protocol import (
     WriteFailed,
     Wrote,
 )
+from disagg_kv.protocol.flow import room_head
 from disagg_kv.protocol.frames import (
     Abort,
     AbortAck,
@@ -64,7 +65,6 @@ from disagg_kv.protocol.frames import (
     StagingRequest,
     Verdict,
 )
-from disagg_kv.protocol.sending import room_head
 from disagg_kv.staging import GrantQueue, Lease, RingStagingAllocator
 
 

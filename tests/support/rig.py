@@ -17,8 +17,8 @@ from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
 from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint
-from disagg_kv.endpoints.delivery import DeliveryHandle
-from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.kernels import Kernels

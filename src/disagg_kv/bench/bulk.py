@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..endpoints.buffers import new_staging
+from ..endpoints.runtime.staging_memory import new_staging
 from ..errors import DeadlineError
 from ..ids import Peer, RegionId
 from ..kernels.tensors import tensor_of

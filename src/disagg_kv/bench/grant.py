@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import zmq
 from attrs import define, field, frozen
 
-from ..endpoints.delivery import ForwardPass
-from ..endpoints.driver import TURN_S
+from ..endpoints.prefill.handle import ForwardPass
+from ..endpoints.runtime.thread import TURN_S
 from ..errors import ConfigurationError, DeadlineError, IntegrityError
 from ..geometry import PageTable
 from ..protocol import Options

@@ -13,7 +13,7 @@ import attrs
 import msgspec
 from attrs import define, frozen
 
-from ..endpoints.scatter_pace import ScatterPace
+from ..endpoints.decode.rate_limit import ScatterPace
 from ..errors import CapacityError, ConfigurationError
 from ..geometry import I32, CacheSpec, item_bytes, shard
 from ..planning import Intake, plain_site

@@ -15,8 +15,8 @@ from attrs import frozen
 
 from ..channels import UnixChannel
 from ..endpoints import DecodeEndpoint, PrefillEndpoint
-from ..endpoints.delivery import ForwardPass
-from ..endpoints.handles import RoomHandle
+from ..endpoints.prefill.handle import ForwardPass
+from ..endpoints.runtime.handle import RoomHandle
 from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
 from ..ids import GroupId, RegionId, RoomId

@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
 from ..transports import Home
+from .authenticator import Gate
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
@@ -31,7 +32,6 @@ from .base import (
     fit_together,
 )
 from .files import claimed, listening
-from .gate import Gate
 from .keys import Keys, split_key, with_key
 
 _HARD_LIMIT = 2 * MAX_FRAME

@@ -1,12 +1,22 @@
 """Senders and receivers: the only place where core, pool, kernels, transport and channel meet."""
 
-from .base import Delivery, Handle, PeerInfo, PeerState, Receiver, Reception, Report, Sender, Step
-from .keeping import KeptPages, PageSums, page_sums
-from .life import Life
-from .receiver import DecodeEndpoint
-from .recovery import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
-from .roster import format_peers
-from .sender import PrefillEndpoint
+from .api import (
+    Delivery,
+    Handle,
+    PeerInfo,
+    PeerState,
+    Receiver,
+    Reception,
+    Report,
+    Sender,
+    Step,
+)
+from .decode.endpoint import DecodeEndpoint
+from .kept_pages import KeptPages, PageSums, page_sums
+from .prefill.endpoint import PrefillEndpoint
+from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
+from .runtime.incarnation import Life
+from .runtime.peer_registry import format_peers
 
 __all__ = [
     "Attempt",

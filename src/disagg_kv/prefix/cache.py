@@ -182,7 +182,7 @@ class Claim:
             held: what the ranks of the instance agreed on, if that is less than ``rows``.
 
         Returns:
-            The table to give to :meth:`~disagg_kv.endpoints.base.Reception.expect`: it begins after ``rows``.
+            The table to give to :meth:`~disagg_kv.endpoints.api.Reception.expect`: it begins after ``rows``.
 
         Raises:
             LocalProtocolError: called twice.

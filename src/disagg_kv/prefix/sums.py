@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import arguments
 from ..endpoints import KeptPages, PageSums, page_sums
-from ..endpoints.keeping import kept_layers
+from ..endpoints.kept_pages import kept_layers
 from ..errors import ConfigurationError
 from ..geometry import I32, PageTable, Site
 from ..kernels import Kernels, kernels_for

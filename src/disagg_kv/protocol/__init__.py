@@ -31,12 +31,12 @@ from .base import (
     WriteFailed,
     Wrote,
 )
-from .delivery import SendRoom
+from .flow import Flow, FlowPlan
 from .frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
 from .peers import Forget, KnownPeer, PeerEffect, PeerTable, SendTo, Unreachable, Up
-from .receiving import ReceiveRoom
+from .receive_room import ReceiveRoom
 from .rows import Chunk, Readiness
-from .sending import Flow, FlowPlan
+from .send_room import SendRoom
 from .tables import RECEIVING, SENDING, Receiving, Sending
 from .tombstones import Ended, Tombstones
 from .verify import SUM_BYTES, Verify, check_verify, verified

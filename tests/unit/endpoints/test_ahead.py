@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from disagg_kv.endpoints.ahead import Ahead
-from disagg_kv.endpoints.limited_log import LimitedLog
-from disagg_kv.endpoints.outbox import Outbox
+from disagg_kv.endpoints.prefill.prepared import Ahead
+from disagg_kv.endpoints.runtime.limited_log import LimitedLog
+from disagg_kv.endpoints.runtime.send_buffer import Outbox
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec

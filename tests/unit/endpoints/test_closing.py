@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from disagg_kv.endpoints import Fail, RecoveringReceiver
-from disagg_kv.endpoints.admission import Admission
-from disagg_kv.endpoints.delivery import DeliveryHandle
-from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
+from disagg_kv.endpoints.runtime.admission import Admission
 from disagg_kv.errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, LayerId, RoomId

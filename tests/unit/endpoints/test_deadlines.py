@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.channels import Arrived
-from disagg_kv.endpoints.delivery import DeliveryHandle
-from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import DeadlineError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId

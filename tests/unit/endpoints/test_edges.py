@@ -14,18 +14,26 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Fail, Life, PrefillEndpoint, Receiver, RecoveringReceiver, decode
-from disagg_kv.endpoints.exits import Exits
-from disagg_kv.endpoints.handles import Changes, RoomHandle
-from disagg_kv.endpoints.introduction import check_instance
+from disagg_kv.endpoints import (
+    DecodeEndpoint,
+    Fail,
+    Life,
+    PrefillEndpoint,
+    Receiver,
+    RecoveringReceiver,
+)
+from disagg_kv.endpoints.decode import rooms as decode
+from disagg_kv.endpoints.runtime.handle import Changes, RoomHandle
+from disagg_kv.endpoints.runtime.handshake import check_instance
+from disagg_kv.endpoints.runtime.process_monitor import Exits
 from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, OversizeError, PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.protocol import MAX_AUX, Codec, Hello, Options, Phase
+from disagg_kv.protocol.flow import room_head
 from disagg_kv.protocol.frames import Complete, Done, Expect, Grant, Head, Refused, WireTable
 from disagg_kv.protocol.machine import Machine
-from disagg_kv.protocol.sending import room_head
 from disagg_kv.protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.rendezvous import Source
 from disagg_kv.strategies import StagedPath
@@ -458,7 +466,7 @@ def test_cells_of_the_tables_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """E14: peers of ever other shapes cost no memory, and no two parts are taken for each other."""
-    monkeypatch.setattr("disagg_kv.endpoints.ways.CHOICES", 2)
+    monkeypatch.setattr("disagg_kv.endpoints.prefill.routes.CHOICES", 2)
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
     instances = [

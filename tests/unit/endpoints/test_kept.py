@@ -10,7 +10,7 @@ import pytest
 from attrs import define
 
 from disagg_kv.endpoints import DecodeEndpoint, KeptPages, RecoveringReceiver, Retry, page_sums
-from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,

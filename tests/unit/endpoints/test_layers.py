@@ -7,7 +7,7 @@ from typing import Unpack
 import pytest
 from msgspec import structs
 
-from disagg_kv.endpoints.delivery import ForwardPass
+from disagg_kv.endpoints.prefill.handle import ForwardPass
 from disagg_kv.errors import ConfigurationError, DeadlineError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId

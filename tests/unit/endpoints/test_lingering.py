@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from disagg_kv.channels import Channel, News
-from disagg_kv.endpoints.idle import NUDGE_S
+from disagg_kv.endpoints.runtime.idle import NUDGE_S
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
 from disagg_kv.protocol import Codec, Options, Phase

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from disagg_kv.endpoints.budget import MOST as PIECES
-from disagg_kv.endpoints.gates import Gates
+from disagg_kv.endpoints.prefill.ready_events import Gates
+from disagg_kv.endpoints.runtime.budget import MOST as PIECES
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import Codec, Options, PeerEffect, SendTo

@@ -11,8 +11,8 @@ from typing import ClassVar, cast
 import pytest
 
 from disagg_kv import PrefillEndpoint
-from disagg_kv.endpoints.background import HelperThreads
-from disagg_kv.endpoints.directory import look_up
+from disagg_kv.endpoints.runtime.background import HelperThreads
+from disagg_kv.endpoints.runtime.directory import look_up
 from disagg_kv.errors import (
     DeadlineError,
     DisaggKVError,

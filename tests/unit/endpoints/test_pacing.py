@@ -9,9 +9,9 @@ import pytest
 
 from disagg_kv.channels import Hub, InprocChannel, News
 from disagg_kv.endpoints import PrefillEndpoint
-from disagg_kv.endpoints.delivery import Handed
-from disagg_kv.endpoints.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S, SOON, SOON_S
-from disagg_kv.endpoints.pacing import FRAMES_S, LEAST_S, MOST_S, PASSES, Lines, Pacer
+from disagg_kv.endpoints.prefill.handle import Handed
+from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, Lines, Pacer
+from disagg_kv.endpoints.runtime.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S, SOON, SOON_S
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Generation, GroupId, LayerId, RoomId
 from disagg_kv.memory import PagedPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from disagg_kv.endpoints.scattering import Scatterer
+from disagg_kv.endpoints.decode.scatter import Scatterer
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Generation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg_kv.endpoints.scatter_pace import BURST_S, ScatterPace
+from disagg_kv.endpoints.decode.rate_limit import BURST_S, ScatterPace
 from disagg_kv.errors import ConfigurationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
@@ -163,7 +163,7 @@ def test_a_launch_of_several_segments_that_fails_is_tried_one_by_one() -> None:
 
 def test_a_launch_takes_no_more_than_was_prepared_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that a launch needs must not be allocated while others run."""
-    monkeypatch.setattr("disagg_kv.endpoints.scattering.ENTRIES", 9)
+    monkeypatch.setattr("disagg_kv.endpoints.decode.scatter.ENTRIES", 9)
     rig, kernels = Rig(SPEC), Queued()
     memory = Memory(page_size=8, pages=64)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from disagg_kv.endpoints.gates import Gates
+from disagg_kv.endpoints.prefill.ready_events import Gates
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId, Peer, Ticket
 from disagg_kv.kernels import CpuKernels, Move

@@ -8,8 +8,8 @@ import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
 from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint
-from disagg_kv.endpoints.delivery import DeliveryHandle
-from disagg_kv.endpoints.reception import ReceptionHandle
+from disagg_kv.endpoints.decode.handle import ReceptionHandle
+from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Channel, base, fit_together
-from disagg_kv.endpoints import outbox
+from disagg_kv.endpoints.runtime import send_buffer as outbox
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
 from disagg_kv.memory import Buffer, Event, MemoryPool

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from disagg_kv.channels import Channel, News
-from disagg_kv.endpoints.admission import Admission
-from disagg_kv.endpoints.delivery import Cuts, ForwardPass, Handed
+from disagg_kv.endpoints.prefill.handle import Cuts, ForwardPass, Handed
+from disagg_kv.endpoints.runtime.admission import Admission
 from disagg_kv.geometry import CacheSpec, Component
 from disagg_kv.ids import Generation, LayerId, RoomId
 from disagg_kv.memory import Event

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attrs import define
 
-from disagg_kv.endpoints.handles import RoomHandle
+from disagg_kv.endpoints.runtime.handle import RoomHandle
 from disagg_kv.errors import AbortedError, CapacityError, ConfigurationError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, Component, Group, shard
 from disagg_kv.ids import GroupId, LayerId, RoomId

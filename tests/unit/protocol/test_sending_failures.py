@@ -26,6 +26,7 @@ from disagg_kv.protocol import (
     WriteFailed,
     Wrote,
 )
+from disagg_kv.protocol.flow import WRITE_TRIES
 from disagg_kv.protocol.frames import (
     Abort,
     AbortAck,
@@ -34,7 +35,6 @@ from disagg_kv.protocol.frames import (
     DrainedAck,
     Expect,
 )
-from disagg_kv.protocol.sending import WRITE_TRIES
 from tests.support.send_room import (
     FINAL,
     RETRY,

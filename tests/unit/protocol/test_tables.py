@@ -35,6 +35,7 @@ from disagg_kv.protocol import (
     Wrote,
 )
 from disagg_kv.protocol.diagram import diagram
+from disagg_kv.protocol.flow import room_head
 from disagg_kv.protocol.frames import (
     Abort,
     AbortAck,
@@ -55,7 +56,6 @@ from disagg_kv.protocol.frames import (
     StagingRequest,
 )
 from disagg_kv.protocol.machine import Machine
-from disagg_kv.protocol.sending import room_head
 from disagg_kv.protocol.tables import Table
 
 TO_DECODE = {Expected, StagingRequest, Return, ChunkReady, AuxPart, Done, Abort, Drained}

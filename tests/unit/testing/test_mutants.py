@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page import mutants
-from disagg_kv.protocol.receiving import ReceiveRoom
+from disagg_kv.protocol.receive_room import ReceiveRoom
 from disagg_kv.testing.sim import simulate
 from tests.mutants.__main__ import main
 from tests.mutants.bugs import BUGS

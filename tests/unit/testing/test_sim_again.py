@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from disagg_kv.protocol import Phase
-from disagg_kv.testing.sim.again import check_served, last_requests
 from disagg_kv.testing.sim.fault import FaultClass
+from disagg_kv.testing.sim.recovery_probe import check_served, last_requests
 from disagg_kv.testing.sim.scenario import Scenario
 from disagg_kv.testing.sim.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from disagg_kv.endpoints.handles import Happened
+from disagg_kv.endpoints.runtime.handle import Happened
 from disagg_kv.errors import ConfigurationError, TransportError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event

@@ -6,8 +6,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...endpoints.decode import DecodeRole
-from ...endpoints.delivery import DeliveryHandle
+from ...endpoints.decode.rooms import DecodeRole
+from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import (
     AbortedError,
     CapacityError,
@@ -20,7 +20,7 @@ from ...errors import (
 )
 from ...protocol import Phase
 from .fault import FaultClass, survives
-from .holders import check_holders
+from .memory_holders import check_holders
 from .workload import Entry
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...endpoints.delivery import DeliveryHandle
-from ...endpoints.reception import ReceptionHandle
+from ...endpoints.decode.handle import ReceptionHandle
+from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError
 from ...rendezvous import Source
 from .fault import FaultClass

@@ -10,26 +10,26 @@ from attrs import evolve
 
 from ...channels import Arrived
 from ...endpoints import DecodeEndpoint, Life, PrefillEndpoint
-from ...endpoints.decode import DecodeRole
-from ...endpoints.prefill import PrefillRole
+from ...endpoints.decode.rooms import DecodeRole
+from ...endpoints.prefill.rooms import PrefillRole
 from ...errors import DisaggKVError, PeerLostError, TransportError
 from ...ids import Epoch
 from ...kernels import KERNELS, Move, Sums
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...protocol import RoomKey
-from ...protocol.receiving import ReceiveRoom
+from ...protocol.receive_room import ReceiveRoom
 from ...staging import Lease
 from ...trace import Observer, Span
 from ...transports.process import Process
 from .dma import SimTransport
+from .environment import SimBackground, SimRendezvous
 from .fault import FaultClass
 from .memory import RankMemory
 from .network import SimBatchChannel, SimChannel
-from .outside import SimBackground, SimRendezvous
 from .scenario import Split, shards_of
 
 if TYPE_CHECKING:
-    from .passes import Passes
+    from .forward_passes import Passes
     from .prefixes import Prefixes
     from .world import World
 

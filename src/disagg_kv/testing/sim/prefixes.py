@@ -14,11 +14,11 @@ from ...ids import Rank
 from ...memory import U8
 from ...prefix import HashPrefixIndex, KeptSums, PrefixCache, blake, namespace_of
 from ...rendezvous import StoreMinimum
+from .conversations import MOST, Talk
 from .fault import FaultClass
 from .kind import Kind
 from .memory import CACHED, RankMemory, content, width_of
 from .model import Model
-from .talks import MOST, Talk
 
 if TYPE_CHECKING:
     from .node import SimNode

@@ -15,9 +15,9 @@ from ...memory.paged import Layout
 from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
+from .conversations import Prompt, Talk, converse
 from .fault import FaultClass, outside, survives, swarm
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
-from .talks import Prompt, Talk, converse
 
 AUX_BYTES = 8
 

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...endpoints.delivery import DeliveryHandle
-from ...endpoints.reception import ReceptionHandle
+from ...endpoints.decode.handle import ReceptionHandle
+from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError, QuarantineFullError, SupersededError
 from ...memory import U8, Event
 from ...prefix import Claim
 from ...protocol import Phase
 from ...rendezvous import Source
 from ...strategies import LayerPipelined
+from .cached_requests import Turn
 from .fault import FaultClass
+from .forward_passes import Chunk
 from .kind import Kind
 from .memory import KV, states_truth, truth
 from .node import SimEvent, SimNode
-from .passes import Chunk
 from .prefixes import said
 from .scenario import AUX_BYTES, Request
-from .turns import Turn
 
 if TYPE_CHECKING:
     from .world import World

@@ -18,21 +18,21 @@ from ...protocol import Phase
 from ...rendezvous import StaticRendezvous
 from ...transports import Heard
 from ...transports.process import Process
-from .again import check_served, last_requests
 from .check import Checks
 from .describe import describe
 from .dma import Dma, SimTransport
+from .environment import Outside
 from .fault import FaultClass
+from .forward_passes import Passes, Turns
 from .junk import Spoiled
 from .kind import Kind
-from .moments import Moments
 from .network import Network
 from .node import SimNode
-from .outside import Outside
-from .passes import Passes, Turns
 from .prefixes import Prefixes, SimStore
-from .rumours import Rumours
+from .recovery_probe import check_served, last_requests
 from .scenario import Request, Scenario, Split
+from .stray_frames import Rumours
+from .targeted_faults import Moments
 from .workload import Entry, Room
 
 TICK_S = 0.02

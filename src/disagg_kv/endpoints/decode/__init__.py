@@ -1,0 +1,1 @@
+"""The decode side: rooms, the ring, and scatters."""

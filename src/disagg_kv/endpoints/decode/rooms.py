@@ -1,0 +1,585 @@
+"""The decode half of a node: rooms, the ring, and scatters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from math import inf
+
+from ...errors import (
+    AbortedError,
+    DisaggKVError,
+    InstanceClosedError,
+    LocalProtocolError,
+    OversizeError,
+    PeerLostError,
+    QuarantineFullError,
+    RemoteProtocolError,
+    text_of,
+)
+from ...ids import Epoch, Generation, RoomId
+from ...kernels import Kernels
+from ...memory import Buffer, MemoryPool
+from ...planning import Segment
+from ...protocol import (
+    MAX_ENTRIES,
+    Awaited,
+    Cancel,
+    Decided,
+    Effect,
+    Ended,
+    Free,
+    Gone,
+    Introduced,
+    Leased,
+    Lost,
+    Prepare,
+    Quarantine,
+    ReceiveRoom,
+    Receiving,
+    Reserve,
+    RoomFrame,
+    RoomKey,
+    Scatter,
+    Send,
+    Store,
+    Tick,
+    Verify,
+    Vote,
+    verified,
+)
+from ...protocol.flow import room_head
+from ...protocol.frames import (
+    Abort,
+    AbortAck,
+    ChunkReady,
+    Complete,
+    Done,
+    Drained,
+    DrainedAck,
+    Landed,
+    StagingRequest,
+    WirePace,
+)
+from ...protocol.timers import Timers
+from ...protocol.wire import tables_to_wire
+from ...rendezvous import Source
+from ...staging import GrantQueue
+from ...strategies import Path
+from ...trace import Span
+from ...transports import Ended as TicketEnded
+from ...transports import Settled
+from ..kept_pages import KeptCheck
+from ..runtime.directory import Answer
+from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, Node
+from ..runtime.handle import Changes
+from ..runtime.handshake import Remote
+from ..runtime.peer_registry import Held
+from ..runtime.plan_cache import Routes
+from ..runtime.silence import Silences
+from .cancelled import Declined
+from .handle import ReceptionHandle, Wanted
+from .rate_limit import ScatterPace
+from .room import DecodeRoom, PrefillInstance, check_ranks
+from .scatter import Scatterer
+
+log = logging.getLogger("disagg_kv")
+
+TICK_S = 0.02
+"""How often it is looked at who is lively enough to be granted what waits for bytes of the ring."""
+
+MAX_TABLES = 4 * MAX_ENTRIES
+"""Bytes of page ids that an ``Expect`` carries at most; a request with more pages does not expose them."""
+
+PEER_QUARANTINE = 0.25
+ALL_QUARANTINE = 0.5
+"""Parts of the ring that may wait for evidence before new rooms are refused: of one peer's doing, and in all."""
+
+
+class DecodeRole:
+    """Everything here runs on the endpoint's thread."""
+
+    def __init__(
+        self,
+        node: Node,
+        pool: MemoryPool,
+        ring: Buffer,
+        queue: GrantQueue[Epoch, tuple[RoomKey, Segment]],
+        kernels: Kernels,
+        exposed: bool,
+        changes: Changes[ReceptionHandle],
+        verify: Verify,
+        pace: ScatterPace | None,
+    ) -> None:
+        self._node = node
+        self._pool = pool
+        self._ring = ring
+        self._queue = queue
+        self._kernels = kernels
+        self._exposed = exposed
+        self._changes = changes
+        self._verify: Verify = verify
+        self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
+        self._rooms: dict[RoomKey, DecodeRoom] = {}
+        self._instances: dict[Source, PrefillInstance] = {}
+        self._routes: dict[tuple[Epoch, ...], Routes] = {}
+        self._paces: dict[Epoch, WirePace] = {}
+        self._scatters = Scatterer(node, pool, ring, kernels, pace, self._rooms, self._handle)
+        self._checking: list[DecodeRoom] = []
+        self._declined = Declined(node.me.epoch, node.options)
+        self._page_bytes = pool.site.page_bytes
+        self._noted_pages = False
+        self._timers: Timers[RoomKey] = Timers()
+        self._silences = Silences(node.peers, node.options.silence_s)
+        self._lively_at = 0.0
+        self.quarantined = 0
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet."""
+        return len(self._rooms)
+
+    # What the engine says, on this thread.
+
+    def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, silence_s: float, total_s: float) -> None:
+        """Begin a room: find its prefill ranks."""
+        now = self._node.now
+        machine = ReceiveRoom(key.room, key.generation, self._node.me.epoch, self._node.options, now, total_s)
+        room = DecodeRoom(key, machine, handle, source, silence_s, now)
+        self._rooms[key] = room
+        self._declined.forget(key.room)
+        self._node.vote(key, None, "")
+        instance = self._instances.setdefault(source, PrefillInstance())
+        instance.waiting[key] = room
+        instance.look_at = now
+        self._find(source, instance)
+        if (error := self._node.succession.error()) is not None:
+            self._handle(room, Cancel(error))
+        self._publish(room)
+
+    def expect(self, key: RoomKey, wanted: Wanted) -> None:
+        """Rows are awaited."""
+        room = self._rooms.get(key)
+        if room is None:
+            return
+        room.wanted = wanted
+        checked = wanted.kept and verified(key.room, Segment(0, wanted.start, 0, 0), self._verify)
+        if checked and room.machine.error is None:
+            room.checking = KeptCheck(room.name, self._kernels, self._pool, wanted.kept)
+            self._checking.append(room)
+            self._check_kept()
+        else:
+            self._await(room, wanted)
+
+    def _check_kept(self) -> None:
+        """Nothing is asked of prefill before what a room builds on is known to be what was kept."""
+        for room in list(self._checking):
+            assert room.checking is not None
+            assert room.wanted is not None
+            began = self._node.clock()
+            error: DisaggKVError | None = None
+            try:
+                if not room.checking.done():
+                    continue
+            except DisaggKVError as exc:
+                error = exc
+            self._checking.remove(room)
+            room.checking = None
+            room.handle.report.spend("checksum", self._node.clock() - began)
+            if error is not None:
+                self._handle(room, Cancel(error))
+            elif room.machine.error is None:
+                self._await(room, room.wanted)
+            self._publish(room)
+
+    def _await(self, room: DecodeRoom, wanted: Wanted) -> None:
+        named = 4 * sum(len(t.pages) for t in wanted.tables.values())
+        exposed = self._exposed and named <= MAX_TABLES
+        if self._exposed and not exposed:
+            self._node.observer.count("rooms.too_many_pages")
+            self._note_pages(room, named)
+        paths = tuple(p.name for p in self._paths.values() if exposed or not p.exposes_pages)
+        if not paths:
+            self._handle(room, Cancel(OversizeError("the page ids that one frame can name", named, MAX_TABLES)))
+            return
+        tables = tables_to_wire(wanted.tables.values()) if exposed else None
+        aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
+        rows = (wanted.start, wanted.stop, wanted.most)
+        self._handle(room, Awaited(*rows, paths, tables, wanted.tag, self._verify, aux_bytes))
+
+    def _note_pages(self, room: DecodeRoom, named: int) -> None:
+        """A frame cannot name all pages of a room, so they are not exposed: the report says it, and the log once."""
+        pages = f"{named // 4} pages are more than the {MAX_TABLES // 4} that a frame can name"
+        room.handle.report.reason = f"staged: {pages}"
+        if not self._noted_pages:
+            self._noted_pages = True
+            log.warning("%s: %s, so they are not exposed; later rooms are only counted", room.name, pages)
+
+    def abort(self, key: RoomKey, error: DisaggKVError) -> None:
+        """The engine gives the room up."""
+        room = self._rooms.get(key)
+        if room is not None:
+            self._handle(room, Cancel(error))
+
+    # Finding prefill.
+
+    def _find(self, source: Source, instance: PrefillInstance) -> None:
+        """Take the ranks that we are connected with, else ask the rendezvous, ever slower.
+
+        It is also asked now and then while they live, since an instance may move. No room waits for that.
+        """
+        node = self._node
+        instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
+        instance.look_at = node.now + instance.pause_s
+        if not self._connected(source) or not node.directory.fresh(source):
+            node.look_up(source)
+        if instance.waiting and self._connected(source):
+            instance.addresses = node.directory.known(source)
+            self._introduce(instance)
+
+    def _connected(self, source: Source) -> bool:
+        """Whether all ranks of an instance live where it was last seen."""
+        known = self._node.directory.known(source)
+        return known is not None and all(self._node.peers.at(address) is not None for address in known)
+
+    def on_answer(self, answer: Answer) -> None:
+        """The rendezvous says where an instance is. Its failure harms no room: those that wait ask again."""
+        instance = self._instances.get(answer.source)
+        if instance is None:
+            return
+        instance.error = answer.error
+        if isinstance(answer.error, InstanceClosedError):
+            self._unreachable(instance, answer.error)
+            return
+        if answer.error is not None:
+            instance.look_at = self._node.now + LOOKUP_FAILED_S
+        if answer.addresses is not None:
+            instance.addresses = answer.addresses
+            for address in answer.addresses:
+                if self._node.peers.at(address) is None:
+                    self._node.dial(address)
+            self._introduce(instance)
+
+    def _introduce(self, instance: PrefillInstance) -> None:
+        """Once all ranks are there, begin the rooms that wait for them."""
+        ready = self._there(instance)
+        if not instance.addresses or len(ready) < len(instance.addresses):
+            return
+        waiting, instance.waiting = instance.waiting, {}
+        for room in waiting.values():
+            if self._rooms.get(room.key) is not room:
+                continue
+            try:
+                check_ranks(room.source, ready)
+            except DisaggKVError as exc:
+                self._handle(room, Lost(Epoch(b""), exc))
+                continue
+            try:
+                self._check_quarantine(ready)
+            except QuarantineFullError as exc:
+                self._handle(room, Cancel(exc))
+            room.remotes = tuple(ready)
+            writers = tuple(r.epoch for r in ready)
+            if writers not in self._routes:
+                self._routes[writers] = Routes(ready[0].shards, self._pool.site)
+            room.routes = self._routes[writers]
+            pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
+            for epoch in writers:
+                self._silences.watch(epoch, room.key, room.silence_s, self._node.now)
+            self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
+
+    def _there(self, instance: PrefillInstance) -> list[Remote]:
+        """Those of its ranks that we know."""
+        epochs = [self._node.peers.at(address) for address in instance.addresses or ()]
+        remotes = [self._node.remotes.get(epoch) for epoch in epochs if epoch is not None]
+        return [remote for remote in remotes if remote is not None]
+
+    def _check_quarantine(self, remotes: Sequence[Remote]) -> None:
+        for remote in remotes:
+            held = self._queue.quarantined_bytes(remote.epoch)
+            if held > PEER_QUARANTINE * self._ring.nbytes:
+                raise QuarantineFullError(f"{remote.name}: {held} of {self._ring.nbytes} ring bytes wait for evidence")
+
+    def on_up(self, remote: Remote) -> None:
+        """A prefill rank is there."""
+        self._queue.connect(remote.epoch)
+        self._queue.resume(remote.epoch)
+        self._say(self._declined.met(remote, self._node.now))
+        for instance in list(self._instances.values()):
+            if instance.addresses and remote.hello.address in instance.addresses:
+                self._introduce(instance)
+
+    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
+        """A prefill rank cannot be worked with: rooms that wait for it fail."""
+        for instance in list(self._instances.values()):
+            if instance.addresses and address in instance.addresses:
+                self._unreachable(instance, error)
+
+    def _unreachable(self, instance: PrefillInstance, error: DisaggKVError) -> None:
+        instance.addresses = None
+        waiting, instance.waiting = instance.waiting, {}
+        for room in waiting.values():
+            if self._rooms.get(room.key) is room:
+                # Also one that was declined: not all of those are there who would have to be told.
+                self._handle(room, Lost(Epoch(b""), error))
+
+    def on_lost(self, lost: Lost) -> None:
+        """Rooms that need this rank fail; what it may still write to stays in quarantine."""
+        for room in self._with(lost.peer):
+            self._handle(room, lost)
+        self._queue.forget(lost.peer)
+        self._paces.pop(lost.peer, None)
+        for writers in [w for w in self._routes if lost.peer in w]:
+            del self._routes[writers]
+
+    def on_gone(self, epoch: Epoch) -> None:
+        """Evidence: it writes nothing more."""
+        for room in self._with(epoch):
+            self._handle(room, Gone(epoch))
+
+    def _with(self, epoch: Epoch) -> list[DecodeRoom]:
+        return [r for r in self._rooms.values() if epoch in r.machine.writers]
+
+    # Frames.
+
+    def on_frame(self, frame: RoomFrame) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        epoch = Epoch(frame.src)
+        key = _key(frame)
+        room = self._rooms.get(key)
+        if room is not None and epoch in room.machine.writers:
+            if isinstance(frame, Done) and frame.pace is not None:
+                self._paces[epoch] = frame.pace
+            try:
+                self._handle(room, frame)
+            except RemoteProtocolError as exc:
+                self._handle(room, Cancel(exc))
+        elif room is None or room.machine.error is not None:
+            # Also from a rank that was told that the room is declined, and is not one of those that were found then.
+            self._answer_ended(frame, epoch, key)
+        else:
+            self._node.observer.count("frames.not_a_writer")
+
+    def _answer_ended(self, frame: RoomFrame, epoch: Epoch, key: RoomKey) -> None:
+        """A late frame is answered from the tombstone, and nothing revives the room."""
+        node = self._node
+        head = room_head(node.me.epoch, epoch, key.room, key.generation)
+        ended = node.tombstones.outcome(epoch, key.generation)
+        if isinstance(frame, Abort):
+            node.send(Send(epoch, AbortAck(**head)))
+        elif isinstance(frame, Drained):
+            self._declined.answered(key, epoch)
+            node.send(Send(epoch, DrainedAck(**head)))
+        elif ended is None or ended is Ended.EVICTED:
+            node.observer.count("frames.unknown_room")
+        elif ended is Ended.FAILED:
+            node.send(Send(epoch, Abort(**head, reason="the room has failed")))
+        elif isinstance(frame, StagingRequest | ChunkReady):
+            node.send(Send(epoch, Landed(**head, segment=frame.segment)))
+        elif isinstance(frame, Done):
+            node.send(Send(epoch, Complete(**head)))
+
+    def on_decided(self, key: RoomKey, decided: Decided) -> None:
+        """The ranks of our instance agree."""
+        room = self._rooms.get(key)
+        if room is not None:
+            self._handle(room, decided)
+
+    def on_ticket(self, event: TicketEnded | Settled) -> None:
+        """Decode posts nothing."""
+        raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
+
+    def _say(self, sends: Sequence[Send]) -> None:
+        for send in sends:
+            self._node.send(send)
+
+    # Effects.
+
+    def _handle(self, room: DecodeRoom, event: object) -> None:
+        if room.machine.state is not Receiving.CLOSED:
+            self._apply(room, room.machine.handle(event, self._node.now))
+
+    def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
+        moved = freed = False
+        votes: list[Vote] = []
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._node.send(effect)
+                case Vote():
+                    votes.append(effect)
+                case Reserve():
+                    self._reserve(room, effect)
+                case Free(segment):
+                    self._scatters.drop(room.key, segment)
+                    self._queue.cancel((room.key, segment))
+                    self._queue.release((room.key, segment))
+                    freed = True
+                case Quarantine(segment):
+                    self._scatters.drop(room.key, segment)
+                    self._queue.quarantine((room.key, segment))
+                    moved = True
+                    self.quarantined = self._queue.quarantined_bytes()
+                case Prepare():
+                    self._scatters.prepare(room.key, effect)
+                case Scatter():
+                    self._scatters.add(room.key, effect)
+                case Store(data):
+                    if room.wanted is not None and room.wanted.aux is not None:
+                        self._store(room, room.wanted.aux, data)
+                case _:
+                    raise LocalProtocolError(f"a receiving room asked for {effect}")
+        if moved or freed:
+            self.quarantined = self._queue.quarantined_bytes()
+        if freed:
+            self._grant()
+        self._publish(room)
+        # May be decided, and told to the engine, at once: not before everything else has been done.
+        for vote in votes:
+            if not vote.ok and not room.machine.writers:
+                remotes = self._node.remotes.values()
+                self._say(self._declined.add(room.key, room.source.instance, vote.reason, remotes, self._node.now))
+            if vote.ok and room.handle.report.placed is None:
+                room.handle.report.placed = self._node.clock()
+            self._node.vote(room.key, vote.ok, vote.reason)
+
+    def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:
+        key = (room.key, effect.segment)
+        try:
+            lease = self._queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
+        except OversizeError as exc:
+            self._handle(room, Cancel(RemoteProtocolError(f"a segment that does not fit: {exc}")))
+            return
+        if lease is not None:
+            self._handle(room, Leased(effect.segment, lease))
+        else:
+            self._grant()
+
+    def _grant(self) -> None:
+        for (key, segment), lease in self._queue.grants():
+            room = self._rooms.get(key)
+            if room is None or room.machine.state is Receiving.CLOSED:
+                self._queue.release((key, segment))
+            else:
+                self._handle(room, Leased(segment, lease))
+
+    def _store(self, room: DecodeRoom, slot: int, data: bytes) -> None:
+        if len(data) > self._pool.aux_bytes:
+            error = RemoteProtocolError(f"aux data of {len(data)} bytes for rows of {self._pool.aux_bytes}")
+            self._handle(room, Cancel(error))
+        else:
+            self._pool.write_aux(slot, data)
+
+    def work(self) -> bool:
+        """Finish scatters, begin those whose time has come, and prepare one that is to come."""
+        scattering = self._scatters.work()
+        if self._checking:
+            self._check_kept()
+        return scattering or bool(self._checking)
+
+    def _publish(self, room: DecodeRoom) -> None:
+        machine, report = room.machine, room.handle.report
+        if machine.error is not None:
+            self._hold(room)
+        report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
+        report.path = machine.path or ("exposed pages" if machine.segments_landed else "")
+        released = machine.released and room.checking is None
+        if released and "total" not in report.seconds:
+            report.spend("total", self._node.now - room.opened)
+        phase, handle = machine.phase, room.handle
+        if not handle.shows(phase, released):
+            handle.publish(phase, released, machine.error, self._node.clock())
+            self._changes.add(handle)
+        if self._rooms.get(room.key) is not room:
+            return
+        if machine.state is not Receiving.CLOSED or room.checking is not None:
+            self._timers.by(room.key, room.next_at())
+        else:
+            del self._rooms[room.key]
+            self._timers.schedule(room.key, None)
+            self._silences.forget(room.key)
+            self._instances.get(room.source, PrefillInstance()).waiting.pop(room.key, None)
+            ended = Ended.DONE if machine.error is None else Ended.FAILED
+            self._node.remember(machine.writers, room.key, ended)
+            self._node.observer.span(Span("room", room.key.room, room.opened, self._node.now, report.nbytes))
+
+    def _hold(self, room: DecodeRoom) -> None:
+        """Say whose evidence the room waits for, before its engine is told that it failed."""
+        pages = 0
+        if room.wanted is not None:
+            pages = sum(len(t.pages) * self._page_bytes[t.group] for t in room.wanted.tables.values())
+        owed = room.machine.owed()
+        held = {epoch: Held(ring, pages if exposed else 0) for epoch, (ring, exposed) in owed.items()}
+        self._node.roster.hold(room.key, held, [remote.hello for remote in room.remotes])
+
+    # Time.
+
+    def tick(self) -> None:
+        """Deadlines, repeats, silence, and prefill ranks that are looked for."""
+        now, peers = self._node.now, self._node.peers
+        for source, instance in list(self._instances.items()):
+            if not instance.waiting:
+                del self._instances[source]
+            elif instance.look_at <= now:
+                self._find(source, instance)
+        for key in self._timers.due(now):
+            room = self._rooms.get(key)
+            if room is not None:
+                self._handle(room, Tick())
+                self._check_found(room, now)
+        self._say(self._declined.tick(now))
+        for key, lost in self._silences.due(now):
+            room = self._rooms.get(key)
+            if room is not None and room.machine.error is None:
+                self._handle(room, lost)
+        if now >= self._lively_at:
+            self._lively_at = now + TICK_S
+            for epoch in peers.epochs():
+                if epoch in self._node.remotes:
+                    (self._queue.resume if peers.lively(epoch, now) else self._queue.suspend)(epoch)
+            self._grant()
+
+    def _check_found(self, room: DecodeRoom, now: float) -> None:
+        if room.machine.writers or now < room.opened + room.silence_s:
+            return
+        # A room that was declined ends here too: not all of those are there who would have to be told.
+        instance = self._instances.get(room.source)
+        why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
+        name = f"prefill instance {room.source.instance!r}"
+        error = PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
+        self._handle(room, Lost(Epoch(b""), error))
+
+    @property
+    def patience_s(self) -> float:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`: nobody says when decode computes."""
+        return 0.0
+
+    def next_at(self) -> float | None:
+        """When ``tick`` is due."""
+        times = [self._timers.next_at(), self._silences.next_at(), self._scatters.ready_at, self._declined.next_at()]
+        times += [instance.look_at for instance in self._instances.values()]
+        if self._queue.waiting:
+            times.append(self._lively_at)
+        return min((t for t in times if t is not None), default=None)
+
+    def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        for room in list(self._rooms.values()):
+            if not (unmet and room.machine.writers):
+                self._handle(room, Cancel(error))
+
+    def abort_all(self, reason: str) -> None:
+        """The endpoint closes."""
+        self.integrity_failure(AbortedError(reason))
+
+    def check_integrity(self, since: float = -inf) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        self._queue.check_integrity()
+        for room in self._rooms.values():
+            if room.machine.now >= since:
+                room.machine.check_integrity()
+        self._scatters.check_integrity(self._queue)
+
+
+def _key(frame: RoomFrame) -> RoomKey:
+    return RoomKey(RoomId(frame.room), Generation(frame.generation))

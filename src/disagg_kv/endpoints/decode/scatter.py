@@ -1,0 +1,322 @@
+"""From the ring into pages: prepared while bytes are on their way, launched when the pace allows it.
+
+What comes when the endpoint's thread has slept finds it cold: nearly all of what a launch costs the host is therefore
+done when the lease is granted, where kernels support it. What is not prepared and has come together is one launch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from attrs import define
+
+from ...errors import IntegrityError
+from ...geometry import Part
+from ...ids import Epoch, Rank
+from ...kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStreams
+from ...memory import Buffer, Event, MemoryPool
+from ...planning import PartView, RowRange, Segment
+from ...protocol import Prepare, RoomKey, Scatter, Scattered
+from ...staging import GrantQueue
+from ...strategies import Job, Path
+from ...trace import Span
+from ..runtime.budget import Budget
+from ..runtime.checksums import compare, layer_sums
+from ..runtime.event_loop import Node
+from .rate_limit import ScatterPace
+from .room import DecodeRoom
+
+ENTRIES = 256
+"""Planes of parts that one launch takes, about: what it needs for them, and for as many pages, was allocated before."""
+
+
+@define(eq=False)
+class _Scattering:
+    """A scatter and, where there is one, the comparison of what it brought; ``error``: that could not begin."""
+
+    room: DecodeRoom
+    segment: Segment
+    started: float
+    event: Event | None = None
+    error: Exception | None = None
+    check: Callable[[], IntegrityError | None] | None = None
+    comparing: float = 0.0
+
+
+_Begun = tuple[_Scattering, Scatter, list[Move]]
+_Place = tuple[RoomKey, Segment]
+
+
+@define(eq=False)
+class _Ready:
+    """A prepared launch for parts that begin at these places and have ``nbytes`` together."""
+
+    places: Mapping[Rank, int]
+    nbytes: int
+    prepared: Prepared
+
+
+class Scatterer:
+    """Runs on the endpoint's thread only.
+
+    A segment is prepared when its parts' places are known, one in a turn and after all that is urgent. A prepared
+    launch belongs to the segment's lease: :meth:`drop` is told when that ends.
+
+    Arrivals must not hold up what is being decoded (C7), so each waits until the pace allows it. What may begin in one
+    turn is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
+    gets its bytes back as early as it can.
+
+    Args:
+        rooms: those that are not forgotten.
+        ended: told how each scatter went.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        pool: MemoryPool,
+        ring: Buffer,
+        kernels: Kernels,
+        pace: ScatterPace | None,
+        rooms: Mapping[RoomKey, DecodeRoom],
+        ended: Callable[[DecodeRoom, Scattered], None],
+    ) -> None:
+        self._node = node
+        self._pool = pool
+        self._ring = ring
+        self._kernels = kernels
+        self._together = isinstance(kernels, SupportsStreams)
+        self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
+        self._pace = pace
+        self._rooms = rooms
+        self._ended = ended
+        self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
+        self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
+        self._running: list[_Scattering] = []
+        self._over: list[tuple[_Scattering, Exception | None]] = []
+        self._unprepared: dict[_Place, Prepare] = {}
+        self._prepared: dict[_Place, _Ready] = {}
+
+    def prepare(self, room: RoomKey, effect: Prepare) -> None:
+        """A segment will arrive there."""
+        if self._preparing is not None:
+            self._unprepared[room, effect.segment] = effect
+
+    def add(self, room: RoomKey, effect: Scatter) -> None:
+        """A segment has arrived: what is prepared for it, and need not wait, is launched before this thread goes on."""
+        first = not self._waiting
+        self._waiting.append((room, effect))
+        ready = self._prepared.get((room, effect.segment)) if first and self._together else None
+        if ready is not None and ready.places == effect.parts:
+            self._next()
+
+    def drop(self, room: RoomKey, segment: Segment) -> None:
+        """A segment has no lease any more, or its room has failed: nothing will be launched for it."""
+        self._unprepared.pop((room, segment), None)
+        ready = self._prepared.pop((room, segment), None)
+        if ready is not None:
+            self._give_up(ready)
+
+    def _give_up(self, ready: _Ready) -> None:
+        try:
+            ready.prepared.drop()
+        except Exception:
+            # What the kernels kept for it is lost to them; no room depends on it.
+            self._node.observer.count("scatters.not_dropped")
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the pace lets the next one begin; None: nothing waits for it."""
+        return self._pace.ready_at if self._waiting and self._pace is not None else None
+
+    def work(self) -> bool:
+        """Begin scatters whose time has come, finish others, and prepare one; True while something is under way."""
+        if not (self._running or self._waiting or self._over or self._unprepared):
+            return False
+        # First, so that the GPU has something to do while those that have ended are told of.
+        running = list(self._running)
+        budget = Budget(self._node.clock, self._node.most)
+        while budget.take() and (begun := self._next()):
+            self._begin(begun)
+        for one in running:
+            try:
+                if one.event is not None and not one.event.query():
+                    continue
+                error = one.error
+            except Exception as exc:
+                error = exc
+            self._running.remove(one)
+            self._finish(one, error)
+        self._finish_over()
+        if self._unprepared:
+            # What was granted just now goes out before: bytes may come the sooner.
+            self._node.flush(self._node.now)
+            self._prepare_one()
+        return bool(self._running or self._unprepared) or budget.spent
+
+    def _finish_over(self) -> None:
+        over, self._over = self._over, []
+        for one, error in over:
+            self._finish(one, error)
+
+    def _next(self) -> list[_Begun]:
+        """Launch what may begin now and is prepared; the rest of what may begin now, in one launch, comes out."""
+        begun: list[_Begun] = []
+        entries = 0
+        while self._waiting and (self._together or not begun) and entries < ENTRIES:
+            key, effect = self._waiting[0]
+            room = self._rooms.get(key)
+            failed = room is None or room.machine.error is not None
+            if not failed and self._pace is not None and not self._pace.ready(self._node.now):
+                break
+            self._waiting.popleft()
+            if room is None:
+                continue
+            one = _Scattering(room, effect.segment, self._node.clock())
+            if failed:
+                self._over.append((one, None))
+                continue
+            ready = self._take(key, effect)
+            if ready is not None:
+                self._launch(one, effect, ready)
+                continue
+            try:
+                moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
+            except Exception as exc:
+                # A path may be somebody else's code: its errors fail this room alone.
+                self._over.append((one, exc))
+                continue
+            if self._pace is not None:
+                self._pace.begin(sum([move.layout.nbytes for move in moves]), self._node.now)
+            begun.append((one, effect, moves))
+            entries += sum([len(move.layout.plane) for move in moves])
+        return begun
+
+    def _take(self, key: RoomKey, effect: Scatter) -> _Ready | None:
+        """What was prepared for exactly this, where something was."""
+        self._unprepared.pop((key, effect.segment), None)
+        ready = self._prepared.pop((key, effect.segment), None)
+        if ready is not None and ready.places != effect.parts:
+            self._give_up(ready)
+            return None
+        return ready
+
+    def _launch(self, one: _Scattering, effect: Scatter, ready: _Ready) -> None:
+        if self._pace is not None:
+            self._pace.begin(ready.nbytes, self._node.now)
+        event: Event | None = None
+        error: Exception | None = None
+        try:
+            event = ready.prepared.launch()
+        except Exception as exc:
+            error = exc
+        self._follow(one, effect, event, error)
+
+    def _prepare_one(self) -> None:
+        """The one whose lease is the oldest: what is wrong with it now will be met again, and told, when it arrives."""
+        assert self._preparing is not None
+        (key, segment), effect = next(iter(self._unprepared.items()))
+        del self._unprepared[key, segment]
+        try:
+            room = self._rooms[key]
+            moves = [self._move(room, segment, rank, base) for rank, base in effect.parts.items()]
+            prepared = self._preparing.prepare_scatter(self._pool, moves, self._ring)
+        except Exception:
+            self._node.observer.count("scatters.not_prepared")
+            return
+        if prepared is not None:
+            nbytes = sum([move.layout.nbytes for move in moves])
+            self._prepared[key, segment] = _Ready(effect.parts, nbytes, prepared)
+
+    def _begin(self, begun: Sequence[_Begun]) -> None:
+        self._node.flush()
+        moves = [move for _, _, some in begun for move in some]
+        event: Event | None = None
+        error: Exception | None = None
+        try:
+            if moves:
+                event = self._kernels.scatter(self._pool, moves, self._ring)
+        except Exception as exc:
+            if len(begun) > 1:
+                # One of them is at fault, or they are too many for one launch.
+                for single in begun:
+                    self._begin([single])
+                return
+            error = exc
+        for one, effect, _ in begun:
+            self._follow(one, effect, event, error)
+        self._finish_over()
+
+    def _follow(self, one: _Scattering, effect: Scatter, event: Event | None, error: Exception | None) -> None:
+        """A launch is under way, or has failed: compare behind it, and wait for its end, if it has not come."""
+        one.event, one.error = event, error
+        if effect.sums and error is None:
+            try:
+                self._compare(one, effect)
+            except Exception as exc:
+                # A scatter that has begun reads the lease and writes pages until its event, whatever fails after.
+                one.error = exc
+        if one.event is None:
+            self._over.append((one, one.error))
+        else:
+            self._running.append(one)
+
+    def _finish(self, one: _Scattering, error: Exception | None) -> None:
+        now = self._node.clock()
+        one.room.handle.report.spend("scatter", now - one.started - one.comparing)
+        if self._node.traced:
+            labels = one.segment.labels()
+            self._node.observer.span(Span("scatter", one.room.key.room, one.started, now, labels=labels))
+        if error is None and one.check is not None:
+            try:
+                error = one.check()
+            except Exception as exc:
+                error = exc
+        self._ended(one.room, Scattered(one.segment, error))
+
+    def _compare(self, one: _Scattering, effect: Scatter) -> None:
+        """Sum our pages behind the scatter; compared is when the sums are there."""
+        room = one.room
+        assert room.wanted is not None
+        began = self._node.clock()
+        site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
+        layouts = {rank: self._view(room, rank)[1].layout(segment) for rank in effect.sums}
+        sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
+        one.comparing = self._node.clock() - began
+        room.handle.report.spend("checksum", one.comparing)
+        exposing = " or ".join(name for name, path in self._paths.items() if path.exposes_pages)
+        paths = {rank: room.machine.paths.get(rank, exposing) for rank in effect.sums}
+        one.event = sums.event
+        one.check = lambda: compare(room.name, site, segment, tables, layouts, effect.sums, sums.read(), paths)
+
+    def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
+        assert room.wanted is not None
+        site = self._pool.site
+        rows = RowRange(room.wanted.start, room.wanted.stop)
+        parts, view = self._view(room, rank)
+        job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
+        return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
+
+    def _view(self, room: DecodeRoom, rank: Rank) -> tuple[Sequence[Part], PartView]:
+        """What a prefill rank was elected to send of what this room awaits, and where it lies in our pool."""
+        if rank not in room.views:
+            assert room.routes is not None
+            assert room.wanted is not None
+            name, rows = room.key.room, RowRange(room.wanted.start, room.wanted.stop)
+            view = room.routes.view(name, rank, self._pool.site).for_rows(rows)
+            room.views[rank] = room.routes.intake(name).parts[rank], view
+        return room.views[rank]
+
+    def check_integrity(self, leases: GrantQueue[Epoch, _Place]) -> None:
+        """Raise AssertionError unless all that is prepared, or will be, lies in a lease of a room that still hopes."""
+        if not self._unprepared and not self._prepared:
+            return
+        assert not self._unprepared.keys() & self._prepared.keys()
+        places = {at: effect.parts for at, effect in self._unprepared.items()}
+        for at, parts in (places | {at: ready.places for at, ready in self._prepared.items()}).items():
+            lease, room = leases.granted(at), self._rooms.get(at[0])
+            assert room is not None, f"prepared for a room that is over: {at}"
+            assert room.machine.error is None, f"prepared for a room that has failed: {at}"
+            assert lease is not None, f"prepared without a lease: {at}"
+            assert all(lease.offset <= base < lease.offset + lease.nbytes for base in parts.values()), at

@@ -1,0 +1,1 @@
+"""The prefill side: rooms, routes, and the transfers that serve them."""

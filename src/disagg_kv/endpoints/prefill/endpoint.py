@@ -1,0 +1,285 @@
+"""A prefill rank's endpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from weakref import WeakValueDictionary
+
+from ... import arguments
+from ...channels import Channel
+from ...errors import LocalProtocolError, QuarantineFullError
+from ...geometry import PageTable, Shard
+from ...ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
+from ...kernels import Kernels
+from ...memory import Buffer, Event, MemoryPool
+from ...planning import Batch
+from ...protocol import Options, RoomKey, Verify, check_verify
+from ...rendezvous import Rendezvous
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths, schedules
+from ...strategies import strategy as named
+from ...trace import Observer, Silent
+from ...transports import Transport
+from ..api import PeerInfo
+from ..runtime.admission import Admission
+from ..runtime.background import Background
+from ..runtime.construction import (
+    check_carriers,
+    check_pool,
+    check_rank,
+    check_services,
+    helpers,
+)
+from ..runtime.event_loop import Node
+from ..runtime.handle import Changes, Happened, check_room
+from ..runtime.handshake import Self
+from ..runtime.incarnation import Life
+from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
+from ..runtime.succession import check_counts
+from ..runtime.thread import Driver
+from .handle import Act, Cuts, DeliveryHandle, ForwardPass, Handed
+from .rooms import PrefillRole
+from .transfers import Mover
+
+
+class PrefillEndpoint:
+    """A prefill rank's endpoint; see :class:`~disagg_kv.endpoints.api.Sender`.
+
+    Args:
+        pool: the rank's cache.
+        transport: carries the bytes; the endpoint owns it from now on.
+        channel: carries the frames; the endpoint owns it from now on.
+        rendezvous: where decode ranks find us.
+        instance: name of this set of ranks; one life of an instance, one name.
+        rank: our index in it.
+        shards: what every rank of it holds; None: we are alone.
+        strategy: which path to take, ``"auto"`` or a name; when, and what: see :func:`~disagg_kv.strategies.strategy`.
+        schedule: in place of the one that ``strategy`` names, for example ``LayerPipelined(fixed=4)``; equal on all
+            ranks.
+        uses: what the engine does in every forward pass that may forbid to send single layers.
+        slot_bytes: bytes of a staging slot; None: 16 MiB on a CPU, 64 MiB on a GPU. Equal on all ranks.
+        slots: how many there are.
+        verify: how many segments decode shall compare with checksums of ours, ``"off"``, ``"sampled"`` or ``"full"``;
+            decode's own wish counts too.
+        options: times and bounds.
+        kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
+        observer: where spans and counters go.
+        clock, sleep: time.
+        thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
+        life: its epoch and process; None: a new epoch in this process.
+        background: makes what runs calls that may block, given a name and how many run at a time; None: threads, or
+            the calling thread where the endpoint has none of its own.
+    """
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        *,
+        transport: Transport,
+        channel: Channel,
+        rendezvous: Rendezvous,
+        instance: str,
+        rank: int = 0,
+        shards: Sequence[Shard] | None = None,
+        strategy: str = "auto",
+        schedule: Schedule | None = None,
+        uses: Collection[Feature] = (),
+        slot_bytes: int | None = None,
+        slots: int = 8,
+        verify: Verify = "off",
+        options: Options | None = None,
+        kernels: Kernels | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        thread: bool = True,
+        life: Life | None = None,
+        background: Callable[[str, int], Background] | None = None,
+    ) -> None:
+        check_pool(pool)
+        check_carriers(transport, channel, rendezvous)
+        instance, rank, every = check_rank(pool, instance, rank, shards)
+        check_services(options, kernels, observer, clock, sleep, thread, life)
+        helping = helpers(background, thread)
+        if schedule is not None:
+            arguments.methods(schedule, "schedule", "a schedule", "groups")
+            arguments.attributes(schedule, "schedule", "a schedule", "name")
+        slots = arguments.count(slots, "slots", least=1)
+        check_verify(verify)
+        chosen = named(strategy)
+        device = pool.buffers[0].device
+        movers = ready_kernels(pool, kernels)
+        if slot_bytes is None:
+            slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
+        slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
+        staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
+        regions = transport.register([*pool.buffers, staging])
+        known = paths()
+        self._schedule = schedules()[chosen.schedule] if schedule is None else schedule
+        self._uses = frozenset(arguments.several(uses, "uses", Feature))
+        usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
+        me = Self(
+            life or Life(),
+            channel.address,
+            "prefill",
+            instance,
+            Rank(rank),
+            every,
+            pool.site,
+            tuple(regions[:-1]),
+            transport,
+            usable,
+            slot_bytes=slot_bytes,
+        )
+        self._pool = pool
+        self._staging = staging
+        self._slots = slots
+        self._options = options = Options() if options is None else options
+        self._lives = count(1)
+        self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
+        self._changes: Changes[DeliveryHandle] = Changes()
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping)
+        self._role = PrefillRole(self._node, pool, chosen, self._schedule, usable, self._changes, verify)
+        self._mover = self._role.mover = Mover(
+            pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
+        )
+        self._node.role = self._role
+        role = self._role
+        name = f"disagg_kv {instance}/{rank}"
+        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._handles, thread)
+
+    def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
+        room = RoomId(arguments.room_id(room))
+        own = self._options.of_room(silence_s, total_s)
+        with self.admission.enter(f"room {room.hex()}"):
+            stuck = self._role.quarantined_slots
+            if 2 * stuck > self._slots:
+                raise QuarantineFullError(
+                    f"room {room.hex()}: {stuck} of {self._slots} staging slots wait for evidence"
+                )
+            check_room(room, self._open.get(room))
+            check_counts(self._node.succession)
+            key = RoomKey(room, Generation(next(self._lives)))
+            handle = DeliveryHandle(key, self._pool, self)
+            self._open[room] = handle
+            self._node.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
+        return handle
+
+    def step(
+        self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()
+    ) -> ForwardPass:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.step`."""
+        rooms: list[tuple[DeliveryHandle, int, Mapping[GroupId, PageTable]]] = []
+        for room, stop, pages in _chunks(chunks):
+            handle = self._open.get(room)
+            if handle is None:
+                raise LocalProtocolError(f"room {room.hex()} is not open")
+            rooms.append((handle, stop, handle.checked(stop, pages)))
+        used = self._uses | frozenset(arguments.several(uses, "uses", Feature))
+        layered = self._schedule.name != PER_CHUNK
+        tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
+        batch = Batch(tokens, used, layered)
+        with self.admission.enter("a forward pass"):
+            handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
+            cuts = Cuts([one.key for one in handed], self._role.row_layers)
+            self._node.post(partial(self._role.announce, handed, self._node.clock(), cuts))
+        layers, traced = self._pool.site.shard.layers(), self._node.traced
+        return ForwardPass(handed, layers, self, cuts, layered=layered, traced=traced)
+
+    def poll(self) -> Sequence[DeliveryHandle]:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.poll`."""
+        if self.driver.broken is not None:
+            raise self.driver.broken
+        return self._changes.take()
+
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.confirm_terminated`."""
+        named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
+        with self.admission.enter("confirm_terminated"):
+            self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(named)))
+
+    def _handles(self) -> list[DeliveryHandle]:
+        """Those that the engine still has."""
+        return [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
+
+    def peers(self) -> Sequence[PeerInfo]:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.peers`."""
+        return self._node.roster.listed()
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet: open, or ended and waiting for a last answer."""
+        return self._role.open_rooms
+
+    @property
+    def pinned_slots(self) -> int:
+        """Staging slots that are being filled or that a write may still read."""
+        return self._mover.pinned_slots
+
+    @property
+    def staging(self) -> Buffer:
+        """Where rows are gathered before they are sent."""
+        return self._staging
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.close`."""
+        self.driver.close(drain_s)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other; on the thread that turns the endpoint."""
+        self._role.check_integrity()
+
+    # For handles.
+
+    @property
+    def admission(self) -> Admission:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        return self.driver.admission
+
+    def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        node, role = self._node, self._role
+        node.post(lambda: node.when(ready, lambda: role.change(key, act), lambda exc: role.broken([key], exc)))
+
+    def send(self, handed: Handed, ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        self._node.post(partial(self._role.send, handed, ready))
+
+    def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        self._node.post(partial(self._role.final_at, handed, layers, ready, self._node.clock()), wake=False)
+
+    def begun(self, handed: Sequence[Handed]) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        self._node.post(partial(self._role.begun, handed, self._node.clock()), wake=False)
+
+    def wake(self) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        self._node.channel.wake()
+
+    def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        self._node.post(partial(self._role.closed_at, handed, ready, self._node.clock()))
+
+    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        self._node.post(partial(self._role.withdraw, key, fired))
+
+
+def _chunks(
+    given: Mapping[RoomId, tuple[int, Sequence[PageTable]]],
+) -> Iterator[tuple[RoomId, int, Sequence[PageTable]]]:
+    """Room, last row and tables of each chunk of a pass; what is wrong with the tables is seen later.
+
+    Raises:
+        ConfigurationError: no mapping from ids of rooms to pairs.
+    """
+    for name, chunk in arguments.mapping(given, "chunks").items():
+        room = RoomId(arguments.room_id(name))
+        if not isinstance(chunk, tuple | list) or len(chunk) != 2:
+            raise arguments.wrong(f"room {room.hex()}: chunk", chunk, "a pair is needed: (stop, [PageTable ...])")
+        stop, pages = chunk
+        yield room, arguments.count(stop, f"room {room.hex()}: stop"), pages

@@ -1,0 +1,356 @@
+"""What a prefill engine holds of a room and of a forward pass. Every call is checked before anything happens."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Protocol
+
+from attrs import frozen
+
+from ... import arguments
+from ...errors import (
+    AbortedError,
+    ConfigurationError,
+    DisaggKVError,
+    GeometryError,
+    LocalProtocolError,
+)
+from ...geometry import PageTable
+from ...ids import GroupId, LayerId
+from ...memory import Event, Mark, MemoryPool
+from ...planning import Batch
+from ...protocol import Effect, RoomKey, SendRoom
+from ..runtime.admission import Admission
+from ..runtime.cached_prefix import after
+from ..runtime.handle import Happened, RoomHandle, check_states, check_tables, joined
+
+Act = Callable[[SendRoom, float], list[Effect]]
+
+
+@frozen
+class Handed:
+    """Rows of a room that the engine handed over by one call; ``turn`` counts the calls. See :class:`Rows`."""
+
+    key: RoomKey
+    turn: int
+    start: int
+    stop: int
+    tables: Mapping[GroupId, PageTable]
+    batch: Batch
+
+
+class Office(Protocol):
+    """The endpoint, as its handles see it; nothing blocks."""
+
+    @property
+    def admission(self) -> Admission:
+        """Whether calls are taken."""
+        ...
+
+    def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
+        """Have a room's machine do something on the endpoint's thread, once ``ready`` has happened."""
+        ...
+
+    def send(self, handed: Handed, ready: Event | None) -> None:
+        """These rows are final once ``ready`` has happened."""
+        ...
+
+    def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+        """These layers (None: all) of what was handed over are final once ``ready`` has happened; wakes nobody."""
+        ...
+
+    def begun(self, handed: Sequence[Handed]) -> None:
+        """The first layer of what was handed over is computed, or asked of the device that does; wakes nobody."""
+        ...
+
+    def wake(self) -> None:
+        """Have the endpoint look at what it was told."""
+        ...
+
+    def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
+        """The forward pass that computes what was handed over has ended once ``ready`` has happened."""
+        ...
+
+    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+        """Stop reading a room's pages."""
+        ...
+
+
+class DeliveryHandle(RoomHandle):
+    """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`."""
+
+    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office) -> None:
+        super().__init__(key.room)
+        self._key = key
+        self._pool = pool
+        self._office = office
+        self._held: Mapping[GroupId, int] | None = None
+        self._stop = 0
+        self._given = 0
+        self._finished = False
+        self._ended = False
+        self._again: Mapping[GroupId, PageTable] | None = None
+        self._edges: list[int] = []
+        self._turns = 0
+        self._withdrawals = 0
+        self._fired: list[Happened] = []
+
+    @property
+    def given(self) -> int:
+        """Rows that were handed over since the last withdrawal."""
+        return self._given
+
+    @property
+    def held(self) -> Mapping[GroupId, int] | None:
+        """Rows that decode holds already; None until it has said so."""
+        return self._held
+
+    def break_down(self, error: DisaggKVError) -> None:
+        """See :meth:`RoomHandle.break_down`; what waits for withdrawn pages is told, too."""
+        super().break_down(error)
+        for fired in self._fired:
+            fired.fail(error)
+
+    def hold(self, held: Mapping[GroupId, int]) -> None:
+        """Endpoint's thread: decode has said so."""
+        self._held = held
+
+    def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Delivery.send_chunk`."""
+        stop = arguments.count(stop, "stop")
+        arguments.event(ready, "ready")
+        tables = self.checked(stop, pages)
+        with self._office.admission.enter(f"room {self.room.hex()}"):
+            self._office.send(self.taken(stop, tables), ready)
+
+    def checked(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
+        """The tables of the next rows, or an error; nothing has happened yet.
+
+        After a withdrawal they begin where the first chunk given again began: its edges need not be the earlier ones.
+        """
+        if self._ended and stop > self._stop:
+            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish at {self._stop}")
+        if stop <= self._given:
+            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
+        starts = dict.fromkeys((g.id for g in self._pool.site.token_groups), self._given)
+        tables = check_tables(self.room, self._pool.site, pages, starts, stop)
+        return tables if self._again is None else joined(self._pool.site, self._again, tables)
+
+    def taken(self, stop: int, tables: Mapping[GroupId, PageTable], batch: Batch | None = None) -> Handed:
+        """From now on the rows count as handed over."""
+        start, self._given = self._given, stop
+        if self._again is not None:
+            self._again = self._open_rows(stop, tables) if stop < self._stop else None
+        if stop > self._stop:
+            self._stop = stop
+            self._edges.append(stop)
+        self._turns += 1
+        return Handed(self._key, self._turns, start, stop, tables, batch or Batch())
+
+    def _open_rows(self, stop: int, tables: Mapping[GroupId, PageTable]) -> Mapping[GroupId, PageTable]:
+        """Of tables that end at ``stop``, the pages of the chunk that is not complete yet."""
+        edge = self._edges[bisect_right(self._edges, stop) - 1] if self._edges[0] <= stop else 0
+        return after(self._pool.site, tables, dict.fromkeys(tables, edge))
+
+    def finish(
+        self,
+        stop: int,
+        *,
+        state: Sequence[PageTable] = (),
+        aux: int | None = None,
+        tag: bytes = b"",
+        ready: Event | None = None,
+    ) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Delivery.finish`."""
+        stop = arguments.count(stop, "stop")
+        tag = arguments.octets(tag, f"room {self.room.hex()}: tag")
+        aux = None if aux is None else arguments.count(aux, "aux")
+        arguments.event(ready, "ready")
+        states = check_states(self.room, self._pool.site, state)
+        if self._finished or stop != self._stop:
+            raise LocalProtocolError(
+                f"room {self.room.hex()}: finish at row {stop}, "
+                + ("which is the second" if self._finished else f"but chunks end at {self._stop}")
+            )
+        if aux is not None:
+            self._pool.read_aux(aux)
+        life = self._withdrawals
+
+        def act(machine: SendRoom, now: float) -> list[Effect]:
+            if states and life != self._withdrawals:
+                return []  # the slots were taken away while the event was awaited; another call gives others
+            return machine.finish(stop, None if aux is None else self._pool.read_aux(aux), tag, now, states)
+
+        with self._office.admission.enter(f"room {self.room.hex()}"):
+            self._finished = self._ended = True
+            self._office.change(self._key, act, ready)
+
+    def withdraw(self) -> Event:
+        """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""
+        fired = Happened()
+        with self._office.admission.enter(f"room {self.room.hex()}"):
+            if self.released:
+                fired.set()
+                return fired
+            self._withdrawals += 1
+            self._fired = [*(one for one in self._fired if not one.over), fired]
+            self._given = 0
+            self._again = {}
+            if self._pool.site.state_groups:
+                self._finished = False
+            self._office.withdraw(self._key, fired)
+        return fired
+
+    def abort(self, reason: str) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
+        arguments.one(reason, "reason", str)
+        error = AbortedError(f"room {self.room.hex()}: {reason}")
+        if not self._office.admission.ended:
+            self._office.change(self._key, lambda machine, now: machine.cancel(error, now))
+
+
+class Cuts:
+    """The groups of layers of one forward pass that cross by themselves, as far as is known by now.
+
+    The endpoint's thread adds to them, and looks for commands after that; the engine's thread posts a layer, and looks
+    at them after that. So one of the two sees that a group is complete, whichever comes first.
+
+    Args:
+        rooms: of the pass.
+        whole: layers that rows wait for. A group of all of them crosses when the pass is closed, as every pass does of
+            which no single layer matters.
+    """
+
+    def __init__(self, rooms: Collection[RoomKey], whole: frozenset[LayerId]) -> None:
+        self._whole = whole
+        self._undecided = set(rooms)
+        self._groups: frozenset[frozenset[LayerId]] = frozenset()
+
+    def add(self, room: RoomKey, groups: Collection[frozenset[LayerId]], *, decided: bool) -> None:
+        """Endpoint's thread: so is a room of the pass cut; ``decided``: and not otherwise, whoever may still ask."""
+        self._groups = self._groups.union(group for group in groups if not group >= self._whole)
+        if decided:
+            self._undecided.discard(room)
+
+    @property
+    def decided(self) -> bool:
+        """Engine's thread: whether no other groups can come."""
+        return not self._undecided
+
+    @property
+    def whole(self) -> bool:
+        """Engine's thread: whether everything crosses when the pass is closed."""
+        return self.decided and not self._groups
+
+    def completes(self, layer: LayerId, seen: Set[LayerId]) -> bool:
+        """Engine's thread: whether ``layer`` was the last of a group of which all are ``seen`` now."""
+        return any(layer in group and group <= seen for group in self._groups)
+
+
+class ForwardPass:
+    """One forward pass over many rooms; see :class:`~disagg_kv.endpoints.api.Step`.
+
+    The endpoint's thread takes the interpreter away from an engine that launches kernels. So it is woken by a layer
+    that completes a group, and not by one after which nothing more can cross than before; and as soon as it is known
+    that everything crosses when the pass is closed, layers cost what they cost without groups.
+    """
+
+    def __init__(
+        self,
+        handed: Sequence[Handed],
+        layers: Sequence[LayerId],
+        office: Office,
+        cuts: Cuts,
+        *,
+        layered: bool,
+        traced: bool,
+    ) -> None:
+        self._handed = handed
+        self._layers = frozenset(layers)
+        self._office = office
+        self._cuts = cuts
+        self._layered = layered
+        self._traced = traced
+        self._seen: set[LayerId] = set()
+        self._ready: list[tuple[set[LayerId], Event | None]] = []
+        self._unmarked: set[LayerId] = set()
+        self._mark: Mark | None = None
+        self._last: Event | None = None
+        self._closed = False
+
+    def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
+        """See :meth:`~disagg_kv.endpoints.api.Step.layer_ready`."""
+        layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
+        if layer not in self._layers:
+            raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
+        if not callable(ready):
+            arguments.event(ready, "ready")
+        self._office.admission.check(f"layer {layer}")
+        if self._closed or layer in self._seen:
+            raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
+        if self._layered and not self._seen:
+            self._office.begun(self._handed)
+        before = self._mark
+        self._seen.add(layer)
+        if callable(ready):
+            self._unmarked.add(layer)
+            self._mark = ready
+        else:
+            self._add({layer}, ready)
+        wanted = self._layered and (self._traced or not self._cuts.whole)
+        if wanted:
+            try:
+                self._say(layer, ready)
+            except ConfigurationError:
+                # The engine may announce the layer again, with a function that works.
+                self._seen.discard(layer)
+                self._unmarked.discard(layer)
+                self._mark = before
+                raise
+        return wanted
+
+    def _say(self, layer: LayerId, ready: Event | Mark | None) -> None:
+        """Tell of what is final. A mark is only set where it may let something cross, or a trace shows each layer."""
+        if callable(ready) and (self._traced or not self._cuts.decided or self._cuts.completes(layer, self._seen)):
+            self._set_mark(ready)
+        self._flush()
+        if (self._traced and ready is not None) or self._cuts.completes(layer, self._seen):
+            self._office.wake()
+
+    def close(self, ready: Event | None = None) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Step.close`."""
+        arguments.event(ready, "ready")
+        if self._closed:
+            raise LocalProtocolError("the step is closed already")
+        if self._mark is not None and (self._unmarked or (ready is None and self._layers > self._seen)):
+            self._set_mark(self._mark)
+            ready = self._last if ready is None else ready
+        last = self._last if ready is None else ready
+        self._closed = True
+        self._add(self._layers - self._seen, ready)
+        self._flush()
+        self._office.closed(self._handed, last)
+
+    def _set_mark(self, mark: Mark) -> None:
+        """What was computed before is final behind it too: a device computes in order."""
+        try:
+            event = mark()
+        except Exception as exc:
+            raise ConfigurationError(f"ready: the function that makes an event raised: {exc}") from exc
+        self._add(self._unmarked, arguments.event(event, "ready: what the function made"))
+        self._unmarked = set()
+
+    def _flush(self) -> None:
+        for layers, event in self._ready:
+            self._office.final(self._handed, layers, event)
+        self._ready.clear()
+
+    def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:
+        """Layers often share an event: one look at it serves all of them."""
+        self._last = self._last if ready is None else ready
+        for known, event in self._ready:
+            if event is ready:
+                known.update(layers)
+                return
+        self._ready.append((set(layers), ready))

@@ -1,0 +1,67 @@
+"""What a prefill rank keeps per room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from attrs import define, field
+
+from ...geometry import PageTable
+from ...ids import Epoch, GroupId
+from ...planning import Groups, StagedLayout, Writes
+from ...protocol import RoomKey, SendRoom, Transfer
+from ...trace import Span
+from ..runtime.event_loop import Node
+from ..runtime.handle import Happened
+from .handle import Cuts, DeliveryHandle
+from .prepared import Planned
+from .ready_events import Gates
+from .routes import Way
+
+Plan = Callable[[Way, Transfer, Mapping[GroupId, PageTable]], Writes | StagedLayout]
+
+
+@define(eq=False)
+class PrefillRoom:
+    """A room, with the ways to its decode ranks and the events that its rows wait for."""
+
+    key: RoomKey
+    machine: SendRoom
+    handle: DeliveryHandle
+    silence_s: float
+    opened: float
+    ways: dict[Epoch, Way] = field(factory=dict)
+    withdrawn: list[Happened] = field(factory=list)
+    gates: Gates = field(factory=Gates)
+    passes: dict[int, Cuts] = field(factory=dict)
+
+    def account(self, now: float) -> None:
+        """Say what the room has cost so far, and that pages that were taken away are not read any more."""
+        machine, report = self.machine, self.handle.report
+        report.segments = sum([f.segments_landed for f in machine.flows.values()])
+        if self.withdrawn and machine.reads == 0:
+            for fired in self.withdrawn:
+                fired.set()
+            self.withdrawn.clear()
+        if machine.released and "total" not in report.seconds:
+            report.spend("total", now - self.opened)
+
+    def grouped(self, node: Node, run: range, groups: Groups) -> None:
+        """Tell how the layers of a chunk are cut, and why."""
+        report, now = self.handle.report, node.now
+        report.groups, report.schedule = groups.count, groups.reason
+        labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
+        node.observer.count("groups", groups.count)
+        node.observer.span(Span("groups", self.key.room, now, now, labels=labels))
+
+    def foresee(self, transfer: Transfer, plan: Plan, clock: Callable[[], float]) -> Planned | None:
+        """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""
+        segment, started = transfer.segment, clock()
+        if segment.state or not self.machine.flows[transfer.to].awaits(transfer):
+            return None
+        tables = self.machine.rows.chunk(segment).tables
+        planned = None if tables is None else plan(self.ways[transfer.to], transfer, tables)
+        if tables is None or not isinstance(planned, StagedLayout):
+            return None
+        destinations = sum(flow.has(segment) for flow in self.machine.flows.values())
+        return Planned(planned, tables, self.ways[transfer.to].share, destinations, clock() - started)

@@ -1,0 +1,594 @@
+"""The prefill half of a node: rooms, parked expectations, and the transfers that serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
+from math import inf
+
+from ...errors import (
+    AbortedError,
+    DisaggKVError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransportError,
+)
+from ...ids import Epoch, Generation, LayerId, RoomId, Ticket
+from ...memory import Event, MemoryPool
+from ...planning import Writes
+from ...protocol import (
+    Decided,
+    Effect,
+    Ended,
+    Gone,
+    Granted,
+    Lost,
+    Phase,
+    Quiet,
+    RoomFrame,
+    RoomKey,
+    Send,
+    SendRoom,
+    Transfer,
+    Verify,
+    Vote,
+    WriteFailed,
+    Wrote,
+    verified,
+)
+from ...protocol.flow import room_head
+from ...protocol.frames import Abort, Drained, Expect, Expected
+from ...protocol.machine import ours
+from ...protocol.timers import Timers
+from ...strategies import Path, Schedule, Strategy
+from ...trace import Span
+from ...transports import Ended as TicketEnded
+from ...transports import Settled
+from ..runtime.directory import Answer
+from ..runtime.event_loop import Node
+from ..runtime.handle import Changes, Happened
+from ..runtime.handshake import Remote
+from ..runtime.silence import Silences
+from .early import Parked
+from .handle import Cuts, DeliveryHandle, Handed
+from .negative_cache import Missed
+from .prepared import Planned
+from .room import PrefillRoom
+from .routes import Ways, taken
+from .throughput import Lines, Pacer
+from .transfers import Load, Mover
+
+
+class PrefillRole:
+    """Everything here runs on the endpoint's thread."""
+
+    mover: Mover
+    """Set by whoever makes both: each needs the other."""
+
+    def __init__(
+        self,
+        node: Node,
+        pool: MemoryPool,
+        strategy: Strategy,
+        schedule: Schedule,
+        paths: Sequence[Path],
+        changes: Changes[DeliveryHandle],
+        verify: Verify,
+    ) -> None:
+        self._node = node
+        self._pool = pool
+        self._changes = changes
+        self._pacer = Pacer(node.clock, len(pool.site.shard.layers()), traced=node.traced)
+        self._ways = Ways(node.me, pool, strategy, schedule, paths, self._stuck, self._pacer.pace)
+        self._parked = Parked(node.options)
+        self._missed = Missed(node.options)
+        self._verify: Verify = verify
+        site = pool.site
+        tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
+        self._tokenless = frozenset(site.shard.layers()) - tokens
+        self.row_layers = frozenset(tokens)
+        self._newest: dict[RoomId, PrefillRoom] = {}
+        self._rooms: dict[RoomKey, PrefillRoom] = {}
+        self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
+        self._failed: set[RoomKey] = set()
+        self._lines = Lines(node.clock)
+        self._timers: Timers[RoomKey] = Timers()
+        self._silences = Silences(node.peers, node.options.silence_s)
+        self.quarantined_slots = 0
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet."""
+        return len(self._rooms)
+
+    # What the engine says, on this thread.
+
+    def open(self, key: RoomKey, handle: DeliveryHandle, silence_s: float, total_s: float) -> None:
+        """Begin a room, and whatever was parked for it."""
+        now = self._node.now
+        me, options = self._node.me.epoch, self._node.options
+        machine = SendRoom(key.room, key.generation, me, options, now, total_s, self._tokenless)
+        room = PrefillRoom(key, machine, handle, silence_s, now)
+        self._rooms[key] = self._newest[key.room] = room
+        self._timers.schedule(key, machine.next_at())
+        self._node.vote(key, None, "")
+        gone = self._missed.declined(key.room)
+        declined = None if gone is None else AbortedError(f"room {key.room.hex()}: decode gave up: {gone}")
+        if (error := self._node.succession.error() or declined) is not None:
+            self._apply(room, machine.cancel(error, now))
+        for expect in self._parked.take(key.room):
+            # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
+            self._on_expect(expect, parked=True)
+
+    def change(self, key: RoomKey, act: Callable[[SendRoom, float], list[Effect]]) -> None:
+        """Have a room's machine do something, if the room is still there."""
+        room = self._rooms.get(key)
+        if room is not None:
+            self._apply(room, act(room.machine, self._node.now))
+
+    def announce(self, handed: Sequence[Handed], at: float, cuts: Cuts) -> None:
+        """Rows that are computed from now on: their grants are asked for already (A4). ``cuts`` hear of groups."""
+        self._pacer.begin(handed, at)
+        for one in handed:
+            self._add(one, ready=False)
+            room = self._rooms.get(one.key)
+            if room is not None and one.batch.layered:
+                room.passes[one.turn] = cuts
+                self._cut(room, cuts)
+
+    def _cut(self, room: PrefillRoom, cuts: Cuts) -> None:
+        cuts.add(room.key, room.machine.groups(), decided=room.machine.phase is not Phase.CONNECTING)
+
+    def begun(self, handed: Sequence[Handed], at: float) -> None:
+        """The engine has its first layer behind it."""
+        self._pacer.first(handed, at)
+
+    def send(self, handed: Handed, ready: Event | None) -> None:
+        """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
+        if ready is not None and self._gated([handed], None, ready):
+            self._add(handed, ready=True)
+            return
+        try:
+            final = ready is None or bool(ready.query())
+        except Exception as exc:
+            self.broken([handed.key], exc)
+            return
+        self._add(handed, ready=final)
+        if not final:
+            self.final_at([handed], None, ready, self._node.now)
+
+    def _add(self, one: Handed, *, ready: bool) -> None:
+        room = self._rooms.get(one.key)
+        if room is not None:
+            now = self._node.now
+            self._apply(
+                room, room.machine.add(one.turn, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch)
+            )
+
+    def final_at(
+        self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None, said: float
+    ) -> None:
+        """The engine ``said`` when these layers (None: all) of what was handed over are final: at ``ready``, or now."""
+        gated = ready is not None and self._gated(handed, layers, ready)
+        broken = partial(self.broken, [one.key for one in handed])
+        if gated:
+            self._final(handed, layers)
+        else:
+            self._node.when(ready, partial(self._final, handed, layers), broken)
+        if layers is None or not self._node.traced or not handed or not handed[0].batch.layered:
+            return
+        if ready is None:
+            self._computed(handed, layers, said)
+        else:
+            self._lines.add((handed[0].key, handed[0].turn), ready, partial(self._computed, handed, layers), broken)
+
+    def closed_at(self, handed: Sequence[Handed], ready: Event | None, said: float) -> None:
+        """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
+        self._pacer.asked(handed)
+        for one in handed:
+            room = self._rooms.get(one.key)
+            if room is not None:
+                room.passes.pop(one.turn, None)
+        broken = partial(self.broken, [one.key for one in handed])
+        self._node.when(ready, partial(self._ended, handed, said if ready is None else None), broken)
+
+    def _computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> None:
+        start = self._pacer.computed(handed, layers, at)
+        if start is not None and layers:
+            self._span_of("compute", handed, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
+
+    def _ended(self, handed: Sequence[Handed], said: float | None) -> None:
+        at = self._node.clock() if said is None else said
+        start = self._pacer.closed(handed, at, queued=said is None)
+        if start is not None:
+            self._span_of("pass", handed, start, at)
+
+    def _span_of(self, name: str, handed: Sequence[Handed], start: float, stop: float, **labels: str) -> None:
+        """Tell of work on all rooms of a forward pass."""
+        for one in handed:
+            rows = {"rows": f"{one.start}-{one.stop}"}
+            self._node.observer.span(Span(name, one.key.room, start, stop, labels={**labels, **rows}))
+
+    def _gated(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event) -> bool:
+        """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
+        if not self.mover.orders(ready):
+            return False
+        for one in handed:
+            room = self._rooms.get(one.key)
+            if room is not None:
+                try:
+                    room.gates.add(one.start, one.stop, layers, ready)
+                except Exception as exc:
+                    self.broken([one.key], exc)
+        return True
+
+    def _final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None) -> None:
+        for one in handed:
+            room = self._rooms.get(one.key)
+            if room is not None:
+                self._apply(room, room.machine.ready(one.turn, layers, self._node.now))
+
+    def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
+        """The engine's event raised: nobody knows whether the bytes are final."""
+        for key in keys:
+            room = self._rooms.get(key)
+            if room is not None:
+                error = ours(exc, f"room {key.room.hex()}: the engine's event raised")
+                self._apply(room, room.machine.cancel(error, self._node.now))
+
+    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+        """Take the pages of a room away; fires when they are not read any more."""
+        room = self._rooms.get(key)
+        if room is None:
+            fired.set()
+            return
+        room.withdrawn.append(fired)
+        self.mover.ahead.forget(key)
+        self._apply(room, room.machine.withdraw(self._node.now))
+
+    # Frames.
+
+    def on_frame(self, frame: RoomFrame) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        epoch = Epoch(frame.src)
+        room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
+        if room is not None:
+            try:
+                self._apply(room, room.machine.handle(epoch, frame, self._node.now))
+            except RemoteProtocolError as exc:
+                self._apply(room, room.machine.cancel(exc, self._node.now))
+        elif isinstance(frame, Expect):
+            self._on_expect(frame)
+        elif isinstance(frame, Abort):
+            self._on_abort(frame)
+        else:
+            self._node.observer.count("frames.unknown_room")
+
+    def _on_expect(self, frame: Expect, *, parked: bool = False) -> None:
+        node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
+        head = room_head(node.me.epoch, epoch, name, Generation(frame.generation))
+        ended = node.tombstones.outcome(epoch, Generation(frame.generation))
+        if ended is Ended.EVICTED:
+            # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
+            node.observer.count("frames.evicted_room")
+            ended = None if parked or (name, epoch) in self._parked else ended
+        unmet = self._missed.unmet(name)
+        if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
+            if unmet is not None:
+                unmet.answered.add(epoch)
+                node.remember([epoch], RoomKey(name, Generation(frame.generation)), Ended.FAILED)
+            reason = "the room has ended" if unmet is None else unmet.reason
+            node.send(Send(epoch, Abort(**head, reason=reason)))
+            return
+        self._missed.awaited(name, epoch, Generation(frame.generation))
+        room = self._newest.get(name)
+        if room is not None and not room.machine.released and epoch not in room.machine.flows:
+            self._begin(room, frame)
+        elif self._parked.add(frame, node.now + node.options.silence_s, alone=len(node.remotes) == 1):
+            node.send(Send(epoch, Expected(**head, parked=True)))
+        else:
+            node.observer.count("frames.not_parked")
+
+    def _on_abort(self, frame: Abort) -> None:
+        node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
+        generation = Generation(frame.generation)
+        self._parked.pop(name, epoch)
+        room = self._newest.get(name)
+        if node.tombstones.outcome(epoch, generation) is None:
+            unmet = self._missed.unmet(name)
+            earlier = unmet is not None and epoch not in unmet.answered
+            if room is not None and not earlier and not room.machine.released and epoch not in room.machine.flows:
+                self._flows[(name, epoch, generation)] = room
+                self._silences.watch(epoch, room.key, room.silence_s, node.now)
+                self._apply(room, room.machine.decline(epoch, generation, frame, node.now))
+                return
+            node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
+            if unmet is not None:
+                unmet.answered.add(epoch)
+            elif room is None:
+                self._missed.decline(name, frame.reason, epoch, generation, node.now)
+        head = room_head(node.me.epoch, epoch, name, generation)
+        node.send(Send(epoch, Drained(**head, reason=frame.reason)))
+
+    def _begin(self, room: PrefillRoom, frame: Expect) -> None:
+        """A decode rank awaits an open room: decide how its bytes cross."""
+        node, epoch, name = self._node, Epoch(frame.src), room.key.room
+        remote = node.remotes.get(epoch)
+        if remote is None:
+            node.observer.count("frames.unknown_peer")
+            return
+        generation = Generation(frame.generation)
+        head = room_head(node.me.epoch, epoch, name, generation)
+        other = taken(tuple(room.ways.values()), remote)
+        if other is not None:
+            # Remembered, or its answer would be taken for a word about the room that the others have.
+            node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
+            node.send(Send(epoch, Abort(**head, reason=other)))
+            return
+        self._flows[(name, epoch, frame.generation)] = room
+        self._silences.watch(epoch, room.key, room.silence_s, node.now)
+        unmet = self._missed.unmet(name)
+        if unmet is not None:
+            unmet.answered.add(epoch)
+        node.send(Send(epoch, Expected(**head, parked=False)))
+        try:
+            way, plan = self._ways.find(
+                name, remote, frame, tuple(room.ways.values()), self.mover.quota, partial(room.grouped, node)
+            )
+        except Exception as exc:
+            # A path may be somebody else's code: its errors fail this room alone.
+            error = ours(exc, f"room {name.hex()}: no way to send it to {node.roster.name(epoch)}")
+            self._apply(room, room.machine.refuse(epoch, generation, error, node.now))
+            return
+        room.ways[epoch] = way
+        room.handle.report.path, room.handle.report.reason = way.path.name, way.reason
+        room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
+        self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
+        for cuts in room.passes.values():
+            self._cut(room, cuts)
+
+    # Peers.
+
+    def on_up(self, remote: Remote) -> None:
+        """Nothing to do before it asks."""
+
+    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
+        """We dial nobody of the other side."""
+
+    def on_answer(self, answer: Answer) -> None:
+        """We look for no instance but our own."""
+
+    def on_lost(self, lost: Lost) -> None:
+        """Its flows end."""
+        self._to_flows(lost.peer, lost)
+        self._ways.forget(lost.peer)
+
+    def on_gone(self, epoch: Epoch) -> None:
+        """Nothing moves between us any more."""
+        self.mover.gone(epoch)
+        self._to_flows(epoch, Gone(epoch))
+
+    def _to_flows(self, epoch: Epoch, event: Lost | Gone) -> None:
+        for room in [r for (_, e, _), r in self._flows.items() if e == epoch]:
+            if epoch in room.machine.flows:
+                self._apply(room, room.machine.handle(epoch, event, self._node.now))
+
+    def on_decided(self, key: RoomKey, decided: Decided) -> None:
+        """The ranks of our instance agree."""
+        self.change(key, lambda machine, now: machine.decided(decided, now))
+
+    # Moving.
+
+    def work(self) -> bool:
+        """Gather and post."""
+        waiting = self._lines.look()
+        moving = self.mover.work()
+        if self.mover.ahead.waiting:
+            self._node.flush()
+            moving |= self.mover.ahead.work()
+        if self._node.linger_s:
+            for epoch in self.mover.crossing():
+                self._node.nudge(epoch)
+        return moving or waiting
+
+    @property
+    def patience_s(self) -> float:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        return self._pacer.patience_s
+
+    def on_ticket(self, event: TicketEnded | Settled) -> None:
+        """A write ended."""
+        self.mover.on_ticket(event)
+
+    def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        room = self._rooms.get(key)
+        return None if room is None else room.gates.before(transfer.segment)
+
+    def sharing(self, key: RoomKey, transfer: Transfer) -> Hashable:
+        """Equal parts of one segment are gathered once."""
+        room = self._rooms.get(key)
+        return None if room is None else room.ways[transfer.to].share
+
+    def plan(self, key: RoomKey, transfer: Transfer) -> Planned | None:
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        return self._rooms[key].foresee(transfer, self._ways.plan, self._node.clock)
+
+    def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
+        """Plan a transfer, if it still makes sense."""
+        room = self._rooms.get(key)
+        self._node.flush()
+        if room is None or not room.machine.flows[transfer.to].begin(transfer):
+            return None
+        after = self.after(key, transfer)
+        self._pacer.began((key, transfer.to, transfer.segment), queued=after is not None)
+        way = room.ways[transfer.to]
+        tables = room.machine.rows.chunk(transfer.segment).tables
+        assert tables is not None
+        if planned is not None and planned.tables is not tables:
+            planned = None
+        started = self._node.clock() - (0.0 if planned is None else planned.seconds)
+        try:
+            plan = self._ways.plan(way, transfer, tables) if planned is None else planned.plan
+            compared = verified(key.room, transfer.segment, self._verify, way.verify)
+            summed = way.pair.view.layout(transfer.segment) if compared else None
+        except Exception as exc:
+            error = ours(exc, f"room {key.room.hex()} towards {self._node.roster.name(transfer.to)}")
+            self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
+            return None
+        took = self._node.clock() - started
+        room.handle.report.spend("plan", took)
+        self._pacer.planned(took)
+        return Load(plan, tables, after, way.ring, room.handle.report, summed)
+
+    def count(self, name: str) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        self._node.observer.count(name)
+
+    def launched(self, seconds: float) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        self._pacer.launched(seconds)
+
+    def crossing(self, key: RoomKey, transfer: Transfer, at: float) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        self._pacer.crossing((key, transfer.to, transfer.segment), at)
+
+    def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        if self._node.traced:
+            labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
+            self._node.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
+
+    def reading(self, key: RoomKey, by: int) -> None:
+        """Count reads of a room's pages."""
+        room = self._rooms[key]
+        room.machine.reads += by
+        if not room.machine.reads:
+            self._publish(room)
+
+    def moved(self, key: RoomKey, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
+        """Tell the flow how its transfer went."""
+        room = self._rooms.get(key)
+        if not isinstance(event, Quiet):
+            nbytes = 0
+            if room is not None and isinstance(event, Wrote):
+                nbytes = room.ways[to].pair.intake.part_bytes(event.segment, self._node.me.rank)
+            self._pacer.ended((key, to, event.segment), nbytes)
+        self.change(key, lambda machine, now: machine.handle(to, event, now))
+
+    def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:
+        """Post to a destination."""
+        link = self._node.links.of(to)
+        if link is None or to not in self._node.remotes:
+            # Evidence counts from the moment when a peer's end was seen: nothing may begin to read or write after it.
+            raise TransportError(f"{self._node.roster.name(to)} is lost")
+        self._node.nudge(to)
+        return self._node.me.transport.submit(link, writes, after=after)
+
+    def submitted(self) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        self._node.poll_transport()
+
+    # Effects and time.
+
+    def _apply(self, room: PrefillRoom, effects: Sequence[Effect]) -> None:
+        votes: list[Vote] = []
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._node.send(effect)
+                case Vote():
+                    votes.append(effect)
+                case Transfer():
+                    self.mover.add(room.key, effect)
+                case Granted(transfer):
+                    self.mover.ahead.add(room.key, transfer)
+                case _:
+                    raise LocalProtocolError(f"a sending room asked for {effect}")
+        self._publish(room)
+        # May be decided, and told to the engine, at once: not before everything else has been done.
+        for vote in votes:
+            self._node.vote(room.key, vote.ok, vote.reason)
+
+    def _publish(self, room: PrefillRoom) -> None:
+        machine = room.machine
+        if machine.error is not None and room.key in self._rooms:
+            self._failed.add(room.key)
+            self.mover.ahead.forget(room.key)
+            hellos = [way.remote.hello for way in room.ways.values()]
+            self._node.roster.hold(room.key, self.mover.owed(room.key), hellos)
+        room.account(self._node.now)
+        phase, handle, released = machine.phase, room.handle, machine.released
+        if not handle.shows(phase, released):
+            handle.publish(phase, released, machine.error, self._node.clock())
+            self._changes.add(handle)
+        if self._rooms.get(room.key) is not room:
+            return
+        if released and machine.closed:
+            self._close(room)
+        else:
+            self._timers.by(room.key, machine.next_at())
+
+    def _close(self, room: PrefillRoom) -> None:
+        node, name, machine = self._node, room.key.room, room.machine
+        self.mover.forget(room.key)
+        self._pacer.room_ended(room.key)
+        del self._rooms[room.key]
+        self._timers.schedule(room.key, None)
+        self._silences.forget(room.key)
+        self._failed.discard(room.key)
+        if self._newest.get(name) is room:
+            del self._newest[name]
+            self._missed.met(name)
+        ended = Ended.DONE if machine.done else Ended.FAILED
+        for epoch, flow in machine.flows.items():
+            self._flows.pop((name, epoch, flow.generation), None)
+            node.remember([epoch], RoomKey(name, flow.generation), ended)
+        incomplete = machine.world is None or len(machine.flows) < machine.world
+        if machine.error is not None and incomplete:
+            self._missed.miss(name, str(machine.error)[:1000], set(machine.flows), node.now)
+            for expect in self._parked.take(name):
+                # It came when the room had failed, and was not yet forgotten: it is answered now.
+                self._on_expect(expect, parked=True)
+        node.observer.span(Span("room", name, room.opened, node.now, room.handle.report.nbytes))
+
+    def tick(self) -> None:
+        """Deadlines, repeats, silence, and what was parked for too long: of rooms for which something is due."""
+        now = self._node.now
+        for key in self._timers.due(now):
+            self.change(key, SendRoom.tick)
+        for key, lost in self._silences.due(now):
+            room = self._rooms.get(key)
+            if room is not None:
+                self._apply(room, room.machine.handle(lost.peer, lost, now))
+        self._parked.expire(now)
+        self._missed.expire(now)
+        self.quarantined_slots = self.mover.slots_of(self._failed)
+
+    def _stuck(self, to: Epoch) -> int:
+        """Slots that writes of failed rooms may still read."""
+        return self.mover.slots_of(self._failed, to)
+
+    def next_at(self) -> float | None:
+        """When ``tick`` is due."""
+        times = (self._timers.next_at(), self._silences.next_at(), self._parked.next_at(), self._missed.next_at())
+        return min((t for t in times if t is not None), default=None)
+
+    def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        for room in list(self._rooms.values()):
+            if not (unmet and room.machine.flows):
+                self._apply(room, room.machine.cancel(error, self._node.now))
+
+    def abort_all(self, reason: str) -> None:
+        """The endpoint closes."""
+        self.integrity_failure(AbortedError(reason))
+
+    def check_integrity(self, since: float = -inf) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        self.mover.check_integrity()
+        self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
+        assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
+        assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
+        for room in self._rooms.values():
+            room.machine.check_integrity(since)

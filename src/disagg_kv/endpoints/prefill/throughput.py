@@ -1,0 +1,234 @@
+"""Measuring how fast forward passes and transfers are, for the choice of layer groups."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+
+from attrs import define, frozen
+
+from ...ids import LayerId
+from ...memory import Event
+from ...planning import Pace
+from ...protocol import RoomKey
+from .handle import Handed
+from .negative_cache import bound
+
+NEW = 0.3
+"""The weight of a new measurement against all earlier ones."""
+
+PASSES = 64
+"""Forward passes whose layers are awaited; one that never ends is forgotten when so many others have begun."""
+
+FRAMES_S = 3e-4
+"""Roughly what the frames of one more segment cost, besides planning and launching it, which is measured; a group costs
+0.2 to 0.6 ms with H200s and 0.4 to 0.9 ms on two cores (docs/benchmarks.md)."""
+
+LONG_S = 0.1
+"""Transfers that follow one another without a pause are measured after so long at the latest."""
+
+
+LOOKS = 16
+"""How often a forward pass is interrupted, at most, to look for what nobody tells."""
+
+LEAST_S, MOST_S = 1e-3, 5e-3
+"""Bounds of the time between two such looks."""
+
+
+@define
+class _Pass:
+    tokens: int
+    began: float
+    last: float
+    left: int
+    first: float | None = None
+    asked: bool = False
+    closed: bool = False
+
+
+class Pacer:
+    """Seconds per layer and token of forward passes; bytes per second while transfers were under way.
+
+    Args:
+        clock: seconds.
+        layers: how many of them this rank computes in a forward pass.
+        traced: True: it is asked about each layer of a pass, perhaps after the pass was closed.
+    """
+
+    def __init__(self, clock: Callable[[], float], layers: int, *, traced: bool = False) -> None:
+        self._clock = clock
+        self._layers = layers
+        self._told = layers if traced else 0
+        self._passes: OrderedDict[tuple[RoomKey, int], _Pass] = OrderedDict()
+        self._computed_at = -math.inf
+        self._layer_token_s: float | None = None
+        self._bytes_per_s: float | None = None
+        self._plan_s: float | None = None
+        self._launch_s: float | None = None
+        self._queued: set[Hashable] = set()
+        self._moving = 0
+        self._since = 0.0
+        self._nbytes = 0
+
+    @property
+    def patience_s(self) -> float:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Role`; a GPU may be in a pass longer than the engine."""
+        tokens = [known.tokens for known in self._passes.values() if not known.asked]
+        if not tokens:
+            return 0.0
+        return min(max((self._layer_token_s or 0.0) * self._layers * max(tokens) / LOOKS, LEAST_S), MOST_S)
+
+    def asked(self, handed: Sequence[Handed]) -> None:
+        """All of a pass was asked of the device that computes it."""
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is not None:
+            known.asked = True
+
+    def pace(self) -> Pace | None:
+        """What was measured; None: a forward pass or a transfer is still missing."""
+        if self._layer_token_s is None or self._bytes_per_s is None:
+            return None
+        return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + (self._launch_s or 0.0) + FRAMES_S)
+
+    def begin(self, handed: Sequence[Handed], at: float) -> None:
+        """A forward pass begins."""
+        if handed:
+            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), at, at, self._told)
+            bound(self._passes, PASSES)
+
+    def first(self, handed: Sequence[Handed], at: float) -> None:
+        """The engine has computed the first layer of a pass, or asked a device for it."""
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is not None:
+            known.first = at
+
+    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> float | None:
+        """Layers of a pass became final; since when they can have been computed (None: the pass is not known)."""
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is None:
+            return None
+        before, known.last = known.last, at
+        known.left -= len(layers)
+        self._forget(handed, known)
+        return before
+
+    def closed(self, handed: Sequence[Handed], at: float, *, queued: bool) -> float | None:
+        """A pass has ended; when it began, if it is known.
+
+        What came before its first layer is not counted: the pass may have been announced early. Nor is what came
+        before the end of the pass before it, as a device computes one after the other. ``queued``: a device computed
+        it, and was only asked for the first layer when that was told.
+        """
+        known = self._passes.get(_name(handed)) if handed else None
+        if known is None:
+            return None
+        layers = self._layers if queued else self._layers - 1
+        if known.first is not None and layers and known.tokens:
+            since = max(known.first, self._computed_at)
+            if at > since:
+                self._layer_token_s = _mixed(self._layer_token_s, (at - since) / (layers * known.tokens))
+        self._computed_at = max(self._computed_at, at)
+        known.closed = True
+        self._forget(handed, known)
+        return known.began
+
+    def _forget(self, handed: Sequence[Handed], known: _Pass) -> None:
+        """A pass of which nothing more can be told: the events of its layers may happen after it was closed."""
+        if known.closed and known.left <= 0:
+            del self._passes[_name(handed)]
+
+    def room_ended(self, key: RoomKey) -> None:
+        """Passes that began with a room and were never closed, as their engine gave up, are none any more."""
+        for name in [name for name in self._passes if name[0] == key]:
+            del self._passes[name]
+
+    def planned(self, seconds: float) -> None:
+        """A segment was planned."""
+        self._plan_s = _mixed(self._plan_s, seconds)
+
+    def launched(self, seconds: float) -> None:
+        """A gather and its writes were queued on a GPU."""
+        self._launch_s = _mixed(self._launch_s, seconds)
+
+    def began(self, name: Hashable, *, queued: bool) -> None:
+        """A transfer begins; ``queued``: behind an event of a GPU, so that nothing moves yet."""
+        if queued:
+            self._queued.add(name)
+        else:
+            self._moves(self._clock())
+
+    def crossing(self, name: Hashable, at: float) -> None:
+        """A transfer, which may have been queued, is on the wire since ``at``."""
+        if name in self._queued:
+            self._queued.discard(name)
+            self._moves(at)
+
+    def _moves(self, at: float) -> None:
+        if self._moving == 0:
+            self._since = max(self._since, at)
+        self._moving += 1
+
+    def ended(self, name: Hashable, nbytes: int) -> None:
+        """A transfer has ended and moved so many bytes; one that was never on the wire counts for nothing."""
+        if name in self._queued:
+            self._queued.discard(name)
+            return
+        self._moving -= 1
+        self._nbytes += nbytes
+        now = self._clock()
+        if (self._moving == 0 or now - self._since >= LONG_S) and now > self._since:
+            if self._nbytes:
+                self._bytes_per_s = _mixed(self._bytes_per_s, self._nbytes / (now - self._since))
+            self._since, self._nbytes = now, 0
+
+
+@frozen
+class _Look:
+    event: Event
+    happened: Callable[[float], None]
+    broken: Callable[[Exception], None]
+
+
+class Lines:
+    """Events of layers, a line for each forward pass, of which only the first is asked.
+
+    However many layers wait, a look is short: it takes the interpreter away from an engine that launches kernels.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lines: OrderedDict[Hashable, deque[_Look]] = OrderedDict()
+
+    def add(
+        self, line: Hashable, event: Event, happened: Callable[[float], None], broken: Callable[[Exception], None]
+    ) -> None:
+        """Put an event behind those of the same line; ``happened`` is told when that was seen."""
+        self._lines.setdefault(line, deque()).append(_Look(event, happened, broken))
+        bound(self._lines, PASSES)
+
+    def look(self) -> bool:
+        """Tell of what has happened; True while something is awaited."""
+        if not self._lines:
+            return False
+        for name in list(self._lines):
+            line = self._lines[name]
+            while line:
+                try:
+                    if not line[0].event.query():
+                        break
+                except Exception as exc:
+                    line.popleft().broken(exc)
+                else:
+                    line.popleft().happened(self._clock())
+            if not line:
+                del self._lines[name]
+        return bool(self._lines)
+
+
+def _name(handed: Sequence[Handed]) -> tuple[RoomKey, int]:
+    return handed[0].key, handed[0].turn
+
+
+def _mixed(before: float | None, new: float) -> float:
+    return new if before is None else (1 - NEW) * before + NEW * new

@@ -1,0 +1,1 @@
+"""What both kinds of endpoint share; it knows neither."""

@@ -1,0 +1,101 @@
+"""What an endpoint is made of, checked before anything of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ... import arguments
+from ...channels import Channel
+from ...geometry import Shard, Site
+from ...kernels import Kernels
+from ...memory import MemoryPool
+from ...protocol import Options
+from ...rendezvous import Rendezvous
+from ...trace import Observer
+from ...transports import Transport
+from .background import Background, HelperThreads, inline
+from .handshake import check_instance
+from .incarnation import Life
+
+T = TypeVar("T")
+
+
+def check_pool(pool: MemoryPool) -> None:
+    """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what is no pool."""
+    arguments.methods(pool, "pool", "a pool", "read_aux", "write_aux")
+    arguments.attributes(pool, "pool", "a pool", "site", "buffers", "aux_bytes")
+    arguments.one(pool.site, "pool: site", Site)
+
+
+def check_carriers(transport: Transport, channel: Channel, rendezvous: Rendezvous) -> None:
+    """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what cannot carry bytes, frames or addresses."""
+    wanted = ("register", "local_descriptor", "connect", "disconnect", "submit", "poll", "close")
+    arguments.methods(transport, "transport", "a transport", *wanted)
+    arguments.attributes(transport, "transport", "a transport", "name", "caps")
+    arguments.methods(channel, "channel", "a channel", "send", "poll", "wake", "forget", "close")
+    arguments.attributes(channel, "channel", "a channel", "address")
+    arguments.methods(rendezvous, "rendezvous", "a rendezvous", "publish", "lookup")
+
+
+def check_rank(
+    pool: MemoryPool, instance: str, rank: int, shards: Sequence[Shard] | None
+) -> tuple[str, int, tuple[Shard, ...]]:
+    """Name, index and shards of an instance, as an endpoint keeps them.
+
+    Raises:
+        ConfigurationError: another type, or no name.
+        GeometryError: the pool is not what the instance says this rank holds.
+    """
+    name = arguments.text(instance, "instance", least=1, most=256)
+    index = arguments.count(rank, "rank")
+    every = (pool.site.shard,) if shards is None else arguments.several(shards, "shards", Shard)
+    check_instance(every, index, pool.site)
+    return name, index, every
+
+
+def check_services(
+    options: Options | None,
+    kernels: Kernels | None,
+    observer: Observer | None,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    thread: bool,
+    life: Life | None,
+) -> None:
+    """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what cannot do what an endpoint asks of it."""
+    optional(options, "options", Options)
+    optional(life, "life", Life)
+    if kernels is not None:
+        arguments.methods(kernels, "kernels", "a set of kernels", "gather", "scatter", "checksum")
+    if observer is not None:
+        arguments.methods(observer, "observer", "an observer", "span", "count")
+    arguments.clock(clock, "clock")
+    arguments.function(sleep, "sleep")
+    arguments.flag(thread, "thread")
+
+
+def optional(value: T | None, name: str, kind: type[T]) -> T | None:
+    """An instance of a class, or None; else a :class:`~disagg_kv.errors.ConfigurationError`."""
+    return None if value is None else arguments.one(value, name, kind)
+
+
+def helpers(background: Callable[[str, int], Background] | None, thread: bool) -> Callable[[str, int], Background]:
+    """What makes the helpers of an endpoint; see :class:`~disagg_kv.endpoints.PrefillEndpoint`.
+
+    Raises:
+        ConfigurationError: no function. What this returns raises it, too, where the function makes no helper.
+    """
+    if background is None:
+        return HelperThreads if thread else inline
+    make = arguments.function(background, "background")
+
+    def checked(name: str, most: int) -> Background:
+        try:
+            made = background(name, most)
+        except Exception as exc:
+            raise arguments.wrong("background", make, "a function that makes helpers is needed") from exc
+        arguments.methods(made, "background", "what runs calls", "start", "close")
+        return made
+
+    return checked

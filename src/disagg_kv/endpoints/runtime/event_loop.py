@@ -1,0 +1,615 @@
+"""What both kinds of endpoint do alike: introduce themselves, beat, notice ends, pass frames on, and keep going.
+
+A :class:`Node` is driven by :meth:`turn`, either by its own thread (:class:`Driver`) or by whoever simulates it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from math import inf
+from typing import TypeVarTuple
+
+from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps
+from ...errors import (
+    DisaggKVError,
+    EndpointBrokenError,
+    PeerLostError,
+    RemoteProtocolError,
+    text_of,
+)
+from ...ids import Epoch, Rank
+from ...memory import Event
+from ...protocol import (
+    Agreement,
+    AnyFrame,
+    Codec,
+    Ended,
+    Forget,
+    Hello,
+    Lost,
+    Options,
+    Outcome,
+    PeerEffect,
+    PeerTable,
+    RoomKey,
+    Send,
+    SendTo,
+    Tombstones,
+    Unreachable,
+    Up,
+)
+from ...protocol.frames import (
+    Ballot,
+    Heartbeat,
+    Landed,
+    Refused,
+    RoomFrame,
+    Superseded,
+    Verdict,
+)
+from ...rendezvous import Rendezvous, Source
+from ...trace import Guarded, Observer, Silent
+from ...transports import Ended as TicketEnded
+from ...transports import Heard, Home, Settled
+from . import idle
+from .background import Background
+from .budget import MOST, Budget
+from .connections import Linked, Links
+from .directory import Answer, Directory
+from .handshake import Remote, Self, check_key
+from .limited_log import LimitedLog
+from .peer_registry import Roster
+from .process_monitor import Exits
+from .receive_buffer import Inbox
+from .send_buffer import RECEIPTS, Outbox
+from .siblings import Siblings
+from .side import Role
+from .succession import Succession, found_before
+
+log = logging.getLogger("disagg_kv")
+
+A = TypeVarTuple("A")
+
+LOOKUP_S = 0.05
+"""Seconds between two look-ups of an instance that is not there yet."""
+
+LOOKUP_FAILED_S = 0.5
+"""The same where the rendezvous cannot be asked."""
+
+LOST_LINKS = 256
+"""Lost peers whose end may still be noticed; beyond it, only the operator's word about the oldest is evidence."""
+
+LOOKUPS, LINKS = 4, 32
+"""Look-ups, and connections of the transport, that run at a time."""
+
+
+class _Broken(BaseException):
+    """The endpoint cannot go on; it passes every ``except Exception`` between here and the thread's end."""
+
+    def __init__(self, error: EndpointBrokenError) -> None:
+        self.error = error
+        super().__init__(str(error))
+
+
+class Node:
+    """The endpoint's thread's half: everything here runs on that one thread, except ``post``."""
+
+    def __init__(
+        self,
+        me: Self,
+        channel: Channel,
+        rendezvous: Rendezvous,
+        options: Options,
+        observer: Observer,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        background: Callable[[str, int], Background],
+    ) -> None:
+        self.me = me
+        self.channel = channel
+        self.options = options
+        self.observer: Observer = observer if isinstance(observer, Silent) else Guarded(observer)
+        self.traced = not isinstance(observer, Silent)
+        self.clock = clock
+        self.now = clock()
+        self.codec = Codec()
+        self._outbox = Outbox(channel, self.observer, LimitedLog(clock))
+        self._naps = channel if isinstance(channel, SupportsNaps) else None
+        # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
+        self._prompt = self._naps is not None
+        self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
+        self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
+        self.tombstones = Tombstones(peers=2 * options.peers)
+        self.remotes: dict[Epoch, Remote] = {}
+        self.broken: EndpointBrokenError | None = None
+        self.role: Role | None = None
+        self._sleep = sleep
+        self._soon, self._napped = 0, False
+        fast = me.transport.caps.bytes_per_s >= idle.FAST_BYTES_PER_S
+        naps = fast and me.transport.caps.waits_events and self._naps is not None
+        self._pause = self._shortest = idle.NAP_S if naps else idle.SHORTEST_PAUSE_S
+        self._longest = self._shortest if fast else idle.LONGEST_PAUSE_S
+        self.linger_s = options.linger_s if fast else 0.0
+        self._nudge_s = idle.NUDGE_S if self._naps is None else self.linger_s / 2
+        # A sender whose window is small waits for every receipt.
+        self._holds = fast and options.window >= 2 * RECEIPTS
+        self._awake_until = self._ticked = self.now
+        self._nudged: dict[Epoch, float] = {}
+        self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
+        name = f"disagg_kv {me.instance}/{me.rank}"
+        self.home = Home(f"the endpoint {name!r}")
+        helpers = background(f"{name} links", LINKS)
+        self.links = Links(me.transport, helpers, channel.wake, clock, options.silence_s)
+        self.roster = Roster(self.peers, self.links, options, clock)
+        self.directory = Directory(rendezvous, background(f"{name} look-ups", LOOKUPS), channel.wake, clock)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._inbox = Inbox(channel, self._deaf)
+        self.most = MOST
+        self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
+        self._exits = Exits(clock, me.life.process, me.life.watch)
+        self._look_at: float | None = None if len(me.shards) == 1 else self.now
+        before = found_before(rendezvous, me.instance, me.rank, me.address)
+        self.succession = Succession(me.hello()(b""), before)
+        self.siblings = Siblings(self, self.succession)
+        rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
+        if before is not None:
+            self.post(partial(self.dial, before), wake=False)
+
+    # From any thread.
+
+    def post(self, command: Callable[[], None], *, wake: bool = True) -> None:
+        """Have the endpoint's thread do something, in order; without ``wake`` when it next turns for any reason.
+
+        Raises:
+            EndpointBrokenError: the endpoint has failed. What is posted before that is failed by :meth:`break_down`.
+            LocalProtocolError: this is a forked child of the process that has the endpoint.
+        """
+        self.home.check()
+        self._commands.append(command)
+        if self.broken is not None:
+            raise self.broken
+        if wake:
+            self.channel.wake()
+
+    @property
+    def behind(self) -> bool:
+        """Whether commands of the engine wait that did not fit into the last turn."""
+        return bool(self._commands)
+
+    def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""
+        try:
+            happened = event is None or bool(event.query())
+        except Exception as exc:
+            failed(exc)
+            return
+        if happened or event is None:
+            command()
+        else:
+            self._later.append((event, command, failed))
+
+    def turn(self, timeout_s: float) -> None:
+        """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
+        assert self.role is not None
+        self.now = self.clock()
+        # What ended a nap goes before what is less urgent: bytes may wait for it.
+        if self._napped and self._hear(0.0):
+            self._pause = self._shortest
+        told = bool(self._commands)
+        try:
+            busy = self._progress()
+        except Exception as exc:
+            self._met(exc)
+            busy = True
+        if told or busy:
+            self._awake_until = self.now + self.linger_s
+        looks = busy or (timeout_s > 0 and self._lingers())
+        if self._outbox.unsent:
+            self._guard(self.flush, self.now if looks else inf)
+        patience_s = min(timeout_s, self.role.patience_s) if looks and timeout_s else timeout_s
+        self._soon = idle.SOON if told else self._soon
+        soon = looks and patience_s > 0 and self._soon > 0
+        more = self.behind or bool(self._inbox)  # than one turn may do: it goes on at once
+        waits = patience_s and not soon and not more
+        pause_s = 0.0 if more else idle.SOON_S if soon else self._pause if looks and not patience_s else 0.0
+        self._napped = pause_s > 0 and self._naps is not None
+        if self._napped and self._naps is not None:
+            self._naps.nap(pause_s)
+        elif self._hear(self._wait(patience_s) if waits else 0.0):
+            self._pause = self._shortest
+            self._guard(self.poll_transport)
+            self._guard(self.role.work)
+            if self._outbox.unsent:
+                self._guard(self.flush, self.now if looks else inf)
+            return
+        if not looks:
+            self._pause = self._shortest
+            return
+        if soon:
+            self._soon -= 1
+        elif not patience_s:
+            self._pause = min(2 * self._pause, self._longest)
+        if pause_s and self._naps is None:
+            self._sleep(pause_s)
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Take in what comes in; False: nothing."""
+        arrived = self._inbox.fetch(timeout_s)
+        if arrived:
+            self.now = self.clock()
+            self._awake_until = self.now + self.linger_s
+            self._soon = idle.SOON
+            for event in self._inbox.take(Budget(self.clock, self.most)):
+                try:
+                    self._on_channel(event)
+                except Exception as exc:
+                    self._met(exc)
+        return arrived
+
+    def _lingers(self) -> bool:
+        role = self.role
+        return role is not None and self.now < self._awake_until and role.open_rooms > 0 and not role.patience_s
+
+    def _progress(self) -> bool:
+        assert self.role is not None
+        # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
+        if self._guard(self.poll_transport) and self._prompt:
+            self._guard(self.flush)
+        self._guard(self._take_links)
+        self.take_answers()
+        if self._exits.awaited:
+            self._guard(self._notice_exits)
+        budget = Budget(self.clock, self.most)
+        while self._commands and budget.take():
+            self._guard(self._commands.popleft())
+        if self._later:
+            waiting, self._later = self._later, []
+            for event, command, failed in waiting:
+                self._guard(self.when, event, command, failed)
+        ticks = self._outbox.check, self._tick_peers, self._tick_agreement, self._find_leader, self.role.tick
+        for tick in ticks:
+            self._guard(tick)
+        busy = bool(self._guard(self.role.work))
+        # A transport that writes while it is told to has ended by now.
+        self._guard(self.poll_transport)
+        return busy or bool(self._later)
+
+    def poll_transport(self) -> bool:
+        """Take in what the transport tells; False: nothing."""
+        reports = self.me.transport.poll()
+        for report in reports:
+            try:
+                self._on_transport(report)
+            except Exception as exc:
+                self._met(exc)
+        return bool(reports)
+
+    def _guard(self, act: Callable[[*A], object], *about: *A) -> object:
+        """Whatever goes wrong ends rooms, with the reason, but not this thread."""
+        try:
+            return act(*about)
+        except Exception as exc:
+            self._met(exc)
+        return None
+
+    def _met(self, exc: Exception) -> None:
+        """Something went wrong: of theirs it is counted, of ours it ends rooms."""
+        if isinstance(exc, RemoteProtocolError):
+            self.observer.count("frames.refused")
+            self._warn(f"refused: {exc}")
+        else:
+            self._unforeseen(exc)
+
+    def _warn(self, text: str) -> None:
+        """Log what strangers can cause."""
+        self._warnings.say(logging.WARNING, text)
+
+    def _unforeseen(self, exc: Exception) -> None:
+        """No open room can be trusted any more; if not even that can be handled, the endpoint ends."""
+        what = "an endpoint met an error that it did not foresee; its open rooms fail"
+        self._errors.say(logging.ERROR, what, exc)
+        self.observer.count("errors.unforeseen")
+        error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
+        error.__cause__ = exc
+        assert self.role is not None
+        try:
+            self.role.integrity_failure(error)
+        except Exception as second:
+            raise _Broken(self._broken_by(second)) from second
+
+    def _broken_by(self, exc: BaseException) -> EndpointBrokenError:
+        error = EndpointBrokenError(f"endpoint {self.me.instance}/{self.me.rank} is broken: {text_of(exc)}")
+        error.__cause__ = exc
+        return error
+
+    def break_down(self, exc: BaseException) -> EndpointBrokenError:
+        """The endpoint cannot go on: every later call raises the error that is returned."""
+        error = self.broken = exc.error if isinstance(exc, _Broken) else self._broken_by(exc)
+        self._commands.clear()
+        log.critical("%s; it takes no calls any more", error, exc_info=exc)
+        return error
+
+    def _deaf(self, exc: Exception) -> None:
+        """Perhaps the channel works again later; if not, this thread must be there to end rooms, without spinning."""
+        self._unforeseen(exc)
+        self._sleep(idle.IDLE_S)
+
+    def _wait(self, timeout_s: float) -> float:
+        assert self.role is not None
+        times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
+        most = idle.TARGET_S if self.me.transport.caps.needs_target_polling and self.role.open_rooms else idle.IDLE_S
+        until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])
+        return max(0.0, until - self.now)
+
+    def _notice_exits(self) -> None:
+        for epoch in self._exits.ended(at_once=bool(self._commands)):
+            self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: its process has ended"), ended=True)
+        for epoch in self._exits.drained(self.me.transport.caps.drain_s):
+            self._gone(epoch)
+
+    def _tick_peers(self) -> None:
+        if effects := self.peers.tick(self.now):
+            self._peer_effects(effects)
+
+    def _tick_agreement(self) -> None:
+        if said := self.agreement.tick(self.now):
+            self.agree(said)
+
+    def _find_leader(self) -> None:
+        """Rank 0 counts the votes of our instance: look it up until it is here, and introduce ourselves to it.
+
+        Rank 0 itself looks the others up once: they may know an earlier rank 0, which still seems to live.
+        """
+        if self.now - self._ticked >= self.options.silence_s:
+            # We stood still until all others had lost us: another life may have our place.
+            self._look_at = self.now
+        self._ticked = self.now
+        if self._look_at is None or self.now < self._look_at:
+            return
+        if self.siblings.knows(Rank(0)):
+            self._look_at = None
+            return
+        self._look_at = self.now + LOOKUP_S
+        self.look_up(Source(self.me.instance))
+
+    def look_up(self, source: Source) -> None:
+        """Ask the rendezvous for an instance; the answer comes now or in a later step."""
+        self.directory.ask(source)
+        self.take_answers()
+
+    def take_answers(self) -> None:
+        """Act on what the rendezvous has answered."""
+        for answer in self.directory.answers():
+            self._guard(self._on_answer, answer)
+
+    def _on_answer(self, answer: Answer) -> None:
+        """Where an instance is, or why that is not known: only rooms that wait for it can suffer from that."""
+        assert self.role is not None
+        if answer.error is not None:
+            self.observer.count("lookups.failed")
+            self._warn(f"instance {answer.source.instance!r} could not be looked up: {text_of(answer.error)}")
+        if answer.source == Source(self.me.instance) and self._look_at is not None:
+            if answer.error is not None:
+                self._look_at = self.now + LOOKUP_FAILED_S
+            elif answer.addresses is not None:
+                first = self.me.rank == 0
+                self._look_at = None if first else self.now + self.options.heartbeat_s
+                # Whoever is found in our own place has taken it.
+                others = answer.addresses if first else (answer.addresses[0], *answer.addresses[self.me.rank :][:1])
+                for address in others:
+                    if address != self.me.address:
+                        self.dial(address)
+        self.role.on_answer(answer)
+
+    # What comes in.
+
+    def _on_channel(self, event: News) -> None:
+        if isinstance(event, Arrived):
+            self._on_frame(self.codec.decode(event.frame), event.key)
+            return
+        match event:
+            case Closed(address):
+                self.peers.on_closed(address, self.now)
+            case Opened(address):
+                self.peers.on_opened(address)
+            case Denied(address):
+                self._peer_effects(self.peers.on_denied(address))
+            case Rejected(connections, messages):
+                self.observer.count("connections.refused", connections)
+                self.observer.count("frames.refused", messages)
+                self._warn(f"{connections} connections and {messages} messages were refused at {self.me.address}")
+
+    def _on_frame(self, frame: AnyFrame, key: str) -> None:
+        assert self.role is not None
+        if key:
+            check_key(frame, key, self.peers, self.observer)
+        if not isinstance(frame, RoomFrame):
+            if isinstance(frame, Hello):
+                self._peer_effects(self.peers.on_hello(frame, self.now))
+                return
+            if isinstance(frame, Refused):
+                self._peer_effects(self.peers.on_refused(frame, self.now))
+                return
+        good, effects = self.peers.on_frame(frame, self.now)
+        if effects:
+            self._peer_effects(effects)
+        if not good:
+            self.observer.count("frames.stale")
+        elif isinstance(frame, Ballot):
+            self.agree(self.agreement.on_ballot(frame, self.now))
+        elif isinstance(frame, Verdict):
+            self.agree(self.agreement.on_verdict(frame, self.now))
+        elif isinstance(frame, Superseded):
+            self.siblings.on_superseded(frame)
+        elif isinstance(frame, RoomFrame):
+            if frame.src in self.siblings:
+                raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
+            if not self.links.hold(frame):
+                self.role.on_frame(frame)
+        else:
+            self.siblings.beat(Epoch(frame.src))
+
+    def _on_transport(self, event: TicketEnded | Settled | Heard) -> None:
+        assert self.role is not None
+        if not isinstance(event, Heard):
+            self.role.on_ticket(event)
+            return
+        epoch = self.links.epoch(event.peer)
+        if epoch is None or event.data is not None:
+            self.observer.count("transport.unexpected")
+            return
+        self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: {self.me.transport.name} reports its end"))
+        if event.fenced:
+            self._gone(epoch)
+
+    def _peer_effects(self, effects: Sequence[PeerEffect]) -> None:
+        if not effects:
+            return
+        assert self.role is not None
+        for effect in effects:
+            match effect:
+                case SendTo(address, frame):
+                    self._outbox.put(address, self.codec.encode(frame))
+                case Up():
+                    self._up(effect)
+                case Lost():
+                    self._on_lost(effect)
+                case Unreachable(address, error):
+                    self.role.on_unreachable(address, error)
+                case Forget(address):
+                    self._outbox.unsent.pop(address, None)
+                    self.channel.forget(address)
+        if any(isinstance(effect, Up | Lost) for effect in effects):
+            self.roster.refresh()
+
+    def _up(self, up: Up) -> None:
+        assert self.role is not None
+        hello = up.hello
+        if hello.role == self.me.role:
+            self.siblings.up(hello)
+            return
+        self._exits.watch(up.epoch, hello)
+        if (failed := self.links.begin(up)) is not None:
+            self._on_linked(failed)
+        self._take_links()
+
+    def _take_links(self) -> None:
+        for linked in self.links.results():
+            self._guard(self._on_linked, linked)
+
+    def _on_linked(self, linked: Linked) -> None:
+        """The transport has reached a peer, or has not; the frames that waited for that come next."""
+        assert self.role is not None
+        up, link = linked.up, linked.link
+        if isinstance(link, DisaggKVError):
+            self.lose(up.epoch, link)
+            self.role.on_unreachable(up.hello.address, link)
+        else:
+            self.remotes[up.epoch] = Remote.of(up.hello)
+            self.role.on_up(self.remotes[up.epoch])
+        for frame in linked.frames:
+            self._guard(self.role.on_frame, frame)
+
+    def dial(self, address: str) -> None:
+        """Get to know who is at an address."""
+        self._peer_effects(self.peers.dial(address, self.now))
+
+    def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> None:
+        """A peer is lost for a reason that the peer table does not see by itself; ``ended``: for good."""
+        if ended:
+            self.roster.ended(epoch)
+        self._peer_effects(self.peers.lose(epoch, error, ended=ended))
+
+    def _on_lost(self, lost: Lost) -> None:
+        assert self.role is not None
+        self.observer.count("peers.lost")
+        log.info("%s", lost.error)
+        if lost.peer in self.siblings:
+            self._look_at = None if self.me.rank == 0 else self.now
+            self.siblings.lost(lost.peer)
+        else:
+            self.links.give_up(lost.peer)
+            self.role.on_lost(lost)
+            self.remotes.pop(lost.peer, None)
+            self._nudged.pop(lost.peer, None)
+            idle = [epoch for epoch in self.links.linked() if epoch not in self.remotes]
+            for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
+                self._unlink(epoch)
+
+    def confirm_terminated(self, epoch: Epoch) -> None:
+        """The operator saw a process end: that is evidence once its last writes must have landed."""
+        self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: its end was confirmed"), ended=True)
+        self._exits.confirm(epoch)
+
+    def _gone(self, epoch: Epoch) -> None:
+        assert self.role is not None
+        self.role.on_gone(epoch)
+        self.remotes.pop(epoch, None)
+        self._nudged.pop(epoch, None)
+        self._unlink(epoch)
+
+    def _unlink(self, epoch: Epoch) -> None:
+        """No evidence about this life is awaited any more."""
+        self._exits.forget(epoch)
+        self._nudged.pop(epoch, None)
+        self.links.drop(epoch)
+
+    # What goes out.
+
+    def send(self, send: Send) -> None:
+        """To a life, wherever it is; dropped if it is not known any more."""
+        address = self.peers.address(send.to)
+        if address is None:
+            self.observer.count("frames.unroutable")
+            return
+        waits = self._holds and isinstance(send.frame, Landed)
+        self._outbox.put(address, self.codec.encode(send.frame), self.now + idle.RECEIPT_S if waits else -inf)
+
+    def nudge(self, epoch: Epoch) -> None:
+        """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
+        if self.linger_s and epoch in self.remotes and self.now >= self._nudged.get(epoch, self.now):
+            self._nudged[epoch] = self.now + self._nudge_s
+            self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
+
+    def flush(self, now: float = inf) -> None:
+        """Hand over what was said: when a turn ends, and before this thread does something that may take long.
+
+        Given the time, what nobody waits for yet may wait.
+        """
+        self._outbox.flush(now)
+
+    def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
+        """Tell our instance how a room ends here."""
+        self.agree(self.agreement.vote(key, ok, reason, self.now))
+
+    def agree(self, effects: Sequence[Send | Outcome]) -> None:
+        """Act on what the agreement says: first tell the others, who wait for it."""
+        assert self.role is not None
+        sends = [effect for effect in effects if not isinstance(effect, Outcome)]
+        for send in sends:
+            self.send(send)
+        if sends and self._prompt:
+            self.flush(self.now)
+        for effect in effects:
+            if isinstance(effect, Outcome):
+                self.role.on_decided(effect.key, effect.decided)
+
+    def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: Ended) -> None:
+        """A room has ended."""
+        for epoch in epochs:
+            self.tombstones.remember(epoch, key.generation, ended)
+
+    def stop(self, drain_s: float) -> None:
+        """Let go of channel, transport and watches."""
+        with suppress(_Broken):
+            self._guard(self.flush)
+        self.links.close()
+        left = self.me.transport.close(drain_s)
+        if left:
+            log.warning("%d writes were still in flight when the endpoint closed", len(left))
+        self._exits.close()
+        self.channel.close()

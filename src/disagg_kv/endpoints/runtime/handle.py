@@ -1,0 +1,263 @@
+"""Handles: what an engine holds of a room. Written by the endpoint's thread, read by the engine's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from ... import arguments
+from ...errors import DisaggKVError, GeometryError, LocalProtocolError
+from ...geometry import PageTable, Site
+from ...ids import GroupId, RoomId
+from ...protocol import Phase
+from ..api import Report
+
+H = TypeVar("H", bound="RoomHandle")
+
+
+class RoomHandle:
+    """Outcome and ownership of one room, live."""
+
+    def __init__(self, room: RoomId) -> None:
+        self._room = room
+        self._state = (Phase.CONNECTING, False)
+        self._told: tuple[Phase, bool] | None = None
+        self._error: DisaggKVError | None = None
+        self._report = Report()
+
+    @property
+    def room(self) -> RoomId:
+        """Its id."""
+        return self._room
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is."""
+        return self._state[0]
+
+    @property
+    def released(self) -> bool:
+        """True: nobody reads or writes its pages any more."""
+        return self._state[1]
+
+    @property
+    def state(self) -> tuple[Phase, bool]:
+        """``phase`` and ``released`` of one moment."""
+        return self._state
+
+    @property
+    def error(self) -> DisaggKVError | None:
+        """Why it failed."""
+        return self._error
+
+    @property
+    def report(self) -> Report:
+        """What it cost so far."""
+        return self._report
+
+    def break_down(self, error: DisaggKVError) -> None:
+        """Endpoint's thread, as it ends by an error: the room has failed, and is never released."""
+        if self.phase not in (Phase.DONE, Phase.FAILED):
+            self._error = error
+            self._state = (Phase.FAILED, self.released)
+
+    def shows(self, phase: Phase, released: bool) -> bool:
+        """Whether there is nothing new to publish."""
+        return self._state == (phase, released)
+
+    def news(self, state: tuple[Phase, bool]) -> bool:
+        """Engine's thread: whether ``poll`` has not told of this state."""
+        return state != self._told
+
+    def tell(self, state: tuple[Phase, bool]) -> None:
+        """Engine's thread: ``poll`` tells of this state."""
+        self._told = state
+
+    def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
+        """Endpoint's thread: take over the machine's state; True if the engine should look."""
+        if self.shows(phase, released):
+            return False
+        if phase in (Phase.DONE, Phase.FAILED) and self._report.ended is None:
+            self._report.ended = at
+        # The error is there before the state that makes the engine look at it.
+        self._error = error
+        self._state = (phase, released)
+        return True
+
+
+class Changes(Generic[H]):
+    """Handles that changed, each once, in the order of their first change.
+
+    Nothing is dropped: there is one entry for each handle of which the engine was not told yet, whatever the number of
+    its changes. A handle that changes after it was taken gets a new entry.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed: dict[int, H] = {}  # by identity; the entry keeps the handle, so the number stays its own
+        self._later: dict[int, H] = {}  # the engine's thread alone; all of them have ended well
+
+    def __bool__(self) -> bool:
+        return bool(self._changed or self._later)
+
+    def add(self, handle: H) -> None:
+        """Endpoint's thread: after the handle has its new state."""
+        with self._lock:
+            self._changed.setdefault(id(handle), handle)
+
+    def take(self, done: int | None = None) -> Sequence[H]:
+        """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
+
+        A state that was told of before is skipped. That happens where a handle changes between its entry's being taken
+        and its being looked at: the endpoint's thread adds a second entry for a state that the first one showed.
+        """
+        if not self:
+            return []
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        left = len(self._later) + len(changed) if done is None else done
+        taken: list[H] = []
+        while left and self._later:
+            handle = self._later.pop(next(iter(self._later)))
+            taken.append(handle)
+            handle.tell(handle.state)
+            left -= 1
+        for number, handle in changed.items():
+            state = handle.state
+            if number in self._later or not handle.news(state):
+                continue
+            if state[0] is Phase.DONE:
+                if not left:
+                    self._later[number] = handle
+                    continue
+                left -= 1
+            handle.tell(state)
+            taken.append(handle)
+        return taken
+
+
+class Happened:
+    """An event that the endpoint's thread sets."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._error: DisaggKVError | None = None
+
+    def query(self) -> bool:
+        """True once it has happened.
+
+        Raises:
+            EndpointBrokenError: it will not happen, since the endpoint has failed.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._event.is_set()
+
+    def synchronize(self) -> None:
+        """Block until it has happened.
+
+        Raises:
+            EndpointBrokenError: it will not happen, since the endpoint has failed.
+        """
+        self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def over(self) -> bool:
+        """Whether it has happened, or cannot happen any more."""
+        return self._event.is_set()
+
+    def fail(self, error: DisaggKVError) -> None:
+        """It will not happen; harmless if it has."""
+        if not self._event.is_set():
+            self._error = error
+            self._event.set()
+
+    def set(self) -> None:
+        """It has happened."""
+        self._event.set()
+
+
+def check_room(room: RoomId, last: RoomHandle | None) -> None:
+    """Raise unless a room may be opened now.
+
+    Raises:
+        LocalProtocolError: its last life has not been released.
+    """
+    if last is not None and not last.released:
+        raise LocalProtocolError(f"room {room.hex()} is open already")
+
+
+def page_tables(room: RoomId, name: str, given: Sequence[PageTable]) -> tuple[PageTable, ...]:
+    """Page tables from a list of them.
+
+    Raises:
+        GeometryError: a single table, an array, a tensor, a list of page ids, or another type.
+    """
+    if type(given) in (list, tuple) and all(type(one) is PageTable for one in given):
+        return tuple(given)
+    return arguments.several(given, f"room {room.hex()}: {name}", PageTable, GeometryError)
+
+
+def check_tables(
+    room: RoomId, site: Site, pages: Sequence[PageTable], starts: Mapping[GroupId, int], stop: int
+) -> Mapping[GroupId, PageTable]:
+    """Tables by group, checked to cover the rows from ``starts`` up to ``stop``; the engine may reuse its arrays.
+
+    Raises:
+        GeometryError: a group twice, unknown or missing, or a table that does not cover the rows; names the room.
+    """
+    given = page_tables(room, "pages", pages)
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
+    try:
+        if len(tables) != len(given):
+            raise GeometryError(f"two page tables for one group: {[t.group for t in given]}")
+        for table in tables.values():
+            if table.group in site.state_groups:
+                raise GeometryError(f"group {table.group!r} has slots of states, not pages of tokens")
+            table.check(site.group(table.group), starts.get(table.group, 0), stop)
+        missing = [g for g, start in starts.items() if g not in tables and stop > start]
+        if missing:
+            raise GeometryError(f"no page table for {missing}")
+    except GeometryError as exc:
+        raise GeometryError(f"room {room.hex()}: {exc}") from exc
+    return tables
+
+
+def check_states(room: RoomId, site: Site, slots: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
+    """Slots by group, checked to be one of every group of states.
+
+    Raises:
+        GeometryError: a group twice, missing or not of states, or not one slot of it; names the room.
+    """
+    given = page_tables(room, "state", slots)
+    tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
+    where = f"room {room.hex()}"
+    if len(tables) != len(given) or set(tables) != site.state_groups:
+        groups = [t.group for t in given]
+        raise GeometryError(f"{where}: slots of groups {groups}; of states there are {sorted(site.state_groups)}")
+    for table in tables.values():
+        if len(table.pages) != 1 or table.first:
+            raise GeometryError(f"{where}, group {table.group!r}: one slot from row 0 on, not {len(table.pages)} pages")
+        try:
+            table.check(site.group(table.group), 0, 1)
+        except GeometryError as exc:
+            raise GeometryError(f"{where}: {exc}") from exc
+    return tables
+
+
+def joined(
+    site: Site, before: Mapping[GroupId, PageTable], after: Mapping[GroupId, PageTable]
+) -> Mapping[GroupId, PageTable]:
+    """Tables that cover what ``before`` covers up to where ``after`` begins, and then what that covers."""
+    tables: dict[GroupId, PageTable] = dict(after)
+    for group, early in before.items():
+        late = after[group]
+        pages = (late.first - early.first) // site.group(group).rows_per_page
+        if pages > 0:
+            tables[group] = PageTable(group, np.concatenate([early.pages[:pages], late.pages]), early.first)
+    return tables

@@ -1,0 +1,240 @@
+"""What an endpoint says of itself, and whether two of them can work together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import attrs
+from attrs import frozen
+
+from ...channels import key_of
+from ...errors import (
+    ConfigurationError,
+    GeometryError,
+    IncompatiblePeerError,
+    RemoteProtocolError,
+)
+from ...geometry import CacheSpec, Shard, Site
+from ...ids import Epoch, Rank, RegionId, peer_name
+from ...planning import intake_of
+from ...protocol import VERSION, AnyFrame, Hello, PeerTable
+from ...protocol.frames import Refused, WireHolding
+from ...protocol.wire import (
+    shard_from_wire,
+    shard_to_wire,
+    site_from_wire,
+    site_to_wire,
+    spec_from_wire,
+    spec_to_wire,
+)
+from ...strategies import Path
+from ...trace import Observer
+from ...transports import Transport
+from .incarnation import Life
+
+Role = Literal["prefill", "decode"]
+
+KEPT = 64
+"""Specs, instances and sites that are kept decoded, by value: the ranks of an instance say much the same."""
+
+_spec = lru_cache(KEPT)(spec_from_wire)
+_site = lru_cache(KEPT)(site_from_wire)
+_spec_to_wire = lru_cache(KEPT)(spec_to_wire)
+_site_to_wire = lru_cache(KEPT)(site_to_wire)
+
+
+@lru_cache(KEPT)
+def _shards(wire: tuple[tuple[WireHolding, ...], ...], spec: CacheSpec) -> tuple[Shard, ...]:
+    return tuple(shard_from_wire(one, spec) for one in wire)
+
+
+@lru_cache(KEPT)
+def _shards_to_wire(shards: tuple[Shard, ...]) -> tuple[tuple[WireHolding, ...], ...]:
+    return tuple(shard_to_wire(one) for one in shards)
+
+
+@frozen
+class Self:
+    """One endpoint, as it introduces itself.
+
+    Args:
+        life: which one of its lives this is.
+        role: which side.
+        instance: name of the set of ranks it belongs to.
+        rank: its index there.
+        shards: what every rank of the instance holds.
+        site: its pool.
+        regions: its pool's registered buffers.
+        paths: what it can use.
+        slot_bytes: prefill: bytes of a staging slot.
+        ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
+    """
+
+    life: Life
+    address: str
+    role: Role
+    instance: str
+    rank: Rank
+    shards: tuple[Shard, ...]
+    site: Site
+    regions: tuple[RegionId, ...]
+    transport: Transport
+    paths: tuple[Path, ...]
+    slot_bytes: int = 0
+    ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
+    ring_bytes: int = 0
+    lease_bytes: int = 0
+
+    @property
+    def epoch(self) -> Epoch:
+        """Its life's name."""
+        return self.life.epoch
+
+    def hello(self) -> Callable[[bytes], Hello]:
+        """Makes the ``Hello`` towards a life; everything but that is encoded once."""
+        spec, shards, site = _spec_to_wire(self.site.spec), _shards_to_wire(self.shards), _site_to_wire(self.site)
+        descriptor = self.transport.local_descriptor()
+
+        def hello(dst: bytes) -> Hello:
+            return Hello(
+                src=self.epoch,
+                dst=dst,
+                version=VERSION,
+                address=self.address,
+                role=self.role,
+                instance=self.instance,
+                rank=self.rank,
+                host=self.life.process.host,
+                pid=self.life.process.pid,
+                started=self.life.process.started,
+                born=self.life.born,
+                spec=spec,
+                shards=shards,
+                site=site,
+                regions=self.regions,
+                transport=self.transport.name,
+                descriptor=descriptor,
+                paths=tuple((p.name, p.version) for p in self.paths),
+                slot_bytes=self.slot_bytes,
+                ring_region=self.ring_region,
+                ring_bytes=self.ring_bytes,
+                lease_bytes=self.lease_bytes,
+            )
+
+        return hello
+
+    def admit(self, hello: Hello) -> None:
+        """Raise unless we can work with whom a ``Hello`` is from.
+
+        Raises:
+            IncompatiblePeerError: names the one field that differs.
+            RemoteProtocolError: what it says of itself cannot be.
+        """
+        spec = _spec(hello.spec)
+        check_spec(self.site.spec, spec)
+        shards = _shards(hello.shards, spec)
+        if not hello.rank < len(shards):
+            raise IncompatiblePeerError("rank", f"below {len(shards)}", hello.rank)
+        site = _site(hello.site, spec, shards[hello.rank])
+        if len(hello.regions) not in (0, len(site.buffers)):
+            raise RemoteProtocolError(f"{len(hello.regions)} regions for a pool of {len(site.buffers)} buffers")
+        if hello.lease_bytes > hello.ring_bytes:
+            raise RemoteProtocolError(f"leases of {hello.lease_bytes} bytes in a ring of {hello.ring_bytes}")
+        if hello.role not in ("prefill", "decode"):
+            raise IncompatiblePeerError("role", "prefill or decode", hello.role)
+        if hello.role == self.role:
+            self._admit_sibling(hello, shards)
+            return
+        if hello.transport != self.transport.name:
+            raise IncompatiblePeerError("transport", self.transport.name, hello.transport)
+        ours = {(p.name, p.version) for p in self.paths}
+        if not ours & set(hello.paths):
+            raise IncompatiblePeerError("paths", sorted(ours), sorted(hello.paths))
+        # Only of the two of us: every pair of ranks asks for itself.
+        decode = self.role == "decode"
+        writers, target = (shards, self.site.shard) if decode else (self.shards, shards[hello.rank])
+        try:
+            intake_of(spec, writers, target, 0)
+        except ConfigurationError as exc:
+            raise IncompatiblePeerError("shards", "a split that decode's boxes can be made of", str(exc)) from exc
+
+    def _admit_sibling(self, hello: Hello, shards: Sequence[Shard]) -> None:
+        if hello.instance != self.instance:
+            raise IncompatiblePeerError("role", f"{self.role} of {self.instance}", f"{hello.role} of {hello.instance}")
+        if tuple(shards) != self.shards:
+            raise IncompatiblePeerError("shards", f"{len(self.shards)} of our instance", f"{len(shards)} others")
+
+
+def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
+    """Raise an IncompatiblePeerError that names the first field in which two specs differ."""
+    if ours.model != theirs.model:
+        raise IncompatiblePeerError("spec.model", ours.model.hex(), theirs.model.hex())
+    if len(ours.layers) != len(theirs.layers):
+        raise IncompatiblePeerError("spec.layers", len(ours.layers), len(theirs.layers))
+    if ours == theirs:
+        return
+    for layer, components in ours.layers.items():
+        others = theirs.layers.get(layer)
+        where = f"spec.layers[{layer}]"
+        if others is None:
+            raise IncompatiblePeerError(where, "there", "missing")
+        names = [c.name for c in components], [c.name for c in others]
+        if names[0] != names[1]:
+            raise IncompatiblePeerError(where, *names)
+        for a, b in zip(components, others, strict=True):
+            for name in (f.name for f in attrs.fields(type(a))):
+                if getattr(a, name) != getattr(b, name):
+                    raise IncompatiblePeerError(f"{where}.{a.name}.{name}", getattr(a, name), getattr(b, name))
+
+
+@frozen
+class Remote:
+    """Another endpoint, decoded once: what its ``Hello`` said."""
+
+    hello: Hello
+    spec: CacheSpec
+    shards: tuple[Shard, ...]
+    site: Site
+
+    @classmethod
+    def of(cls, hello: Hello) -> Remote:
+        """From a ``Hello`` that was admitted."""
+        spec = _spec(hello.spec)
+        shards = _shards(hello.shards, spec)
+        return cls(hello, spec, shards, _site(hello.site, spec, shards[hello.rank]))
+
+    @property
+    def epoch(self) -> Epoch:
+        """Its life."""
+        return Epoch(self.hello.src)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"peer {peer_name(self.hello.src, self.hello.instance, self.hello.rank)}"
+
+    def page_rows(self) -> int:
+        """Rows of its largest page: where segments are cut."""
+        return max((g.rows_per_page for g in self.site.groups), default=1)
+
+
+def check_instance(shards: Sequence[Shard], rank: int, site: Site) -> None:
+    """Raise a GeometryError unless the pool is what the instance says this rank holds."""
+    if not 0 <= rank < len(shards):
+        raise GeometryError(f"rank {rank} of an instance of {len(shards)} ranks")
+    if shards[rank] != site.shard:
+        raise GeometryError(f"rank {rank}: the pool's shard is not the one that the instance's list has for it")
+
+
+def check_key(frame: AnyFrame, key: str, peers: PeerTable, observer: Observer) -> None:
+    """A proved key speaks only for those whose address names it.
+
+    Raises:
+        RemoteProtocolError: the frame is in the name of another address.
+    """
+    address = frame.address if isinstance(frame, Hello | Refused) else peers.address(Epoch(frame.src))
+    if address is not None and key_of(address) != key:
+        observer.count("frames.forged")
+        raise RemoteProtocolError(f"{type(frame).__name__} in the name of {address} from the key {key}")

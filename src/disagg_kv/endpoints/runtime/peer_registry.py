@@ -1,0 +1,189 @@
+"""Which peers there are, and what memory here waits for evidence about each of them.
+
+The endpoint's thread writes, any thread reads: an operator asks from the engine's thread. A life that holds memory here
+is listed for as long as it does, also when the peer table has forgotten it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+
+from attrs import define, field, frozen
+
+from ...errors import UnknownNameError
+from ...ids import Epoch, Rank, RoomId, peer_name
+from ...protocol import Hello, KnownPeer, Options, PeerTable, RoomKey
+from ..api import PeerInfo, PeerState
+
+
+@frozen
+class Held:
+    """What one room keeps until there is evidence about one peer, in bytes; see :class:`PeerInfo`."""
+
+    ring_bytes: int = 0
+    page_bytes: int = 0
+    slot_bytes: int = 0
+
+
+@define
+class _Sum:
+    """The same of all rooms."""
+
+    peer: KnownPeer
+    ring_bytes: int = 0
+    page_bytes: int = 0
+    slot_bytes: int = 0
+    rooms: dict[RoomId, None] = field(factory=dict)
+
+    def add(self, room: RoomId, held: Held) -> None:
+        self.ring_bytes += held.ring_bytes
+        self.page_bytes += held.page_bytes
+        self.slot_bytes += held.slot_bytes
+        self.rooms[room] = None
+
+
+class Roster:
+    """The peers of one endpoint.
+
+    Args:
+        table: the endpoint's peer table.
+        linked: the lives that the transport is connected to.
+        options: when a peer counts as silent.
+        clock: time.
+    """
+
+    def __init__(
+        self, table: PeerTable, linked: Container[Epoch], options: Options, clock: Callable[[], float]
+    ) -> None:
+        self._table = table
+        self._linked = linked
+        self._silent_s = options.missed * options.heartbeat_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._present: Mapping[Epoch, KnownPeer] = {}
+        self._waiting: dict[RoomKey, dict[Epoch, tuple[KnownPeer, Held]]] = {}
+
+    # On the endpoint's thread.
+
+    def refresh(self) -> None:
+        """Peers came or were lost."""
+        present = ((epoch, self._table.known(epoch)) for epoch in self._table.epochs())
+        self._present = {epoch: peer for epoch, peer in present if peer is not None}
+
+    def hold(self, key: RoomKey, held: Mapping[Epoch, Held], hellos: Iterable[Hello]) -> None:
+        """A room that failed waits for evidence about these lives, and for no other; ``hellos``: what they are."""
+        before = self._waiting.get(key, {})
+        if not held and not before:
+            return
+        said = {Epoch(hello.src): hello for hello in hellos}
+        now = {epoch: (self._known(epoch, before, said[epoch]), of) for epoch, of in held.items()}
+        with self._lock:
+            if now:
+                self._waiting[key] = now
+            else:
+                del self._waiting[key]
+
+    def _known(self, epoch: Epoch, before: Mapping[Epoch, tuple[KnownPeer, Held]], hello: Hello) -> KnownPeer:
+        peer = self._table.known(epoch) or self._present.get(epoch)
+        if peer is None:
+            # It was forgotten before the room failed: nothing says any more when it was last heard.
+            peer = before[epoch][0] if epoch in before else KnownPeer(hello, float("-inf"), True, lost=True)
+        return peer
+
+    def ended(self, epoch: Epoch) -> None:
+        """The end of a process was seen or confirmed: the peer table may have forgotten it."""
+        for waiting in self._waiting.values():
+            if epoch in waiting:
+                waiting[epoch][0].ended = True
+
+    # From any thread.
+
+    def listed(self) -> tuple[PeerInfo, ...]:
+        """Every life that is connected, in the order in which they came, and then every other that holds memory."""
+        sums = {epoch: _Sum(peer) for epoch, peer in self._present.items()}
+        with self._lock:
+            for key, waiting in self._waiting.items():
+                for epoch, (peer, held) in waiting.items():
+                    sums.setdefault(epoch, _Sum(self._table.known(epoch) or peer)).add(key.room, held)
+        return tuple(self._info(epoch, of) for epoch, of in sums.items())
+
+    def _info(self, epoch: Epoch, of: _Sum) -> PeerInfo:
+        hello, silent_s = of.peer.hello, max(0.0, self._clock() - of.peer.heard)
+        state: PeerState = "connected" if silent_s <= self._silent_s else "silent"
+        if of.peer.lost or of.peer.ended:
+            state = "ended" if of.peer.ended else "lost"
+        return PeerInfo(
+            hello.instance,
+            Rank(hello.rank),
+            hello.address,
+            epoch,
+            hello.host,
+            hello.pid,
+            state,
+            silent_s,
+            of.ring_bytes,
+            of.page_bytes,
+            of.slot_bytes,
+            tuple(of.rooms),
+        )
+
+    def name(self, epoch: Epoch) -> str:
+        """A life for messages."""
+        peer = self._table.known(epoch) or self._present.get(epoch)
+        if peer is None:
+            with self._lock:
+                found = (waiting[epoch][0] for waiting in self._waiting.values() if epoch in waiting)
+                peer = next(found, None)
+        return f"peer {peer_name(epoch)}" if peer is None else peer.name
+
+    def find(self, named: Epoch | str) -> Epoch:
+        """The life that an operator names, by its epoch or the 32 hex digits of it.
+
+        One that is lost and holds nothing is found too, for as long as anything is known of it.
+
+        Raises:
+            UnknownNameError: there is none; says which hold memory here.
+        """
+        try:
+            epoch = Epoch(bytes.fromhex(named)) if isinstance(named, str) else named
+        except ValueError:
+            epoch = Epoch(b"")
+        if self._table.known(epoch) is not None or epoch in self._linked:
+            return epoch
+        peers = self.listed()
+        if any(peer.epoch == epoch for peer in peers):
+            return epoch
+        holding = (peer_name(p.epoch, p.instance, p.rank) for p in peers if p.rooms)
+        raise UnknownNameError("epoch", named if isinstance(named, str) else named.hex(), holding)
+
+
+def format_peers(peers: Sequence[PeerInfo]) -> str:
+    """A table of what ``peers()`` says, a line for each, those that hold most first; for a log or a terminal.
+
+    The last column is what ``confirm_terminated`` takes.
+    """
+    if not peers:
+        return "no peer is connected, and none holds memory"
+    head = ("peer", "state", "silent s", "ring B", "pages B", "slots B", "rooms", "address", "host", "pid", "epoch")
+    lines = [head, *(_cells(peer) for peer in sorted(peers, key=lambda peer: -peer.held_bytes))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _cells(peer: PeerInfo) -> tuple[str, ...]:
+    name, _, _ = peer_name(peer.epoch, peer.instance, peer.rank).rpartition(" (")
+    host = "".join(c if c.isprintable() else "?" for c in peer.host.replace(" ", "_"))
+    return (
+        name,
+        peer.state,
+        f"{peer.silent_s:.1f}",
+        str(peer.ring_bytes),
+        str(peer.page_bytes),
+        str(peer.slot_bytes),
+        ",".join(room.hex() for room in peer.rooms) or "-",
+        peer.address,
+        host,
+        str(peer.pid),
+        peer.epoch.hex(),
+    )

@@ -1,0 +1,80 @@
+"""Noticing that a peer's process has ended, which is evidence where silence is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import PeerLostError, TransportError
+from ...ids import Epoch
+from ...protocol import Hello
+from ...transports.process import Ending, Process
+
+
+class Exits:
+    """Watches the processes of peers on this host, and counts the time since an end was observed or confirmed.
+
+    Args:
+        clock: time.
+        own: our own process.
+        watch: how the process of a peer is watched.
+    """
+
+    def __init__(self, clock: Callable[[], float], own: Process, watch: Callable[[Process], Ending]) -> None:
+        self._clock = clock
+        self._own = own
+        self._watch = watch
+        self._watches: dict[Epoch, Ending] = {}
+        self._ended: dict[Epoch, float] = {}
+        self._news: list[Epoch] = []
+
+    def watch(self, epoch: Epoch, hello: Hello) -> None:
+        """Watch a peer, if it is a process of this host; one of our own process never ends before us."""
+        process = Process(hello.pid, hello.started, hello.host)
+        if process == self._own or epoch in self._watches or epoch in self._ended:
+            return
+        try:
+            self._watches[epoch] = self._watch(process)
+        except TransportError:
+            return  # another host: only its operator can know
+        except PeerLostError:
+            self._end(epoch)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether there is anybody whose end may be seen, or whose last writes may land."""
+        return bool(self._watches or self._news or self._ended)
+
+    def ended(self, *, at_once: bool = False) -> list[Epoch]:
+        """Whose process has ended since the last call, perhaps as of a moment ago, or (``at_once``) by now."""
+        if not self._watches and not self._news:
+            return []
+        for epoch in [e for e, watch in self._watches.items() if watch.ended(at_once=at_once)]:
+            del self._watches[epoch]
+            self._end(epoch)
+        if not self._news:
+            return []
+        found, self._news = self._news, []
+        return found
+
+    def _end(self, epoch: Epoch) -> None:
+        self._ended[epoch] = self._clock()
+        self._news.append(epoch)
+
+    def confirm(self, epoch: Epoch) -> None:
+        """Somebody saw the process end."""
+        self._ended.setdefault(epoch, self._clock())
+
+    def drained(self, drain_s: float | None) -> list[Epoch]:
+        """Whose last writes have landed: it ended ``drain_s`` ago (None: nobody knows how long that takes)."""
+        if drain_s is None or not self._ended:
+            return []
+        return [epoch for epoch, at in self._ended.items() if self._clock() - at >= drain_s]
+
+    def forget(self, epoch: Epoch) -> None:
+        """Its evidence was used, or nothing is owed to it."""
+        self._ended.pop(epoch, None)
+        self._watches.pop(epoch, None)
+
+    def close(self) -> None:
+        """Watch nobody."""
+        self._watches.clear()

@@ -1,0 +1,94 @@
+"""What an endpoint has said in a turn, until it is handed over: what is for one address crosses together."""
+
+from __future__ import annotations
+
+import logging
+from math import inf
+
+from attrs import define, field
+
+from ...channels import MAX_FRAME, MAX_TOGETHER, Channel, SupportsBatches, check_frame
+from ...errors import ConfigurationError, text_of
+from ...trace import Observer
+from .limited_log import LimitedLog
+
+RECEIPTS = 4
+"""Fewer receipts than these wait for what has to leave: who sends a window at a time goes on as they come."""
+
+
+@define
+class _Unsent:
+    """What was said to an address since it was last handed over; it has ``nbytes`` and leaves by ``due``."""
+
+    frames: list[bytes] = field(factory=list)
+    nbytes: int = 0
+    due: float = inf
+
+
+class Outbox:
+    """Runs on the endpoint's thread only. It raises nothing: what is said may be half of what an event leads to.
+
+    Args:
+        channel: takes the frames; where it takes one at a time, each is handed over when it is said.
+        observer: counts those that it drops.
+        log: says why.
+    """
+
+    def __init__(self, channel: Channel, observer: Observer, log: LimitedLog) -> None:
+        self._log = log
+        self._channel = channel
+        self._together = channel if isinstance(channel, SupportsBatches) else None
+        self._observer = observer
+        self.unsent: dict[str, _Unsent] = {}
+        self._too_large: ConfigurationError | None = None
+
+    def put(self, address: str, frame: bytes, due: float = -inf) -> None:
+        """Say something that is not awaited before ``due``; :meth:`check` tells of a frame that no channel takes."""
+        if len(frame) > MAX_FRAME:
+            try:
+                check_frame(address, frame)
+            except ConfigurationError as exc:
+                self._too_large = exc
+            return
+        if self._together is None:
+            self._hand_over(address, [frame])
+            return
+        unsent = self.unsent.get(address)
+        if unsent is not None and (len(unsent.frames) == MAX_TOGETHER or unsent.nbytes + len(frame) > MAX_FRAME):
+            self._hand_over(address, self.unsent.pop(address).frames)
+            unsent = None
+        if unsent is None:
+            unsent = self.unsent[address] = _Unsent()
+        unsent.frames.append(frame)
+        unsent.nbytes += len(frame)
+        unsent.due = min(unsent.due, due)
+
+    def check(self) -> None:
+        """Called between events.
+
+        Raises:
+            ConfigurationError: a frame was larger than MAX_FRAME.
+        """
+        error, self._too_large = self._too_large, None
+        if error is not None:
+            raise error
+
+    def flush(self, now: float = inf) -> None:
+        """Hand over what was said, except the little that is not due yet."""
+        for address, unsent in list(self.unsent.items()):
+            if unsent.due <= now or len(unsent.frames) >= RECEIPTS:
+                del self.unsent[address]
+                self._hand_over(address, unsent.frames)
+
+    def _hand_over(self, address: str, frames: list[bytes]) -> None:
+        try:
+            if self._together is None:
+                sent = self._channel.send(address, frames[0])
+            else:
+                sent = self._together.send_all(address, frames)
+        except Exception as exc:
+            # A lost frame is repeated if it matters.
+            self._log.say(logging.WARNING, f"{len(frames)} frames to {address} could not be sent: {text_of(exc)}")
+            sent = False
+        if not sent:
+            self._observer.count("frames.dropped", len(frames))

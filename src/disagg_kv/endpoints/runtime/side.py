@@ -1,0 +1,82 @@
+"""What a node asks of the half of it that is different for prefill and decode."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Protocol
+
+from ...errors import DisaggKVError
+from ...ids import Epoch
+from ...protocol import Decided, Lost, RoomFrame, RoomKey
+from ...transports import Ended, Settled
+from .directory import Answer
+from .handshake import Remote
+
+
+class Role(Protocol):
+    """The half that is different: rooms, and what moves their bytes."""
+
+    def on_frame(self, frame: RoomFrame) -> None:
+        """A frame about a room, from a life that is known, to this life."""
+        ...
+
+    def on_up(self, remote: Remote) -> None:
+        """A peer of the other side is there."""
+        ...
+
+    def on_lost(self, lost: Lost) -> None:
+        """A peer of the other side is lost."""
+        ...
+
+    def on_unreachable(self, address: str, error: DisaggKVError) -> None:
+        """Nobody whom we can work with answers at an address."""
+        ...
+
+    def on_answer(self, answer: Answer) -> None:
+        """The rendezvous has answered where an instance is."""
+        ...
+
+    def on_gone(self, epoch: Epoch) -> None:
+        """Evidence: a peer's process has ended and its last writes have landed."""
+        ...
+
+    def on_ticket(self, event: Ended | Settled) -> None:
+        """A write ended, or is quiet at last."""
+        ...
+
+    def on_decided(self, key: RoomKey, decided: Decided) -> None:
+        """The ranks of our instance agree."""
+        ...
+
+    def work(self) -> bool:
+        """Start and finish copies; True while something is in flight that only polling finishes."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """How long nothing has to be looked for while the engine's own thread is in a forward pass; 0: it is in none.
+
+        This thread holds that one up whenever it runs.
+        """
+        ...
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are not forgotten yet."""
+        ...
+
+    def tick(self) -> None:
+        """Time has passed."""
+        ...
+
+    def next_at(self) -> float | None:
+        """When ``tick`` is due."""
+        ...
+
+    def check_integrity(self, since: float = -inf) -> None:
+        """Raise AssertionError if the accounts contradict each other; of rooms that took an event ``since`` then."""
+        ...
+
+    def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
+        """No open room can be trusted; ``unmet``: those alone fail that no peer of the other side has met."""
+        ...

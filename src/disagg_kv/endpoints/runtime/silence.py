@@ -1,0 +1,76 @@
+"""Peers whose silence some rooms do not bear for as long as the endpoint does."""
+
+from __future__ import annotations
+
+from ...errors import PeerLostError
+from ...ids import Epoch, peer_name
+from ...protocol import Lost, PeerTable, RoomKey
+from ...protocol.timers import Timers
+
+
+class Silences:
+    """A time per peer, not per room and peer: a peer that is heard in time costs the same for any number of rooms.
+
+    Rooms that bear as much silence as the endpoint are not watched: :class:`PeerTable` says when a peer is lost.
+
+    Args:
+        peers: know when each peer was heard last.
+        silence_s: the endpoint's own, in seconds.
+    """
+
+    def __init__(self, peers: PeerTable, silence_s: float) -> None:
+        self._peers = peers
+        self._silence_s = silence_s
+        self._watched: dict[Epoch, dict[float, dict[RoomKey, None]]] = {}
+        self._of: dict[RoomKey, dict[Epoch, float]] = {}
+        self._timers: Timers[Epoch] = Timers()
+
+    def watch(self, peer: Epoch, room: RoomKey, silence_s: float, now: float) -> None:
+        """The room ends if the peer is silent for so many seconds."""
+        if silence_s >= self._silence_s or peer in self._of.get(room, {}):
+            return
+        self._of.setdefault(room, {})[peer] = silence_s
+        self._watched.setdefault(peer, {}).setdefault(silence_s, {})[room] = None
+        self._schedule(peer, now)
+
+    def forget(self, room: RoomKey) -> None:
+        """The room is over."""
+        for peer, silence_s in self._of.pop(room, {}).items():
+            self._drop(peer, silence_s, room)
+
+    def _name(self, peer: Epoch) -> str:
+        known = self._peers.known(peer)
+        return f"peer {peer_name(peer)}" if known is None else known.name
+
+    def _drop(self, peer: Epoch, silence_s: float, room: RoomKey) -> None:
+        watched = self._watched[peer]
+        del watched[silence_s][room]
+        if not watched[silence_s]:
+            del watched[silence_s]
+        if not watched:
+            del self._watched[peer]
+            self._timers.schedule(peer, None)
+
+    def due(self, now: float) -> list[tuple[RoomKey, Lost]]:
+        """Rooms that a peer has been silent for too long for, each once."""
+        found: list[tuple[RoomKey, Lost]] = []
+        for peer in self._timers.due(now):
+            silent_s = self._peers.silent_for(peer, now)
+            over = [room for s, rooms in self._watched[peer].items() if silent_s >= s for room in rooms]
+            for room in over:
+                silence_s = self._of[room].pop(peer)
+                self._drop(peer, silence_s, room)
+                error = PeerLostError(f"{self._name(peer)} was silent for {silence_s:g} s")
+                found.append((room, Lost(peer, error)))
+            if peer in self._watched:
+                self._schedule(peer, now)
+        return found
+
+    def _schedule(self, peer: Epoch, now: float) -> None:
+        """When the least patient room is over unless the peer is heard; what has passed already is due at once."""
+        silent_s = self._peers.silent_for(peer, now)
+        self._timers.schedule(peer, now - silent_s + min(self._watched[peer]))
+
+    def next_at(self) -> float | None:
+        """When :meth:`due` may have something to tell."""
+        return self._timers.next_at()

@@ -1,0 +1,196 @@
+"""What a decode engine with a prefix cache does in one turn: match, agree, expect the rest, keep it, answer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...endpoints.decode.handle import ReceptionHandle
+from ...errors import CapacityError, PeerLostError
+from ...protocol import Phase
+from .conversations import Prompt
+from .kind import Kind
+from .memory import KV
+from .prefixes import Prefixes, Said
+
+if TYPE_CHECKING:
+    from .workload import Entry, Room
+
+ASK_S = 0.003
+
+
+class Turn:
+    """One room's request as a turn of a conversation, on all decode ranks."""
+
+    def __init__(self, room: Room, prompt: Prompt, said: Said) -> None:
+        self._room = room
+        self._world = room.world
+        self._prompt = prompt
+        self._said = said
+        self._tokens = said.tokens[: room.plan.rows]
+        self._question = f"{room.plan.room.hex()} {room.number}"
+        self._matched: set[int] = set()
+        self._told: set[int] = set()
+        self._through: set[int] = set()
+
+    def match(self, entry: Entry) -> None:
+        """Lock what the rank holds of the prompt, and tell the others how much that is."""
+        prefixes = _prefixes(entry)
+        entry.claim = prefixes.cache.claim(self._tokens)
+        self._matched.add(entry.claim.rows)
+        self._say(entry)
+
+    def _say(self, entry: Entry) -> None:
+        if self._over(entry):
+            return
+        assert entry.claim is not None
+        try:
+            _prefixes(entry).minimum.say(self._question, entry.claim.rows)
+        except PeerLostError:
+            self._world.later(ASK_S, partial(self._say, entry))
+            return
+        self._told.add(entry.node.rank)
+        self._ask(entry)
+
+    def _ask(self, entry: Entry) -> None:
+        if self._over(entry):
+            return
+        try:
+            agreed = _prefixes(entry).minimum.agreed(self._question)
+        except PeerLostError:
+            self._world.later(ASK_S, partial(self._ask, entry))
+            return
+        if agreed is not None:
+            self._through.add(entry.node.rank)
+            self._begin(entry, agreed)
+        elif len(self._told) == entry.node.split.world:
+            self._world.violation("I4", f"{self._room.name(entry)}: all ranks said what they hold, but none is told")
+        else:
+            self._world.later(ASK_S, partial(self._ask, entry))
+
+    def over(self, entry: Entry) -> None:
+        """The request has ended on a rank: what it asks, if it has had no answer, is not to stay in the store."""
+        if entry.node.rank in self._through or not entry.node.alive:
+            return
+        try:
+            _prefixes(entry).minimum.drop(self._question)
+        except PeerLostError:
+            self._world.later(ASK_S, partial(self.over, entry))
+            return
+        self._through.add(entry.node.rank)
+
+    def left(self) -> list[str]:
+        """Keys that stay in the store although every rank is through with the question."""
+        if len(self._through) < len(self._room.decode):
+            return []
+        return [key for key in self._world.store.values if f'"{self._question}"' in key]
+
+    def _over(self, entry: Entry) -> bool:
+        """The room has ended before anything was awaited."""
+        handle = entry.handle
+        return not entry.node.alive or handle is None or handle.phase in (Phase.DONE, Phase.FAILED)
+
+    def _begin(self, entry: Entry, agreed: int) -> None:
+        """Take pages for what is not held, and await that."""
+        room, plan, claim, prefixes = self._room, self._room.plan, entry.claim, _prefixes(entry)
+        handle, memory = entry.handle, entry.node.memory
+        assert claim is not None
+        assert isinstance(handle, ReceptionHandle)
+        if len(self._matched) > 1:
+            self._world.saw(Kind.UNEQUAL)
+        prefixes.pages.owner = room.number
+        known = len(prefixes.index)
+        try:
+            table = claim.begin(agreed)
+        except CapacityError:
+            self._world.mark("engine:no pages for a prompt")
+            entry.claim = None
+            handle.abort("there are no pages")
+            return
+        if len(prefixes.index) < known:
+            self._world.saw(Kind.EVICTED_FOR)
+        entry.held = claim.rows
+        entry.pages = claim.table.pages.tolist()
+        if plan.aux:
+            entry.aux = memory.aux.pop()
+        room.await_states(entry)
+        if len(table.pages):
+            memory.put((memory.want,), table.pages.tolist(), table.first, table.first, plan.rows, room.truth)
+        entry.exposed = entry.node.exposes and bool(len(table.pages) or entry.slots)
+        prefixes.check()
+        stop = None if plan.open_end else plan.rows
+        state = memory.slot_tables(entry.slots)
+        taken = handle.expect(
+            stop, [table], held={KV: claim.rows}, kept=claim.kept, state=state, aux=entry.aux, tag=room.tag
+        )
+        if taken != {KV: agreed} or claim.rows != agreed:
+            self._world.violation("I2", f"{room.name(entry)}: {agreed} rows were agreed on, {taken} are taken as held")
+
+    def released(self, entry: Entry) -> None:
+        """Nobody touches the room's pages any more: what arrived is kept, or nothing is."""
+        claim, handle, prefixes = entry.claim, entry.handle, _prefixes(entry)
+        assert claim is not None
+        assert handle is not None
+        if not entry.pages:
+            claim.end()
+            entry.claim = None
+            return
+        before = len(prefixes.index)
+        if not claim.settle(handle):
+            self._world.violation("I3", f"{self._room.name(entry)}: released, but its claim is not settled")
+        if handle.phase is not Phase.DONE:
+            self._failed(entry, before)
+            return
+        prefixes.settled()
+        whole = claim.rows // entry.node.memory.page_rows
+        self._count(entry, len(prefixes.index) - before, whole)
+        self._world.later(self._world.random.choice((0.0, 0.002, 0.05)), partial(self._answer, entry))
+
+    def _failed(self, entry: Entry, before: int) -> None:
+        if len(_prefixes(entry).index) > before:
+            self._world.violation("I2", f"{self._room.name(entry)}: failed, but the prefix cache has its rows")
+        if entry.held:
+            self._world.saw(Kind.FAILED)
+        entry.claim = None
+        _prefixes(entry).check()
+
+    def _count(self, entry: Entry, brought: int, whole: int) -> None:
+        world, room = self._world, self._room
+        if brought < whole - entry.held // entry.node.memory.page_rows:
+            world.saw(Kind.TWICE)
+        if not entry.held:
+            return
+        world.saw(Kind.FULL_HIT if entry.held == room.plan.rows else Kind.PREFIX)
+        first = room.world.scenario.talks[self._prompt.talk]
+        if first.fork and entry.held <= first.fork:
+            world.saw(Kind.SHARED)
+
+    def _answer(self, entry: Entry) -> None:
+        """Decode computes rows of its own, which the next turn may hold, and the request is over."""
+        claim, memory, more = entry.claim, entry.node.memory, self._prompt.answer
+        if claim is None or not entry.node.alive:
+            return
+        prefixes, rows = _prefixes(entry), self._room.plan.rows
+        prefixes.pages.owner = self._room.number
+        known = len(prefixes.index)
+        try:
+            pages = claim.grow(rows + more).pages.tolist()
+        except CapacityError:
+            pages, more = entry.pages, 0
+        if len(prefixes.index) < known:
+            self._world.saw(Kind.EVICTED_FOR)
+        memory.put((memory.cells, memory.want), pages, 0, rows, rows + more, self._said.truth)
+        before = len(prefixes.index)
+        claim.end(self._said.tokens[: rows + more])
+        if len(prefixes.index) > before:
+            self._world.saw(Kind.GENERATED)
+        entry.claim = None
+        entry.pages = []
+        prefixes.settled()
+        self._world.check.freed(entry)
+
+
+def _prefixes(entry: Entry) -> Prefixes:
+    prefixes = entry.node.prefixes
+    assert prefixes is not None
+    return prefixes

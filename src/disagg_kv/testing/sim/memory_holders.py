@@ -1,0 +1,113 @@
+"""I5: memory that waits for evidence about a peer is listed under that peer's name at any time, and can be freed by it.
+
+What should be listed is worked out here from the accounts of rooms, leases and slots, and from the writes that are
+under way, by other ways than the endpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...endpoints.decode.rooms import DecodeRole
+from ...endpoints.prefill.rooms import PrefillRole
+from ...errors import UnknownNameError
+from ...ids import Epoch, RoomId
+from .memory import KV
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+Held = tuple[int, int, int, frozenset[RoomId]]
+"""Bytes of leases, of pages and of slots, and the rooms that wait."""
+
+Piece = tuple[Epoch, RoomId, int, int, int]
+"""The same of one lease, page table or write."""
+
+
+def check_holders(world: World, node: SimNode) -> None:
+    """``peers()`` says exactly what memory waits for whom."""
+    pieces = list(_decode(node, node.role) if isinstance(node.role, DecodeRole) else _prefill(node.role))
+    if not pieces and not node.node.roster._waiting:
+        return
+    found = {peer.epoch: peer for peer in node.endpoint.peers()}
+    said: dict[Epoch, Held] = {
+        e: (p.ring_bytes, p.page_bytes, p.slot_bytes, frozenset(p.rooms)) for e, p in found.items() if p.rooms
+    }
+    wanted = _sums(pieces)
+    if said != wanted:
+        world.violation("I5", f"{node.address}: {_text(wanted)} wait for evidence, peers() says {_text(said)}")
+        return
+    for epoch in wanted:
+        _named(world, node, epoch)
+    _reached(world, node, set(wanted))
+
+
+def _named(world: World, node: SimNode, epoch: Epoch) -> None:
+    """An operator can name it, and it is counted as gone exactly where the peer table does so."""
+    peer = next(p for p in node.endpoint.peers() if p.epoch == epoch)
+    known = node.node.peers.known(epoch)
+    world.mark("holder:forgotten" if known is None else f"holder:{peer.state}")
+    if (peer.state in ("lost", "ended")) != (known is None or known.lost):
+        world.violation("I5", f"{node.address}: {epoch.hex()} holds memory, and is said to be {peer.state}")
+    try:
+        node.node.roster.find(epoch.hex())
+    except UnknownNameError as exc:
+        world.violation("I5", f"{node.address}: no operator can free what it keeps: {exc}")
+
+
+def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
+    """Whoever still writes into a lease in quarantine is named."""
+    if not isinstance(node.role, DecodeRole):
+        return
+    stuck = [one.lease for one in node.role._queue._granted.values() if one.quarantined]
+    for op in world.dma.live:
+        source = op.source.node
+        landed = op.doomed is not None and op.doomed <= world.now
+        if op.target is node.transport and op.lease in stuck and not landed and source.epoch not in named:
+            world.violation("I5", f"{node.address}: {source.address} writes to a lease in quarantine, and is not named")
+
+
+def _decode(node: SimNode, role: DecodeRole) -> Iterator[Piece]:
+    for key, room in role._rooms.items():
+        machine = room.machine
+        if machine.error is None:
+            continue
+        pages = 0
+        if machine._exposed and room.wanted is not None:
+            lens = node.memory.lens
+            for group, table in room.wanted.tables.items():
+                pages += (lens.places if group == KV else lens.state_places)[table.pages].size
+        for writer in machine._writers.values():
+            if writer.drained or writer.gone:
+                continue
+            if machine._exposed and writer.done is None:
+                yield writer.epoch, key.room, 0, pages, 0
+            for (of, segment), granted in role._queue._granted.items():
+                if of == key and writer.rank in (part := machine._parts[segment]).asked - part.arrived:
+                    yield writer.epoch, key.room, granted.lease.nbytes, 0, 0
+
+
+def _prefill(role: PrefillRole) -> Iterator[Piece]:
+    mover = role.mover
+    failed = {key for key, room in role._rooms.items() if room.machine.error is not None}
+    for slot in mover._slots:
+        for post in slot.pins.values():
+            if post.room in failed or post.room not in role._rooms:
+                yield post.transfer.to, post.room.room, 0, 0, mover._slot_bytes
+    for post in {id(post): post for post in mover._posts.values() if post.slot is None}.values():
+        if post.room in failed or post.room not in role._rooms:
+            yield post.transfer.to, post.room.room, 0, post.transfer.nbytes, 0
+
+
+def _sums(pieces: list[Piece]) -> dict[Epoch, Held]:
+    sums: dict[Epoch, Held] = {}
+    for epoch, room, ring, page, slot in pieces:
+        before = sums.get(epoch, (0, 0, 0, frozenset[RoomId]()))
+        sums[epoch] = (before[0] + ring, before[1] + page, before[2] + slot, before[3] | {room})
+    return sums
+
+
+def _text(held: dict[Epoch, Held]) -> str:
+    return str({epoch.decode(): (*of[:3], sorted(room.hex() for room in of[3])) for epoch, of in held.items()})

@@ -1,0 +1,206 @@
+"""Frames out of turn: from a peer that is really there, about a room that is really open, at the wrong time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from ...endpoints.decode.rooms import DecodeRole
+from ...ids import Epoch, Peer, RoomId
+from ...protocol import Codec
+from ...protocol.flow import Flow, room_head
+from ...protocol.frames import (
+    Abort,
+    AbortAck,
+    AuxPart,
+    AuxTaken,
+    ChunkReady,
+    Complete,
+    Done,
+    Drained,
+    DrainedAck,
+    Expect,
+    Expected,
+    Frame,
+    Grant,
+    Head,
+    Landed,
+    Queued,
+    Return,
+    Returned,
+    RoomFrame,
+    StagingRequest,
+)
+from ...protocol.receive_room import ReceiveRoom
+from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
+from .fault import FaultClass
+
+if TYPE_CHECKING:
+    from .node import SimNode
+    from .world import World
+
+BOX = (0, 1, 0, 1, False)
+
+BRIEF = (Receiving.OPENED, Receiving.LANDED, Sending.COMPLETE)
+"""States that rooms are seldom seen in: they are preferred."""
+
+SELDOM = (*BRIEF, Sending.FINISHED)
+"""States that more rumours are spread in than would come by themselves."""
+
+LATE = (Sending.FINISHED, Sending.ABORTING, Sending.DRAINING)
+"""States that rooms do not stay in for long: of the others they are preferred."""
+
+
+ENDS, ENDS_LANDED = 0.05, 0.2
+"""Shares of the rumours that end a room, and one that has landed; none does once faults have stopped."""
+
+STEADY = ("expect_again", "answer_abort", "their_late_abort")
+"""What is done with a frame that is answered, and changes nothing."""
+
+
+SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
+    Expect: {"start": 0, "stop": None, "paths": (), "tables": None, "tag": b""},
+    Expected: {"parked": False},
+    StagingRequest: {"segment": BOX, "ask": 0, "ready": True},
+    ChunkReady: {"segment": BOX, "lease": 0},
+    Done: {"stop": 1, "segments": 0, "aux": None, "tag": b""},
+    AuxPart: {"offset": 0, "total": 1, "data": b"a"},
+    AuxTaken: {"upto": 1},
+    Return: {"segment": BOX, "ask": 0},
+    Returned: {"segment": BOX, "ask": 0},
+    Queued: {"segment": BOX},
+    Grant: {"segment": BOX, "ask": 0, "lease": 0, "offset": 0, "nbytes": 1},
+    Landed: {"segment": BOX},
+    Complete: {},
+    Abort: {"reason": "out of turn"},
+    AbortAck: {},
+    Drained: {"reason": "out of turn"},
+    DrainedAck: {},
+}
+"""One of each kind that says nothing but what kind it is."""
+
+
+def _frame(kind: type[RoomFrame], head: Head) -> RoomFrame:
+    return kind(**head, **SAYING[kind])
+
+
+def _action(state: Receiving | Sending, kind: type) -> str:
+    """What the table says of a frame in a state; nothing: it cannot come."""
+    cell = (RECEIVING if isinstance(state, Receiving) else SENDING).get((state, kind))
+    return "" if cell is None else cell.action
+
+
+@cache
+def _acting(state: Receiving | Sending, actions: tuple[str, ...]) -> Sequence[type[RoomFrame]]:
+    """The kinds of frames of which a table says one of these in a state."""
+    return [kind for kind in SAYING if _action(state, kind) in actions]
+
+
+class Rumours:
+    """Sends them, and sees to it that what a table says is ignored changes nothing (I7)."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._codec = Codec()
+
+    def tempted(self, node: SimNode) -> bool:
+        """Whether a room of a process is in a state that is seldom seen."""
+        role = node.role
+        machines: Iterable[ReceiveRoom | Flow] = (
+            [room.machine for room in role._rooms.values()]
+            if isinstance(role, DecodeRole)
+            else [flow for room in role._flows.values() for flow in room.machine.flows.values()]
+        )
+        # Seldom is any, and to find out whose peer is there takes longer.
+        return any(m.state in SELDOM for m in machines) and any(m.state in SELDOM for m, _, _ in self.pairs(node))
+
+    def spread(self, node: SimNode) -> None:
+        """Frames for one room of a process, if it has any: one that acts, or about half of those that do nothing."""
+        pairs = list(self.pairs(node))
+        if not pairs:
+            return
+        brief = [pair for pair in pairs if pair[0].state in BRIEF]
+        late = [pair for pair in pairs if pair[0].state in LATE]
+        machine, epoch, head = self._world.random.choice(brief or late or pairs)
+        harmless = _acting(machine.state, ("ignore",))
+        answered = (*STEADY, "answer_landed") if self._has_finished(node, epoch, head) else STEADY
+        steady = _acting(machine.state, answered)
+        # That a peer has nothing to write is true before it was asked for something.
+        ends = [Abort, Drained] if machine.state is Receiving.OPENED else [Abort]
+        ends = [kind for kind in ends if _action(machine.state, kind)]
+        rng = self._world.random
+        if (
+            ends
+            and not self._world.healed
+            and rng.random() < (ENDS_LANDED if machine.state is Receiving.LANDED else ENDS)
+        ):
+            self._say(node, machine, _frame(rng.choice(ends), head), counted=False, steady=False)
+        else:
+            for kind in [kind for kind in (*harmless, *steady) if rng.random() < 0.6]:
+                self._say(node, machine, _frame(kind, head), counted=kind in harmless, steady=True)
+        self._world.touch(node)
+
+    def _say(self, node: SimNode, machine: ReceiveRoom | Flow, frame: Frame, *, counted: bool, steady: bool) -> None:
+        """Alone: in a turn, a write of the room itself may fail just before the frame is taken in."""
+        self._world.hit(FaultClass.OUT_OF_TURN)
+        before, after = machine.state, machine.ignored + counted
+        node.hear(self._codec.encode(frame))
+        if steady and (machine.state, machine.ignored) != (before, after):
+            then = f"{machine.state}, {machine.ignored} ignored instead of {after}"
+            self._world.violation("I7", f"{node.address}: {type(frame).__name__} out of turn in {before}: {then}")
+
+    def greet(self, node: SimNode) -> None:
+        """Somebody was lost who may be heard again: an older life of that address says, late, who it is."""
+        lost = node.counters.of.get("peers.lost", 0)
+        if lost == node.losses:
+            return
+        node.losses = lost
+        peers = node.node.peers
+        for address, epoch in list(peers._at.items()):
+            there = peers._peers[epoch]
+            if not there.lost or there.ended:
+                continue
+            self._world.hit(FaultClass.STALE)
+            self._world.mark("greeting:of an older life")
+            older = structs.replace(there.hello, src=b"old" + epoch[3:], dst=b"", born=there.hello.born - 1)
+            node.hear(self._codec.encode(older))
+            if peers._at.get(address) != epoch:
+                self._world.violation("I7", f"{node.address}: a late greeting gave {address} back to an older life")
+
+    def _has_finished(self, node: SimNode, epoch: Epoch, head: Head) -> bool:
+        """Whether a peer's flow has nothing more to move: it then ignores whatever it is told of a segment."""
+        role = self._world.transports[Peer(b"sim" + epoch)].node.role
+        one = (
+            None
+            if isinstance(role, DecodeRole)
+            else role._flows.get((RoomId(head["room"]), node.epoch, head["generation"]))
+        )
+        flow = None if one is None else one.machine.flows.get(node.epoch)
+        return flow is not None and flow.state is Sending.FINISHED
+
+    def pairs(self, node: SimNode) -> Sequence[tuple[ReceiveRoom | Flow, Epoch, Head]]:
+        """Machines with a peer that is there, and could write to them."""
+        role, me = node.role, node.epoch
+        if not (role._rooms if isinstance(role, DecodeRole) else role._flows):
+            return ()
+        alive = {other.epoch for other in self._world.places.values() if not other.paused}
+        known = [
+            e for e in node.node.remotes if e in alive and node.node.peers.at(node.node.peers.hello(e).address) == e
+        ]
+        pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
+        if isinstance(role, DecodeRole):
+            for key, room in role._rooms.items():
+                pairs += [
+                    (room.machine, w, room_head(w, me, key.room, key.generation))
+                    for w in room.machine.writers
+                    if w in known
+                ]
+        else:
+            for (name, epoch, _), one in role._flows.items():
+                flow = one.machine.flows.get(epoch)
+                if flow is not None and epoch in known:
+                    pairs.append((flow, epoch, room_head(epoch, me, name, flow.generation)))
+        return pairs
