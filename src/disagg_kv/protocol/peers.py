@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 
 from attrs import define, frozen
 from msgspec import structs
@@ -45,6 +46,13 @@ class Up:
 
 
 @frozen
+class Greeted:
+    """A peer that we know introduces itself once more: it had lost us, or has not heard us for a while."""
+
+    peer: Epoch
+
+
+@frozen
 class Unreachable:
     """Nobody that we can work with answers at this address."""
 
@@ -59,7 +67,7 @@ class Forget:
     address: str
 
 
-PeerEffect = SendTo | Up | Lost | Unreachable | Forget
+PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget
 
 
 @define(eq=False)
@@ -71,6 +79,8 @@ class KnownPeer:
         heard: when it was last heard.
         proved: it has named our epoch.
         closed: when the connection to its address broke.
+        greeted: when it last introduced itself although it knew us.
+        greet_until: it was lost, and is greeted instead of sent heartbeats until then.
         lost: it is silent, was reported lost, or is not in the table any more.
         ended: its process has ended: seen, or confirmed by an operator.
     """
@@ -79,6 +89,8 @@ class KnownPeer:
     heard: float
     proved: bool
     closed: float | None = None
+    greeted: float = -inf
+    greet_until: float = -inf
     lost: bool = False
     ended: bool = False
 
@@ -91,6 +103,9 @@ class KnownPeer:
 FORGET_AFTER = 20
 """A lost peer is forgotten after so many times the silence that made it lost; once, where its connection is broken."""
 
+
+GREETINGS = 4
+"""As many heartbeats, about, are replaced by a ``Hello`` once a lost peer is heard again: one of them may get lost."""
 
 ROUNDING_S = 1e-6
 """So much earlier than it may be due a tick looks: a sum of times is rounded otherwise than a difference."""
@@ -144,7 +159,12 @@ class PeerTable:
         self._beat_at = 0.0
         self._quiet_until = 0.0
         """A tick has nothing to do before; 0: something happened to a peer since that was worked out."""
+        self._caught_up = inf
         self.dropped = 0
+
+    def caught_up(self, at: float) -> None:
+        """Every frame that had come by then has been taken in: silence is judged up to then, and no further."""
+        self._caught_up = at
 
     def dial(self, address: str, now: float) -> list[PeerEffect]:
         """Want to know who is at an address; harmless if we do already.
@@ -186,9 +206,9 @@ class PeerTable:
         )
 
     def silent_for(self, epoch: Epoch, now: float) -> float:
-        """Seconds since the peer was last heard; infinite if it never was."""
+        """Seconds since the peer was last heard, without those whose frames still wait; infinite if it never was."""
         peer = self._peers.get(epoch)
-        return float("inf") if peer is None else now - peer.heard
+        return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.heard)
 
     def epochs(self) -> tuple[Epoch, ...]:
         """Every life that is not lost, in the order in which we first heard of them."""
@@ -230,15 +250,25 @@ class PeerTable:
             out.append(Up(hello))
         else:
             known.hello, known.heard = hello, now
-            known.proved |= hello.dst == self._epoch
             if known.lost:
-                known.lost, known.closed = False, None
-                out.append(Up(hello))
+                out += self._revive(known, now)
+            elif known.proved and now - known.greeted >= self._options.heartbeat_s / 2:
+                # Not the end of the introduction.
+                known.greeted = now
+                out.append(Greeted(epoch))
+            known.proved |= hello.dst == self._epoch
         if hello.dst == self._epoch:
             self._dials.pop(hello.address, None)
         else:
             out.append(SendTo(hello.address, self._hello(hello.src)))
         return out
+
+    def _revive(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
+        """A life that was lost is heard again. It is greeted: it may wait for what we gave up when we lost it."""
+        peer.lost, peer.closed = False, None
+        peer.greet_until = now + GREETINGS * self._options.heartbeat_s
+        self._quiet_until = 0.0
+        return [Up(peer.hello)]
 
     def _stale(self, hello: Hello) -> bool:
         """An older life does not take the address back from one that is there, or was lost and may be heard again."""
@@ -332,11 +362,7 @@ class PeerTable:
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
             return False, []
         peer.heard, peer.proved = now, True
-        if not peer.lost:
-            return True, []
-        peer.lost, peer.closed = False, None
-        self._quiet_until = 0.0
-        return True, [Up(peer.hello)]
+        return True, self._revive(peer, now) if peer.lost else []
 
     def _may_answer(self, address: str, now: float) -> bool:
         """At most one unasked ``Hello`` or ``Refused`` a second and address."""
@@ -390,12 +416,13 @@ class PeerTable:
             return []
         o = self._options
         out: list[PeerEffect] = []
+        seen = min(now, self._caught_up)
         for address, dial in list(self._dials.items()):
-            if now - dial.since >= dial.patience_s:
+            if seen - dial.since >= dial.patience_s:
                 out += self._give_up(address)
                 error = PeerLostError(f"nobody answered at {address} within {dial.patience_s:g} s")
                 out.append(Unreachable(address, error))
-            elif dial.closed is not None and now - dial.closed >= o.closed_s:
+            elif dial.closed is not None and seen - dial.closed >= o.closed_s:
                 out += self._give_up(address)
                 for_s = f"{now - dial.closed:.1f} s"
                 broke = f"its connection broke {for_s} ago, before it said who it is"
@@ -419,17 +446,17 @@ class PeerTable:
                     # It may never have heard of us; then it cannot answer what rooms that end still ask of it.
                     out.append(SendTo(peer.hello.address, self._hello(epoch)))
                 continue
-            if now - peer.heard >= o.silence_s:
+            if seen - peer.heard >= o.silence_s:
                 peer.lost = True
-                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {now - peer.heard:.1f} s")))
-            elif peer.closed is not None and now - peer.closed >= o.closed_s:
+                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {seen - peer.heard:.1f} s")))
+            elif peer.closed is not None and seen - peer.closed >= o.closed_s:
                 peer.lost = True
                 error = PeerLostError(f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago")
                 out.append(Lost(epoch, error))
-            elif beat and self.lively(epoch, now):
+            elif beat and self.lively(epoch, now) and now >= peer.greet_until:
                 out.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch)))
             elif beat:
-                # Another life may have taken the address: it does not know us, and can answer only a Hello.
+                # Or another life has taken the address: it does not know us, and can answer only a Hello.
                 out.append(SendTo(peer.hello.address, self._hello(epoch)))
         self._quiet_until = self._due_at()
         return out

@@ -12,9 +12,10 @@ from ...endpoints import DecodeEndpoint, PrefillEndpoint
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError, QuarantineFullError, SupersededError
+from ...ids import Epoch
 from ...memory import U8, Event
 from ...prefix import Claim
-from ...protocol import Phase
+from ...protocol import Phase, SendRoom
 from ...rendezvous import Source
 from ...strategies import LayerPipelined
 from .cached_requests import Turn
@@ -56,6 +57,7 @@ class Entry:
     pulling: Event | None = None
     opened: float = 0.0
     ended: float = 0.0
+    asked: frozenset[Epoch] = frozenset()
 
     @property
     def over(self) -> bool:
@@ -395,6 +397,10 @@ class Room:
             world.violation("I6", f"{self.name(entry)}: {entry.phase.name} has become {phase.name}")
         if phase in FINAL and entry.phase not in FINAL:
             entry.ended = world.now
+            known = [room.machine for room in entry.node.role._rooms.values() if room.handle is handle]
+            entry.asked = frozenset(
+                epoch for machine in known if isinstance(machine, SendRoom) for epoch in machine.flows
+            )
             entry.error = handle.error
             entry.segments = handle.report.segments
             self._grouped(entry)

@@ -59,6 +59,9 @@ UNHEARD = (
     FaultClass.POLL,
 )  # fmt: skip
 
+TURNS = 5_000
+"""More than any moment needs: then a process turns in vain."""
+
 EVENTS = 50_000
 """More than any seed needs: a simulation that goes on beyond them does not come to rest."""
 
@@ -500,11 +503,17 @@ class World:
             self.later(self.random.choice((0.0, 3.0)), partial(self._confirm, node))
 
     def _turns(self) -> None:
+        turns = 0
         while self._dirty and not self.violations:
             node = self._dirty.pop(0)
             node.touched = False
             if node.alive and not node.paused:
                 self._turn(node)
+                turns += 1
+            if turns > TURNS:
+                self.violation(
+                    "I4", f"{node.address}: {turns} turns, in which no time passes and nothing comes to rest"
+                )
 
     def _turn(self, node: SimNode) -> None:
         """One process takes in what there is and acts; then every rule is looked at."""
