@@ -2,6 +2,7 @@
 
 from .agreement import Agreement, Outcome
 from .base import (
+    AskAgain,
     Awaited,
     Cancel,
     Decided,
@@ -33,7 +34,7 @@ from .base import (
 )
 from .flow import Flow, FlowPlan
 from .frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
-from .peers import Forget, KnownPeer, PeerEffect, PeerTable, SendTo, Unreachable, Up
+from .peers import Forget, Greeted, KnownPeer, PeerEffect, PeerTable, SendTo, Unreachable, Up
 from .receive_room import ReceiveRoom
 from .rows import Chunk, Readiness
 from .send_room import SendRoom
@@ -51,6 +52,7 @@ __all__ = [
     "VERSION",
     "Agreement",
     "AnyFrame",
+    "AskAgain",
     "Awaited",
     "Cancel",
     "Chunk",
@@ -66,6 +68,7 @@ __all__ = [
     "Free",
     "Gone",
     "Granted",
+    "Greeted",
     "Hello",
     "Introduced",
     "KnownPeer",

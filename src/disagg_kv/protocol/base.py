@@ -149,6 +149,13 @@ class Introduced:
 
 
 @frozen
+class AskAgain:
+    """A prefill rank has perhaps given the room up without a word: it had lost us for a while."""
+
+    peer: Epoch
+
+
+@frozen
 class Leased:
     """The ring granted a segment's lease."""
 

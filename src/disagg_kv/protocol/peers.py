@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 
 from attrs import define, frozen
 from msgspec import structs
@@ -45,6 +46,13 @@ class Up:
 
 
 @frozen
+class Greeted:
+    """A peer that we know introduces itself once more: it had lost us, or has not heard us for a while."""
+
+    peer: Epoch
+
+
+@frozen
 class Unreachable:
     """Nobody that we can work with answers at this address."""
 
@@ -59,7 +67,7 @@ class Forget:
     address: str
 
 
-PeerEffect = SendTo | Up | Lost | Unreachable | Forget
+PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget
 
 
 @define(eq=False)
@@ -144,7 +152,12 @@ class PeerTable:
         self._beat_at = 0.0
         self._quiet_until = 0.0
         """A tick has nothing to do before; 0: something happened to a peer since that was worked out."""
+        self._caught_up = inf
         self.dropped = 0
+
+    def caught_up(self, at: float) -> None:
+        """Every frame that had come by then has been taken in: silence is judged up to then, and no further."""
+        self._caught_up = at
 
     def dial(self, address: str, now: float) -> list[PeerEffect]:
         """Want to know who is at an address; harmless if we do already.
@@ -186,9 +199,9 @@ class PeerTable:
         )
 
     def silent_for(self, epoch: Epoch, now: float) -> float:
-        """Seconds since the peer was last heard; infinite if it never was."""
+        """Seconds since the peer was last heard, without those whose frames still wait; infinite if it never was."""
         peer = self._peers.get(epoch)
-        return float("inf") if peer is None else now - peer.heard
+        return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.heard)
 
     def epochs(self) -> tuple[Epoch, ...]:
         """Every life that is not lost, in the order in which we first heard of them."""
@@ -229,16 +242,22 @@ class PeerTable:
             self._absent.pop(hello.address, None)
             out.append(Up(hello))
         else:
+            # Its first Hello that names our epoch is the end of the introduction; a later one says more than that.
+            greets = [Greeted(epoch)] if known.proved else []
             known.hello, known.heard = hello, now
             known.proved |= hello.dst == self._epoch
-            if known.lost:
-                known.lost, known.closed = False, None
-                out.append(Up(hello))
+            out += self._revive(known) if known.lost else greets
         if hello.dst == self._epoch:
             self._dials.pop(hello.address, None)
         else:
             out.append(SendTo(hello.address, self._hello(hello.src)))
         return out
+
+    def _revive(self, peer: KnownPeer) -> list[PeerEffect]:
+        """A life that was lost is heard again. It is greeted: it may wait for what we gave up when we lost it."""
+        peer.lost, peer.closed = False, None
+        self._quiet_until = 0.0
+        return [Up(peer.hello), SendTo(peer.hello.address, self._hello(peer.hello.src))]
 
     def _stale(self, hello: Hello) -> bool:
         """An older life does not take the address back from one that is there, or was lost and may be heard again."""
@@ -332,11 +351,7 @@ class PeerTable:
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
             return False, []
         peer.heard, peer.proved = now, True
-        if not peer.lost:
-            return True, []
-        peer.lost, peer.closed = False, None
-        self._quiet_until = 0.0
-        return True, [Up(peer.hello)]
+        return True, self._revive(peer) if peer.lost else []
 
     def _may_answer(self, address: str, now: float) -> bool:
         """At most one unasked ``Hello`` or ``Refused`` a second and address."""
@@ -390,12 +405,13 @@ class PeerTable:
             return []
         o = self._options
         out: list[PeerEffect] = []
+        seen = min(now, self._caught_up)
         for address, dial in list(self._dials.items()):
-            if now - dial.since >= dial.patience_s:
+            if seen - dial.since >= dial.patience_s:
                 out += self._give_up(address)
                 error = PeerLostError(f"nobody answered at {address} within {dial.patience_s:g} s")
                 out.append(Unreachable(address, error))
-            elif dial.closed is not None and now - dial.closed >= o.closed_s:
+            elif dial.closed is not None and seen - dial.closed >= o.closed_s:
                 out += self._give_up(address)
                 for_s = f"{now - dial.closed:.1f} s"
                 broke = f"its connection broke {for_s} ago, before it said who it is"
@@ -419,10 +435,10 @@ class PeerTable:
                     # It may never have heard of us; then it cannot answer what rooms that end still ask of it.
                     out.append(SendTo(peer.hello.address, self._hello(epoch)))
                 continue
-            if now - peer.heard >= o.silence_s:
+            if seen - peer.heard >= o.silence_s:
                 peer.lost = True
-                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {now - peer.heard:.1f} s")))
-            elif peer.closed is not None and now - peer.closed >= o.closed_s:
+                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {seen - peer.heard:.1f} s")))
+            elif peer.closed is not None and seen - peer.closed >= o.closed_s:
                 peer.lost = True
                 error = PeerLostError(f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago")
                 out.append(Lost(epoch, error))

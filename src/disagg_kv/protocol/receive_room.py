@@ -16,6 +16,7 @@ from ..geometry import Coverage
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from .base import (
+    AskAgain,
     Awaited,
     Cancel,
     Decided,
@@ -158,17 +159,26 @@ class ReceiveRoom(Machine[Receiving]):
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
         for w in self._writers.values():
-            expect = Expect(
-                **self._to(w),
-                start=a.start,
-                stop=a.stop,
-                paths=a.paths,
-                tables=a.tables,
-                tag=a.tag,
-                verify=a.verify,
-                pace=self._pace,
-            )
-            self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
+            self._expect(w, a)
+
+    def _expect(self, w: Writer, a: Awaited) -> None:
+        expect = Expect(
+            **self._to(w),
+            start=a.start,
+            stop=a.stop,
+            paths=a.paths,
+            tables=a.tables,
+            tag=a.tag,
+            verify=a.verify,
+            pace=self._pace,
+        )
+        self._out.append(self._repeat.start(("expect", w.rank), Send(w.epoch, expect), self.now))
+
+    def _on_ask_again(self, event: AskAgain) -> None:
+        assert self._awaited is not None
+        w = self._writers.get(event.peer)
+        if w is not None and not w.complete:
+            self._expect(w, self._awaited)
 
     def _on_expected(self, event: Expected) -> None:
         w = self._writers[Epoch(event.src)]

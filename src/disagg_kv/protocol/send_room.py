@@ -202,6 +202,8 @@ class SendRoom:
     def tick(self, now: float) -> list[Effect]:
         """Time has passed."""
         if now >= self._deadline and self.error is None and not self.done:
+            # Once it has voted, the other ranks decide: they are asked again only after another ``total_s``.
+            self._deadline = now + self._total_s
             return self.cancel(DeadlineError(self._overdue()), now)
         return self._all(Tick(), now)
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 from attrs import field, frozen
 
 from .base import (
+    AskAgain,
     Awaited,
     Cancel,
     Decided,
@@ -114,6 +115,7 @@ RECEIVING: Table = _table(
         R.OPENED: {
             Awaited: ("awaited", (R.OPENED, R.MOVING)),
             Introduced: ("introduced", (R.OPENED, R.MOVING)),
+            AskAgain: ("ignore", ()),
             Expected: ("ignore", ()),
             StagingRequest: ("ignore", ()),
             Return: ("ignore", ()),
@@ -129,6 +131,7 @@ RECEIVING: Table = _table(
             Tick: ("tick", (R.OPENED, *_FAILS)),
         },
         R.MOVING: {
+            AskAgain: ("ask_again", ()),
             Expected: ("expected", ()),
             StagingRequest: ("request", (R.MOVING, *_FAILS)),
             Return: ("given_back", ()),
@@ -146,6 +149,7 @@ RECEIVING: Table = _table(
             Tick: ("tick", (R.MOVING, *_FAILS)),
         },
         R.LANDED: {
+            AskAgain: ("ignore", ()),
             Expected: ("ignore", ()),
             StagingRequest: ("answer_landed", ()),
             Return: ("ignore", ()),
@@ -163,6 +167,7 @@ RECEIVING: Table = _table(
         R.DRAINING: {
             Awaited: ("ignore", ()),
             Introduced: ("introduced_late", _FAILS),
+            AskAgain: ("ignore", ()),
             Expected: ("ignore", ()),
             StagingRequest: ("answer_abort", ()),
             Return: ("ignore", ()),

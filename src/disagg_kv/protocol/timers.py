@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-SPARE = 64
+SPARE = 16
 """Entries of the heap that may be out of date, besides as many as there are keys, before it is built anew."""
 
 
@@ -22,6 +23,8 @@ class Timers(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._due: dict[K, tuple[float, int]] = {}
         self._number = 0
+        self._round = -inf
+        self._next_round: list[tuple[float, int, K]] = []
 
     def schedule(self, key: K, when: float | None) -> None:
         """The key is due then and not before; None: not at all."""
@@ -33,10 +36,10 @@ class Timers(Generic[K]):
             return
         self._number += 1
         self._due[key] = (when, self._number)
-        heappush(self._heap, (when, self._number, key))
-        if len(self._heap) > 2 * len(self._due) + SPARE:
-            self._heap = [(at, number, key) for key, (at, number) in self._due.items()]
-            heapify(self._heap)
+        if when <= self._round:
+            self._next_round.append((when, self._number, key))
+        else:
+            heappush(self._heap, (when, self._number, key))
 
     def by(self, key: K, when: float | None) -> None:
         """Look at the key by then: a time before that stays, as to be looked at in vain once costs less than to move.
@@ -53,8 +56,8 @@ class Timers(Generic[K]):
         One at a time: where handling one raises, the others keep their times. What gets a time meanwhile comes with the
         next call, however early that time is.
         """
-        last = self._number
-        while self._heap and self._heap[0][0] <= now and self._heap[0][1] <= last:
+        self._begin_round(now)
+        while self._heap and self._heap[0][0] <= now:
             _, number, key = heappop(self._heap)
             known = self._due.get(key)
             if known is not None and known[1] == number:
@@ -63,6 +66,7 @@ class Timers(Generic[K]):
 
     def next_at(self) -> float | None:
         """When the next key is due; None: none is."""
+        self._begin_round(-inf)
         while self._heap:
             when, number, key = self._heap[0]
             known = self._due.get(key)
@@ -71,7 +75,19 @@ class Timers(Generic[K]):
             heappop(self._heap)
         return None
 
+    def _begin_round(self, now: float) -> None:
+        """Take in what was put off, and drop what is out of date where that is most of the heap."""
+        self._round = now
+        if not self._due or len(self._heap) > 2 * len(self._due) + SPARE:
+            self._heap = [(at, number, key) for key, (at, number) in self._due.items()]
+            heapify(self._heap)
+        else:
+            for entry in self._next_round:
+                heappush(self._heap, entry)
+        self._next_round.clear()
+
     def clear(self) -> None:
         """Nothing is due."""
         self._heap.clear()
+        self._next_round.clear()
         self._due.clear()

@@ -14,6 +14,7 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
 from disagg_kv.protocol import Codec, Options, Phase
 from disagg_kv.protocol.frames import Abort
+from disagg_kv.protocol.tables import Sending
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from tests.support.rig import Request, Rig, tp_shards
 
@@ -186,3 +187,25 @@ def _act(act: str, request: Request, done: set[str]) -> None:
         done.add("sent")
     elif act == "finish" and "sent" in done:
         request.finish()
+
+
+def test_a_room_that_waits_for_the_other_ranks_keeps_no_other_room_from_its_deadline() -> None:
+    """Rank 0 stands still before it tells how a room has ended; on rank 1 time goes on for all other rooms."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", prefills, decodes, 12)
+    request.open_decode().expect(12).open_prefill(total_s=2 * TOTAL_S).send(12).finish()
+    first, second = (member.endpoint._role for member in prefills)
+    for _ in range(1000):
+        flows = [flow for room in first._rooms.values() for flow in room.machine.flows.values()]
+        prefills[0].frozen |= any(flow.state is Sending.FINISHED for flow in flows)
+        if any(room.machine._voted for room in second._rooms.values()):
+            break
+        rig.turn()
+    assert prefills[0].frozen
+    rig.wait(3 * TOTAL_S)
+    other = prefills[1].endpoint.open(RoomId(b"other"), total_s=TOTAL_S)
+    assert took(rig, other, 5.0) <= TOTAL_S + SLACK_S
+    assert prefills[1].endpoint._node._wait(1.0) > 0.0, "its thread may sleep"
+    prefills[0].frozen = False
+    rig.until(lambda: all(handle.phase is Phase.FAILED for handle in request.sends), "the verdict")

@@ -11,9 +11,11 @@ from typing import ClassVar, cast
 import pytest
 
 from disagg_kv import PrefillEndpoint
+from disagg_kv.channels import InprocChannel
 from disagg_kv.endpoints.runtime.background import HelperThreads
 from disagg_kv.endpoints.runtime.directory import look_up
 from disagg_kv.errors import (
+    AbortedError,
     DeadlineError,
     DisaggKVError,
     EndpointBrokenError,
@@ -21,7 +23,9 @@ from disagg_kv.errors import (
     RemoteProtocolError,
 )
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.ids import Epoch, Peer, Rank, RoomId
+from disagg_kv.ids import Epoch, Peer, Rank, RoomId, Ticket
+from disagg_kv.memory import Event
+from disagg_kv.planning import Writes
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Rendezvous, Source
 from disagg_kv.trace import Guarded, Span
@@ -267,6 +271,104 @@ def test_a_transport_whose_poll_raises_stops_no_command_and_no_tick() -> None:
     rig.wait(10.0)
     transport.error = None
     rig.request("next", prefills, decodes, 8).start().landed()
+    rig.quiet()
+
+
+class FailingOnce(InprocTransport):
+    """A transport whose ``poll`` raises once, the first time after a write was posted."""
+
+    armed = posted = False
+
+    def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        """Note it."""
+        self.posted = self.armed
+        return super().submit(peer, writes, notify=notify, after=after)
+
+    def poll(self) -> Sequence[Ended | Settled | Heard]:
+        """Raise or pass on."""
+        if self.posted:
+            self.armed = self.posted = False
+            raise ValueError("poll is broken")
+        return super().poll()
+
+
+def test_a_poll_that_raises_between_the_posts_of_one_gather_leaves_no_slot_behind() -> None:
+    """A gather for two destinations is posted to both, whatever is learnt after the first post."""
+    spec = CacheSpec.mla(2, 16, "float16")
+    rig = Rig(spec)
+    prefills = rig.prefill(tp_shards(spec, 1), memory=Memory(transport=FailingOnce), strategy="staged")
+    decodes = rig.decode(tp_shards(spec, 2), strategy="staged")
+    rig.request("first", prefills, decodes, 12).start().landed()
+    transport = prefills[0].transport
+    assert isinstance(transport, FailingOnce)
+    transport.armed = True
+    request = rig.request("room", prefills, decodes, 12).start().ended()
+    assert not transport.armed
+    assert "poll is broken" in request.errors()
+    assert prefills[0].endpoint.pinned_slots == 0
+    rig.request("next", prefills, decodes, 12).start().landed()
+    rig.quiet()
+
+
+@pytest.mark.parametrize("side", ["read_aux", "write_aux"])
+def test_a_pool_whose_aux_row_fails_ends_its_room_alone(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool may be another project's code."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    innocent = rig.request("innocent", prefills, decodes, 12).open_decode().expect(12).open_prefill().send(4)
+    prefills[0].pool.write_aux(0, b"12345678")
+    calls: list[int] = []
+
+    def fail(row: int, *data: bytes) -> bytes:
+        calls.append(row)
+        if side == "read_aux" and len(calls) == 1:
+            return b""  # `finish` looks at the row before it takes the call
+        raise RuntimeError("the row is gone")
+
+    monkeypatch.setattr((prefills if side == "read_aux" else decodes)[0].pool, side, fail)
+    room = rig.request("room", prefills, decodes, 12).open_decode().expect(12, aux=0).open_prefill()
+    room.send(12).finish(aux=0)
+    rig.until(lambda: all(handle.phase is Phase.FAILED for handle in room.handles), "the end")
+    assert "the row is gone" in room.failed().errors()
+    room.forgive()
+    innocent.send(12).finish().landed()
+
+
+def test_a_peer_whose_heartbeats_wait_behind_a_flood_is_not_silent() -> None:
+    """Silence is judged up to what was taken in: a thread that stood still has more waiting than one step allows."""
+    options = Options(silence_s=2.0, heartbeat_s=0.2)
+    rig = Rig(SPEC, options=options)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    rig.request("first", prefills, decodes, 12).start().landed()
+    request = rig.request("room", prefills, decodes, 12).open_decode().expect(12).open_prefill()
+    rig.wait(0.5)
+    stranger = InprocChannel(rig.hub, "stranger")
+    decodes[0].frozen = True
+    for _ in range(2000):
+        assert stranger.send(decodes[0].channel.address, b"x")
+    rig.wait(1.5 * options.silence_s)
+    decodes[0].frozen = False
+    lost = decodes[0].observer.counters.get("peers.lost", 0)
+    decodes[0].endpoint.driver.turn(0.0)
+    assert decodes[0].observer.counters.get("peers.lost", 0) == lost
+    request.failed()  # prefill has lost decode meanwhile
+    rig.quiet()
+
+
+def test_a_room_that_prefill_gave_up_when_it_lost_decode_ends_when_they_hear_each_other_again() -> None:
+    """Decode never missed prefill; it learns that prefill missed it, and asks for its rooms once more."""
+    rig = Rig(SPEC, options=Options(silence_s=2.0, heartbeat_s=0.2, total_s=1000.0))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    rig.request("first", prefills, decodes, 12).start().landed()
+    request = rig.request("room", prefills, decodes, 12).open_decode().expect(12).open_prefill().send(4)
+    rig.wait(0.5)
+    decodes[0].frozen = True
+    rig.until(lambda: request.sends[0].phase is Phase.FAILED, "the loss")
+    decodes[0].frozen = False
+    began = rig.clock()
+    request.failed()
+    assert rig.clock() - began < 1.0
+    assert isinstance(request.receives[0].error, AbortedError)
     rig.quiet()
 
 

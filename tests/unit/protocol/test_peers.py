@@ -7,7 +7,7 @@ import pytest
 
 from disagg_kv.errors import IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Epoch
-from disagg_kv.protocol import VERSION, Forget, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
+from disagg_kv.protocol import VERSION, Forget, Greeted, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
 from disagg_kv.protocol.frames import Heartbeat, Refused, WireSite, WireSpec
 from disagg_kv.protocol.peers import FORGET_AFTER, PeerEffect
 
@@ -263,11 +263,24 @@ def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
     assert (a.at("b"), a.epochs(), a.lively(epoch(2), 30.0)) == (None, (), False)
     ok, effects = a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 40.0)
     assert ok
-    assert [type(e) for e in effects] == [Up]
+    assert [type(e) for e in effects] == [Up, SendTo], "it is told that it had been lost"
     assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 41.0) == (True, [])
     a.lose(epoch(2), PeerLostError("again"))
-    assert [type(e) for e in a.on_hello(hello(epoch(2), epoch(1), "b"), 42.0)] == [Up]
-    assert a.on_hello(hello(epoch(2), epoch(1), "b"), 43.0) == []
+    assert [type(e) for e in a.on_hello(hello(epoch(2), epoch(1), "b"), 42.0)] == [Up, SendTo]
+    assert a.on_hello(hello(epoch(2), epoch(1), "b"), 43.0) == [Greeted(epoch(2))]
+
+
+def test_silence_is_judged_up_to_what_was_taken_in() -> None:
+    """A thread that stood still has frames to look at before it may say that their sender was silent."""
+    a = met()
+    a.caught_up(1.0)
+    assert losses(a.tick(40.0)) == []
+    assert a.silent_for(epoch(2), 40.0) == 1.0
+    a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 40.0)
+    a.caught_up(40.0)
+    assert losses(a.tick(40.0)) == []
+    a.caught_up(70.0)
+    assert len(losses(a.tick(70.0))) == 1
 
 
 def test_a_connection_that_is_not_back_in_three_seconds_is_loss() -> None:

@@ -13,6 +13,7 @@ from disagg_kv.ids import Epoch, Generation, RoomId
 from disagg_kv.protocol import (
     RECEIVING,
     SENDING,
+    AskAgain,
     Awaited,
     Cancel,
     Decided,
@@ -75,7 +76,10 @@ IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
 }
 SIDES = [
     pytest.param(
-        RECEIVING, Receiving, TO_DECODE | HERE | {Awaited, Introduced, Leased, Scattered, Decided}, id="decode"
+        RECEIVING,
+        Receiving,
+        TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Scattered, Decided},
+        id="decode",
     ),
     pytest.param(SENDING, Sending, TO_PREFILL | HERE | {Offered, Finished, Wrote, WriteFailed, Quiet}, id="prefill"),
 ]

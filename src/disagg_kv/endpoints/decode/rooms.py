@@ -23,6 +23,7 @@ from ...memory import Buffer, MemoryPool
 from ...planning import Segment
 from ...protocol import (
     MAX_ENTRIES,
+    AskAgain,
     Awaited,
     Cancel,
     Decided,
@@ -61,6 +62,7 @@ from ...protocol.frames import (
     StagingRequest,
     WirePace,
 )
+from ...protocol.machine import ours
 from ...protocol.timers import Timers
 from ...protocol.wire import tables_to_wire
 from ...rendezvous import Source
@@ -309,6 +311,11 @@ class DecodeRole:
             if instance.addresses and remote.hello.address in instance.addresses:
                 self._introduce(instance)
 
+    def on_greeted(self, epoch: Epoch) -> None:
+        """It may have lost us, and have failed rooms that we still wait for."""
+        for room in self._with(epoch):
+            self._handle(room, AskAgain(epoch))
+
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """A prefill rank cannot be worked with: rooms that wait for it fail."""
         for instance in list(self._instances.values()):
@@ -468,7 +475,10 @@ class DecodeRole:
             error = RemoteProtocolError(f"aux data of {len(data)} bytes for rows of {self._pool.aux_bytes}")
             self._handle(room, Cancel(error))
         else:
-            self._pool.write_aux(slot, data)
+            try:
+                self._pool.write_aux(slot, data)
+            except Exception as exc:
+                self._handle(room, Cancel(ours(exc, f"{room.name}: aux data could not be stored")))
 
     def work(self) -> bool:
         """Finish scatters, begin those whose time has come, and prepare one that is to come."""

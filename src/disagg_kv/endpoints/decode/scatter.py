@@ -94,7 +94,7 @@ class Scatterer:
         self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
         self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
         self._running: list[_Scattering] = []
-        self._over: list[tuple[_Scattering, Exception | None]] = []
+        self._over: deque[tuple[_Scattering, Exception | None]] = deque()
         self._unprepared: dict[_Place, Prepare] = {}
         self._prepared: dict[_Place, _Ready] = {}
 
@@ -156,9 +156,8 @@ class Scatterer:
         return bool(self._running or self._unprepared) or budget.spent
 
     def _finish_over(self) -> None:
-        over, self._over = self._over, []
-        for one, error in over:
-            self._finish(one, error)
+        while self._over:
+            self._finish(*self._over.popleft())
 
     def _next(self) -> list[_Begun]:
         """Launch what may begin now and is prepared; the rest of what may begin now, in one launch, comes out."""

@@ -21,6 +21,7 @@ from ...ids import GroupId, LayerId
 from ...memory import Event, Mark, MemoryPool
 from ...planning import Batch
 from ...protocol import Effect, RoomKey, SendRoom
+from ...protocol.machine import ours
 from ..runtime.admission import Admission
 from ..runtime.cached_prefix import after
 from ..runtime.handle import Happened, RoomHandle, check_states, check_tables, joined
@@ -180,7 +181,12 @@ class DeliveryHandle(RoomHandle):
         def act(machine: SendRoom, now: float) -> list[Effect]:
             if states and life != self._withdrawals:
                 return []  # the slots were taken away while the event was awaited; another call gives others
-            return machine.finish(stop, None if aux is None else self._pool.read_aux(aux), tag, now, states)
+            try:
+                data = None if aux is None else self._pool.read_aux(aux)
+            except Exception as exc:
+                # A pool may be another project's code: its errors fail this room alone.
+                return machine.cancel(ours(exc, f"room {self.room.hex()}: aux data could not be read"), now)
+            return machine.finish(stop, data, tag, now, states)
 
         with self._office.admission.enter(f"room {self.room.hex()}"):
             self._finished = self._ended = True

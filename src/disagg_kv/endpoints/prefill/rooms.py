@@ -352,6 +352,9 @@ class PrefillRole:
     def on_up(self, remote: Remote) -> None:
         """Nothing to do before it asks."""
 
+    def on_greeted(self, epoch: Epoch) -> None:
+        """What it still waits for it asks for."""
+
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """We dial nobody of the other side."""
 
@@ -487,7 +490,10 @@ class PrefillRole:
 
     def submitted(self) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
-        self._node.poll_transport()
+        try:
+            self._node.poll_transport()
+        except Exception as exc:
+            self._node.defer(exc)
 
     # Effects and time.
 

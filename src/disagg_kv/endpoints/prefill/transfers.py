@@ -464,7 +464,12 @@ class Mover:
         except Exception as exc:
             error = exc
         self._summing.remove(one)
-        found = one.sums.read() if error is None else {}
+        found: Mapping[int, bytes] = {}
+        try:
+            if error is None:
+                found = one.sums.read()
+        except Exception as exc:
+            error = exc
         for post, place in one.posts:
             post.summing, post.sums, post.error = False, found.get(place), post.error or error
             if post.held:

@@ -29,6 +29,7 @@ from ...protocol import (
     Codec,
     Ended,
     Forget,
+    Greeted,
     Hello,
     Lost,
     Options,
@@ -117,7 +118,7 @@ class Node:
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
-        self._outbox = Outbox(channel, self.observer, LimitedLog(clock))
+        self._outbox = Outbox(channel, self.observer, LimitedLog(clock), self.defer)
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
         self._prompt = self._naps is not None
@@ -147,7 +148,8 @@ class Node:
         self.roster = Roster(self.peers, self.links, options, clock)
         self.directory = Directory(rendezvous, background(f"{name} look-ups", LOOKUPS), channel.wake, clock)
         self._commands: deque[Callable[[], None]] = deque()
-        self._inbox = Inbox(channel, self._deaf)
+        self._deferred: list[Exception] = []
+        self._inbox = Inbox(channel, self._deaf, clock)
         self.most = MOST
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._exits = Exits(clock, me.life.process, me.life.watch)
@@ -174,6 +176,10 @@ class Node:
             raise self.broken
         if wake:
             self.channel.wake()
+
+    def defer(self, exc: Exception) -> None:
+        """Handle an error between events: it was met in the middle of one, whose accounts are half done."""
+        self._deferred.append(exc)
 
     @property
     def behind(self) -> bool:
@@ -248,6 +254,8 @@ class Node:
                     self._on_channel(event)
                 except Exception as exc:
                     self._met(exc)
+        if (at := self._inbox.caught_up) is not None:
+            self.peers.caught_up(at)
         return arrived
 
     def _lingers(self) -> bool:
@@ -270,7 +278,7 @@ class Node:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
-        ticks = self._outbox.check, self._tick_peers, self._tick_agreement, self._find_leader, self.role.tick
+        ticks = self._handle_deferred, self._tick_peers, self._tick_agreement, self._find_leader, self.role.tick
         for tick in ticks:
             self._guard(tick)
         busy = bool(self._guard(self.role.work))
@@ -287,6 +295,10 @@ class Node:
             except Exception as exc:
                 self._met(exc)
         return bool(reports)
+
+    def _handle_deferred(self) -> None:
+        while self._deferred:
+            self._met(self._deferred.pop(0))
 
     def _guard(self, act: Callable[[*A], object], *about: *A) -> object:
         """Whatever goes wrong ends rooms, with the reason, but not this thread."""
@@ -476,6 +488,9 @@ class Node:
                     self._outbox.put(address, self.codec.encode(frame))
                 case Up():
                     self._up(effect)
+                case Greeted(epoch):
+                    if epoch not in self.siblings:
+                        self.role.on_greeted(epoch)
                 case Lost():
                     self._on_lost(effect)
                 case Unreachable(address, error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from math import inf
 
 from attrs import define, field
@@ -32,23 +33,26 @@ class Outbox:
         channel: takes the frames; where it takes one at a time, each is handed over when it is said.
         observer: counts those that it drops.
         log: says why.
+        too_large: given the error of a frame that no channel takes.
     """
 
-    def __init__(self, channel: Channel, observer: Observer, log: LimitedLog) -> None:
+    def __init__(
+        self, channel: Channel, observer: Observer, log: LimitedLog, too_large: Callable[[Exception], None]
+    ) -> None:
         self._log = log
         self._channel = channel
         self._together = channel if isinstance(channel, SupportsBatches) else None
         self._observer = observer
         self.unsent: dict[str, _Unsent] = {}
-        self._too_large: ConfigurationError | None = None
+        self._too_large = too_large
 
     def put(self, address: str, frame: bytes, due: float = -inf) -> None:
-        """Say something that is not awaited before ``due``; :meth:`check` tells of a frame that no channel takes."""
+        """Say something that is not awaited before ``due``."""
         if len(frame) > MAX_FRAME:
             try:
                 check_frame(address, frame)
             except ConfigurationError as exc:
-                self._too_large = exc
+                self._too_large(exc)
             return
         if self._together is None:
             self._hand_over(address, [frame])
@@ -62,16 +66,6 @@ class Outbox:
         unsent.frames.append(frame)
         unsent.nbytes += len(frame)
         unsent.due = min(unsent.due, due)
-
-    def check(self) -> None:
-        """Called between events.
-
-        Raises:
-            ConfigurationError: a frame was larger than MAX_FRAME.
-        """
-        error, self._too_large = self._too_large, None
-        if error is not None:
-            raise error
 
     def flush(self, now: float = inf) -> None:
         """Hand over what was said, except the little that is not due yet."""

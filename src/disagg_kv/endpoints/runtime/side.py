@@ -24,6 +24,10 @@ class Role(Protocol):
         """A peer of the other side is there."""
         ...
 
+    def on_greeted(self, epoch: Epoch) -> None:
+        """A peer of the other side had lost us, or has not heard us for a while."""
+        ...
+
     def on_lost(self, lost: Lost) -> None:
         """A peer of the other side is lost."""
         ...

@@ -68,6 +68,9 @@ class Checks:
         most = entry.room.plan.total_s + SLACK_S + world.stood_still
         if entry.node.split.world > 1 and world.unheard:
             most += world.scenario.options.silence_s
+        if isinstance(error, DeadlineError):
+            # Its own deadline, for which it needs no other rank.
+            most = entry.room.plan.total_s + SLACK_S + entry.node.stood_still
         if took > most:
             self._fail("I4", f"{name}: ended after {took:.3f} s, with {most:.3f} s to go")
         if phase is Phase.FAILED:
@@ -88,6 +91,8 @@ class Checks:
         impatient = entry.room.plan.silence_s is not None and entry.node.split.world == 1
         if isinstance(error, DeadlineError) or impatient:
             self._noticed(entry)
+        if isinstance(error, DeadlineError) and entry in entry.room.decode:
+            self._learned(entry)
         if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
             return
         injected = isinstance(error, DisaggKVError) and any(why in str(error) for why in INJECTED)
@@ -96,6 +101,17 @@ class Checks:
                 "I7",
                 f"{entry.room.name(entry)}: failed for what no honest peer does: {error!r}",
             )
+
+    def _learned(self, entry: Entry) -> None:
+        """I4: decode learns in time that a prefill rank has given the room up, also one that had lost it meanwhile."""
+        world = self._world
+        most = world.scenario.options.silence_s + 2 * SLACK_S + world.stood_still
+        for other in entry.room.prefill:
+            since = max(other.ended, entry.opened, world.scenario.faults_until)
+            gave_up = other.phase is Phase.FAILED and other.node.alive and not other.node.followed
+            if gave_up and self._owes(entry, other.node) and world.now - since > most:
+                took = f"{world.now - since:.3f} s"
+                self._fail("I4", f"{entry.room.name(entry)}: did not learn in {took} that prefill has given it up")
 
     def _noticed(self, entry: Entry) -> None:
         """I4: who has lost its only peer, or one whose notices are missing, is told by silence, before the deadline."""
@@ -243,6 +259,9 @@ class Checks:
             known = len(role.mover.ahead.foreseen)
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
+        due = role.next_at()
+        if due is not None and due < node.node.now and not node.behind and not node.failing:
+            self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
         raised = FaultClass.POLL in self._world.hits or FaultClass.BROKEN in self._world.hits
         if not raised and not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")

@@ -184,7 +184,9 @@ class SimTransport:
     def poll(self) -> Sequence[Ended | Settled | Heard]:
         """What happened since the last call; what waits for an event begins when it is seen to have happened."""
         if self.node.poll_raises:
-            raise RuntimeError("sim: the transport's poll failed")
+            self.node.polls_left -= 1
+            if self.node.polls_left < 0:
+                raise RuntimeError("sim: the transport's poll failed")
         if self._waiting:
             self._waiting = [op for op in self._waiting if not self._world.dma.due(op)]
         if not self._events:

@@ -121,7 +121,8 @@ class Outside:
             return
         node = self.random.choice(nodes)
         self._world.hit(fault)
-        node.poll_raises = True
+        # Not always at the beginning of a turn.
+        node.poll_raises, node.polls_left = True, self.random.choice((0, 0, 1, 2, 3))
         node.handling_raises = fault is FaultClass.BROKEN
         node.send_raises = fault is FaultClass.POLL and self.random.random() < 0.5
         self._world.touch(node)

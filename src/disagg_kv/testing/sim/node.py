@@ -336,6 +336,7 @@ class SimNode:
         self.touched = False
         self.helping = False
         self.poll_raises = False
+        self.polls_left = 0
         self.send_raises = False
         self.handling_raises = False
         self.turns = 0
