@@ -27,7 +27,7 @@ class RoomHandle:
         self._room = room
         self._state = (Phase.CONNECTING, False)
         self._told: tuple[Phase, bool] | None = None
-        self.listed = False
+        self.listed = False  # whether ``Changes`` has an entry for it
         self._error: DisaggKVError | None = None
         self._report = Report()
 
