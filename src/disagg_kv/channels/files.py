@@ -42,11 +42,13 @@ def claimed(bind: str, path: Path) -> Iterator[None]:
             path.unlink()
         yield
     finally:
-        # While it is locked: the next process makes another one, and sees that it waited for this one in vain.
-        file.unlink(missing_ok=True)
-        # Not by closing alone: a process that was forked meanwhile would keep it.
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
+        try:
+            # While it is locked: the next process makes another one, and sees that it waited for this one in vain.
+            file.unlink(missing_ok=True)
+        finally:
+            # Not by closing alone: a process that was forked meanwhile would keep it.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
 
 
 def _lock(bind: str, file: Path) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from ..errors import ConfigurationError
 from .base import Arrived, Closed, News, Opened, check_frame
@@ -42,9 +44,8 @@ class InprocChannel:
         self._address = f"inproc://{name}"
         self._frames = 0
         self._inbox: deque[News] = deque()
-        self._woken = False
         self._closed = False
-        self._changed = threading.Condition(hub._lock)
+        self._bell: SimpleQueue[None] = SimpleQueue()  # no lock: a signal handler may interrupt ``wake`` and call it
         with hub._lock:
             if self._address in hub._open:
                 raise ConfigurationError(f"channel {self._address}: the address is in use")
@@ -79,19 +80,20 @@ class InprocChannel:
 
     def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._woken or self._closed, timeout_s)
-            self._woken = False
+        with suppress(Empty):
+            self._bell.get(timeout=0.0 if self._inbox or self._closed else timeout_s)
+            while not self._bell.empty():
+                self._bell.get_nowait()
+        with self._hub._lock:
             came = tuple(self._inbox)
             self._inbox.clear()
             self._frames = 0
             return came
 
     def wake(self) -> None:
-        """Make a waiting ``poll`` return; from any thread."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+        """Make a waiting ``poll`` return; from any thread, also after ``close``."""
+        if self._bell.empty():
+            self._bell.put(None)
 
     def forget(self, address: str) -> None:
         """Hear no more of that address until something is sent there again."""
@@ -113,11 +115,11 @@ class InprocChannel:
                 self.forget(address)
             del self._hub._open[self._address]
             self._announce(Closed(self._address))
-            self._changed.notify_all()
+            self.wake()
 
     def _put(self, event: News) -> None:
         self._inbox.append(event)
-        self._changed.notify_all()
+        self.wake()
 
     def _announce(self, event: Closed | Opened) -> None:
         for watcher in self._hub._watchers.get(self._address, {}):

@@ -270,14 +270,21 @@ class UnixChannel:
                     self._epoll.unregister(self._inbox)
                 self._accepts_at = time.monotonic() + RECONNECT_S[0]
                 return
-            if not _ours(sock):
+            if not _ours(sock) or not self._await(sock):
                 sock.close()
                 self._news.append(Rejected(connections=1))
                 continue
             sock.setblocking(False)
-            self._epoll.register(sock, select.EPOLLIN)
             caller = self._callers[sock.fileno()] = _Caller(sock)
             yield caller
+
+    def _await(self, sock: socket.socket) -> bool:
+        """Hear when a socket can be read; False: the kernel lets this user wait for no more of them."""
+        try:
+            self._epoll.register(sock, select.EPOLLIN)
+        except OSError:
+            return False
+        return True
 
     def _everybody(self) -> list[_Caller]:
         """Who calls just now, too."""
@@ -347,8 +354,7 @@ class UnixChannel:
             if isinstance(error, ConnectionRefusedError | FileNotFoundError) and not link.lost and not link.absent:
                 link.absent = True
                 self._news.append(Closed(link.address))
-            link.retry_at = time.monotonic() + link.pause_s
-            link.pause_s = min(2 * link.pause_s, RECONNECT_S[1])
+            self._connect_later(link)
             return
         if not _ours(sock):
             sock.close()
@@ -356,11 +362,19 @@ class UnixChannel:
             link.lost = True
             self._news.append(Denied(link.address))
             return
-        self._epoll.register(sock, select.EPOLLIN)
+        if not self._await(sock):
+            sock.close()
+            self._connect_later(link)
+            return
         link.sock, link.lost, link.pause_s = sock, False, RECONNECT_S[0]
         self._linked[sock.fileno()] = link
         self._news.append(Opened(link.address))
         self._push(link, sock)
+
+    @staticmethod
+    def _connect_later(link: _Link) -> None:
+        link.retry_at = time.monotonic() + link.pause_s
+        link.pause_s = min(2 * link.pause_s, RECONNECT_S[1])
 
     def _push(self, link: _Link, sock: socket.socket) -> None:
         """Write what the socket takes; the rest when it takes more."""
@@ -389,8 +403,7 @@ class UnixChannel:
 
     def _retry(self) -> None:
         if self._accepts_at is not None and self._accepts_at <= time.monotonic():
-            self._accepts_at = None
-            self._epoll.register(self._inbox, select.EPOLLIN)
+            self._accepts_at = None if self._await(self._inbox) else time.monotonic() + RECONNECT_S[0]
         for link in list(self._links.values()):
             if link.sock is None and link.retry_at <= time.monotonic():
                 self._connect(link)

@@ -9,6 +9,12 @@ the ``close`` of a forward pass.
 
 No call here blocks on a peer or on the wire, except ``close`` and an event's ``synchronize``. One engine thread calls;
 an endpoint's own thread makes progress, so that heartbeats, grants and completions never wait for a forward pass.
+
+``close`` may be called from any thread but the endpoint's own, and in a signal handler, whatever call of the endpoint
+the handler interrupts: that call then returns, or is refused as any call after ``close``. A handler may also ``abort``
+and ``poll``. ``close`` waits for the endpoint's thread, which calls the observer, the transport and the log: no lock
+that one of those needs may be held by code that the handler interrupts. A ``close`` that an exception interrupts goes
+on without its caller; call it again to wait for its end.
 """
 
 from __future__ import annotations
@@ -147,7 +153,10 @@ class Handle(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """Give the room up; idempotent, harmless after its end. Before ``expect`` it declines the room."""
+        """Give the room up; idempotent, harmless after its end and on an endpoint that is broken or closed.
+
+        Before ``expect`` it declines the room.
+        """
         ...
 
 
@@ -201,7 +210,12 @@ class Delivery(Handle, Protocol):
         ...
 
     def withdraw(self) -> Event:
-        """Preemption: stop reading the pages. The event fires when reads have ended; the room stays open."""
+        """Preemption: stop reading the pages. The event fires when reads have ended; the room stays open.
+
+        An event that has not fired when the endpoint breaks or has closed raises an
+        :class:`~disagg_kv.errors.EndpointBrokenError` or an :class:`~disagg_kv.errors.AbortedError`, and the pages are
+        never free.
+        """
         ...
 
 
@@ -263,6 +277,7 @@ class Step(Protocol):
         function if it has to. So the functions of a pass make events of one stream, whichever is current then.
 
         Raises:
+            ConfigurationError: the function raises, or returns no event.
             GeometryError: no such layer on this rank.
             LocalProtocolError: announced twice, or after ``close``.
         """
@@ -324,7 +339,12 @@ class Sender(Protocol):
         ...
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Abort what is open, wait at most ``drain_s`` for writes in flight and stop."""
+        """Abort what is open, wait at most ``drain_s`` for writes in flight and stop; again is harmless.
+
+        Raises:
+            LocalProtocolError: called by the endpoint's own thread, for example by an event; nothing is closed.
+            TransportError: the transport could not be closed; all else is.
+        """
         ...
 
 
@@ -358,5 +378,5 @@ class Receiver(Protocol):
         ...
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Abort what is open, wait at most ``drain_s`` for evidence and stop."""
+        """Abort what is open, wait at most ``drain_s`` for evidence and stop; see :meth:`Sender.close`."""
         ...

@@ -314,6 +314,8 @@ class RecoveringReceiver:
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`Receiver.close`; no attempt follows."""
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
-        for one in self._rooms.values():
-            one.abort("the endpoint closes")
-        self._inner.close(drain_s)
+        try:
+            for one in self._rooms.values():
+                one.abort("the endpoint closes")
+        finally:
+            self._inner.close(drain_s)

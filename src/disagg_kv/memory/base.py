@@ -24,8 +24,12 @@ class Event(Protocol):
         ...
 
 
-Mark: TypeAlias = "Callable[[], Event | None]"
-"""Makes an event behind all that a device was asked to do so far, on the current stream; None: it is done already."""
+Mark: TypeAlias = Callable[[], Event]
+"""Makes an event behind all that a device was asked to do so far, on the current stream.
+
+Where all of it is done already, None in place of the function says so. The function itself returns no None: one that
+forgets its ``return`` would have rows sent that are not computed yet.
+"""
 
 
 @frozen

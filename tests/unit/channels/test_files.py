@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from disagg_kv.channels import Arrived, Channel, UnixChannel, ZmqChannel
+from disagg_kv.channels.files import claimed
 from disagg_kv.errors import ConfigurationError
+from tests.support.leftovers import held
 from tests.support.processes import wait
 
 MAKE: dict[str, Callable[[Path], Channel]] = {
@@ -84,6 +86,24 @@ def test_a_lock_that_others_could_take_is_refused(kind: str, folder: Path) -> No
     with pytest.raises(ConfigurationError):
         MAKE[kind](folder / "inbox")
     assert sorted(os.listdir(folder)) == [lock.name]
+
+
+def test_a_lock_file_that_cannot_be_removed_is_unlocked(folder: Path) -> None:
+    """The error is told, and the process keeps neither the lock nor its descriptor."""
+    lock = folder / f".disagg_kv-{os.geteuid()}.lock"
+    before, kept = held(), list[int]()
+
+    def claim() -> None:
+        with claimed("unix://inbox", folder / "inbox"):
+            kept.append(os.open(lock, os.O_RDWR))
+            lock.unlink()
+            lock.mkdir()
+
+    with pytest.raises(OSError, match=lock.name):
+        claim()
+    fcntl.flock(kept[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(kept[0])
+    assert held() == before
 
 
 @pytest.mark.parametrize("kind", MAKE)

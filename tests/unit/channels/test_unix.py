@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import select
 import socket
 import stat
 import struct
@@ -43,6 +44,23 @@ class Short:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._sock, name)
+
+
+class Full:
+    """The kernel, where a user waits for as many sockets as ``/proc/sys/fs/epoll/max_user_watches`` allows."""
+
+    def __init__(self, epoll: select.epoll, refused: int) -> None:
+        self._epoll = epoll
+        self._refused = refused
+
+    def register(self, sock: socket.socket, events: int) -> None:
+        if self._refused:
+            self._refused -= 1
+            raise OSError(errno.ENOSPC, "injected")
+        self._epoll.register(sock, events)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._epoll, name)
 
 
 @pytest.fixture
@@ -268,6 +286,30 @@ class TestStrangers:
                 assert list(channel.poll(0)) == [Denied(f"unix://{folder}/theirs")]
                 assert child.stdin is not None
                 child.stdin.close()
+
+    def test_a_connection_for_which_the_kernel_has_no_place_is_refused(
+        self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is closed and counted; the next one is heard."""
+        monkeypatch.setattr(channel, "_epoll", Full(channel._epoll, 1))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as refused:
+            refused.connect(str(tmp_path / "inbox"))
+            wait_for(channel, Rejected(connections=1))
+            assert refused.recv(1) == b""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.connect(str(tmp_path / "inbox"))
+            caller.sendall(struct.pack("<2I", 1, 5) + b"hello")
+            wait_for(channel, Arrived(b"hello"))
+
+    def test_an_address_is_tried_again_where_the_kernel_has_no_place(
+        self, channel: UnixChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is sent meanwhile waits, as before every first connection."""
+        monkeypatch.setattr(channel, "_epoll", Full(channel._epoll, 1))
+        with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
+            assert channel.send(other.address, b"hello")
+            wait_for(channel, Opened(other.address))
+            wait_for(other, Arrived(b"hello"))
 
     def test_a_flood_of_empty_frames_keeps_nobody_else_waiting(
         self, channel: UnixChannel, stranger: socket.socket, tmp_path: Path

@@ -477,3 +477,39 @@ def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.Monkey
             rig.request(f"{turn} {number}", prefills, decodes, 8).start().landed()
     assert len(prefills[0].endpoint._role._ways._shares) <= 2
     rig.quiet()
+
+
+class WithoutPeers:
+    """A transport that cannot say which peer a descriptor names; ``caps`` may be anything."""
+
+    def __init__(self, missing: str, instead: object) -> None:
+        self._inner = InprocTransport()
+        self._missing = missing
+        self._instead = instead
+
+    def __getattr__(self, name: str) -> object:
+        if name == self._missing:
+            if self._instead is None:
+                raise AttributeError(name)
+            return self._instead
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("missing", "instead", "message"),
+    [
+        ("peer_of", None, r"transport: .*peer_of\(\) is missing"),
+        ("caps", {"devices": {"cpu"}}, "transport: caps: a Capabilities is needed"),
+        ("name", 7, "transport: name: text is needed"),
+    ],
+)
+def test_a_transport_that_cannot_be_one_is_refused_when_the_endpoint_is_made(
+    side: str, missing: str, instead: object, message: str
+) -> None:
+    """And not when its first room fails."""
+    spec = CacheSpec.kv(2, 2, 8, "float16")
+    rig = Rig(spec)
+    memory = Memory(transport=lambda: WithoutPeers(missing, instead))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigurationError, match=message):
+        (rig.prefill if side == "prefill" else rig.decode)(tp_shards(spec, 1), memory=memory)

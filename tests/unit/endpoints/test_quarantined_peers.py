@@ -9,7 +9,7 @@ import pytest
 from disagg_kv.endpoints import DecodeEndpoint, PeerInfo, PrefillEndpoint, RecoveringReceiver, Retry, format_peers
 from disagg_kv.errors import PeerLostError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
-from disagg_kv.ids import Epoch
+from disagg_kv.ids import Epoch, Rank
 from disagg_kv.protocol import Options
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.testing.faults import Plan
@@ -237,3 +237,13 @@ def test_the_report_has_a_line_for_each_peer() -> None:
     ):
         assert text in of_p.split(), (text, of_p)
     assert format_peers([]) == "no peer is connected, and none holds memory"
+
+
+def test_what_a_peer_says_of_itself_cannot_break_the_report() -> None:
+    """Names, hosts and addresses come from other processes: none of them makes lines, columns or colours."""
+    bad = "a b\nc\x1b[31m"
+    peer = PeerInfo(bad, Rank(0), f"unix:///{bad}", Epoch(bytes(16)), bad, 7, "connected", 0.0)
+    head, line = format_peers([peer]).splitlines()
+    assert line.isprintable()
+    assert "unix:///a_b?c?[31m" in line.split()
+    assert len(line.split()) == len(head.replace(" s", "").replace(" B", "").split()) + bad.count(" ")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+from hypothesis import given
+from hypothesis import strategies as st
 
 from disagg_kv.endpoints.prefill.ready_events import Gates
 from disagg_kv.geometry import CacheSpec
@@ -267,6 +269,30 @@ def test_a_copy_comes_after_the_events_of_its_own_rows_and_layers() -> None:
     both = gates.before(Segment(4, 12, 0, 2))
     assert isinstance(both, All)
     assert set(both.events) == {first, second, late}
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans()), max_size=20),
+    start=st.integers(0, 60),
+    rows=st.integers(1, 60),
+    scale=st.sampled_from((1, 10**10)),
+)
+def test_a_copy_comes_after_the_events_of_all_rows_that_it_shares(
+    chunks: list[tuple[int, int, bool]], start: int, rows: int, scale: int
+) -> None:
+    """And of no others, in whatever order and however long chunks are: a room of states alone may name any row."""
+    gates, events = Gates(), [Flag() for _ in chunks]
+    for (first, count, fired), event in zip(chunks, events, strict=True):
+        gates.add(scale * first, scale * (first + count), None, event)
+        event.fired = fired
+    before = gates.before(Segment(scale * start, scale * (start + rows), 0, 1))
+    found = set() if before is None else set(before.events) if isinstance(before, All) else {before}
+    rights = {
+        event
+        for (first, count, fired), event in zip(chunks, events, strict=True)
+        if not fired and first < start + rows and start < first + count
+    }
+    assert {event for event in found if not event.query()} == rights
 
 
 class Asked(Flag):

@@ -9,6 +9,7 @@ import pytest
 from disagg_kv.channels import Channel, News
 from disagg_kv.endpoints.prefill.handle import Cuts, ForwardPass, Handed
 from disagg_kv.endpoints.runtime.admission import Admission
+from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec, Component
 from disagg_kv.ids import Generation, LayerId, RoomId
 from disagg_kv.memory import Event
@@ -293,6 +294,22 @@ def test_nothing_is_marked_or_said_where_all_layers_are_one_group(event: Event |
     assert "final [0, 1, 2, 3]" in office.said
     assert office.said[-1] == "closed"
     assert "wake" not in office.said
+
+
+def test_a_function_that_makes_no_event_is_refused() -> None:
+    """None would say that rows are final now, which are not computed yet; the layer can be announced again."""
+    office, cuts, step = a_pass()
+    cuts.add(ROOM, HALVES, decided=True)
+    step.layer_ready(LAYERS[0], lambda: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigurationError, match="ready: what the function made: an event is needed, not None"):
+        step.layer_ready(LAYERS[1], lambda: None)  # type: ignore[arg-type,return-value]
+    assert office.said == ["begun"]
+    step.layer_ready(LAYERS[1], Marks())
+    assert office.said == ["begun", "final [0, 1]", "wake"]
+    step.layer_ready(LAYERS[2], lambda: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigurationError, match="an event is needed"):
+        step.close()
+    assert office.said[-1] == "wake"
 
 
 def test_each_layer_is_marked_until_it_is_known_how_all_rooms_are_cut() -> None:

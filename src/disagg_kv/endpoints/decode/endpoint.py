@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from ... import arguments
 from ...channels import Channel
-from ...errors import AbortedError, ConfigurationError, QuarantineFullError
+from ...errors import AbortedError, ConfigurationError, DisaggKVError, QuarantineFullError
 from ...geometry import Shard
 from ...ids import Epoch, Generation, Rank, RegionId, RoomId
 from ...kernels import Kernels
@@ -155,7 +155,7 @@ class DecodeEndpoint:
         self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
         self._node.role = role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._handles, thread)
+        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
 
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
@@ -189,9 +189,10 @@ class DecodeEndpoint:
         with self.admission.enter("confirm_terminated"):
             self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(named)))
 
-    def _handles(self) -> list[ReceptionHandle]:
-        """Those that the engine still has."""
-        return [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
+    def _break_down(self, error: DisaggKVError) -> None:
+        """Endpoint's thread, as it ends: what has not ended, of what the engine still has a handle of, has failed."""
+        handles = [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
+        self._changes.break_down(handles, error)
 
     def peers(self) -> Sequence[PeerInfo]:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.peers`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from attrs import frozen
 
 from ... import arguments
-from ...errors import AbortedError, ConfigurationError, GeometryError, LocalProtocolError
+from ...errors import AbortedError, ConfigurationError, EndpointBrokenError, GeometryError, LocalProtocolError
 from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId
 from ...memory import MemoryPool
@@ -113,4 +114,5 @@ class ReceptionHandle(RoomHandle):
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
         if not self._office.admission.ended:
-            self._office.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))
+            with suppress(EndpointBrokenError):  # which has failed the room
+                self._office.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from ... import arguments
 from ...channels import Channel
-from ...errors import LocalProtocolError, QuarantineFullError
+from ...errors import DisaggKVError, LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
 from ...ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
 from ...kernels import Kernels
@@ -148,7 +148,7 @@ class PrefillEndpoint:
         self._node.role = self._role
         role = self._role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._handles, thread)
+        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
 
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
@@ -201,9 +201,10 @@ class PrefillEndpoint:
         with self.admission.enter("confirm_terminated"):
             self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(named)))
 
-    def _handles(self) -> list[DeliveryHandle]:
-        """Those that the engine still has."""
-        return [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
+    def _break_down(self, error: DisaggKVError) -> None:
+        """Endpoint's thread, as it ends: what has not ended, of what the engine still has a handle of, has failed."""
+        handles = [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
+        self._changes.break_down(handles, error)
 
     def peers(self) -> Sequence[PeerInfo]:
         """See :meth:`~disagg_kv.endpoints.api.Sender.peers`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Protocol
 
 from attrs import frozen
@@ -13,6 +14,7 @@ from ...errors import (
     AbortedError,
     ConfigurationError,
     DisaggKVError,
+    EndpointBrokenError,
     GeometryError,
     LocalProtocolError,
 )
@@ -107,11 +109,11 @@ class DeliveryHandle(RoomHandle):
         """Rows that decode holds already; None until it has said so."""
         return self._held
 
-    def break_down(self, error: DisaggKVError) -> None:
+    def break_down(self, error: DisaggKVError) -> bool:
         """See :meth:`RoomHandle.break_down`; what waits for withdrawn pages is told, too."""
-        super().break_down(error)
         for fired in self._fired:
             fired.fail(error)
+        return super().break_down(error)
 
     def hold(self, held: Mapping[GroupId, int]) -> None:
         """Endpoint's thread: decode has said so."""
@@ -213,7 +215,8 @@ class DeliveryHandle(RoomHandle):
         arguments.one(reason, "reason", str)
         error = AbortedError(f"room {self.room.hex()}: {reason}")
         if not self._office.admission.ended:
-            self._office.change(self._key, lambda machine, now: machine.cancel(error, now))
+            with suppress(EndpointBrokenError):  # which has failed the room
+                self._office.change(self._key, lambda machine, now: machine.cancel(error, now))
 
 
 class Cuts:
@@ -344,6 +347,8 @@ class ForwardPass:
             event = mark()
         except Exception as exc:
             raise ConfigurationError(f"ready: the function that makes an event raised: {exc}") from exc
+        if event is None:  # which would say that the rows are final now
+            raise arguments.wrong("ready: what the function made", event, "an event is needed")
         self._add(self._unmarked, arguments.event(event, "ready: what the function made"))
         self._unmarked = set()
 

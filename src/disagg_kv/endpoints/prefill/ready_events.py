@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection
+from operator import attrgetter
 
 from attrs import frozen
 
@@ -10,8 +12,7 @@ from ...ids import LayerId
 from ...memory import All, Event
 from ...planning import Segment
 
-BLOCK = 1024
-"""Rows whose gates are kept together."""
+_START = attrgetter("start")
 
 
 @frozen
@@ -29,11 +30,15 @@ class _Gate:
 
 
 class Gates:
-    """Of one room. A segment is compared with the gates of its own rows, however many there are of others."""
+    """Of one room, in the order of their rows.
+
+    A segment is compared with the gates near its own rows, however many there are of others: with those that begin
+    before its end, and not further before its start than the longest gate is long.
+    """
 
     def __init__(self) -> None:
         self._gates: list[_Gate] = []
-        self._near: dict[int, list[_Gate]] = {}
+        self._longest = 0
         self._most = 1
 
     def add(self, start: int, stop: int, layers: Collection[LayerId] | None, event: Event) -> None:
@@ -43,26 +48,18 @@ class Gates:
         one event or two on average, however many are pending.
         """
         if len(self._gates) >= self._most:
-            pending = [gate for gate in self._gates if not gate.event.query()]
-            self._most = max(1, 2 * len(pending))
-            self._gates, self._near = [], {}
-            for gate in pending:
-                self._put(gate)
-        self._put(_Gate(start, stop, None if layers is None else frozenset(layers), event))
-
-    def _put(self, gate: _Gate) -> None:
-        self._gates.append(gate)
-        for block in _blocks(gate.start, gate.stop):
-            self._near.setdefault(block, []).append(gate)
+            self._gates = [gate for gate in self._gates if not gate.event.query()]
+            self._longest = max((gate.stop - gate.start for gate in self._gates), default=0)
+            self._most = max(1, 2 * len(self._gates))
+        insort(self._gates, _Gate(start, stop, None if layers is None else frozenset(layers), event), key=_START)
+        self._longest = max(self._longest, stop - start)
 
     def before(self, segment: Segment) -> Event | None:
         """What a copy of the segment has to come after; None: nothing."""
-        if not self._near:
+        if not self._gates:
             return None
-        near = (gate for block in _blocks(segment.start, segment.stop) for gate in self._near.get(block, ()))
+        first = bisect_right(self._gates, segment.start - self._longest, key=_START)
+        last = bisect_left(self._gates, segment.stop, key=_START)
+        near = self._gates[first:last]
         events = list({id(gate.event): gate.event for gate in near if gate.bars(segment)}.values())
         return events[0] if len(events) == 1 else All(events) if events else None
-
-
-def _blocks(start: int, stop: int) -> range:
-    return range(start // BLOCK, -(-stop // BLOCK))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,10 +9,12 @@ from ...errors import DisaggKVError, LocalProtocolError
 
 
 class Admission:
-    """Every public call that queues something goes through here; thread-safe.
+    """Every public call that queues something goes through here; thread-safe, and without a lock.
 
-    A call that is inside ``enter`` has queued its command before ``end`` returns. So the last command of an endpoint,
-    which aborts its rooms, comes after each room that was accepted.
+    The endpoint's last command aborts its rooms, and is queued after ``end``. A call looks once more when it has queued
+    its own command. If that was not the end yet, its command comes before the last one. If it was, the call is refused
+    although it has queued something, and its engine has no handle of what that begins. So a room that was accepted
+    always ends. A signal handler may close the endpoint wherever it interrupts a call.
 
     Args:
         broken: why the endpoint cannot go on; None: it can.
@@ -21,7 +22,6 @@ class Admission:
 
     def __init__(self, broken: Callable[[], DisaggKVError | None]) -> None:
         self._broken = broken
-        self._lock = threading.Lock()
         self._ended = False
 
     @property
@@ -44,14 +44,11 @@ class Admission:
 
     @contextmanager
     def enter(self, what: str) -> Iterator[None]:
-        """Queue something inside this block; raises as :meth:`check` does."""
-        self.check(what)  # before the lock, which a forked child may have inherited taken
-        with self._lock:
-            self.check(what)
-            yield
+        """Queue something inside this block; raises as :meth:`check` does, when it begins and when it ends."""
+        self.check(what)
+        yield
+        self.check(what)
 
-    def end(self) -> bool:
-        """Take no call any more; False: it was so before."""
-        with self._lock:
-            first, self._ended = not self._ended, True
-        return first
+    def end(self) -> None:
+        """Take no call any more; again is harmless."""
+        self._ended = True

@@ -13,7 +13,7 @@ from ...memory import MemoryPool
 from ...protocol import Options
 from ...rendezvous import Rendezvous
 from ...trace import Observer
-from ...transports import Transport
+from ...transports import Capabilities, Transport
 from .background import Background, HelperThreads, inline
 from .handshake import check_instance
 from .incarnation import Life
@@ -30,11 +30,14 @@ def check_pool(pool: MemoryPool) -> None:
 
 def check_carriers(transport: Transport, channel: Channel, rendezvous: Rendezvous) -> None:
     """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what cannot carry bytes, frames or addresses."""
-    wanted = ("register", "local_descriptor", "connect", "disconnect", "submit", "poll", "close")
+    wanted = ("register", "local_descriptor", "peer_of", "connect", "disconnect", "submit", "poll", "close")
     arguments.methods(transport, "transport", "a transport", *wanted)
     arguments.attributes(transport, "transport", "a transport", "name", "caps")
+    arguments.text(transport.name, "transport: name", least=1)
+    arguments.one(transport.caps, "transport: caps", Capabilities)
     arguments.methods(channel, "channel", "a channel", "send", "poll", "wake", "forget", "close")
     arguments.attributes(channel, "channel", "a channel", "address")
+    arguments.text(channel.address, "channel: address", least=1)
     arguments.methods(rendezvous, "rendezvous", "a rendezvous", "publish", "lookup")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from math import inf
 from typing import TypeVarTuple
@@ -19,6 +19,7 @@ from ...errors import (
     EndpointBrokenError,
     PeerLostError,
     RemoteProtocolError,
+    TransportError,
     text_of,
 )
 from ...ids import Epoch, Rank
@@ -619,12 +620,20 @@ class Node:
             self.tombstones.remember(epoch, key.generation, ended)
 
     def stop(self, drain_s: float) -> None:
-        """Let go of channel, transport and watches."""
-        with suppress(_Broken):
-            self._guard(self.flush)
-        self.links.close()
-        left = self.me.transport.close(drain_s)
+        """Let go of channel, transport and watches, each of them whatever the others raise."""
+        with ExitStack() as last:
+            last.callback(self.channel.close)
+            last.callback(self._exits.close)
+            last.callback(self._close_transport, drain_s)
+            last.callback(self.links.close)
+            with suppress(_Broken):
+                self._guard(self.flush)
+
+    def _close_transport(self, drain_s: float) -> None:
+        try:
+            left = self.me.transport.close(drain_s)
+        except Exception as exc:
+            where = f"endpoint {self.me.instance}/{self.me.rank}: transport {self.me.transport.name!r}"
+            raise TransportError(f"{where} could not be closed: {text_of(exc)}") from exc
         if left:
             log.warning("%d writes were still in flight when the endpoint closed", len(left))
-        self._exits.close()
-        self.channel.close()

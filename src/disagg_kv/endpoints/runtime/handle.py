@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from ...geometry import PageTable, Site
 from ...ids import GroupId, RoomId
 from ...protocol import Phase
 from ..api import Report
+from .latch import Latch
 
 H = TypeVar("H", bound="RoomHandle")
 
@@ -25,6 +27,7 @@ class RoomHandle:
         self._room = room
         self._state = (Phase.CONNECTING, False)
         self._told: tuple[Phase, bool] | None = None
+        self.listed = False  # whether ``Changes`` has an entry for it
         self._error: DisaggKVError | None = None
         self._report = Report()
 
@@ -58,11 +61,13 @@ class RoomHandle:
         """What it cost so far."""
         return self._report
 
-    def break_down(self, error: DisaggKVError) -> None:
-        """Endpoint's thread, as it ends by an error: the room has failed, and is never released."""
-        if self.phase not in (Phase.DONE, Phase.FAILED):
-            self._error = error
-            self._state = (Phase.FAILED, self.released)
+    def break_down(self, error: DisaggKVError) -> bool:
+        """Endpoint's thread, as it ends: a room that has not ended fails now, and is never released; False: it has."""
+        if self.phase in (Phase.DONE, Phase.FAILED):
+            return False
+        self._error = error
+        self._state = (Phase.FAILED, self.released)
+        return True
 
     def shows(self, phase: Phase, released: bool) -> bool:
         """Whether there is nothing new to publish."""
@@ -93,20 +98,30 @@ class Changes(Generic[H]):
 
     Nothing is dropped: there is one entry for each handle of which the engine was not told yet, whatever the number of
     its changes. A handle that changes after it was taken gets a new entry.
+
+    There is no lock: a signal handler may interrupt ``take`` and close the endpoint, whose thread must be able to add.
+    That thread publishes a state, then looks whether the handle is ``listed``; the engine's thread takes an entry, says
+    that the handle is not listed, then looks at the state. So the state is seen, or there is a new entry for it.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._changed: dict[int, H] = {}  # by identity; the entry keeps the handle, so the number stays its own
-        self._later: dict[int, H] = {}  # the engine's thread alone; all of them have ended well
+        self._changed: deque[H] = deque()
+        self._later: deque[H] = deque()  # the engine's thread alone; all of them have ended well
 
     def __bool__(self) -> bool:
         return bool(self._changed or self._later)
 
     def add(self, handle: H) -> None:
         """Endpoint's thread: after the handle has its new state."""
-        with self._lock:
-            self._changed.setdefault(id(handle), handle)
+        if not handle.listed:
+            handle.listed = True
+            self._changed.append(handle)
+
+    def break_down(self, handles: Iterable[H], error: DisaggKVError) -> None:
+        """Endpoint's thread, as it ends: what has not ended has failed."""
+        for handle in handles:
+            if handle.break_down(error):
+                self.add(handle)
 
     def take(self, done: int | None = None) -> Sequence[H]:
         """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
@@ -114,28 +129,28 @@ class Changes(Generic[H]):
         A state that was told of before is skipped. That happens where a handle changes between its entry's being taken
         and its being looked at: the endpoint's thread adds a second entry for a state that the first one showed.
         """
-        if not self:
-            return []
-        with self._lock:
-            changed, self._changed = self._changed, {}
-        left = len(self._later) + len(changed) if done is None else done
+        left = inf if done is None else done
         taken: list[H] = []
-        while left and self._later:
-            handle = self._later.pop(next(iter(self._later)))
-            taken.append(handle)
-            handle.tell(handle.state)
-            left -= 1
-        for number, handle in changed.items():
-            state = handle.state
-            if number in self._later or not handle.news(state):
-                continue
-            if state[0] is Phase.DONE:
-                if not left:
-                    self._later[number] = handle
+        for entries in (self._later, self._changed):
+            for _ in range(len(entries)):
+                if entries is self._later and not left:
+                    break
+                try:
+                    handle = entries.popleft()
+                except IndexError:
+                    break  # a signal handler that polls has taken the rest
+                if entries is self._changed:
+                    handle.listed = False
+                state = handle.state
+                if not handle.news(state):
                     continue
-                left -= 1
-            handle.tell(state)
-            taken.append(handle)
+                if state[0] is Phase.DONE:
+                    if not left:
+                        self._later.append(handle)
+                        continue
+                    left -= 1
+                handle.tell(state)
+                taken.append(handle)
         return taken
 
 
@@ -143,7 +158,7 @@ class Happened:
     """An event that the endpoint's thread sets."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._latch = Latch()
         self._error: DisaggKVError | None = None
 
     def query(self) -> bool:
@@ -151,35 +166,31 @@ class Happened:
 
         Raises:
             EndpointBrokenError: it will not happen, since the endpoint has failed.
+            AbortedError: it will not happen, since the endpoint has closed.
         """
         if self._error is not None:
             raise self._error
-        return self._event.is_set()
+        return self._latch.is_set
 
     def synchronize(self) -> None:
-        """Block until it has happened.
-
-        Raises:
-            EndpointBrokenError: it will not happen, since the endpoint has failed.
-        """
-        self._event.wait()
-        if self._error is not None:
-            raise self._error
+        """Block until it has happened; raises as :meth:`query` does."""
+        self._latch.wait()
+        self.query()
 
     @property
     def over(self) -> bool:
         """Whether it has happened, or cannot happen any more."""
-        return self._event.is_set()
+        return self._latch.is_set
 
     def fail(self, error: DisaggKVError) -> None:
         """It will not happen; harmless if it has."""
-        if not self._event.is_set():
+        if not self._latch.is_set:
             self._error = error
-            self._event.set()
+            self._latch.set()
 
     def set(self) -> None:
         """It has happened."""
-        self._event.set()
+        self._latch.set()
 
 
 def check_room(room: RoomId, last: RoomHandle | None) -> None:

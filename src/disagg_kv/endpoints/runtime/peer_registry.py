@@ -1,12 +1,12 @@
 """Which peers there are, and what memory here waits for evidence about each of them.
 
 The endpoint's thread writes, any thread reads: an operator asks from the engine's thread. A life that holds memory here
-is listed for as long as it does, also when the peer table has forgotten it.
+is listed for as long as it does, also when the peer table has forgotten it. There is no lock: a signal handler that
+interrupts a reader may close the endpoint, whose thread must be able to write.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
@@ -60,7 +60,6 @@ class Roster:
         self._linked = linked
         self._silent_s = options.missed * options.heartbeat_s
         self._clock = clock
-        self._lock = threading.Lock()
         self._present: Mapping[Epoch, KnownPeer] = {}
         self._waiting: dict[RoomKey, dict[Epoch, tuple[KnownPeer, Held]]] = {}
 
@@ -78,11 +77,10 @@ class Roster:
             return
         said = {Epoch(hello.src): hello for hello in hellos}
         now = {epoch: (self._known(epoch, before, said[epoch]), of) for epoch, of in held.items()}
-        with self._lock:
-            if now:
-                self._waiting[key] = now
-            else:
-                del self._waiting[key]
+        if now:
+            self._waiting[key] = now
+        else:
+            del self._waiting[key]
 
     def _known(self, epoch: Epoch, before: Mapping[Epoch, tuple[KnownPeer, Held]], hello: Hello) -> KnownPeer:
         peer = self._table.known(epoch) or self._present.get(epoch)
@@ -102,10 +100,9 @@ class Roster:
     def listed(self) -> tuple[PeerInfo, ...]:
         """Every life that is connected, in the order in which they came, and then every other that holds memory."""
         sums = {epoch: _Sum(peer) for epoch, peer in self._present.items()}
-        with self._lock:
-            for key, waiting in self._waiting.items():
-                for epoch, (peer, held) in waiting.items():
-                    sums.setdefault(epoch, _Sum(self._table.known(epoch) or peer)).add(key.room, held)
+        for key, waiting in list(self._waiting.items()):  # one step; what a room waits for is replaced as a whole
+            for epoch, (peer, held) in waiting.items():
+                sums.setdefault(epoch, _Sum(self._table.known(epoch) or peer)).add(key.room, held)
         return tuple(self._info(epoch, of) for epoch, of in sums.items())
 
     def _info(self, epoch: Epoch, of: _Sum) -> PeerInfo:
@@ -132,9 +129,8 @@ class Roster:
         """A life for messages."""
         peer = self._table.known(epoch) or self._present.get(epoch)
         if peer is None:
-            with self._lock:
-                found = (waiting[epoch][0] for waiting in self._waiting.values() if epoch in waiting)
-                peer = next(found, None)
+            found = (waiting[epoch][0] for waiting in list(self._waiting.values()) if epoch in waiting)
+            peer = next(found, None)
         return f"peer {peer_name(epoch)}" if peer is None else peer.name
 
     def find(self, named: Epoch | str) -> Epoch:
@@ -173,7 +169,9 @@ def format_peers(peers: Sequence[PeerInfo]) -> str:
 
 def _cells(peer: PeerInfo) -> tuple[str, ...]:
     name, _, _ = peer_name(peer.epoch, peer.instance, peer.rank).rpartition(" (")
-    host = "".join(c if c.isprintable() else "?" for c in peer.host.replace(" ", "_"))
+    address, host = (
+        "".join(c if c.isprintable() else "?" for c in text.replace(" ", "_")) for text in (peer.address, peer.host)
+    )
     return (
         name,
         peer.state,
@@ -182,7 +180,7 @@ def _cells(peer: PeerInfo) -> tuple[str, ...]:
         str(peer.page_bytes),
         str(peer.slot_bytes),
         ",".join(room.hex() for room in peer.rooms) or "-",
-        peer.address,
+        address,
         host,
         str(peer.pid),
         peer.epoch.hex(),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
+from math import inf
+from queue import SimpleQueue
 
 from ... import arguments
-from ...errors import EndpointBrokenError
+from ...errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
 from .admission import Admission
 from .event_loop import Node
-from .handle import RoomHandle
+from .latch import Latch
 
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK, see prctl(2)
 
@@ -26,7 +28,21 @@ def _sleep_exactly() -> None:
 
 
 class Driver:
-    """Turns a node until it is closed. With ``thread=False`` the caller turns it."""
+    """Turns a node until it is closed. With ``thread=False`` the caller turns it.
+
+    The thread that turns the node also closes it, and :meth:`close` waits for that. So a ``close`` that an exception
+    interrupts, such as a ``KeyboardInterrupt``, loses nothing: the endpoint goes on to close, and the next ``close``
+    waits again. A ``close`` in a signal handler waits for no lock that the interrupted call may hold: what the engine's
+    thread shares with the endpoint's has none.
+
+    Args:
+        node: what is turned.
+        name: of the thread.
+        abort_all: ends every room, with a reason.
+        open_rooms: how many are not forgotten yet.
+        break_down: fails what the engine still has a handle of and has not ended.
+        thread: whether there is one.
+    """
 
     def __init__(
         self,
@@ -34,14 +50,19 @@ class Driver:
         name: str,
         abort_all: Callable[[str], None],
         open_rooms: Callable[[], int],
-        handles: Callable[[], Iterable[RoomHandle]],
+        break_down: Callable[[DisaggKVError], None],
         thread: bool,
     ) -> None:
         self._node = node
         self._abort_all = abort_all
         self._open_rooms = open_rooms
-        self._handles = handles
-        self._stop = threading.Event()
+        self._break_down = break_down
+        self._where = f"endpoint {node.me.instance}/{node.me.rank}"
+        self._asked: SimpleQueue[None] = SimpleQueue()  # to close; its ``put`` may interrupt itself
+        self._until = inf
+        self._over = Latch()
+        self._failed: BaseException | None = None
+        self._turned_by: int | None = None
         self.admission = Admission(lambda: self.broken)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
         if self._thread is not None:
@@ -72,49 +93,90 @@ class Driver:
         assert self._thread is None
         if self.broken is not None:
             raise self.broken
-        self._turn(timeout_s)
+        self._turned_by = threading.get_ident()
+        try:
+            self._turn(timeout_s)
+        finally:
+            self._turned_by = None
         if self._node.broken is not None:
             raise self._node.broken
 
     def _run(self) -> None:
         if self._node.linger_s:
             _sleep_exactly()
-        while not self._stop.is_set() and self._node.broken is None:
+        self._turned_by = threading.get_ident()
+        while self._asked.empty() and self._node.broken is None:
             self._turn(TURN_S)
+        self._asked.get()
+        self._finish()
 
     def _turn(self, timeout_s: float) -> None:
         """One turn. Its errors are handled in it; one that is not ends every room, and then this endpoint."""
         try:
             self._node.turn(timeout_s)
         except BaseException as exc:
-            error = self._node.break_down(exc)
-            for handle in self._handles():
-                handle.break_down(error)
+            self._break_down(self._node.break_down(exc))
 
     def close(self, drain_s: float) -> None:
         """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless.
 
+        Any thread but the endpoint's own, also in a signal handler. After an interruption, call it again. Of several
+        calls the one whose time is over first counts.
+
         Raises:
-            LocalProtocolError: as :attr:`broken`; nothing is closed then.
+            LocalProtocolError: as :attr:`broken`, or the endpoint's own thread calls; nothing is closed then.
+            TransportError: the transport could not be closed; all else is.
         """
         self._node.home.check()
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
-        if not self.admission.end():
-            return
+        if self._turned_by == threading.get_ident():
+            raise LocalProtocolError(f"{self._where}: close was called by its own thread, which cannot wait for itself")
+        self.admission.end()
+        self._until = min(self._until, self._node.clock() + drain_s)
+        if self._thread is not None:
+            self._asked.put(None)
+            self._node.channel.wake()
+            self._over.wait()
+        elif not self._over.is_set:
+            self._finish()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _finish(self) -> None:
+        """What raises here is raised by ``close``."""
+        self._turned_by = threading.get_ident()
+        try:
+            try:
+                self._drain()
+            finally:
+                self._stop()
+        except BaseException as exc:
+            self._failed = exc
+        finally:
+            self._turned_by = None
+            self._over.set()
+
+    def _drain(self) -> None:
+        """The last turns."""
         node = self._node
-        until = node.clock() + drain_s
         with suppress(EndpointBrokenError):
             node.post(lambda: self._abort_all("the endpoint closes"))
-        if self._thread is not None:
-            self._stop.set()
-            node.channel.wake()
-            self._thread.join()
         if node.broken is None:
             self._turn(0.0)
         while node.broken is None and node.behind:
             self._turn(0.0)
-        while node.broken is None and self._open_rooms() and node.clock() < until:
+        while node.broken is None and self._open_rooms() and node.clock() < self._until:
             self._turn(0.02)
-        if self._thread is not None:
-            node.directory.withdraw(node.me.instance, node.me.rank)
-        node.stop(max(0.0, until - node.clock()))
+
+    def _stop(self) -> None:
+        """Whatever raises, everything is let go of, and what waits for the endpoint is told."""
+        node = self._node
+        try:
+            if self._thread is not None:
+                node.directory.withdraw(node.me.instance, node.me.rank)
+        finally:
+            try:
+                node.stop(max(0.0, self._until - node.clock()))
+            finally:
+                self._break_down(AbortedError(f"{self._where} has closed"))
