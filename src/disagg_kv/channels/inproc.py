@@ -81,7 +81,7 @@ class InprocChannel:
     def poll(self, timeout_s: float) -> Sequence[News]:
         """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``."""
         with suppress(Empty):
-            self._bell.get(timeout=0.0 if self._inbox or self._closed else timeout_s)
+            self._bell.get(timeout=0.0 if self._inbox or self._closed else max(0.0, timeout_s))
             while not self._bell.empty():
                 self._bell.get_nowait()
         with self._hub._lock:
