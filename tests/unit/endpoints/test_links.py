@@ -106,10 +106,10 @@ def test_the_end_of_one_that_named_another_is_not_the_other_s(
     rig.request("after", rig.prefills, first, 12).start(12).released().done()
     owner = first[0].endpoint._node.me.epoch
     assert list(prefill._node.links.linked()) == [owner]
-    assert [hello.src for hello in prefill._node.links._claims.values()] == [owner]
+    assert [link.up.epoch for link in prefill._node.links._owners.values()] == [owner]
     prefill.confirm_terminated(owner)
     rig.until(lambda: not prefill._node.links.linked(), "the end")
-    assert not prefill._node.links._claims
+    assert not prefill._node.links._owners
 
 
 def test_a_name_that_could_not_be_connected_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +128,6 @@ def test_a_name_that_could_not_be_connected_is_free_again(monkeypatch: pytest.Mo
         broken.setattr(prefills[0].transport, "connect", refused)
         rig.request("stolen", prefills, thieves, 12).start(12)
         rig.until(lambda: bool(prefills[0].observer.counters.get("peers.lost")), "the refusal")
-    assert not prefills[0].endpoint._node.links._claims
+    assert not prefills[0].endpoint._node.links._owners
     late[0].frozen = False
     rig.request("honest", prefills, late, 12).start(12).released().done()

@@ -162,7 +162,7 @@ class Blocking(InprocTransport):
 
 
 def test_ranks_whose_fabric_does_not_answer_hold_up_nobody() -> None:
-    """While connections to 16 ranks block, rooms with a healthy instance go on, and so do new ones."""
+    """While connections to 40 ranks block, rooms with a healthy instance go on, and so do new ones."""
     rig = Rig(SPEC, threaded=True)
     Blocking.gate, Blocking.reachable, Blocking.begun = threading.Event(), set(), 0
     healthy = rig.prefill(tp_shards(SPEC, 1))
@@ -171,10 +171,10 @@ def test_ranks_whose_fabric_does_not_answer_hold_up_nobody() -> None:
     Blocking.reachable.add(transport._me)
     decodes = rig.decode(tp_shards(SPEC, 1), memory=Memory(transport=Blocking))
     rig.request("first", healthy, decodes, 8).start().landed()
-    for number in range(16):
+    for number in range(40):
         rig.prefill(tp_shards(SPEC, 1), f"dark {number}")
         decodes[0].endpoint.open(RoomId(b"dark %d" % number), Source(f"dark {number}"))
-    rig.until(lambda: Blocking.begun == 16, "the connections")
+    rig.until(lambda: Blocking.begun == 40, "the connections")
     for number in range(5):
         rig.request(f"healthy {number}", healthy, decodes, 8).start().landed()
     late = rig.prefill(tp_shards(SPEC, 1), "late")
@@ -182,7 +182,7 @@ def test_ranks_whose_fabric_does_not_answer_hold_up_nobody() -> None:
     assert isinstance(transport, InprocTransport)
     Blocking.reachable.add(transport._me)
     rig.request("late", late, decodes, 8, of="late").start().landed()
-    assert Blocking.begun == 16
+    assert Blocking.begun == 40
     Blocking.gate.set()
     for member in rig.members:
         member.close()
@@ -446,41 +446,54 @@ def test_look_ups_never_raise() -> None:
 
 
 def test_helper_threads_run_jobs_side_by_side_and_end() -> None:
-    """At most as many as may run at a time; the others follow in order, and a job that raises stops no other."""
+    """A job that raises stops no other, and no thread is left."""
     threads, gate, ran = HelperThreads("helpers", 2), threading.Event(), list[int]()
 
     def job(number: int) -> Callable[[], None]:
         def run() -> None:
             assert gate.wait(60)
             ran.append(number)
+            assert number
 
         return run
 
     for number in range(5):
         threads.start(job(number))
-    assert sum(thread.name == "helpers" for thread in threading.enumerate()) == 2
     gate.set()
+    eventually(lambda: len(ran) == 5)
+    assert threads.close(60.0, lambda: ran.append(5))
+    assert sorted(ran) == list(range(6))
+    eventually(lambda: not any(thread.name == "helpers" for thread in threading.enumerate()))
+
+
+def eventually(done: Callable[[], bool]) -> None:
+    """Wait until it is so."""
     limit = time.monotonic() + 60
-    while len(ran) < 5:
+    while not done():
         assert time.monotonic() < limit
         time.sleep(0.001)
-    assert sorted(ran) == list(range(5))
-    threads.close(60.0)
-    assert not any(thread.name == "helpers" for thread in threading.enumerate())
 
 
 def test_jobs_that_have_not_begun_are_dropped_by_close(caplog: pytest.LogCaptureFixture) -> None:
-    """What has begun is waited for, no longer than asked."""
-    threads, gate, ran = HelperThreads("closing", 1), threading.Event(), list[str]()
+    """What has begun is waited for, no longer than asked; what follows it is run by its thread then."""
+    threads, begun, gate = HelperThreads("closing", 1), threading.Event(), threading.Event()
+    ran, closed = list[str](), threading.Event()
 
     def first() -> None:
+        begun.set()
         assert gate.wait(60)
         raise RuntimeError("a bug")
 
+    def close() -> None:
+        ran.append("close")
+        closed.set()
+
     threads.start(first)
+    assert begun.wait(60)
+    assert not threads.close(0.0, close)
     threads.start(lambda: ran.append("second"))
-    threads.close(0.0)
-    gate.set()
-    threads.close(60.0)
     assert not ran
+    gate.set()
+    assert closed.wait(60)
+    assert ran == ["close"]
     assert "a job of closing raised" in caplog.text

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,62 +15,98 @@ log = logging.getLogger("disagg_kv")
 
 Job = Callable[[], None]
 
+SLOW_S = 0.5
+"""A job that runs for longer waits for something outside, and takes no other job's place."""
+
 
 class Background(Protocol):
     """Runs jobs that may block. Simulations bring their own."""
 
     def start(self, job: Job) -> None:
-        """Run a job, soon; never blocks. The job raises nothing."""
+        """Run a job, soon; never blocks. The job raises nothing; if this raises, the job is never run."""
         ...
 
-    def close(self, timeout_s: float) -> None:
-        """Drop the jobs that have not begun, and wait at most ``timeout_s`` for those that have."""
+    def close(self, timeout_s: float, then: Job) -> bool:
+        """Drop the jobs that have not begun, and wait at most ``timeout_s`` for those that have.
+
+        ``then`` is run when all have ended: before this returns, or (False) by the last job's thread.
+        """
         ...
 
 
 class HelperThreads:
-    """Daemon threads that exist while there are jobs: a job that never returns does not hold up the process's exit.
+    """A daemon thread for each job: a job that never returns holds up neither the others nor the process's exit.
 
     Args:
         name: of the threads.
-        most: how many jobs run at a time; the others wait in order.
+        most: how many jobs run at a time. Those that have run for ``SLOW_S`` do not count, and no job waits for longer.
     """
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._most = most
-        self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
-        self._running = 0
+        lock = threading.Lock()
+        self._free, self._ended = threading.Condition(lock), threading.Condition(lock)
+        self._threads = 0
+        self._begun: dict[int, float] = {}
+        self._closed = False
+        self._then: Job | None = None
 
     def start(self, job: Job) -> None:
-        """See :meth:`Background.start`."""
-        with self._changed:
-            self._jobs.append(job)
-            if self._running == self._most:
-                return
-            self._running += 1
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        """See :meth:`Background.start`.
 
-    def close(self, timeout_s: float) -> None:
+        Raises:
+            RuntimeError: the host has no thread left.
+        """
+        with self._free:
+            self._threads += 1
+        try:
+            threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self, timeout_s: float, then: Job) -> bool:
         """See :meth:`Background.close`."""
-        until = time.monotonic() + timeout_s
-        with self._changed:
-            self._jobs.clear()
-            self._changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic()))
+        with self._free:
+            self._closed = True
+            self._free.notify_all()
+            if not self._ended.wait_for(lambda: not self._threads, timeout_s):
+                self._then = then
+                return False
+        then()
+        return True
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._running -= 1
-                    self._changed.notify_all()
-                    return
-                job = self._jobs.popleft()
-            try:
-                job()
-            except Exception:
-                log.exception("a job of %s raised, which is a bug", self._name)
+    def _may_begin(self) -> bool:
+        since = time.monotonic() - SLOW_S
+        return self._closed or sum(at > since for at in self._begun.values()) < self._most
+
+    def _run(self, job: Job) -> None:
+        with self._free:
+            self._free.wait_for(self._may_begin, SLOW_S)
+            drop = self._closed
+            self._begun[threading.get_ident()] = time.monotonic()
+        if not drop:
+            self._guard(job)
+        self._end()
+
+    def _end(self) -> None:
+        """One thread less; after the last one comes what :meth:`close` left to it."""
+        with self._free:
+            self._begun.pop(threading.get_ident(), None)
+            self._threads -= 1
+            self._free.notify()
+            last = not self._threads
+            if last:
+                self._ended.notify_all()
+        if last and self._then is not None:
+            self._guard(self._then)
+
+    def _guard(self, job: Job) -> None:
+        try:
+            job()
+        except BaseException:
+            log.exception("a job of %s raised, which is a bug", self._name)
 
 
 def inline(name: str, most: int) -> Inline:
@@ -86,5 +121,7 @@ class Inline:
         """See :meth:`Background.start`."""
         job()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float, then: Job) -> bool:
         """See :meth:`Background.close`."""
+        then()
+        return True

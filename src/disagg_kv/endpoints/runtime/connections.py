@@ -1,4 +1,4 @@
-"""Connections of the transport, one per epoch of a peer: linking, linked, or failed.
+"""Connections of the transport, at most one per epoch of a peer.
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. The endpoint's thread begins with
@@ -8,34 +8,62 @@ the next frame of that epoch does not begin another attempt at once.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 
 from attrs import define, field, frozen
 
-from ...errors import DisaggKVError, IncompatiblePeerError, without_frames
+from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, TransportError, text_of, without_frames
 from ...ids import Epoch, Peer, peer_name
-from ...protocol import Hello, RoomFrame
+from ...protocol import Hello, Options, RoomFrame
 from ...protocol.machine import ours
 from ...protocol.peers import Up
+from ...trace import Observer
 from ...transports import Transport
 from .background import Background
+from .limited_log import LimitedLog
 
 CONNECT_S = 10.0
 """Seconds that a transport may take to reach a peer. A busy host's library needs seconds; no room of others waits."""
 
-EARLY_FRAMES = 256
-"""Frames of one epoch that wait until it is linked. More are dropped: their sender repeats what matters."""
+OVERDUE_S = 2 * CONNECT_S
+"""An attempt that has not returned by then has failed; what it reaches later is disconnected."""
 
-REMEMBERED = 256
-"""Failures that are remembered."""
+EARLY_BYTES, FRAME_BYTES = 16 << 20, 1024
+"""Bytes of frames that wait until their peers are linked, and what each of them counts beside its own bytes. Those
+beyond it are dropped: their sender repeats what matters."""
 
 
-@define
-class _Linking:
+@define(eq=False)
+class _Link:
+    """What there is between the transport and one life.
+
+    Args:
+        up: as the peer introduced itself.
+        peer: the transport's name of it.
+        until: when an attempt that is under way is overdue.
+        linked: the attempt has succeeded.
+        wanted: the result of the attempt is awaited.
+        error: why it cannot be used although it is there.
+        frames: what has come meanwhile, and how many bytes that is.
+    """
+
     up: Up
+    peer: Peer
+    until: float
+    linked: bool = False
     wanted: bool = True
+    error: DisaggKVError | None = None
     frames: list[RoomFrame] = field(factory=list)
+    nbytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return _name(self.up.hello)
 
 
 @frozen
@@ -47,7 +75,7 @@ class Linked:
 
     up: Up
     link: Peer | DisaggKVError
-    frames: Sequence[RoomFrame]
+    frames: Sequence[RoomFrame] = ()
 
 
 class Links:
@@ -58,7 +86,8 @@ class Links:
         background: where it does so.
         wake: called on a helper thread when an attempt has ended.
         clock: time, in seconds.
-        remember_s: how long a failure is remembered.
+        observer: counts what fails.
+        options: ``silence_s`` is how long a failure is remembered; at most ``peers`` attempts are under way.
     """
 
     def __init__(
@@ -67,146 +96,199 @@ class Links:
         background: Background,
         wake: Callable[[], None],
         clock: Callable[[], float],
-        remember_s: float,
+        observer: Observer,
+        options: Options,
     ) -> None:
         self._transport = transport
         self._background = background
         self._wake = wake
         self._clock = clock
-        self._remember_s = remember_s
-        self._linking: dict[Epoch, _Linking] = {}
-        self._linked: dict[Epoch, Peer] = {}
-        self._epochs: dict[Peer, Epoch] = {}
-        self._claims: dict[Peer, Hello] = {}
+        self._observer = observer
+        self._options = options
+        self._log = LimitedLog(clock)
+        self._links: dict[Epoch, _Link] = {}
+        self._owners: dict[Peer, _Link] = {}
+        self._due_at = inf
+        self._early_bytes = 0
         self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
-        self._results: deque[tuple[Epoch, Peer | DisaggKVError, float]] = deque()
+        self._results: deque[tuple[_Link, DisaggKVError | None, float]] = deque()
 
     def begin(self, up: Up) -> Linked | None:
-        """Link to a peer; None: the result comes out of :meth:`results`. A remembered failure is returned at once."""
-        linking = self._linking.get(up.epoch)
-        if linking is not None:
-            linking.up, linking.wanted = up, True
+        """Link to a peer; None: the result comes out of :meth:`results`. What is known already is returned at once."""
+        link = self._links.get(up.epoch)
+        if link is not None and (link.linked or link.error is not None):
+            return Linked(up, link.error or link.peer)
+        if link is not None:
+            link.up, link.wanted = up, True
             return None
         at, error = self._failed.get(up.epoch, (0.0, None))
-        if error is not None and self._clock() - at < self._remember_s:
-            return Linked(up, error, ())
+        if error is not None and self._clock() - at < self._options.silence_s:
+            return Linked(up, error)
         self._failed.pop(up.epoch, None)
-        transport, epoch, hello = self._transport, up.epoch, up.hello
-        name = f"peer {peer_name(epoch, hello.instance, hello.rank)} at {hello.address}: transport {hello.transport!r}"
         try:
-            self._claim(hello)
+            link = self._claim(up)
+            self._background.start(partial(self._connect, link))
         except Exception as exc:
-            self._fail(epoch, refused := ours(exc, name), self._clock())
-            return Linked(up, refused, ())
-        self._linking[epoch] = _Linking(up)
-
-        def job() -> None:
-            link: Peer | DisaggKVError
-            try:
-                link = transport.connect(hello.descriptor, CONNECT_S)
-            except Exception as exc:
-                link = ours(exc, name)
-            self._results.append((epoch, link, self._clock()))
-            self._wake()
-
-        self._background.start(job)
+            failed = ours(exc, _name(up.hello))
+            self._fail(up.epoch, failed, self._clock())
+            if link is not None:
+                self._forget(link)
+            return Linked(up, failed)
         return None
 
-    def results(self) -> Sequence[Linked]:
-        """The attempts that have ended since the last call, and that are still wanted."""
-        out: list[Linked] = []
-        while self._results:
-            epoch, link, at = self._results.popleft()
-            linking = self._linking.pop(epoch)
-            if isinstance(link, DisaggKVError):
-                self._fail(epoch, link, at)
-            elif linking.wanted:
-                self._linked[epoch] = link
-                self._epochs[link] = epoch
-            elif epoch not in self._linked:
-                self._transport.disconnect(link)
-            if epoch not in self._linked:
-                self._release(epoch)
-            if linking.wanted:
-                out.append(Linked(linking.up, link, linking.frames))
-        return out
-
-    def _fail(self, epoch: Epoch, error: DisaggKVError, at: float) -> None:
-        without_frames(error)
-        self._failed[epoch] = (at, error)
-        self._failed.move_to_end(epoch)
-        while len(self._failed) > REMEMBERED:
-            self._failed.popitem(last=False)
-
-    def _claim(self, hello: Hello) -> None:
+    def _claim(self, up: Up) -> _Link:
         """The transport that an epoch names is its own, from before it is connected until it is disconnected.
 
         Descriptors are no secrets. Another epoch that names the same transport would receive, or divert, the bytes of
         the first one, and its end would end the first one's link.
 
         Raises:
+            CapacityError: as many attempts as may be are under way.
             IncompatiblePeerError: another epoch has named it before.
             RemoteProtocolError: the descriptor is garbage.
         """
-        owner = self._claims.setdefault(self._transport.peer_of(hello.descriptor), hello)
-        if owner.src != hello.src:
-            ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner, hello))
+        link = _Link(up, self._transport.peer_of(up.hello.descriptor), self._clock() + OVERDUE_S)
+        owner = self._owners.get(link.peer)
+        if owner is not None:
+            ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner.up.hello, up.hello))
             raise IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
+        under_way = sum(not one.linked for one in self._links.values())
+        if under_way >= self._options.peers:
+            raise CapacityError(f"{link.name}: {under_way} connections are under way, and no more may be")
+        self._links[up.epoch] = self._owners[link.peer] = link
+        self._due_at = min(self._due_at, link.until)
+        return link
 
-    def _release(self, epoch: Epoch) -> None:
-        for peer in [peer for peer, owner in self._claims.items() if owner.src == epoch]:
-            del self._claims[peer]
+    def _connect(self, link: _Link) -> None:
+        """On a helper thread."""
+        error: DisaggKVError | None = TransportError(f"{link.name}: the attempt ended without a result")
+        try:
+            self._transport.connect(link.up.hello.descriptor, CONNECT_S)
+            error = None
+        except Exception as exc:
+            error = ours(exc, link.name)
+        finally:
+            self._results.append((link, error, self._clock()))
+            self._wake()
 
-    def hold(self, frame: RoomFrame) -> bool:
+    def results(self) -> Sequence[Linked]:
+        """The attempts that have ended since the last call, and that are still wanted."""
+        out: list[Linked] = []
+        while self._results:
+            link, error, at = self._results.popleft()
+            wanted, frames = link.wanted, self._take(link)
+            link.linked = error is None and wanted
+            if error is not None:
+                self._fail(link.up.epoch, error, at)
+            elif not wanted:
+                self._disconnect(link)
+            if not link.linked:
+                self._forget(link)
+            if wanted:
+                out.append(Linked(link.up, error or link.peer, frames))
+        if self._clock() >= self._due_at:
+            out += self._overdue()
+        return out
+
+    def _overdue(self) -> list[Linked]:
+        """Attempts that have not returned fail now; until they return, no other one of that peer may begin."""
+        now, out = self._clock(), list[Linked]()
+        waiting = [link for link in self._links.values() if not link.linked and link.error is None]
+        for link in waiting:
+            if now >= link.until:
+                link.error = TransportError(f"{link.name}: its connect has not returned for {OVERDUE_S:g} s")
+                if link.wanted:
+                    out.append(Linked(link.up, link.error, self._take(link)))
+                link.wanted = False
+        self._due_at = min((link.until for link in waiting if link.error is None), default=inf)
+        return out
+
+    def _take(self, link: _Link) -> Sequence[RoomFrame]:
+        """What has come for an attempt, which is not held any more."""
+        frames, link.frames = link.frames, []
+        self._early_bytes -= link.nbytes
+        link.nbytes = 0
+        return frames
+
+    def _fail(self, epoch: Epoch, error: DisaggKVError, at: float) -> None:
+        without_frames(error)
+        self._failed[epoch] = (at, error)
+        self._failed.move_to_end(epoch)
+        while len(self._failed) > self._options.peers:
+            self._failed.popitem(last=False)
+
+    def _disconnect(self, link: _Link) -> None:
+        """A transport that cannot is left with what it has."""
+        try:
+            self._transport.disconnect(link.peer)
+        except Exception as exc:
+            self._observer.count("disconnects.failed")
+            self._log.say(logging.WARNING, f"{link.name}: it could not be disconnected: {text_of(exc)}")
+
+    def _forget(self, link: _Link) -> None:
+        """Another epoch may name this transport from now on."""
+        del self._links[link.up.epoch], self._owners[link.peer]
+
+    def hold(self, frame: RoomFrame, nbytes: int) -> bool:
         """Keep a frame of an epoch that is linking; False: its epoch is not. Raises nothing, drops beyond a bound."""
-        linking = self._linking.get(Epoch(frame.src))
-        if linking is None or not linking.wanted:
+        link = self._links.get(Epoch(frame.src))
+        if link is None or link.linked or not link.wanted:
             return False
-        if len(linking.frames) < EARLY_FRAMES:
-            linking.frames.append(frame)
+        nbytes += FRAME_BYTES
+        if self._early_bytes + nbytes <= EARLY_BYTES:
+            link.frames.append(frame)
+            link.nbytes += nbytes
+            self._early_bytes += nbytes
         return True
+
+    def lose(self, epoch: Epoch, error: DisaggKVError) -> None:
+        """The transport has lost this peer for good: should it be heard again, it is not reached any more."""
+        link = self._links.get(epoch)
+        if link is not None:
+            link.error = error
 
     def give_up(self, epoch: Epoch) -> None:
         """The peer is lost: the result of an attempt that is under way is not wanted, nor what has come meanwhile."""
-        linking = self._linking.get(epoch)
-        if linking is not None:
-            linking.wanted = False
-            linking.frames = []
+        link = self._links.get(epoch)
+        if link is not None and not link.linked:
+            link.wanted = False
+            self._take(link)
 
     def drop(self, epoch: Epoch) -> None:
-        """Nothing is awaited of this epoch any more: disconnect."""
+        """Nothing is awaited of this epoch any more: disconnect, now or when the attempt that is under way returns."""
         self.give_up(epoch)
-        link = self._linked.pop(epoch, None)
-        if link is not None:
-            self._epochs.pop(link, None)
-            self._transport.disconnect(link)
-        if epoch not in self._linking:
-            self._release(epoch)
+        link = self._links.get(epoch)
+        if link is not None and link.linked:
+            self._disconnect(link)
+            self._forget(link)
 
     def of(self, epoch: Epoch) -> Peer | None:
         """The transport's name of a peer; None: it is not linked."""
-        return self._linked.get(epoch)
+        link = self._links.get(epoch)
+        return link.peer if link is not None and link.linked else None
 
-    def epoch(self, link: Peer) -> Epoch | None:
+    def epoch(self, peer: Peer) -> Epoch | None:
         """Which epoch the transport speaks of."""
-        return self._epochs.get(link)
-
-    def linking(self, epoch: Epoch) -> bool:
-        """Whether an attempt is under way, and wanted."""
-        linking = self._linking.get(epoch)
-        return linking is not None and linking.wanted
+        link = self._owners.get(peer)
+        return link.up.epoch if link is not None and link.linked else None
 
     def linked(self) -> Sequence[Epoch]:
-        """Every epoch that is linked, in the order of their first links."""
-        return tuple(self._linked)
+        """Every epoch that is linked, in the order in which its attempt began."""
+        return tuple(epoch for epoch, link in self._links.items() if link.linked)
 
     def __contains__(self, epoch: object) -> bool:
         """Whether an epoch is linked; from any thread."""
-        return epoch in self._linked
+        return isinstance(epoch, bytes) and self.of(Epoch(epoch)) is not None
 
-    def __len__(self) -> int:
-        return len(self._linked) + len(self._linking)
+    def close(self, timeout_s: float, then: Callable[[], None]) -> bool:
+        """Begin no attempt, and run ``then`` once none is under way: the transport closes after this.
 
-    def close(self) -> None:
-        """Wait for attempts that are under way, as long as they may take: the transport closes after this."""
-        self._background.close(CONNECT_S)
+        False: one still runs after ``timeout_s``, and its thread will do that.
+        """
+        return self._background.close(timeout_s, then)
+
+
+def _name(hello: Hello) -> str:
+    """A peer and what reaches it, for messages."""
+    who = peer_name(hello.src, hello.instance, hello.rank)
+    return f"peer {who} at {hello.address}: transport {hello.transport!r}"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 
 from attrs import frozen
 
-from ...errors import DisaggKVError, PeerLostError, RemoteProtocolError, text_of, without_frames
+from ...errors import CapacityError, DisaggKVError, PeerLostError, RemoteProtocolError, text_of, without_frames
 from ...ids import Rank
-from ...protocol import MAX_RANKS
+from ...protocol import MAX_RANKS, Options
+from ...protocol.machine import ours
 from ...rendezvous import Rendezvous, Source, SupportsWithdraw
 from .background import Background
 
@@ -29,6 +32,9 @@ REMEMBERED = 1024
 
 FRESH_S = 1.0
 """An answer is used for good while its ranks live; one that is older than this is asked for again meanwhile."""
+
+UNANSWERED = 4
+"""Look-ups of one instance that are under way at a time: those that never return leave the others their threads."""
 
 
 @frozen
@@ -46,25 +52,41 @@ class Answer:
     error: DisaggKVError | None = None
 
 
+@frozen(eq=False)
+class _Ask:
+    """A look-up, and when it began."""
+
+    source: Source
+    at: float
+
+
 class Directory:
-    """Look-ups of one endpoint. At most one runs per instance.
+    """Look-ups of one endpoint. Of those of one instance only the last one is awaited.
 
     Args:
         rendezvous: who is asked.
         background: where it is asked.
         wake: called on a helper thread when there is an answer.
         clock: time, in seconds.
+        options: a look-up that has not returned after ``closed_s`` has failed; at most ``peers`` are under way.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, background: Background, wake: Callable[[], None], clock: Callable[[], float]
+        self,
+        rendezvous: Rendezvous,
+        background: Background,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        options: Options,
     ) -> None:
         self._rendezvous = rendezvous
         self._background = background
         self._wake = wake
         self._clock = clock
-        self._asked: set[Source] = set()
-        self._answers: deque[Answer] = deque()
+        self._options = options
+        self._asked: dict[Source, _Ask] = {}
+        self._under_way: Counter[Source] = Counter()
+        self._returned: deque[tuple[_Ask, Answer]] = deque()
         self._known: OrderedDict[Source, tuple[float, tuple[str, ...]]] = OrderedDict()
 
     def known(self, source: Source) -> tuple[str, ...] | None:
@@ -81,43 +103,89 @@ class Directory:
         """Look an instance up; the answer comes out of :meth:`answers`."""
         if source in self._asked:
             return
-        self._asked.add(source)
+        ask = self._asked[source] = _Ask(source, self._clock())
+        many = (self._under_way[source], self._under_way.total())
+        self._under_way[source] += 1
+        try:
+            if many[0] >= UNANSWERED or many[1] >= self._options.peers:
+                what = f"{many[0]} of its look-ups and {many[1]} in all have not returned"
+                raise CapacityError(f"instance {source.instance!r}: {what}, and no more may be under way")
+            self._background.start(partial(self._look_up, ask))
+        except Exception as exc:
+            error = ours(exc, f"instance {source.instance!r} could not be looked up")
+            self._returned.append((ask, Answer(source, None, error)))
 
-        def job() -> None:
-            self._answers.append(look_up(self._rendezvous, source))
+    def _look_up(self, ask: _Ask) -> None:
+        """On a helper thread."""
+        error = PeerLostError(f"instance {ask.source.instance!r}: the look-up ended without an answer")
+        answer = Answer(ask.source, None, error)
+        try:
+            answer = look_up(self._rendezvous, ask.source)
+        finally:
+            self._returned.append((ask, answer))
             self._wake()
-
-        self._background.start(job)
 
     def answers(self) -> Sequence[Answer]:
         """The answers that have come since the last call."""
-        if not self._answers:
+        if not self._asked and not self._returned:
             return ()
-        came = [self._answers.popleft() for _ in range(len(self._answers))]
-        for answer in came:
-            self._asked.discard(answer.source)
-            if answer.addresses is not None:
-                self._known[answer.source] = self._clock(), answer.addresses
-                self._known.move_to_end(answer.source)
-                if len(self._known) > REMEMBERED:
-                    self._known.popitem(last=False)
-        return came
+        out: list[Answer] = []
+        while self._returned:
+            ask, answer = self._returned.popleft()
+            self._under_way -= Counter({ask.source: 1})
+            if self._counts(ask, answer):
+                out.append(answer)
+        now = self._clock()
+        while self._asked and now - (ask := next(iter(self._asked.values()))).at >= self._options.closed_s:
+            del self._asked[ask.source]
+            error = PeerLostError(f"instance {ask.source.instance!r}: no answer for {now - ask.at:.1f} s")
+            out.append(Answer(ask.source, None, error))
+        return out
+
+    def _counts(self, ask: _Ask, answer: Answer) -> bool:
+        """Remember an answer; False: it came late, and is no address or older than what is known."""
+        late = self._asked.get(ask.source) is not ask
+        if not late:
+            del self._asked[ask.source]
+        if answer.addresses is None:
+            return not late
+        known_at, _ = self._known.get(ask.source, (-inf, ()))
+        if ask.at < known_at:
+            return False
+        self._known[ask.source] = ask.at, answer.addresses
+        self._known.move_to_end(ask.source)
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return True
 
     def withdraw(self, instance: str, rank: Rank) -> None:
         """Take back what was published of a rank, where the rendezvous can; a store that does not answer is left."""
         rendezvous = self._rendezvous
         if not isinstance(rendezvous, SupportsWithdraw):
             return
+        ended = threading.Event()
 
         def job() -> None:
             try:
                 rendezvous.withdraw(instance, rank)
             except Exception as exc:
-                log.warning("instance %r: rank %d stays in the rendezvous: %s", instance, rank, text_of(exc))
+                left(exc)
+            finally:
+                ended.set()
 
-        asking = threading.Thread(target=job, name="disagg_kv-withdraw", daemon=True)
-        asking.start()
-        asking.join(WITHDRAW_S)
+        def left(exc: Exception) -> None:
+            log.warning("instance %r: rank %d stays in the rendezvous: %s", instance, rank, text_of(exc))
+
+        try:
+            self._background.start(job)
+        except Exception as exc:
+            left(exc)
+        else:
+            ended.wait(WITHDRAW_S)
+
+    def close(self, timeout_s: float) -> None:
+        """Begin no look-up, and wait at most so long for those that are under way; they change nothing any more."""
+        self._background.close(timeout_s, lambda: None)
 
 
 def look_up(rendezvous: Rendezvous, source: Source) -> Answer:

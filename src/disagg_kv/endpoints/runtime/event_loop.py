@@ -86,7 +86,7 @@ LOST_LINKS = 256
 """Lost peers whose end may still be noticed; beyond it, only the operator's word about the oldest is evidence."""
 
 LOOKUPS, LINKS = 4, 32
-"""Look-ups, and connections of the transport, that run at a time."""
+"""Look-ups, and connections of the transport, that run at a time, apart from those that take long."""
 
 
 class _Broken(BaseException):
@@ -145,9 +145,10 @@ class Node:
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
-        self.links = Links(me.transport, helpers, channel.wake, clock, options.silence_s)
+        self.links = Links(me.transport, helpers, channel.wake, clock, self.observer, options)
         self.roster = Roster(self.peers, self.links, options, clock)
-        self.directory = Directory(rendezvous, background(f"{name} look-ups", LOOKUPS), channel.wake, clock)
+        helpers = background(f"{name} look-ups", LOOKUPS)
+        self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
         self._commands: deque[Callable[[], None]] = deque()
         self._deferred: list[Exception] = []
         self._inbox = Inbox(channel, self._deaf, clock)
@@ -422,7 +423,7 @@ class Node:
 
     def _on_channel(self, event: News) -> None:
         if isinstance(event, Arrived):
-            self._on_frame(self.codec.decode(event.frame), event.key)
+            self._on_frame(self.codec.decode(event.frame), event.key, len(event.frame))
             return
         match event:
             case Closed(address):
@@ -436,7 +437,7 @@ class Node:
                 self.observer.count("frames.refused", messages)
                 self._warn(f"{connections} connections and {messages} messages were refused at {self.me.address}")
 
-    def _on_frame(self, frame: AnyFrame, key: str) -> None:
+    def _on_frame(self, frame: AnyFrame, key: str, nbytes: int) -> None:
         assert self.role is not None
         if key:
             check_key(frame, key, self.peers, self.observer)
@@ -461,7 +462,7 @@ class Node:
         elif isinstance(frame, RoomFrame):
             if frame.src in self.siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
-            if not self.links.hold(frame):
+            if not self.links.hold(frame, nbytes):
                 self.role.on_frame(frame)
         else:
             self.siblings.beat(Epoch(frame.src))
@@ -475,7 +476,9 @@ class Node:
         if epoch is None or event.data is not None:
             self.observer.count("transport.unexpected")
             return
-        self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: {self.me.transport.name} reports its end"))
+        error = PeerLostError(f"{self.roster.name(epoch)}: {self.me.transport.name} reports its end")
+        self.links.lose(epoch, error)
+        self.lose(epoch, error)
         if event.fenced:
             self._gone(epoch)
 
@@ -508,9 +511,8 @@ class Node:
         if hello.role == self.me.role:
             self.siblings.up(hello)
             return
-        self._exits.watch(up.epoch, hello)
-        if (failed := self.links.begin(up)) is not None:
-            self._on_linked(failed)
+        if (linked := self.links.begin(up)) is not None:
+            self._on_linked(linked)
         self._take_links()
 
     def _take_links(self) -> None:
@@ -525,6 +527,8 @@ class Node:
             self.lose(up.epoch, link)
             self.role.on_unreachable(up.hello.address, link)
         else:
+            # Not before: a life that is never reached writes nothing here. One that has ended meanwhile is noticed now.
+            self._exits.watch(up.epoch, up.hello)
             self.remotes[up.epoch] = Remote.of(up.hello)
             self.role.on_up(self.remotes[up.epoch])
         for frame in linked.frames:
@@ -620,18 +624,19 @@ class Node:
             self.tombstones.remember(epoch, key.generation, ended)
 
     def stop(self, drain_s: float) -> None:
-        """Let go of channel, transport and watches, each of them whatever the others raise."""
+        """Let go of channel, transport and watches, each of them whatever the others raise, within ``drain_s``."""
+        until = self.clock() + drain_s
         with ExitStack() as last:
+            last.callback(self.directory.close, until)
             last.callback(self.channel.close)
             last.callback(self._exits.close)
-            last.callback(self._close_transport, drain_s)
-            last.callback(self.links.close)
+            last.callback(self.links.close, until, partial(self._close_transport, until))
             with suppress(_Broken):
                 self._guard(self.flush)
 
-    def _close_transport(self, drain_s: float) -> None:
+    def _close_transport(self, until: float) -> None:
         try:
-            left = self.me.transport.close(drain_s)
+            left = self.me.transport.close(max(0.0, until - self.clock()))
         except Exception as exc:
             where = f"endpoint {self.me.instance}/{self.me.rank}: transport {self.me.transport.name!r}"
             raise TransportError(f"{where} could not be closed: {text_of(exc)}") from exc

@@ -36,7 +36,12 @@ EVERYTHING = 8
 HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, SupersededError, TransportError)
 """Why a room may fail where every process keeps to the protocol."""
 
-INJECTED = ("the kernel failed", "the transport's poll failed", "the handling of an error failed")
+INJECTED = (
+    "the kernel failed",
+    "can't start new thread",
+    "the transport's poll failed",
+    "the handling of an error failed",
+)
 """What the simulator's own faults say."""
 UNTOLD = (
     FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION, FaultClass.CLOG, FaultClass.TRUNCATED, FaultClass.PAUSE,

@@ -136,8 +136,10 @@ class SimTransport:
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer."""
+        """Forget a peer; as a fault, also with an error."""
         self._peers.pop(peer, None)
+        if self._world.outside.happens(FaultClass.STUCK, 0.5):
+            raise RuntimeError("sim: the peer could not be disconnected")
 
     def submit(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -23,6 +24,9 @@ AWAY_S = (0.2, 0.4, 0.6)
 BLOCKED_S = (0.0, 0.01, 0.1, 0.2)
 """How long a call on a helper thread takes."""
 
+FEW = 3
+"""How often a fault of helper threads, or of what they call, happens in a world."""
+
 POLL_S = (0.05, 2.5)
 """How long a transport's ``poll`` raises."""
 
@@ -30,13 +34,18 @@ POLL_S = (0.05, 2.5)
 class SimBackground:
     """Helper threads of one process; satisfies :class:`~disagg_kv.endpoints.runtime.background.Background`."""
 
-    def __init__(self, world: World, node: SimNode) -> None:
+    def __init__(self, world: World, node: SimNode, name: str) -> None:
         self._world = world
         self._node = node
+        self._asks = name.endswith("look-ups")
 
     def start(self, job: Callable[[], None]) -> None:
-        """Now, or later where calls may block."""
+        """Now, or later where calls may block; as faults, never, or there is no thread for it."""
         world = self._world
+        if world.outside.happens(FaultClass.NO_THREAD, 0.2):
+            raise RuntimeError("sim: can't start new thread")
+        if self._asks and world.outside.happens(FaultClass.NO_ANSWER, 0.4):
+            return
         seconds = world.outside.random.choice(BLOCKED_S) if FaultClass.BLOCKED in world.scenario.faults else 0.0
         if not seconds:
             self._run(job)
@@ -51,8 +60,10 @@ class SimBackground:
             job()
             node.helping = before
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float, then: Callable[[], None]) -> bool:
         """Jobs of a process that ends are never run."""
+        then()
+        return True
 
 
 class SimRendezvous:
@@ -89,6 +100,7 @@ class Outside:
     def __init__(self, world: World) -> None:
         self._world = world
         self.random = world.scenario.outside()
+        self.helping = random.Random(f"helping {world.scenario.seed}")
         self._away_until = -1.0
         faults = world.scenario.faults
         if FaultClass.RENDEZVOUS in faults:
@@ -102,6 +114,16 @@ class Outside:
     def away(self) -> bool:
         """Whether the rendezvous is away."""
         return self._world.now < self._away_until
+
+    def happens(self, fault: FaultClass, rate: float) -> bool:
+        """Whether a fault of a helper thread, or of what it calls, happens now: a few times, until faults stop."""
+        world = self._world
+        if not world.faulty or fault not in world.scenario.faults or world.hits[fault] >= FEW:
+            return False
+        happens = self.helping.random() < rate
+        if happens:
+            world.hit(fault)
+        return happens
 
     def _leave(self) -> None:
         self._away_until = self._world.now + self.random.choice(AWAY_S)

@@ -48,6 +48,9 @@ class FaultClass(Enum):
     POLL = "a transport's poll raises for a while, and in half of the cases a channel's send too"
     BROKEN = "what handles an error raises, so that the endpoint cannot go on"
     JUNK = "an engine gives arguments that cannot be, and counts of other types than int"
+    NO_THREAD = "a thread for a look-up or a connection cannot be started"
+    NO_ANSWER = "a look-up never returns"
+    STUCK = "a transport's disconnect raises"
 
 
 def named(names: Sequence[str]) -> frozenset[FaultClass]:
@@ -87,10 +90,18 @@ OUTSIDE: Mapping[FaultClass, float] = {
     FaultClass.POLL: 1.0,
     FaultClass.BROKEN: 1.0,
     FaultClass.JUNK: 1.0,
+    FaultClass.NO_THREAD: 1.0,
+    FaultClass.NO_ANSWER: 1.0,
+    FaultClass.STUCK: 1.0,
 }
 """Faults of what an endpoint is given, with their rates. They are drawn beside the others."""
 
-HARMLESS = frozenset({FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.OBSERVER, FaultClass.JUNK})
+HELPERS = frozenset({FaultClass.NO_THREAD, FaultClass.NO_ANSWER, FaultClass.STUCK})
+"""Those of helper threads, and of what they call; they are drawn only here."""
+
+HARMLESS = frozenset(
+    {FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.OBSERVER, FaultClass.JUNK, FaultClass.STUCK}
+)
 """Those of them that no request may fail for."""
 
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {
@@ -129,6 +140,7 @@ def swarm(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass
     if rng.random() < LOSSY:
         return {f: _RATES[f][0] for f in SURVIVED if f in allowed and rng.random() < 0.6}
     share = rng.choice((0.08, 0.2, 0.5))
+    allowed -= HELPERS
     return {f: rng.choice(_RATES.get(f, (1.0,))) for f in FaultClass if f in allowed and rng.random() < share}
 
 

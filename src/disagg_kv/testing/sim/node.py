@@ -12,6 +12,7 @@ from ...channels import Arrived
 from ...endpoints import DecodeEndpoint, Life, PrefillEndpoint
 from ...endpoints.decode.rooms import DecodeRole
 from ...endpoints.prefill.rooms import PrefillRole
+from ...endpoints.runtime.background import Background
 from ...errors import DisaggKVError, PeerLostError, TransportError
 from ...ids import Epoch
 from ...kernels import KERNELS, Move, Sums
@@ -453,8 +454,8 @@ class SimNode:
         """Whether a lease is still live."""
         return lease is not None and self._live.get(lease.offset) is lease
 
-    def _helpers(self, name: str, most: int) -> SimBackground:
-        return SimBackground(self.world, self)
+    def _helpers(self, name: str, most: int) -> Background:
+        return SimBackground(self.world, self, name)
 
     def _watch(self, process: Process) -> SimWatch:
         if process.host != self.process.host:
