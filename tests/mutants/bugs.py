@@ -16,6 +16,8 @@ DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
 LOOP = "endpoints.runtime.event_loop:Node."
 INBOX = "endpoints.runtime.receive_buffer:Inbox."
+LINKS = "endpoints.runtime.connections:Links."
+DIRECTORY = "endpoints.runtime.directory:Directory."
 ROSTER = "endpoints.runtime.peer_registry:Roster."
 
 BUGS: Sequence[Mutant] = (
@@ -32,7 +34,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a segment is sent again to a destination that has it", "E5",
            MOVER + "_gathered", "in posts:", "in [*posts, *posts]:"),
     Mutant("links to dead subscribers are kept for ever", "E6",
-           "endpoints.runtime.connections:Links.drop", "self._transport.disconnect(link)", "pass"),
+           LINKS + "drop", "self._disconnect(link)", "pass"),
     Mutant("a write that could not be posted is only logged", "E7",
            MOVER + "_post", "post.error = exc", "pass"),
     Mutant("a failed gather ends whatever runs it", "E8",
@@ -174,9 +176,9 @@ BUGS: Sequence[Mutant] = (
     Mutant("a window does not slide to the end of the room", "B7",
            "geometry.spec:Extent.bounds", "max(0, stop - self.window)", "start"),
     Mutant("a transport is connected on the endpoint's thread", "I4",
-           "endpoints.runtime.connections:Links.begin", "self._background.start(job)", "job()"),
+           LINKS + "begin", "self._background.start(partial(self._connect, link))", "self._connect(link)"),
     Mutant("the rendezvous is asked on the endpoint's thread", "I4",
-           "endpoints.runtime.directory:Directory.ask", "self._background.start(job)", "job()"),
+           DIRECTORY + "ask", "self._background.start(partial(self._look_up, ask))", "self._look_up(ask)"),
     Mutant("a rendezvous that is away fails the rooms that wait for it", "I4",
            DECODE + "on_answer", "instance.error = answer.error",
            "instance.error = answer.error\n    if answer.error is not None:\n"
@@ -204,9 +206,15 @@ BUGS: Sequence[Mutant] = (
     Mutant("a broken endpoint takes calls", "I7",
            LOOP + "post", "if self.broken is not None:", "if False:"),
     Mutant("a peer that is lost while it is linked is there once it is linked", "I3",
-           "endpoints.runtime.connections:Links.give_up", "linking.wanted = False", "linking.wanted = True"),
+           LINKS + "give_up", "link.wanted = False", "link.wanted = True"),
     Mutant("a link that is not wanted any more stays", "I3",
-           "endpoints.runtime.connections:Links.results", "elif epoch not in self._linked:", "elif False:"),
+           LINKS + "results", "elif not wanted:", "elif False:"),
+    Mutant("a thread that cannot be started leaves its peer in the middle of being connected", "I4",
+           LINKS + "begin", "self._forget(link)", "pass"),
+    Mutant("a look-up that never returns is awaited for ever", "I4",
+           DIRECTORY + "answers", ">= self._options.closed_s:", ">= inf:"),
+    Mutant("a transport that cannot disconnect a peer ends the rooms of others", "I7",
+           LINKS + "_disconnect", "except Exception as exc:", "except ZeroDivisionError as exc:"),
     Mutant("a frame is repeated once, and then no more", "E2",
            "protocol.retry:Repeater.tick", "due.at = now + due.pause", "due.at = inf"),
     Mutant("what is answered is repeated for ever", "E2",

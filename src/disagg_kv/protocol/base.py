@@ -38,7 +38,7 @@ class Options:
         total_s: a room that has not ended by then fails.
         heartbeat_s: how often a peer hears from us at least.
         missed: heartbeats missed after which a peer gets no new grants.
-        closed_s: how long a broken connection may take to come back.
+        closed_s: how long a broken connection may take to come back, and a look-up in the rendezvous to be answered.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
         known_s: how often a ballot is repeated that is known already, should the verdict be lost, and an ``Expect``
             that is parked.

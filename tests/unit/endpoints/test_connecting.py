@@ -203,10 +203,12 @@ def test_no_look_up_begins_after_close() -> None:
 
     class Counting(StaticRendezvous):
         gate = threading.Event()
+        counting = threading.Lock()
         begun = 0
 
         def lookup(self, source: Source) -> tuple[str, ...] | None:
-            type(self).begun += 1
+            with self.counting:
+                type(self).begun += 1
             assert self.gate.wait(60)
             return None
 
@@ -214,12 +216,11 @@ def test_no_look_up_begins_after_close() -> None:
     directory = Directory(Counting(), threads, nothing, FakeClock(), Options())
     for number in range(40):
         directory.ask(Source(f"{number}"))
-    directory.close(0.0)
-    begun = Counting.begun
+    directory.close(-1.0)
+    begun = len(threads._begun)
     Counting.gate.set()
     assert threads.close(60.0, nothing)
-    # One that had its turn before may not have called yet.
-    assert Counting.begun <= max(4, begun)
+    assert Counting.begun == begun
 
 
 # Look-ups.

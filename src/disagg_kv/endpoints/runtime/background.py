@@ -84,9 +84,10 @@ class HelperThreads:
     def _run(self, job: Job) -> None:
         with self._free:
             self._free.wait_for(self._may_begin, SLOW_S)
-            drop = self._closed
-            self._begun[threading.get_ident()] = time.monotonic()
-        if not drop:
+            begins = not self._closed
+            if begins:
+                self._begun[threading.get_ident()] = time.monotonic()
+        if begins:
             self._guard(job)
         self._end()
 

@@ -26,6 +26,8 @@ from ...transports import Transport
 from .background import Background
 from .limited_log import LimitedLog
 
+log = logging.getLogger("disagg_kv")
+
 CONNECT_S = 10.0
 """Seconds that a transport may take to reach a peer. A busy host's library needs seconds; no room of others waits."""
 
@@ -280,12 +282,13 @@ class Links:
         """Whether an epoch is linked; from any thread."""
         return isinstance(epoch, bytes) and self.of(Epoch(epoch)) is not None
 
-    def close(self, timeout_s: float, then: Callable[[], None]) -> bool:
-        """Begin no attempt, and run ``then`` once none is under way: the transport closes after this.
+    def close(self, until: float, then: Callable[[], None]) -> None:
+        """Begin no attempt, and close the transport (``then``) once none is under way.
 
-        False: one still runs after ``timeout_s``, and its thread will do that.
+        If one still is at ``until``, its thread closes the transport after it.
         """
-        return self._background.close(timeout_s, then)
+        if not self._background.close(max(0.0, until - self._clock()), then):
+            log.warning("a peer is still being connected; the transport of the closed endpoint closes after that")
 
 
 def _name(hello: Hello) -> str:

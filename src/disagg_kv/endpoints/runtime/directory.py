@@ -183,9 +183,9 @@ class Directory:
         else:
             ended.wait(WITHDRAW_S)
 
-    def close(self, timeout_s: float) -> None:
-        """Begin no look-up, and wait at most so long for those that are under way; they change nothing any more."""
-        self._background.close(timeout_s, lambda: None)
+    def close(self, until: float) -> None:
+        """Begin no look-up, and wait until then for those that are under way; they change nothing any more."""
+        self._background.close(max(0.0, until - self._clock()), lambda: None)
 
 
 def look_up(rendezvous: Rendezvous, source: Source) -> Answer:

@@ -527,7 +527,7 @@ class Node:
             self.lose(up.epoch, link)
             self.role.on_unreachable(up.hello.address, link)
         else:
-            # Not before: a life that is never reached writes nothing here. One that has ended meanwhile is noticed now.
+            # Not before: who is never reached writes nothing here. An end meanwhile is noticed now.
             self._exits.watch(up.epoch, up.hello)
             self.remotes[up.epoch] = Remote.of(up.hello)
             self.role.on_up(self.remotes[up.epoch])
