@@ -111,9 +111,11 @@ class Checks:
         """I4: decode learns in time that a prefill rank has given the room up, also one that had lost it meanwhile."""
         world = self._world
         most = world.scenario.options.silence_s + 2 * SLACK_S + world.stood_still
+        assert entry.handle is not None
+        asker = (entry.node.epoch, entry.handle._key.generation)
         for other in entry.room.prefill:
             since = max(other.ended, entry.opened, world.scenario.faults_until)
-            gave_up = entry.node.epoch in other.asked and other.phase is Phase.FAILED and other.node.alive
+            gave_up = asker in other.asked and other.phase is Phase.FAILED and other.node.alive
             if gave_up and not other.node.followed and self._owes(entry, other.node) and world.now - since > most:
                 took = f"{world.now - since:.3f} s"
                 self._fail("I4", f"{entry.room.name(entry)}: did not learn in {took} that prefill has given it up")

@@ -12,7 +12,7 @@ from ...endpoints import DecodeEndpoint, PrefillEndpoint
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError, QuarantineFullError, SupersededError
-from ...ids import Epoch
+from ...ids import Epoch, Generation
 from ...memory import U8, Event
 from ...prefix import Claim
 from ...protocol import Phase, SendRoom
@@ -57,7 +57,7 @@ class Entry:
     pulling: Event | None = None
     opened: float = 0.0
     ended: float = 0.0
-    asked: frozenset[Epoch] = frozenset()
+    asked: frozenset[tuple[Epoch, Generation]] = frozenset()
 
     @property
     def over(self) -> bool:
@@ -397,10 +397,9 @@ class Room:
             world.violation("I6", f"{self.name(entry)}: {entry.phase.name} has become {phase.name}")
         if phase in FINAL and entry.phase not in FINAL:
             entry.ended = world.now
-            known = [room.machine for room in entry.node.role._rooms.values() if room.handle is handle]
-            entry.asked = frozenset(
-                epoch for machine in known if isinstance(machine, SendRoom) for epoch in machine.flows
-            )
+            machines = [room.machine for room in entry.node.role._rooms.values() if room.handle is handle]
+            flows = [machine.flows for machine in machines if isinstance(machine, SendRoom)]
+            entry.asked = frozenset((epoch, flow.generation) for each in flows for epoch, flow in each.items())
             entry.error = handle.error
             entry.segments = handle.report.segments
             self._grouped(entry)
