@@ -8,9 +8,9 @@ import attrs
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, Channel, News
-from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, RECEIPT_S, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, RECEIPT_S, RECEIPTS, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.runtime.limited_log import LimitedLog
-from disagg_kv.endpoints.runtime.send_buffer import RECEIPTS, Outbox
+from disagg_kv.endpoints.runtime.send_buffer import Outbox
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec, Options, Phase, RoomFrame

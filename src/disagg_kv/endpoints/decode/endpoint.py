@@ -151,9 +151,13 @@ class DecodeEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: Changes[ReceptionHandle] = Changes()
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping)
-        self._role = role = DecodeRole(self._node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
-        self._node.role = role
+
+        def side(node: Node) -> DecodeRole:
+            self._role = DecodeRole(node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
+            return self._role
+
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
+        role = self._role
         name = f"disagg_kv {instance}/{rank}"
         self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
 

@@ -140,12 +140,13 @@ class PrefillEndpoint:
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: Changes[DeliveryHandle] = Changes()
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping)
-        self._role = PrefillRole(self._node, pool, chosen, self._schedule, usable, self._changes, verify)
-        self._mover = self._role.mover = Mover(
-            pool, movers, transport, staging, regions[-1], slot_bytes, self._role, clock
-        )
-        self._node.role = self._role
+
+        def side(node: Node) -> PrefillRole:
+            self._role = role = PrefillRole(node, pool, chosen, self._schedule, usable, self._changes, verify)
+            self._mover = role.mover = Mover(pool, movers, transport, staging, regions[-1], slot_bytes, role, clock)
+            return role
+
+        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
         role = self._role
         name = f"disagg_kv {instance}/{rank}"
         self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)

@@ -389,7 +389,7 @@ class PrefillRole:
         if self.mover.ahead.waiting:
             self._node.flush()
             moving |= self.mover.ahead.work()
-        if self._node.linger_s:
+        if self._node.idle.linger_s:
             for epoch in self.mover.crossing():
                 self._node.nudge(epoch)
         return moving or waiting

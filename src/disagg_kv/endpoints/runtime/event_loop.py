@@ -57,17 +57,17 @@ from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent
 from ...transports import Ended as TicketEnded
 from ...transports import Heard, Home, Settled
-from . import idle
 from .background import Background
 from .budget import MOST, Budget
 from .connections import Linked, Links
 from .directory import Answer, Directory
 from .handshake import Remote, Self, check_key
+from .idle import IDLE_S, RECEIPT_S, TARGET_S, IdlePolicy
 from .limited_log import LimitedLog
 from .peer_registry import Roster
 from .process_monitor import Exits
 from .receive_buffer import Inbox
-from .send_buffer import RECEIPTS, Outbox
+from .send_buffer import Outbox
 from .siblings import Siblings
 from .side import Role
 from .succession import Succession, found_before
@@ -110,6 +110,7 @@ class Node:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
         background: Callable[[str, int], Background],
+        side: Callable[[Node], Role],
     ) -> None:
         self.me = me
         self.channel = channel
@@ -128,18 +129,10 @@ class Node:
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, Remote] = {}
         self.broken: EndpointBrokenError | None = None
-        self.role: Role | None = None
         self._sleep = sleep
-        self._soon, self._napped = 0, False
-        fast = me.transport.caps.bytes_per_s >= idle.FAST_BYTES_PER_S
-        naps = fast and me.transport.caps.waits_events and self._naps is not None
-        self._pause = self._shortest = idle.NAP_S if naps else idle.SHORTEST_PAUSE_S
-        self._longest = self._shortest if fast else idle.LONGEST_PAUSE_S
-        self.linger_s = options.linger_s if fast else 0.0
-        self._nudge_s = idle.NUDGE_S if self._naps is None else self.linger_s / 2
-        # A sender whose window is small waits for every receipt.
-        self._holds = fast and options.window >= 2 * RECEIPTS
-        self._awake_until = self._ticked = self.now
+        self.idle = IdlePolicy(me.transport.caps, options, naps=self._naps is not None, now=self.now)
+        self._napped = False
+        self._ticked = self.now
         self._nudged: dict[Epoch, float] = {}
         self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
         name = f"disagg_kv {me.instance}/{me.rank}"
@@ -159,6 +152,7 @@ class Node:
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
         self.siblings = Siblings(self, self.succession)
+        self.role = side(self)
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
         if before is not None:
             self.post(partial(self.dial, before), wake=False)
@@ -202,55 +196,42 @@ class Node:
 
     def turn(self, timeout_s: float) -> None:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
-        assert self.role is not None
         self.now = self.clock()
         # What ended a nap goes before what is less urgent: bytes may wait for it.
         if self._napped and self._hear(0.0):
-            self._pause = self._shortest
+            self.idle.hurry()
         told = bool(self._commands)
         try:
             busy = self._progress()
         except Exception as exc:
             self._met(exc)
             busy = True
-        if told or busy:
-            self._awake_until = self.now + self.linger_s
-        looks = busy or (timeout_s > 0 and self._lingers())
+        more, rooms = self.behind or bool(self._inbox), self.role.open_rooms > 0
+        rest = self.idle.rest(
+            self.now, timeout_s, busy=busy, told=told, more=more, rooms=rooms, in_pass_s=self.role.patience_s
+        )
         if self._outbox.unsent:
-            self._guard(self.flush, self.now if looks else inf)
-        patience_s = min(timeout_s, self.role.patience_s) if looks and timeout_s else timeout_s
-        self._soon = idle.SOON if told else self._soon
-        soon = looks and patience_s > 0 and self._soon > 0
-        more = self.behind or bool(self._inbox)  # than one turn may do: it goes on at once
-        waits = patience_s and not soon and not more
-        pause_s = 0.0 if more else idle.SOON_S if soon else self._pause if looks and not patience_s else 0.0
-        self._napped = pause_s > 0 and self._naps is not None
+            self._guard(self.flush, self.now if rest.polls else inf)
+        self._napped = rest.pause_s > 0 and self._naps is not None
         if self._napped and self._naps is not None:
-            self._naps.nap(pause_s)
-        elif self._hear(self._wait(patience_s) if waits else 0.0):
-            self._pause = self._shortest
+            self._naps.nap(rest.pause_s)
+        elif self._hear(self._wait(rest.block_s) if rest.block_s else 0.0):
+            self.idle.hurry()
             self._guard(self.poll_transport)
             self._guard(self.role.work)
             if self._outbox.unsent:
-                self._guard(self.flush, self.now if looks else inf)
+                self._guard(self.flush, self.now if rest.polls else inf)
             return
-        if not looks:
-            self._pause = self._shortest
-            return
-        if soon:
-            self._soon -= 1
-        elif not patience_s:
-            self._pause = min(2 * self._pause, self._longest)
-        if pause_s and self._naps is None:
-            self._sleep(pause_s)
+        self.idle.rested(rest)
+        if rest.pause_s and self._naps is None:
+            self._sleep(rest.pause_s)
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in what comes in; False: nothing."""
         arrived = self._inbox.fetch(timeout_s)
         if arrived:
             self.now = self.clock()
-            self._awake_until = self.now + self.linger_s
-            self._soon = idle.SOON
+            self.idle.heard(self.now)
             for event in self._inbox.take(Budget(self.clock, self.most)):
                 try:
                     self._on_channel(event)
@@ -260,12 +241,7 @@ class Node:
             self.peers.caught_up(at)
         return arrived
 
-    def _lingers(self) -> bool:
-        role = self.role
-        return role is not None and self.now < self._awake_until and role.open_rooms > 0 and not role.patience_s
-
     def _progress(self) -> bool:
-        assert self.role is not None
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.
         if self._guard(self.poll_transport) and self._prompt:
             self._guard(self.flush)
@@ -329,7 +305,6 @@ class Node:
         self.observer.count("errors.unforeseen")
         error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
         error.__cause__ = exc
-        assert self.role is not None
         try:
             self.role.integrity_failure(error)
         except Exception as second:
@@ -350,12 +325,11 @@ class Node:
     def _deaf(self, exc: Exception) -> None:
         """Perhaps the channel works again later; if not, this thread must be there to end rooms, without spinning."""
         self._unforeseen(exc)
-        self._sleep(idle.IDLE_S)
+        self._sleep(IDLE_S)
 
     def _wait(self, timeout_s: float) -> float:
-        assert self.role is not None
         times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
-        most = idle.TARGET_S if self.me.transport.caps.needs_target_polling and self.role.open_rooms else idle.IDLE_S
+        most = TARGET_S if self.me.transport.caps.needs_target_polling and self.role.open_rooms else IDLE_S
         until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])
         return max(0.0, until - self.now)
 
@@ -402,7 +376,6 @@ class Node:
 
     def _on_answer(self, answer: Answer) -> None:
         """Where an instance is, or why that is not known: only rooms that wait for it can suffer from that."""
-        assert self.role is not None
         if answer.error is not None:
             self.observer.count("lookups.failed")
             self._warn(f"instance {answer.source.instance!r} could not be looked up: {text_of(answer.error)}")
@@ -438,7 +411,6 @@ class Node:
                 self._warn(f"{connections} connections and {messages} messages were refused at {self.me.address}")
 
     def _on_frame(self, frame: AnyFrame, key: str, nbytes: int) -> None:
-        assert self.role is not None
         if key:
             check_key(frame, key, self.peers, self.observer)
         if not isinstance(frame, RoomFrame):
@@ -468,7 +440,6 @@ class Node:
             self.siblings.beat(Epoch(frame.src))
 
     def _on_transport(self, event: TicketEnded | Settled | Heard) -> None:
-        assert self.role is not None
         if not isinstance(event, Heard):
             self.role.on_ticket(event)
             return
@@ -485,7 +456,6 @@ class Node:
     def _peer_effects(self, effects: Sequence[PeerEffect]) -> None:
         if not effects:
             return
-        assert self.role is not None
         for effect in effects:
             match effect:
                 case SendTo(address, frame):
@@ -506,7 +476,6 @@ class Node:
             self.roster.refresh()
 
     def _up(self, up: Up) -> None:
-        assert self.role is not None
         hello = up.hello
         if hello.role == self.me.role:
             self.siblings.up(hello)
@@ -521,7 +490,6 @@ class Node:
 
     def _on_linked(self, linked: Linked) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
-        assert self.role is not None
         up, link = linked.up, linked.link
         if isinstance(link, DisaggKVError):
             self.lose(up.epoch, link)
@@ -545,7 +513,6 @@ class Node:
         self._peer_effects(self.peers.lose(epoch, error, ended=ended))
 
     def _on_lost(self, lost: Lost) -> None:
-        assert self.role is not None
         self.observer.count("peers.lost")
         log.info("%s", lost.error)
         if lost.peer in self.siblings:
@@ -566,7 +533,6 @@ class Node:
         self._exits.confirm(epoch)
 
     def _gone(self, epoch: Epoch) -> None:
-        assert self.role is not None
         self.role.on_gone(epoch)
         self.remotes.pop(epoch, None)
         self._nudged.pop(epoch, None)
@@ -586,13 +552,13 @@ class Node:
         if address is None:
             self.observer.count("frames.unroutable")
             return
-        waits = self._holds and isinstance(send.frame, Landed)
-        self._outbox.put(address, self.codec.encode(send.frame), self.now + idle.RECEIPT_S if waits else -inf)
+        waits = self.idle.holds_receipts and isinstance(send.frame, Landed)
+        self._outbox.put(address, self.codec.encode(send.frame), self.now + RECEIPT_S if waits else -inf)
 
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
-        if self.linger_s and epoch in self.remotes and self.now >= self._nudged.get(epoch, self.now):
-            self._nudged[epoch] = self.now + self._nudge_s
+        if self.idle.linger_s and epoch in self.remotes and self.now >= self._nudged.get(epoch, self.now):
+            self._nudged[epoch] = self.now + self.idle.nudge_s
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
 
     def flush(self, now: float = inf) -> None:
@@ -608,7 +574,6 @@ class Node:
 
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
         """Act on what the agreement says: first tell the others, who wait for it."""
-        assert self.role is not None
         sends = [effect for effect in effects if not isinstance(effect, Outcome)]
         for send in sends:
             self.send(send)

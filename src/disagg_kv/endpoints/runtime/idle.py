@@ -1,6 +1,26 @@
-"""How an endpoint waits: bounds of its sleeps, seconds between looks, and what counts as a fast wire."""
+"""How an endpoint's thread waits between two steps.
+
+Theory of operation. A sleeping thread is woken late: by tens of microseconds where a channel's own threads pass a
+message on, by more where a hypervisor has halted the core. On a slow wire that is nothing. On a fast one it is as long
+as some MiB take to cross. A thread that never sleeps takes the interpreter, and a core, from the engine. So there are
+three ways to wait, and after each step :meth:`IdlePolicy.rest` chooses one:
+
+* Block until a message comes. Nothing is under way that only polling shows to be done, and nothing happened lately.
+* Poll: pause for a moment and look again, each pause twice as long as the one before up to a bound. Copies or events
+  are under way, or something happened within the busy-poll window ``Options.linger_s`` and rooms are open.
+* Block during a forward pass of the engine, for as long as the pass is thought to take per layer. The engine's own
+  thread needs the interpreter then. The first :data:`SOON` waits after a command or a message are short polls, since
+  what those began ends soon.
+
+What the choice is made from is passed in, so this module reads no clock, no channel and no room.
+"""
 
 from __future__ import annotations
+
+from attrs import frozen
+
+from ...protocol import Options
+from ...transports import Capabilities
 
 IDLE_S = 0.2
 """The longest that an endpoint sleeps: exits of peers are noticed this fast."""
@@ -9,24 +29,111 @@ TARGET_S = 0.001
 """The same while rooms are open, with a transport whose writes move only while their target polls."""
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
-"""Between two looks at copies and events that nothing but looking shows to be done."""
+"""Between two looks at copies and events that only polling shows to be done."""
 
 NAP_S = 10e-6
-"""The same where the channel's waits are that exact, and a fast wire has no thread that would need the interpreter
-meanwhile: a look itself takes several times as long."""
+"""The same where the channel's waits are that exact, and a fast wire has no thread that needs the interpreter
+meanwhile. A look itself takes several times as long."""
 
 SOON, SOON_S = 2, 300e-6
-"""So many looks, so far apart, before ``patience_s`` after something was told or has come: what that began ends soon
-where a GPU waits for its engine's thread, and a wire that is told late is idle until then."""
+"""Number of quick polls, and seconds between them, after any activity during a forward pass."""
 
 NUDGE_S = 150e-6
-"""A silence of bytes' notices that is filled while they are on a fast wire: a hypervisor that halts a core for longer
-wakes it late, and notices pass through two threads of ZeroMQ's on cores of their own. Where a channel has no threads,
-there is only the peer's own to keep awake, which stays so for ``linger_s``."""
+"""Seconds between keep-alive frames while bytes are on a fast wire. A hypervisor that halts a core for longer wakes it
+late, and notices pass through two threads of ZeroMQ on cores of their own. Where a channel has no threads, there is
+only the peer's own to keep awake, which stays so for ``linger_s``."""
 
 RECEIPT_S = 0.001
-"""So long a receipt waits for what has to leave, where the wire is fast and this thread awake: to write and to read it
-takes as long as some MiB."""
+"""Seconds that a receipt waits for other frames to the same peer, where the wire is fast and this thread awake."""
+
+RECEIPTS = 4
+"""Fewer receipts than these wait for other frames: a sender has a window under way and goes on as they come."""
 
 FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
+
+
+@frozen
+class Rest:
+    """What an endpoint does between two steps.
+
+    Args:
+        polls: something may happen that wakes no thread.
+        block_s: wait for a message for at most this long; 0: only look whether one is there.
+        pause_s: then pause; 0: go on at once.
+        quick: it is one of the quick polls of a forward pass.
+    """
+
+    polls: bool
+    block_s: float
+    pause_s: float
+    quick: bool
+
+
+class IdlePolicy:
+    """Chooses how to wait; runs on the endpoint's thread only.
+
+    Args:
+        caps: of the transport: how fast its wire is, and whether its writes wait for events by themselves.
+        options: the busy-poll window and the window of segments.
+        naps: whether the channel can wait exactly, for microseconds.
+        now: the time.
+    """
+
+    def __init__(self, caps: Capabilities, options: Options, *, naps: bool, now: float) -> None:
+        fast = caps.bytes_per_s >= FAST_BYTES_PER_S
+        self.linger_s = options.linger_s if fast else 0.0
+        self.nudge_s = self.linger_s / 2 if naps else NUDGE_S
+        # A sender whose window is small waits for every receipt.
+        self.holds_receipts = fast and options.window >= 2 * RECEIPTS
+        self._shortest = NAP_S if fast and caps.waits_events and naps else SHORTEST_PAUSE_S
+        self._longest = self._shortest if fast else LONGEST_PAUSE_S
+        self._pause = self._shortest
+        self._quick = 0
+        self._awake_until = now
+
+    def heard(self, now: float) -> None:
+        """A message has come."""
+        self._awake_until = now + self.linger_s
+        self._quick = SOON
+
+    def hurry(self) -> None:
+        """What has come may have ended what was waited for: the next pause is the shortest."""
+        self._pause = self._shortest
+
+    def rest(
+        self, now: float, timeout_s: float, *, busy: bool, told: bool, more: bool, rooms: bool, in_pass_s: float
+    ) -> Rest:
+        """How to wait after a step.
+
+        Args:
+            now: the time.
+            timeout_s: the longest that the caller wants to wait.
+            busy: something is under way that only polling shows to be done.
+            told: the engine has given a command.
+            more: there is work that did not fit into the step.
+            rooms: there are open rooms.
+            in_pass_s: during a forward pass: how long the engine needs no look; else 0.
+        """
+        if told or busy:
+            self._awake_until = now + self.linger_s
+        if told:
+            self._quick = SOON
+        lingers = timeout_s > 0 and now < self._awake_until and rooms and not in_pass_s
+        polls = busy or lingers
+        block_s = min(timeout_s, in_pass_s) if polls else timeout_s
+        quick = polls and block_s > 0 and self._quick > 0
+        if more:
+            return Rest(polls, 0.0, 0.0, quick)
+        if quick:
+            return Rest(polls, 0.0, SOON_S, quick)
+        return Rest(polls, block_s, self._pause if polls and not block_s else 0.0, quick)
+
+    def rested(self, rest: Rest) -> None:
+        """No message came meanwhile: the next pause is longer."""
+        if not rest.polls:
+            self._pause = self._shortest
+        elif rest.quick:
+            self._quick -= 1
+        elif rest.pause_s:
+            self._pause = min(2 * self._pause, self._longest)

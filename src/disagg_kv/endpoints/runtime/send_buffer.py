@@ -11,10 +11,8 @@ from attrs import define, field
 from ...channels import MAX_FRAME, MAX_TOGETHER, Channel, SupportsBatches, check_frame
 from ...errors import ConfigurationError, text_of
 from ...trace import Observer
+from .idle import RECEIPTS
 from .limited_log import LimitedLog
-
-RECEIPTS = 4
-"""Fewer receipts than these wait for what has to leave: who sends a window at a time goes on as they come."""
 
 
 @define

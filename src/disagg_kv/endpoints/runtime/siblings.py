@@ -62,7 +62,6 @@ class Siblings:
     def _join(self, rank: Rank) -> None:
         """Of the lives of a rank that are there, one counts."""
         node = self._node
-        assert node.role is not None
         lives = [node.peers.hello(epoch) for epoch in node.peers.epochs() if self._ranks.get(epoch) == rank]
         if rank == node.me.rank:
             error = self._succession.of_our_rank(lives)

@@ -102,7 +102,7 @@ class Driver:
             raise self._node.broken
 
     def _run(self) -> None:
-        if self._node.linger_s:
+        if self._node.idle.linger_s:
             _sleep_exactly()
         self._turned_by = threading.get_ident()
         while self._asked.empty() and self._node.broken is None:
