@@ -30,11 +30,11 @@ from attrs import frozen
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.kernels import Move, ReferenceKernels, Sums
+from disagg_kv.kernels import Move, ReferenceKernels, Checksums
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.kernels.triton_host import TUNED, Launcher, PreparedLaunch, Tuning
-from disagg_kv.kernels.triton_sums import Summer
+from disagg_kv.kernels.triton_sums import ChecksumLauncher
 from disagg_kv.memory import Buffer, Event, Layout, PagedPool
 from disagg_kv.planning import StagedLayout
 
@@ -115,7 +115,7 @@ class Bench:
         self._order = [i for n in ("k", "v") for i, p in enumerate(self.pools[0].site.planes) if p.component == n]
         self.moves, self.nbytes = self.of(case.tokens)
         self.staging = [self._noise(self.nbytes) for _ in range(2)]
-        self._sums: list[Sums] = []
+        self._sums: list[Checksums] = []
 
     def of(self, tokens: int) -> tuple[list[Move], int]:
         """The case's moves for its first ``tokens`` tokens, and their bytes."""
@@ -148,7 +148,7 @@ class Bench:
         return Buffer(memory.data_ptr(), nbytes, str(memory.device), memory)
 
     def call(
-        self, launcher: Launcher | Summer, after: Event | None = None, *, moves: list[Move] | None = None
+        self, launcher: Launcher | ChecksumLauncher, after: Event | None = None, *, moves: list[Move] | None = None
     ) -> Event | None:
         """PreparedLaunch the case, or other moves."""
         if isinstance(launcher, Launcher):
@@ -176,10 +176,10 @@ class Bench:
 
         return prepare, lambda: ready.pop().launch()
 
-    def check(self, launcher: Launcher | Summer) -> None:
+    def check(self, launcher: Launcher | ChecksumLauncher) -> None:
         """Stop the program where bytes differ from the reference's, moved or not, or sums do."""
         reference = ReferenceKernels()
-        if isinstance(launcher, Summer):
+        if isinstance(launcher, ChecksumLauncher):
             ours = launcher(self.pools[0], self.moves)
             if ours.event is not None:
                 ours.event.synchronize()
@@ -243,7 +243,7 @@ def _host(runs: Iterable[Callable[[], Event | None]]) -> tuple[float, float]:
 def _measure(case: Case, layers: int, device: str, tunings: list[Tuning]) -> list[dict[str, object]]:
     bench = Bench(case, layers, device)
     launchers = {
-        tuning: Summer(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
+        tuning: ChecksumLauncher(tuning) if case.op == "checksum" else Launcher(case.op, tuning)
         for tuning in tunings or [TUNED[case.op]]
     }
     for launcher in launchers.values():

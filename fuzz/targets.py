@@ -25,7 +25,7 @@ from disagg_kv.protocol import Codec, Hello
 from disagg_kv.protocol import frames as f
 from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
 from disagg_kv.rendezvous import Source, StoreRendezvous
-from disagg_kv.strategies import Job, Path, paths
+from disagg_kv.strategies import Job, TransferPlanner, paths
 from disagg_kv.transports import InprocTransport, ShmTransport
 from disagg_kv.transports.descriptor import decode, unpack
 from disagg_kv.transports.mooncake_flight import ADDRESS
@@ -146,7 +146,7 @@ def plan(data: bytes) -> None:
                     _post(path, Job(me.site, remote.site, intake.parts[0], view, segment, me.tables, tables), hello)
 
 
-def _post(path: Path, job: Job, hello: Hello) -> None:
+def _post(path: TransferPlanner, job: Job, hello: Hello) -> None:
     """Plan a part's writes and hold them against the peer's own words."""
     with suppress(DisaggKVError):
         writes = path.send(job)

@@ -9,9 +9,9 @@ import numpy as np
 from msgspec import structs
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.endpoints.runtime.handshake import Remote, Role, Self
-from disagg_kv.endpoints.runtime.incarnation import Life
-from disagg_kv.endpoints.runtime.plan_cache import Routes
+from disagg_kv.endpoints.runtime.handshake import RemoteEndpoint, Role, EndpointInfo
+from disagg_kv.endpoints.runtime.incarnation import Incarnation
+from disagg_kv.endpoints.runtime.plan_cache import PlanCache
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId, Rank
@@ -40,16 +40,16 @@ class Fixed:
         self.role = role
         self.site = self.pool.site
         self.tables: Mapping[GroupId, PageTable] = {KV: PageTable(KV, np.arange(ROWS // 4))}
-        self.me = Self(
-            Life(), "inproc://me", role, role, Rank(0), shards, self.site, self.regions, self.transport,
+        self.me = EndpointInfo(
+            Incarnation(), "inproc://me", role, role, Rank(0), shards, self.site, self.regions, self.transport,
             tuple(paths().values()), 4096, self.regions[0], 1 << 16, 1 << 13,
         )  # fmt: skip
         self.admit = self.me.admit
 
-    def meet(self, hello: Hello) -> tuple[Remote, Routes]:
+    def meet(self, hello: Hello) -> tuple[RemoteEndpoint, PlanCache]:
         """A peer of the other side, admitted before."""
-        remote = Remote.of(hello)
-        return remote, Routes(self.me.shards, remote.site)
+        remote = RemoteEndpoint.of(hello)
+        return remote, PlanCache(self.me.shards, remote.site)
 
 
 @cache

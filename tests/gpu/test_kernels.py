@@ -22,7 +22,7 @@ from disagg_kv.kernels import (
     Kernels,
     Move,
     Prepared,
-    Sums,
+    Checksums,
     SupportsPreparing,
     SupportsStreams,
     SupportsWarmUp,
@@ -115,7 +115,7 @@ def test_any_strides_tables_and_moves(kernels: Kernels, case: tuple[PagedPool, B
     assert np.array_equal(content_of(staging), other)
 
 
-def _summed(sums: Sums) -> list[list[int]]:
+def _summed(sums: Checksums) -> list[list[int]]:
     _wait(sums.event)
     return [of.tolist() for of in sums.read()]
 

@@ -8,17 +8,17 @@ from .planting import Mutant
 
 RECEIVE = "protocol.receive_room:ReceiveRoom."
 FLOW = "protocol.flow:Flow."
-MOVER = "endpoints.prefill.transfers:Mover."
-PREFILL = "endpoints.prefill.rooms:PrefillRole."
-DECODE = "endpoints.decode.rooms:DecodeRole."
-SCATTER = "endpoints.decode.scatter:Scatterer."
+MOVER = "endpoints.prefill.transfers:TransferQueue."
+PREFILL = "endpoints.prefill.rooms:PrefillSide."
+DECODE = "endpoints.decode.rooms:DecodeSide."
+SCATTER = "endpoints.decode.scatter:ScatterQueue."
 DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
-LOOP = "endpoints.runtime.event_loop:Node."
-INBOX = "endpoints.runtime.receive_buffer:Inbox."
-LINKS = "endpoints.runtime.connections:Links."
+LOOP = "endpoints.runtime.event_loop:EventLoop."
+INBOX = "endpoints.runtime.receive_buffer:ReceiveBuffer."
+LINKS = "endpoints.runtime.connections:Connections."
 DIRECTORY = "endpoints.runtime.directory:Directory."
-ROSTER = "endpoints.runtime.peer_registry:Roster."
+ROSTER = "endpoints.runtime.peer_registry:PeerRegistry."
 
 BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight", "E1",
@@ -108,7 +108,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("silence is taken for evidence", "I5",
            RECEIVE + "_on_lost", "w.lost = True", "w.gone = True"),
     Mutant("an end is evidence before the last writes have landed", "I5",
-           "endpoints.runtime.process_monitor:Exits.drained", "self._clock() - at >= drain_s", "True"),
+           "endpoints.runtime.process_monitor:ProcessMonitor.drained", "self._clock() - at >= drain_s", "True"),
     Mutant("a repeated Done of an ended room is not answered", "I4",
            DECODE + "_answer_ended", "node.send(Send(epoch, Complete(**head)))", "pass"),
     Mutant("what is due for a room is forgotten when its time is moved", "I4",
@@ -195,7 +195,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("an error in the handling of an error is only logged", "I7",
            LOOP + "_unforeseen", "raise _Broken(self._broken_by(second)) from second", "pass"),
     Mutant("a broken endpoint leaves its rooms as they are", "I7",
-           "endpoints.runtime.thread:Driver._turn", "self._break_down(self._node.break_down(exc))",
+           "endpoints.runtime.thread:EndpointThread._turn", "self._break_down(self._node.break_down(exc))",
            "self._node.break_down(exc)"),
     Mutant("a broken endpoint takes calls", "I7",
            LOOP + "post", "if self.broken is not None:", "if False:"),
@@ -221,7 +221,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a rank keeps more than the ranks agreed on", "C3",
            "prefix.cache:Claim.begin", "self._cache.index.shorten(self._lock, held)", "pass"),
     Mutant("an end that is confirmed counts as if it had been seen long ago", "I5",
-           "endpoints.runtime.process_monitor:Exits.confirm", "self._clock())", "-1e9)"),
+           "endpoints.runtime.process_monitor:ProcessMonitor.confirm", "self._clock())", "-1e9)"),
     Mutant("a life that another one has followed goes on as if it counted", "E10",
            "endpoints.runtime.succession:Succession.of_our_rank", "self._younger = life", "pass"),
     Mutant("a rank that is lost takes no room with it", "E16",

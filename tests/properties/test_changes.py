@@ -10,7 +10,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.endpoints.runtime.handle import Changes, RoomHandle
+from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
 from disagg_kv.ids import RoomId
 from disagg_kv.protocol import Phase
 
@@ -51,7 +51,7 @@ class Watched(RoomHandle):
 )
 def test_every_change_is_told_and_none_twice(rooms: int, order: list[int], pauses: list[int], most: int | None) -> None:
     """The endpoint's steps (a state is published, an entry is added) fall between any two steps of ``take``."""
-    changes: Changes[RoomHandle] = Changes()
+    changes: ChangeQueue[RoomHandle] = ChangeQueue()
     steps: list[Callable[[], object]] = []
     waits = iter(pauses)
 
@@ -87,7 +87,7 @@ def test_every_change_is_told_and_none_twice(rooms: int, order: list[int], pause
 
 def test_thirty_thousand_rooms_that_end_before_the_engine_polls_are_all_told() -> None:
     """More rooms than any bound, with three changes each."""
-    changes: Changes[RoomHandle] = Changes()
+    changes: ChangeQueue[RoomHandle] = ChangeQueue()
     handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(30_000)]
     for phase, released in LIFE[1:]:
         for handle in handles:
@@ -99,7 +99,7 @@ def test_thirty_thousand_rooms_that_end_before_the_engine_polls_are_all_told() -
 
 def test_an_engine_that_never_polls_costs_one_entry_for_each_room() -> None:
     """The number of changes does not matter."""
-    changes: Changes[RoomHandle] = Changes()
+    changes: ChangeQueue[RoomHandle] = ChangeQueue()
     handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(3)]
     for _ in range(1000):
         for handle in handles:
@@ -110,7 +110,7 @@ def test_an_engine_that_never_polls_costs_one_entry_for_each_room() -> None:
 
 def test_an_engine_that_polls_while_rooms_end_is_told_of_each_release_once() -> None:
     """Two threads: one ends 20,000 rooms, the other polls a few at a time until it knows of all."""
-    changes: Changes[RoomHandle] = Changes()
+    changes: ChangeQueue[RoomHandle] = ChangeQueue()
     handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(20_000)]
 
     def end() -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.geometry import Part, Site, elect
+from disagg_kv.geometry import Share, Site, elect
 from disagg_kv.ids import GroupId
 from disagg_kv.planning import Segment, Writes, coalesce, direct_writes, refuse_direct, slice_writes
 from tests.support import oracle
@@ -25,7 +25,7 @@ def _pool(world: World, rank: int, ours: bool, page_rows: int, order: Order, gap
     return build_site(world.spec, shard, page_rows, 80 // page_rows + 3, order, gap)
 
 
-def _check(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, seed: int) -> None:
+def _check(source: Site, target: Site, parts: tuple[Share, ...], segment: Segment, seed: int) -> None:
     here = {GroupId("kv"): build_table(source, segment.start, segment.stop, seed)}
     there = {GroupId("kv"): build_table(target, segment.start, segment.stop, seed + 1)}
     memory, before = oracle.fresh(source, seed), oracle.fresh(target, seed + 2)

@@ -13,7 +13,7 @@ from disagg_kv.ids import Ticket
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import Ended, InprocTransport, Settled, ShmTransport, Transport, decode, encode
+from disagg_kv.transports import WriteEnded, InprocTransport, Settled, ShmTransport, Transport, decode, encode
 from disagg_kv.transports.descriptor import _MAGIC, VERSION
 
 N = 64
@@ -68,7 +68,7 @@ def test_memory_of_a_quiet_ticket_stands_still(script: list[tuple[Fault | None, 
         pair.log.add(told)
         found = pair.target.read(pair.remote).tobytes()
         for event in told:
-            if isinstance(event, Settled) or (isinstance(event, Ended) and event.quiesced):
+            if isinstance(event, Settled) or (isinstance(event, WriteEnded) and event.quiesced):
                 i = tickets.index(event.ticket)
                 still[i] = found[8 * i : 8 * i + 8]
 

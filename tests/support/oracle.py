@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from disagg_kv.geometry import CacheSpec, Component, PageTable, Part, Shard, Site
+from disagg_kv.geometry import CacheSpec, Component, PageTable, Share, Shard, Site
 from disagg_kv.ids import GroupId
 from disagg_kv.planning import Segment, StagedLayout, Writes
 
@@ -56,7 +56,7 @@ def needed(spec: CacheSpec, shard: Shard, held: int, stop: int, *, known: bool) 
     return sorted(found)
 
 
-def sent(parts: Iterable[Part], segment: Segment) -> list[RowCell]:
+def sent(parts: Iterable[Share], segment: Segment) -> list[RowCell]:
     """Everything that parts say is sent of a segment; what is sent twice is there twice."""
     return sorted(
         (part.component, layer, row, unit)

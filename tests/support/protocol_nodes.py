@@ -17,7 +17,7 @@ from disagg_kv.protocol import (
     Cancel,
     Decided,
     Effect,
-    Ended,
+    RoomOutcome,
     FlowPlan,
     Free,
     Gone,
@@ -155,7 +155,7 @@ class DecodeNode(Node):
             self._busy = False
         if room.state is Receiving.CLOSED and self.rooms.pop(key, None) is not None:
             self.outcomes.setdefault(key.room, []).append(room.phase)
-            ended = Ended.DONE if room.phase is Phase.DONE else Ended.FAILED
+            ended = RoomOutcome.DONE if room.phase is Phase.DONE else RoomOutcome.FAILED
             self.tombstones.remember(self.epoch, key.generation, ended)
 
     def _act(self, key: RoomKey, effect: Effect) -> None:
@@ -214,7 +214,7 @@ class DecodeNode(Node):
             self.handle(key, frame)
             return
         head = room_head(self.epoch, Epoch(frame.src), key.room, key.generation)
-        done = self.tombstones.outcome(self.epoch, key.generation) is Ended.DONE
+        done = self.tombstones.outcome(self.epoch, key.generation) is RoomOutcome.DONE
         answer: RoomFrame
         match frame:
             case StagingRequest() | ChunkReady() if done:
@@ -296,10 +296,10 @@ class PrefillNode(Node):
         if machine.closed and self.rooms.get(key.room, (None, None))[0] == key:
             del self.rooms[key.room]
             self.outcomes.setdefault(key.room, []).append(machine.phase)
-            ended = Ended.DONE if machine.phase is Phase.DONE else Ended.FAILED
+            ended = RoomOutcome.DONE if machine.phase is Phase.DONE else RoomOutcome.FAILED
             for peer, flow in machine.flows.items():
                 self.tombstones.remember(peer, flow.generation, ended)
-            if ended is Ended.FAILED:
+            if ended is RoomOutcome.FAILED:
                 self.unmet[key.room] = set(machine.flows)
 
     def begin(self, key: RoomKey, transfer: Transfer) -> bool:
@@ -332,12 +332,12 @@ class PrefillNode(Node):
             if flow.state is not Sending.CLOSED:
                 self.act(key, lambda room: room.handle(peer, frame, self.now))
             else:
-                self._answer(frame, Ended.FAILED)
+                self._answer(frame, RoomOutcome.FAILED)
             return
         ended = self.tombstones.outcome(peer, generation)
         first = isinstance(frame, Expect | Abort)
         if ended is None and first and name in self.unmet and peer not in self.unmet[name]:
-            ended = Ended.FAILED
+            ended = RoomOutcome.FAILED
             self.unmet[name].add(peer)
             self.tombstones.remember(peer, generation, ended)
         if ended is not None:
@@ -358,10 +358,10 @@ class PrefillNode(Node):
             else:
                 self._reply(frame, Drained(**self._head(frame), reason=frame.reason))
 
-    def _answer(self, frame: RoomFrame, ended: Ended) -> None:
+    def _answer(self, frame: RoomFrame, ended: RoomOutcome) -> None:
         if isinstance(frame, Abort):
             self._reply(frame, Drained(**self._head(frame), reason="the room has ended"))
-        elif isinstance(frame, Expect) and ended is not Ended.DONE:
+        elif isinstance(frame, Expect) and ended is not RoomOutcome.DONE:
             self._reply(frame, Abort(**self._head(frame), reason="the room has ended"))
 
     def _head(self, frame: RoomFrame) -> Head:

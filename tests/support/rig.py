@@ -16,7 +16,7 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
@@ -86,7 +86,7 @@ class DecodeOptions(TypedDict, total=False):
     arrivals_per_poll: int | None
     kernels: Kernels
     options: Options
-    life: Life
+    life: Incarnation
 
 
 def _no_sleep(seconds: float) -> None:

@@ -9,12 +9,12 @@ from attrs import evolve
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
-from disagg_kv.kernels import Kernels, Move, Sums, kernels_for
+from disagg_kv.kernels import Kernels, Move, Checksums, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
 from disagg_kv.protocol.frames import Ballot, Codec, Verdict
-from disagg_kv.transports import Ended, Heard, InprocTransport, Settled, Transport
+from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled, Transport
 from tests.support.pools import Bytes
 
 
@@ -55,12 +55,12 @@ class CountingKernels:
         self.scatters.append(len(moves))
         return self._done(self._inner.scatter(pool, moves, staging))
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Count and pass on."""
         self.checksums.append(len(moves))
         # Without a GPU nothing happens later: what an event of ours stands for is done.
         sums = self._inner.checksum(pool, moves, after if self.events is None else None)
-        return Sums(self._done(sums.event), sums.read)
+        return Checksums(self._done(sums.event), sums.read)
 
     def _done(self, event: Event | None) -> Event | None:
         if self.fail is not None:
@@ -220,7 +220,7 @@ class RecordingTransport:
         self.batches.append((peer, writes))
         return self._inner.submit(peer, writes, notify=notify, after=after)
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """Pass on."""
         return self._inner.poll()
 

@@ -11,7 +11,7 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import EmulatedWire, Ended, Heard, InprocTransport, Settled, ShmTransport, emulate
+from disagg_kv.transports import EmulatedWire, WriteEnded, Heard, InprocTransport, Settled, ShmTransport, emulate
 
 
 def faultless_inproc() -> FaultyTransport:
@@ -46,7 +46,7 @@ class SlowTransport(FaultyTransport):
             self._after[ticket] = after
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """Moves the oldest batch whose event has happened."""
         for ticket in self.held:
             try:
@@ -71,4 +71,4 @@ class SlowTransport(FaultyTransport):
 
     def _drop(self, ticket: Ticket, error: TransportError) -> None:
         del self._held[ticket], self._after[ticket]
-        self._events.append(Ended(ticket, error))
+        self._events.append(WriteEnded(ticket, error))

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, DeadlineError, DisaggKVError, Integrity
 from ..ids import RegionId
 from ..memory import bytes_of, new_buffer
 from ..planning import Writes
-from ..transports import Ended, transport
+from ..transports import WriteEnded, transport
 from .data import POISON
 from .machine import Machine
 from .raw import Raw, Target, raw
@@ -93,7 +93,7 @@ def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -
             until = time.monotonic() + timeout_s
             while True:
                 for event in side.poll():
-                    if isinstance(event, Ended) and event.ticket == ticket:
+                    if isinstance(event, WriteEnded) and event.ticket == ticket:
                         if event.error is not None:
                             raise event.error
                         return

@@ -14,7 +14,7 @@ from ..ids import Peer, RegionId
 from ..kernels.tensors import tensor_of
 from ..memory import Buffer
 from ..planning import Writes
-from ..transports import Ended, Transport
+from ..transports import WriteEnded, Transport
 from .data import blank
 from .timing import Queued
 
@@ -73,7 +73,7 @@ class BulkSource:
         waiting = {self._transport.submit(peer, writes, after=after) for peer, writes in self._batches}
         while True:
             for event in self._transport.poll():
-                if isinstance(event, Ended):
+                if isinstance(event, WriteEnded):
                     if event.error is not None:
                         raise event.error
                     waiting.discard(event.ticket)

@@ -13,7 +13,7 @@ import attrs
 import msgspec
 from attrs import define, frozen
 
-from ..endpoints.decode.rate_limit import ScatterPace
+from ..endpoints.decode.rate_limit import RateLimiter
 from ..errors import CapacityError, ConfigurationError
 from ..geometry import I32, CacheSpec, item_bytes, shard
 from ..planning import Intake, plain_site
@@ -177,7 +177,7 @@ class Emulator:
         scale = sum(len(p.tokens) + p.answer for p in prompts) + e.decode_page * len(prompts) if ideal else 0
         self._prefill, _ = _cache(spec, e.prefill_kv_tokens + scale, e.prefill_page)
         self._decode, self._index = _cache(spec, e.decode_kv_tokens + scale, e.decode_page)
-        self._pace = ScatterPace(e.pace_bytes_per_s)
+        self._pace = RateLimiter(e.pace_bytes_per_s)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0

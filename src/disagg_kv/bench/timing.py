@@ -11,7 +11,7 @@ from attrs import frozen
 
 from ..channels import Arrived, News, UnixChannel
 from ..ids import RoomId
-from ..kernels import Move, Sums, kernels_for
+from ..kernels import Move, Checksums, kernels_for
 from ..memory import Buffer, Event, MemoryPool
 from ..protocol import Codec
 from ..protocol.frames import Box, Grant, StagingRequest
@@ -52,7 +52,7 @@ class Still:
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
         """Nothing."""
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """As everywhere: it copies nothing."""
         return kernels_for(pool.buffers[0].device).checksum(pool, moves, after)
 

@@ -17,7 +17,7 @@ _VERSION = b"1.0"
 _FAILED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 
 
-class Gate:
+class KeyAuthenticator:
     """Answers ZeroMQ's questions about keys (ZAP, ZeroMQ RFC 27) on the thread that polls; there is no other.
 
     Make it before the inbox is bound. ``sockets`` are to be polled, and :meth:`work` to be called when one is ready.

@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigurationError
 from ..transports import Home
-from .authenticator import Gate
+from .authenticator import KeyAuthenticator
 from .base import (
     MAX_FRAME,
     MAX_TOGETHER,
@@ -133,7 +133,7 @@ class ZmqChannel:
         # Three sockets a destination: the default of 1,023 would end at 340 peers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._pull = self._context.socket(zmq.PULL)
-        self._gate = Gate(self._context, self._pull, keys)
+        self._gate = KeyAuthenticator(self._context, self._pull, keys)
         self._waker, self._woken = socket.socketpair()
         self._poller = zmq.Poller()
         # ZeroMQ would take somebody else's socket away without a word.

@@ -72,7 +72,7 @@ def write() -> None:
     """One MiB from this process to a child, over NIXL."""
     from ..testing.ends import Child, End, HostMemory
     from ..testing.pair import batch
-    from ..transports import Ended
+    from ..transports import WriteEnded
     from ..transports.nixl import NixlTransport
 
     memory, data = HostMemory(), np.full(1 << 20, 1, np.uint8)
@@ -81,9 +81,9 @@ def write() -> None:
     child.open()
     local, remote = source.add(data), child.add(np.zeros_like(data))
     ticket = source.submit(source.connect(child.descriptor(), TIMEOUT_S), batch(local, remote, [(0, 0, data.nbytes)]))
-    ended: list[Ended] = []
+    ended: list[WriteEnded] = []
     while not ended:
-        ended = [event for event in source.told() if isinstance(event, Ended) and event.ticket == ticket]
+        ended = [event for event in source.told() if isinstance(event, WriteEnded) and event.ticket == ticket]
         time.sleep(0.001)
     if ended[0].error is not None:
         raise ended[0].error

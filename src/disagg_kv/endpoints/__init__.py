@@ -12,10 +12,10 @@ from .api import (
     Step,
 )
 from .decode.endpoint import DecodeEndpoint
-from .kept_pages import KeptPages, PageSums, page_sums
+from .kept_pages import CachedPages, PageChecksums, page_sums
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
-from .runtime.incarnation import Life
+from .runtime.incarnation import Incarnation
 from .runtime.peer_registry import format_peers
 
 __all__ = [
@@ -24,9 +24,9 @@ __all__ = [
     "Delivery",
     "Fail",
     "Handle",
-    "KeptPages",
-    "Life",
-    "PageSums",
+    "CachedPages",
+    "Incarnation",
+    "PageChecksums",
     "PeerInfo",
     "PeerState",
     "PrefillEndpoint",

@@ -31,7 +31,7 @@ from ..memory import Event, Mark
 from ..protocol import Phase
 from ..rendezvous import Source
 from ..strategies import Feature
-from .kept_pages import KeptPages
+from .kept_pages import CachedPages
 
 
 @define
@@ -228,7 +228,7 @@ class Reception(Handle, Protocol):
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[KeptPages] = (),
+        kept: Sequence[CachedPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",

@@ -24,7 +24,7 @@ from ..planning import StagedLayout
 
 
 @frozen(eq=False)
-class KeptPages:
+class CachedPages:
     """Pages of a held prefix in one group, and what they summed up to when their rows became final.
 
     Args:
@@ -43,7 +43,7 @@ class KeptPages:
 
 
 @frozen(eq=False)
-class PageSums:
+class PageChecksums:
     """Sums of pages under way.
 
     Args:
@@ -65,7 +65,7 @@ def kept_layers(site: Site, group: GroupId) -> tuple[LayerId, ...]:
 
 def page_sums(
     kernels: Kernels, pool: MemoryPool, table: PageTable, which: Sequence[int], after: Event | None = None
-) -> PageSums:
+) -> PageChecksums:
     """Sum whole pages of a request where they lie, all in one launch, per layer of :func:`kept_layers`.
 
     Equal rows at the same place of a prompt have equal sums in every pool that holds the same heads, whatever its page
@@ -95,10 +95,10 @@ def page_sums(
     starts = [table.first + number * size for number in which]
     moves = [Move(parts.rows(start, start + size), {table.group: table}, 0) for start in starts]
     sums = kernels.checksum(pool, moves, after)
-    return PageSums(sums.event, lambda: np.array([parts.by_layer(of) for of in sums.read()]).reshape(len(moves), -1))
+    return PageChecksums(sums.event, lambda: np.array([parts.by_layer(of) for of in sums.read()]).reshape(len(moves), -1))
 
 
-def check_kept(where: str, site: Site, kept: Sequence[KeptPages], start: int) -> tuple[KeptPages, ...]:
+def check_kept(where: str, site: Site, kept: Sequence[CachedPages], start: int) -> tuple[CachedPages, ...]:
     """Kept pages as far as row ``start``; the engine may reuse its arrays.
 
     Raises:
@@ -122,11 +122,11 @@ def check_kept(where: str, site: Site, kept: Sequence[KeptPages], start: int) ->
             cut.check(group, 0, start)
         except GeometryError as exc:
             raise GeometryError(f"{where}: kept pages: {exc}") from exc
-        found.append(KeptPages(cut, one.sums[:pages].copy()))
+        found.append(CachedPages(cut, one.sums[:pages].copy()))
     return tuple(found)
 
 
-class KeptCheck:
+class CachedPagesCheck:
     """Whether the kept pages of one room are what they were; one launch where they are, one more to name what is not.
 
     Args:
@@ -136,7 +136,7 @@ class KeptCheck:
         kept: as :func:`check_kept` gives them.
     """
 
-    def __init__(self, where: str, kernels: Kernels, pool: MemoryPool, kept: Sequence[KeptPages]) -> None:
+    def __init__(self, where: str, kernels: Kernels, pool: MemoryPool, kept: Sequence[CachedPages]) -> None:
         self._where = where
         self._kernels = kernels
         self._pool = pool
@@ -166,7 +166,7 @@ class KeptCheck:
             raise DisaggKVError(f"{self._where}: what is held could not be summed: {exc}") from exc
         return False
 
-    def _sum(self, kept: KeptPages) -> None:
+    def _sum(self, kept: CachedPages) -> None:
         """Sums add up: one sum over all pages says whether all are right."""
         site = self._pool.site
         group = site.group(kept.table.group)
@@ -181,7 +181,7 @@ class KeptCheck:
 
         self._event, self._look = sums.event, look
 
-    def _name(self, kept: KeptPages) -> None:
+    def _name(self, kept: CachedPages) -> None:
         """Sum page by page, to say which."""
         sums = page_sums(self._kernels, self._pool, kept.table, range(len(kept.table.pages)))
 
@@ -191,7 +191,7 @@ class KeptCheck:
         self._event, self._look = sums.event, look
 
 
-def _changed(where: str, site: Site, kept: KeptPages, found: U64) -> PrefixChangedError:
+def _changed(where: str, site: Site, kept: CachedPages, found: U64) -> PrefixChangedError:
     group, wrong = site.group(kept.table.group), np.argwhere(found != kept.sums)
     if not len(wrong):
         return PrefixChangedError(f"{where}: pages of group {group.id!r} changed while the held prefix was summed", 0)

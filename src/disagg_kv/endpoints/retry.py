@@ -23,7 +23,7 @@ from ..protocol import Options, Phase
 from ..protocol.machine import ours
 from ..rendezvous import Source
 from .api import PeerInfo, Receiver, Reception, Report
-from .kept_pages import KeptPages
+from .kept_pages import CachedPages
 from .runtime.cached_prefix import rows_by_group
 from .runtime.handle import page_tables
 
@@ -94,7 +94,7 @@ class _Expected:
     stop: int | None
     pages: Sequence[PageTable]
     held: Mapping[GroupId, int] | None
-    kept: Sequence[KeptPages]
+    kept: Sequence[CachedPages]
     state: Sequence[PageTable]
     aux: int | None
     tag: bytes
@@ -170,7 +170,7 @@ class Recovering:
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[KeptPages] = (),
+        kept: Sequence[CachedPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",
@@ -180,8 +180,8 @@ class Recovering:
             raise LocalProtocolError(f"room {self.room.hex()}: expect was called already")
         where = f"room {self.room.hex()}"
         own = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in page_tables(self.room, "pages", pages))
-        sums = arguments.several(kept, f"{where}: kept", KeptPages)
-        own_sums = tuple(KeptPages(PageTable(k.table.group, k.table.pages.copy()), k.sums.copy()) for k in sums)
+        sums = arguments.several(kept, f"{where}: kept", CachedPages)
+        own_sums = tuple(CachedPages(PageTable(k.table.group, k.table.pages.copy()), k.sums.copy()) for k in sums)
         states = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in page_tables(self.room, "state", state))
         tag = arguments.octets(tag, f"{where}: tag")
         expected = _Expected(stop, own, rows_by_group(where, held), own_sums, states, aux, tag)

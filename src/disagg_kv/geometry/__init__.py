@@ -1,7 +1,7 @@
 """Boxes: what the cache is made of, what each rank owns, and where that lies."""
 
 from .coverage import Coverage
-from .election import Part, elect, rotations
+from .election import Share, elect, rotations
 from .layout import I32, I64, Group, PageTable, Plane, Site, places
 from .overlap import check_planes
 from .shard import Holding, Shard, attention_tp, even_units, shard, stages
@@ -19,7 +19,7 @@ __all__ = [
     "Group",
     "Holding",
     "PageTable",
-    "Part",
+    "Share",
     "Plane",
     "Shard",
     "Site",

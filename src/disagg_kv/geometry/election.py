@@ -19,7 +19,7 @@ from .spec import CacheSpec
 
 
 @frozen(cache_hash=True)
-class Part:
+class Share:
     """A box that one writer sends to one target: one run of units in each plane of either side.
 
     Args:
@@ -51,7 +51,7 @@ class _Box:
     holders: tuple[Rank, ...]
 
 
-def elect(spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> tuple[tuple[Part, ...], ...]:
+def elect(spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> tuple[tuple[Share, ...], ...]:
     """Divide what ``target`` holds among the ``writers``: for each writer, by rank, its parts.
 
     The parts of all writers together are exactly the target's cells, each once, for every ``rotation``. Parts come in
@@ -75,7 +75,7 @@ def elect(spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: in
         tuple(
             sorted(
                 (
-                    Part(name, tuple(sorted(layers)), range(start, stop), index, ways)
+                    Share(name, tuple(sorted(layers)), range(start, stop), index, ways)
                     for (name, start, stop, index, ways), layers in mine.items()
                 ),
                 key=lambda p: (order[p.component], p.units.start, p.layers, p.row_index),

@@ -31,7 +31,7 @@ class Move:
 
 
 @frozen
-class Sums:
+class Checksums:
     """Checksums under way.
 
     Args:
@@ -59,7 +59,7 @@ class Kernels(Protocol):
         """Copy staging into pages: all moves in one launch. None: it is done already."""
         ...
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum the cells of pages that the moves name, after ``after``; staging and :attr:`Move.base` play no part.
 
         The sums of equal cells are equal whatever the pool: :mod:`disagg_kv.kernels.checksum.mixing` has the formula.

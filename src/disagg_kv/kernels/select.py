@@ -16,14 +16,14 @@ from ..geometry import CacheSpec, PageTable, shard
 from ..ids import GroupId
 from ..memory import U8, Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
 from ..planning import StagedLayout
-from .base import Kernels, Move, Prepared, PreparedGather, Sums
+from .base import Kernels, Move, Prepared, PreparedGather, Checksums
 from .checksum import cpu as checksum_cpu
 from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu
 
 if TYPE_CHECKING:
     from .triton_host import Launcher
-    from .triton_sums import Summer
+    from .triton_sums import ChecksumLauncher
 
 log = logging.getLogger("disagg_kv")
 
@@ -49,14 +49,14 @@ class ReferenceKernels:
         reference.scatter(pool, moves, staging)
         _finish(staging.device)
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
         from .checksum import reference
 
         if after is not None:
             after.synchronize()
         sums = reference.checksum(pool, moves)
-        return Sums(None, lambda: sums)
+        return Checksums(None, lambda: sums)
 
 
 def _finish(device: str) -> None:
@@ -81,12 +81,12 @@ class CpuKernels:
         """Copy staging into pages; blocks until it is done."""
         scatter_cpu.scatter(pool, moves, staging)
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
         if after is not None:
             after.synchronize()
         sums = checksum_cpu.checksum(pool, moves)
-        return Sums(None, lambda: sums)
+        return Checksums(None, lambda: sums)
 
 
 class TritonKernels:
@@ -110,7 +110,7 @@ class TritonKernels:
         """Write the table of a gather."""
         return _launcher("gather").prepare(pool, moves, staging, moved=True)
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Enqueue the sums behind ``after``, and their way to the host."""
         _launcher("gather")  # what is missing is said there
         return _summer()(pool, moves, after)
@@ -138,10 +138,10 @@ def _launcher(name: str) -> Launcher:
 
 
 @cache
-def _summer() -> Summer:
-    from .triton_sums import Summer
+def _summer() -> ChecksumLauncher:
+    from .triton_sums import ChecksumLauncher
 
-    return Summer()
+    return ChecksumLauncher()
 
 
 KERNELS: Mapping[str, Kernels] = MappingProxyType(

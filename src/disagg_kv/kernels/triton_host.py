@@ -163,7 +163,7 @@ class _Uploaded:
     event: torch.cuda.Event | None
 
 
-class _Lane:
+class _LaunchContext:
     """One kernel on one GPU: its streams, its argument slots, its pools' tables. Any thread.
 
     ``reading`` is for what the host waits for: nothing is enqueued there behind an event.
@@ -282,7 +282,7 @@ class Written:
         uploaded: whether the words are on their way.
     """
 
-    lane: _Lane
+    lane: _LaunchContext
     stream: torch.cuda.Stream
     table: torch.Tensor
     slot: _Slot
@@ -316,7 +316,7 @@ class Host:
     def __init__(self, name: str, tuning: Tuning | None = None) -> None:
         self._kernel = OPS[name]
         self._tuning = tuning or TUNED[name]
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _LaunchContext] = {}
         self._lock = threading.Lock()
 
     def _check_device(self, device: str) -> None:
@@ -376,10 +376,10 @@ class Host:
         with queue:
             return queue.record(on)
 
-    def _lane(self, device: str) -> _Lane:
+    def _lane(self, device: str) -> _LaunchContext:
         with self._lock:
             if device not in self._lanes:
-                self._lanes[device] = _Lane(device, self._tuning.neighbours_together)
+                self._lanes[device] = _LaunchContext(device, self._tuning.neighbours_together)
             return self._lanes[device]
 
     def warm(self, pool: MemoryPool) -> None:
@@ -461,7 +461,7 @@ class Launcher(Host):
         lane.prepared(1)
         return PreparedLaunch(partial(self._enqueue_kept, pool, call), partial(self._give_up, call))
 
-    def _lane_of(self, pool: MemoryPool, staging: Buffer) -> _Lane | None:
+    def _lane_of(self, pool: MemoryPool, staging: Buffer) -> _LaunchContext | None:
         """Where such calls go; None: Triton interprets them."""
         device = pool.buffers[0].device
         if staging.device != device:
@@ -471,7 +471,7 @@ class Launcher(Host):
 
     def _write(
         self,
-        lane: _Lane,
+        lane: _LaunchContext,
         pool: MemoryPool,
         moves: Sequence[Move],
         staging: Buffer,

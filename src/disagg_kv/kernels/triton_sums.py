@@ -11,19 +11,19 @@ import torch
 
 from ..geometry import I64
 from ..memory import Event, MemoryPool
-from .base import Move, Sums
+from .base import Move, Checksums
 from .checksum.mixing import U64, places
 from .triton_host import Host, Tuning, Written
 from .triton_tables import Call, Planes
 
 
-class Summer(Host):
+class ChecksumLauncher(Host):
     """Checksums on GPUs; see :class:`.triton_host.Host`."""
 
     def __init__(self, tuning: Tuning | None = None) -> None:
         super().__init__("checksum", tuning)
 
-    def __call__(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None = None) -> Sums:
+    def __call__(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None = None) -> Checksums:
         """Enqueue one launch for all ``moves`` behind ``after``; the sums are brought to the host when they are read.
 
         Does not wait, unless ``after`` is no CUDA event and has not happened.
@@ -40,13 +40,13 @@ class Summer(Host):
         first = np.concatenate([*begin, np.zeros(0, np.uint64)]).view(np.int64)
         if device == "cpu":
             found = self._interpreted(pool, moves, first, after)
-            return Sums(None, lambda: _split(found, lengths))
+            return Checksums(None, lambda: _split(found, lengths))
         lane = self._lane(device)
         stream = lane.stream()
         planes, table = lane.planes(pool, stream)
         call = Call(planes, moves)
         if not call.entries:
-            return Sums(None, lambda: begin)
+            return Checksums(None, lambda: begin)
         sums = slice(call.words, call.words + call.entries)
         slot = lane.take(sums.stop)
         try:
@@ -65,7 +65,7 @@ class Summer(Host):
 
         # Nobody may ask for the sums; the slot comes back when nobody can any more.
         finalize(read, lane.give, slot, mark).atexit = False
-        return Sums(mark, read)
+        return Checksums(mark, read)
 
     def _interpreted(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
         """The same on the CPU's memory, done when it returns."""

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import frozen
 
 from ..errors import GeometryError
-from ..geometry import I64, Group, PageTable, Part, Plane, Site, places
+from ..geometry import I64, Group, PageTable, Share, Plane, Site, places
 from ..ids import GroupId
 from .base import EVERY, RowRange, Segment, Writes
 from .staged import part_view
@@ -47,7 +47,7 @@ class Run:
         return self.units == 1 or self.source.unit_stride == self.target.unit_stride == self.unit_bytes
 
 
-def runs(source: Site, target: Site, parts: Sequence[Part], segment: Segment, rows: RowRange = EVERY) -> Iterator[Run]:
+def runs(source: Site, target: Site, parts: Sequence[Share], segment: Segment, rows: RowRange = EVERY) -> Iterator[Run]:
     """The planes that a segment of ``parts`` touches, in the order of the bytes of a staged segment.
 
     Raises:
@@ -76,7 +76,7 @@ def runs(source: Site, target: Site, parts: Sequence[Part], segment: Segment, ro
 def slice_writes(
     source: Site,
     target: Site,
-    parts: Sequence[Part],
+    parts: Sequence[Share],
     segment: Segment,
     source_tables: Tables,
     target_tables: Tables,
@@ -155,7 +155,7 @@ class _Kind:
 
 @lru_cache(COUNTS)
 def _kinds(
-    source: Site, target: Site, parts: tuple[Part, ...], first: int, last: int, state: bool, rows: RowRange
+    source: Site, target: Site, parts: tuple[Share, ...], first: int, last: int, state: bool, rows: RowRange
 ) -> tuple[_Kind, ...]:
     """The planes of some layers, by kind. Kept, by value: a room is cut into many segments of the same layers."""
     box = Segment(0, 1, first, last, state)
@@ -177,7 +177,7 @@ def _total(
     count: Callable[[Run, int, int], int],
     source: Site,
     target: Site,
-    parts: tuple[Part, ...],
+    parts: tuple[Share, ...],
     segment: Segment,
     rows: RowRange,
 ) -> int:
@@ -189,18 +189,18 @@ def _total(
     return total
 
 
-def slice_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
+def slice_total(source: Site, target: Site, parts: tuple[Share, ...], segment: Segment, rows: RowRange) -> int:
     """How many writes :func:`slice_writes` makes of a segment."""
     return _total(_slices, source, target, parts, segment, rows)
 
 
-def refuse_direct(source: Site, target: Site, parts: Sequence[Part]) -> str | None:
+def refuse_direct(source: Site, target: Site, parts: Sequence[Share]) -> str | None:
     """Why the two pools cannot exchange whole pages of these parts, with the numbers; None: they can."""
     return _refuse_direct(source, target, tuple(parts))
 
 
 @lru_cache(REFUSALS)
-def _refuse_direct(source: Site, target: Site, parts: tuple[Part, ...]) -> str | None:
+def _refuse_direct(source: Site, target: Site, parts: tuple[Share, ...]) -> str | None:
     layers = [layer for part in parts for layer in part.layers]
     if not layers:
         return None
@@ -227,7 +227,7 @@ def _refuse_direct(source: Site, target: Site, parts: tuple[Part, ...]) -> str |
 def direct_writes(
     source: Site,
     target: Site,
-    parts: Sequence[Part],
+    parts: Sequence[Share],
     segment: Segment,
     source_tables: Tables,
     target_tables: Tables,
@@ -258,7 +258,7 @@ def direct_writes(
     return coalesce(batch.writes)
 
 
-def direct_total(source: Site, target: Site, parts: tuple[Part, ...], segment: Segment, rows: RowRange) -> int:
+def direct_total(source: Site, target: Site, parts: tuple[Share, ...], segment: Segment, rows: RowRange) -> int:
     """At most how many writes :func:`direct_writes` makes of a segment."""
     return _total(_pages, source, target, parts, segment, rows)
 

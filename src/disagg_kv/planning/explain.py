@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from attrs import frozen
 
 from ..errors import ConfigurationError
-from ..geometry import CacheSpec, Group, Part, Plane, Shard, Site
+from ..geometry import CacheSpec, Group, Share, Plane, Shard, Site
 from ..ids import GroupId, LayerId, Rank
 from .base import RowRange, Segment
 from .cost import Choice, CostModel, Estimate, choose
@@ -151,7 +151,7 @@ def explain(
 
 
 def _pair(
-    writer: Rank, target: Rank, source: Site, site: Site, parts: Sequence[Part], rows: RowRange, nbytes: Sequence[int]
+    writer: Rank, target: Rank, source: Site, site: Site, parts: Sequence[Share], rows: RowRange, nbytes: Sequence[int]
 ) -> PairPlan:
     layers = [layer for part in parts for layer in part.layers]
     assert rows.stop is not None

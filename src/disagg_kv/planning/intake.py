@@ -14,7 +14,7 @@ import numpy as np
 from attrs import field, frozen
 
 from ..errors import GeometryError, OversizeError
-from ..geometry import I64, CacheSpec, Extent, Part, Shard, elect
+from ..geometry import I64, CacheSpec, Extent, Share, Shard, elect
 from ..ids import LayerId, Rank
 from .base import EVERY, RowRange, Segment
 
@@ -72,7 +72,7 @@ class Intake:
         stages: runs of layers that the target needs and that the same writers hold, ascending: a segment lies in one.
     """
 
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[Share, ...], ...]
     stages: tuple[range, ...]
     _stages_of: tuple[tuple[range, ...], ...]
     _shares: tuple[_Share, ...]
@@ -415,7 +415,7 @@ def _unit_bytes(spec: CacheSpec, first: int, last: int) -> dict[str, I64]:
     return table
 
 
-def _by_extent(spec: CacheSpec, part: Part) -> dict[Extent, list[LayerId]]:
+def _by_extent(spec: CacheSpec, part: Share) -> dict[Extent, list[LayerId]]:
     """The layers of a part by the extent that its component has there."""
     layers: dict[Extent, list[LayerId]] = {}
     for layer in part.layers:

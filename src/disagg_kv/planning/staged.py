@@ -10,7 +10,7 @@ import numpy as np
 from attrs import field, frozen
 
 from ..errors import GeometryError
-from ..geometry import I32, I64, CacheSpec, Extent, Part, Site
+from ..geometry import I32, I64, CacheSpec, Extent, Share, Site
 from .base import EVERY, RowRange, Segment, StagedLayout
 
 VIEWS = 256
@@ -79,7 +79,7 @@ class PartView:
         GeometryError: the pool lacks a plane, or does not hold a part's units in one run.
     """
 
-    def __init__(self, site: Site, parts: Sequence[Part], spec: CacheSpec) -> None:
+    def __init__(self, site: Site, parts: Sequence[Share], spec: CacheSpec) -> None:
         order = {name: i for i, name in enumerate(spec.names())}
         plane_of = {(plane.layer, plane.component): i for i, plane in enumerate(site.planes)}
         rows: list[tuple[int, ...]] = []
@@ -179,12 +179,12 @@ class PartView:
 
 
 @lru_cache(VIEWS)
-def part_view(site: Site, parts: tuple[Part, ...], spec: CacheSpec) -> PartView:
+def part_view(site: Site, parts: tuple[Share, ...], spec: CacheSpec) -> PartView:
     """A view that is kept, by value: rooms, rotations and peers that are alike share it. As :class:`PartView`."""
     return PartView(site, parts, spec)
 
 
-def _local(runs: Sequence[range], part: Part, layer: int) -> int:
+def _local(runs: Sequence[range], part: Share, layer: int) -> int:
     """Number within the plane of the part's first unit."""
     before = 0
     for run in runs:

@@ -4,12 +4,12 @@ from .base import Pages, PrefixIndex, PrefixLock
 from .cache import Claim, PrefixCache
 from .index import HashPrefixIndex, blake, namespace_of
 from .pages import PageAllocator
-from .sums import KeptSums
+from .sums import CachedChecksums
 
 __all__ = [
     "Claim",
     "HashPrefixIndex",
-    "KeptSums",
+    "CachedChecksums",
     "PageAllocator",
     "Pages",
     "PrefixCache",

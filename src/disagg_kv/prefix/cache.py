@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import arguments
-from ..endpoints import KeptPages
+from ..endpoints import CachedPages
 from ..errors import (
     CapacityError,
     ConfigurationError,
@@ -26,7 +26,7 @@ from ..memory import Event
 from ..protocol import Phase
 from .base import Pages, PrefixIndex, Tokens
 from .index import namespace_of
-from .sums import KeptSums
+from .sums import CachedChecksums
 
 log = logging.getLogger("disagg_kv")
 
@@ -73,7 +73,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"", sums: KeptSums | None = None
+        self, index: PrefixIndex, pages: Pages, site: Site, extra: bytes = b"", sums: CachedChecksums | None = None
     ) -> None:
         wanted = ("match", "shorten", "insert", "unlock", "forget", "evict")
         arguments.methods(index, "index", "an index of prefixes", *wanted)
@@ -81,7 +81,7 @@ class PrefixCache:
         arguments.one(site, "site", Site)
         extra = arguments.octets(extra, "extra", most=4096)
         if sums is not None:
-            arguments.one(sums, "sums", KeptSums)
+            arguments.one(sums, "sums", CachedChecksums)
         if len(site.token_groups) != 1:
             groups = [g.id for g in site.token_groups]
             raise ConfigurationError(f"a prefix cache is of one group of pages, not {groups}")
@@ -165,7 +165,7 @@ class Claim:
         return self._lock.rows
 
     @property
-    def kept(self) -> tuple[KeptPages, ...]:
+    def kept(self) -> tuple[CachedPages, ...]:
         """Pages of the held rows with their sums, for ``expect``; none where the cache remembers no sums."""
         sums = self._cache.sums
         return () if sums is None or not self.rows else (sums.kept(self._lock.pages),)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .. import arguments
-from ..endpoints import KeptPages, PageSums, page_sums
+from ..endpoints import CachedPages, PageChecksums, page_sums
 from ..endpoints.kept_pages import kept_layers
 from ..errors import ConfigurationError
 from ..geometry import I32, PageTable, Site
@@ -16,7 +16,7 @@ from ..kernels import Kernels, kernels_for
 from ..memory import Event, MemoryPool
 
 
-class KeptSums:
+class CachedChecksums:
     """Remembers eight bytes per page and layer. Not thread-safe.
 
     Args:
@@ -40,7 +40,7 @@ class KeptSums:
         self.pool = pool
         self._kernels = kernels_for(pool.buffers[0].device) if kernels is None else kernels
         self._sums = np.zeros((self._group.pages, len(kept_layers(pool.site, self._group.id))), np.uint64)
-        self._pending: deque[tuple[I32, PageSums]] = deque()
+        self._pending: deque[tuple[I32, PageChecksums]] = deque()
 
     def note(self, table: PageTable, which: Sequence[int], ready: Event | None = None) -> None:
         """Sum pages whose rows are final, now or at ``ready``; nothing waits on a GPU.
@@ -59,7 +59,7 @@ class KeptSums:
             self._pending.append((table.pages[list(which)], sums))
             self._collect(wait=False)
 
-    def kept(self, pages: I32) -> KeptPages:
+    def kept(self, pages: I32) -> CachedPages:
         """Pages of a prefix, from row 0 on, for :meth:`~disagg_kv.endpoints.Reception.expect`.
 
         Every one was given to ``note``. Waits for sums that are still under way.
@@ -67,7 +67,7 @@ class KeptSums:
         table = PageTable(self._group.id, pages)
         table.check(self._group, 0, 0)
         self._collect(wait=True)
-        return KeptPages(table, self._sums[table.pages])
+        return CachedPages(table, self._sums[table.pages])
 
     def _collect(self, *, wait: bool) -> None:
         """Take in what is there, in the order in which it was noted: a page may have been noted twice."""

@@ -39,7 +39,7 @@ from .receive_room import ReceiveRoom
 from .rows import Chunk, Readiness
 from .send_room import SendRoom
 from .tables import RECEIVING, SENDING, Receiving, Sending
-from .tombstones import Ended, Tombstones
+from .tombstones import RoomOutcome, Tombstones
 from .verify import SUM_BYTES, Verify, check_verify, verified
 
 __all__ = [
@@ -59,7 +59,7 @@ __all__ = [
     "Codec",
     "Decided",
     "Effect",
-    "Ended",
+    "RoomOutcome",
     "Finished",
     "Flow",
     "FlowPlan",

@@ -24,7 +24,7 @@ from ..ids import Epoch, Generation, Rank, RoomId
 from .base import Decided, Options, RoomKey, Send
 from .frames import Ballot, Verdict, words
 from .retry import Repeater
-from .tombstones import Ended, Tombstones
+from .tombstones import RoomOutcome, Tombstones
 
 LATE = "rank 0 of our instance was lost, and no other life of it has opened the room in time"
 LIVES = 8
@@ -307,7 +307,7 @@ class Agreement:
         A rank's generations grow, and it speaks of the lives of one room in order.
         """
         ended = self._ended.outcome(epoch, generation)
-        if ended is Ended.DONE:
+        if ended is RoomOutcome.DONE:
             return Decided(True, "")
         known = [life.lives[rank] for life in self._lives.get(room, []) if rank in life.lives]
         if ended is not None or any(e == epoch and g > generation for e, g in known):
@@ -374,7 +374,7 @@ class Agreement:
         assert life.decided is not None
         for epoch, generation in life.lives.values():
             if epoch in self._ranks:
-                self._ended.remember(epoch, generation, Ended.DONE if life.decided.ok else Ended.FAILED)
+                self._ended.remember(epoch, generation, RoomOutcome.DONE if life.decided.ok else RoomOutcome.FAILED)
 
     def _count(
         self,

@@ -105,7 +105,7 @@ def waited_for(writers: Iterable[Writer]) -> str:
 
 
 @define
-class Part:
+class InboundSegment:
     """A segment between the first word about it and its landing.
 
     Args:
@@ -164,6 +164,6 @@ class Part:
         return ask < last or (ask == last and rank not in self.asked)
 
 
-def leased(parts: Iterable[Part], rank: Rank) -> int:
+def leased(parts: Iterable[InboundSegment], rank: Rank) -> int:
     """Bytes of leases that this writer may still write to, as far as its notices say."""
     return sum(part.nbytes for part in parts if part.lease is not None and rank in part.asked - part.arrived)

@@ -63,7 +63,7 @@ from .frames import (
     words,
 )
 from .machine import Machine, corners, ours, overlap
-from .parts import Part, Writer, leased, misplaced, waited_for
+from .parts import InboundSegment, Writer, leased, misplaced, waited_for
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
 from .verify import unlike
@@ -93,7 +93,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
         self._writers: dict[Epoch, Writer] = {}
-        self._parts: dict[Segment, Part] = {}
+        self._parts: dict[Segment, InboundSegment] = {}
         self._claimed = {state: Coverage() for state in (False, True)}
         self._coverage = {state: Coverage() for state in (False, True)}
         self._stop: int | None = None
@@ -225,7 +225,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._send(w, Queued(**self._to(w), segment=event.segment))
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
 
-    def _part(self, w: Writer, box: Box) -> Part | None:
+    def _part(self, w: Writer, box: Box) -> InboundSegment | None:
         """The live segment, new or old; None: it was answered, or the room has failed over it."""
         assert self._awaited is not None
         assert self._intake is not None
@@ -248,7 +248,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._parts[segment] = part
         return part
 
-    def _new_part(self, w: Writer, segment: Segment) -> Part:
+    def _new_part(self, w: Writer, segment: Segment) -> InboundSegment:
         assert self._awaited is not None
         assert self._intake is not None
         most = self._awaited.most if self._stop is None else self._stop
@@ -259,7 +259,7 @@ class ReceiveRoom(Machine[Receiving]):
         if self._claimed[segment.state].overlaps(*corners(segment)):
             raise RemoteProtocolError(f"{segment} overlaps another segment")
         offsets, nbytes = self._intake.lease(segment)
-        return Part(tuple(offsets), offsets, nbytes, w.epoch)
+        return InboundSegment(tuple(offsets), offsets, nbytes, w.epoch)
 
     def _on_leased(self, event: Leased) -> None:
         part = self._parts[event.segment]
@@ -269,7 +269,7 @@ class ReceiveRoom(Machine[Receiving]):
                 self._grant(w, event.segment, part)
         self._prepare(event.segment, part)
 
-    def _grant(self, w: Writer, segment: Segment, part: Part) -> None:
+    def _grant(self, w: Writer, segment: Segment, part: InboundSegment) -> None:
         assert part.lease is not None
         offset, nbytes = part.offsets[w.rank]
         grant = Grant(
@@ -282,7 +282,7 @@ class ReceiveRoom(Machine[Receiving]):
         )
         self._send(w, grant)
 
-    def _prepare(self, segment: Segment, part: Part) -> None:
+    def _prepare(self, segment: Segment, part: InboundSegment) -> None:
         if part.newly_known():
             self._out.append(Prepare(segment, part.places(part.writers)))
 
@@ -333,7 +333,7 @@ class ReceiveRoom(Machine[Receiving]):
         else:
             self._finish_part(segment)
 
-    def _arrive(self, part: Part, w: Writer) -> None:
+    def _arrive(self, part: InboundSegment, w: Writer) -> None:
         part.arrived.add(w.rank)
         w.arrived += 1
         w.open -= w.rank in part.asks

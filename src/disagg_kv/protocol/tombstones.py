@@ -23,7 +23,7 @@ PEERS = 2048
 """Lives that are remembered, those of which a room ended last: more than are known at a time."""
 
 
-class Ended(Enum):
+class RoomOutcome(Enum):
     """How a room ended; ``EVICTED``: it is no longer known whether and how."""
 
     DONE = "done"
@@ -53,7 +53,7 @@ class Tombstones:
         self._peers = peers
         self._lives: OrderedDict[Epoch, _Life] = OrderedDict()
 
-    def remember(self, peer: Epoch, generation: Generation, ended: Ended) -> None:
+    def remember(self, peer: Epoch, generation: Generation, ended: RoomOutcome) -> None:
         """A room ended; the first outcome stands."""
         life = self._lives.setdefault(peer, _Life())
         self._lives.move_to_end(peer)
@@ -71,20 +71,20 @@ class Tombstones:
         before = life.over.get(block, 0)
         if before >> bit & 1 == 0:
             life.over[block] = before | 1 << bit
-            if ended is Ended.DONE:
+            if ended is RoomOutcome.DONE:
                 life.done[block] = life.done.get(block, 0) | 1 << bit
 
-    def outcome(self, peer: Epoch, generation: Generation) -> Ended | None:
+    def outcome(self, peer: Epoch, generation: Generation) -> RoomOutcome | None:
         """How the room ended; None: it has not."""
         life = self._lives.get(peer)
         if life is None:
             return None
         if generation <= life.newest - self._generations:
-            return Ended.EVICTED
+            return RoomOutcome.EVICTED
         block, bit = divmod(generation, BLOCK)
         if life.over.get(block, 0) >> bit & 1 == 0:
             return None
-        return Ended.DONE if life.done.get(block, 0) >> bit & 1 else Ended.FAILED
+        return RoomOutcome.DONE if life.done.get(block, 0) >> bit & 1 else RoomOutcome.FAILED
 
     @property
     def blocks(self) -> int:

@@ -1,22 +1,22 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
-from .base import Feature, Job, Path, Schedule, Tables
-from .paths import DirectPath, SlicePath, StagedPath
+from .base import Feature, Job, TransferPlanner, Schedule, Tables
+from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .registry import AUTO, PER_CHUNK, Strategy, paths, register, schedules, strategy
 from .schedules import LayerPipelined, PerChunk
 
 __all__ = [
     "AUTO",
     "PER_CHUNK",
-    "DirectPath",
+    "DirectPlanner",
     "Feature",
     "Job",
     "LayerPipelined",
-    "Path",
+    "TransferPlanner",
     "PerChunk",
     "Schedule",
-    "SlicePath",
-    "StagedPath",
+    "SlicePlanner",
+    "StagedPlanner",
     "Strategy",
     "Tables",
     "paths",

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from attrs import frozen
 
-from ..geometry import PageTable, Part, Site
+from ..geometry import PageTable, Share, Site
 from ..ids import GroupId
 from ..planning import EVERY, Groups, LayerRun, PartView, RowRange, Segment, StagedLayout, Writes
 
@@ -33,7 +33,7 @@ class Job:
 
     source: Site
     target: Site
-    parts: Sequence[Part]
+    parts: Sequence[Share]
     view: PartView
     segment: Segment
     source_tables: Tables
@@ -41,7 +41,7 @@ class Job:
     rows: RowRange = EVERY
 
 
-class Path(Protocol):
+class TransferPlanner(Protocol):
     """How the bytes of one part cross. Pure: it plans, the endpoints act.
 
     A path has code on both sides, so the endpoints agree on (name, version) before they use it. One that exposes
@@ -53,7 +53,7 @@ class Path(Protocol):
     version: int
     exposes_pages: bool
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Part]) -> str | None:
+    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
         """Why this path cannot move these parts between these pools, with the numbers; None: it can."""
         ...
 

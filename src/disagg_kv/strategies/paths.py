@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import LocalProtocolError
-from ..geometry import Part, Site
+from ..geometry import Share, Site
 from ..planning import StagedLayout, Writes, direct_writes, refuse_direct, slice_writes
 from ..planning.descriptors import direct_total, slice_total
 from .base import Job
 
 
-class DirectPath:
+class DirectPlanner:
     """Whole pages and runs of pages, coalesced by address; only between equal layouts."""
 
     name = "direct"
     version = 1
     exposes_pages = True
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Part]) -> str | None:
+    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
         """Needs equal page sizes and strides, and all units of a page."""
         return refuse_direct(source, target, parts)
 
@@ -37,14 +37,14 @@ class DirectPath:
         return direct_total(job.source, job.target, tuple(job.parts), job.segment, job.rows)
 
 
-class SlicePath:
+class SlicePlanner:
     """One write per token and head slice: what every engine can do, and the baseline to beat."""
 
     name = "slice"
     version = 1
     exposes_pages = True
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Part]) -> str | None:
+    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
         """Any two layouts will do."""
         return None
 
@@ -63,14 +63,14 @@ class SlicePath:
         return slice_total(job.source, job.target, tuple(job.parts), job.segment, job.rows)
 
 
-class StagedPath:
+class StagedPlanner:
     """Gather into a slot, one bulk write into a lease of the receiver's ring, scatter into its pages (A1, A2)."""
 
     name = "staged"
     version = 1
     exposes_pages = False
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Part]) -> str | None:
+    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
         """Any two layouts will do."""
         return None
 

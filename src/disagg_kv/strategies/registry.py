@@ -12,8 +12,8 @@ from attrs import frozen
 
 from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
-from .base import Path, Schedule
-from .paths import DirectPath, SlicePath, StagedPath
+from .base import TransferPlanner, Schedule
+from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 
 ENTRY_POINTS = "disagg_kv.strategies"
@@ -23,7 +23,7 @@ AUTO = "auto"
 PER_CHUNK = "per_chunk"
 SELECTIONS = ("full", "incremental")
 
-_paths: dict[str, Path] = {path.name: path for path in (DirectPath(), SlicePath(), StagedPath())}
+_paths: dict[str, TransferPlanner] = {path.name: path for path in (DirectPlanner(), SlicePlanner(), StagedPlanner())}
 _loading = threading.RLock()
 _schedules: dict[str, Schedule] = {one.name: one for one in (PerChunk(), LayerPipelined())}
 
@@ -46,7 +46,7 @@ class Strategy:
         return f"{self.path}+{self.schedule}+{self.selection}"
 
 
-def register(part: Path | Schedule) -> None:
+def register(part: TransferPlanner | Schedule) -> None:
     """Make a path or a schedule known by its name.
 
     Raises:
@@ -65,7 +65,7 @@ def register(part: Path | Schedule) -> None:
         if scheduling:
             _schedules[name] = cast("Schedule", part)
         else:
-            _paths[name] = cast("Path", part)
+            _paths[name] = cast("TransferPlanner", part)
 
 
 @cache
@@ -87,10 +87,10 @@ def _load() -> None:
                     register(part)
 
 
-def _made(point: EntryPoint) -> Path | Schedule:
+def _made(point: EntryPoint) -> TransferPlanner | Schedule:
     try:
         found = point.load()
-        part: Path | Schedule = found() if callable(found) else found
+        part: TransferPlanner | Schedule = found() if callable(found) else found
     except Exception as error:
         raise ConfigurationError(f"strategy {point.name!r}: {point.value} cannot be loaded: {error}") from error
     if part.name != point.name:
@@ -98,7 +98,7 @@ def _made(point: EntryPoint) -> Path | Schedule:
     return part
 
 
-def paths() -> dict[str, Path]:
+def paths() -> dict[str, TransferPlanner]:
     """Every known path by name, those of installed packages included."""
     _load()
     return dict(_paths)

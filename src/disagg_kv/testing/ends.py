@@ -19,9 +19,9 @@ from ..errors import DisaggKVError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8, Buffer, bytes_of
 from ..planning import Writes
-from ..transports import Ended, Heard, Settled, SupportsAllocate, Transport
+from ..transports import WriteEnded, Heard, Settled, SupportsAllocate, Transport
 
-Told = Ended | Settled | Heard
+Told = WriteEnded | Settled | Heard
 
 
 class Memory(Protocol):

@@ -16,7 +16,7 @@ from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from ..transports import Ended, Heard, Settled, SupportsAllocate, Transport
+from ..transports import WriteEnded, Heard, Settled, SupportsAllocate, Transport
 
 
 class Fault(Enum):
@@ -67,7 +67,7 @@ class _Flying:
     """A batch that the inner transport has, and how its end is to be told."""
 
     ticket: Ticket
-    tell: Callable[[Ended], Sequence[Ended | Settled]]
+    tell: Callable[[WriteEnded], Sequence[WriteEnded | Settled]]
 
 
 class FaultyTransport:
@@ -87,7 +87,7 @@ class FaultyTransport:
         self._held: dict[Ticket, _Held] = {}
         self._lost: set[Peer] = set()
         self._leaving: set[Peer] = set()
-        self._events: list[Ended | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | Heard] = []
         self.name = inner.name
         self.caps = attrs.evolve(inner.caps, late_writes=True, drain_s=None)
 
@@ -156,7 +156,7 @@ class FaultyTransport:
         fault = Fault.PEER_LOST if peer in self._lost else self._plan(self._number)
         ticket = Ticket(next(self._tickets))
 
-        def post(some: Writes, tell: Callable[[Ended], Sequence[Ended | Settled]], data: bytes | None = notify) -> None:
+        def post(some: Writes, tell: Callable[[WriteEnded], Sequence[WriteEnded | Settled]], data: bytes | None = notify) -> None:
             self._flying[self._inner.submit(peer, some, notify=data, after=after)] = _Flying(ticket, tell)
 
         if fault is None:
@@ -167,7 +167,7 @@ class FaultyTransport:
         self._number += 1
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """See :meth:`Transport.poll`."""
         for event in self._inner.poll():
             if isinstance(event, Heard):
@@ -189,34 +189,34 @@ class FaultyTransport:
         held = _Held(peer, frozenset(writes.local.tolist()), None)
         match fault:
             case Fault.REFUSED:
-                self._events.append(Ended(ticket, error))
+                self._events.append(WriteEnded(ticket, error))
             case Fault.PEER_LOST:
                 if peer not in self._lost:
                     self._lost.add(peer)
                     self._events.append(Heard(peer, None))
-                self._events.append(Ended(ticket, PeerLostError(f"injected: peer {peer.hex()} is lost")))
+                self._events.append(WriteEnded(ticket, PeerLostError(f"injected: peer {peer.hex()} is lost")))
             case Fault.PARTIAL:
-                post(_first_half(writes), lambda end: (Ended(ticket, error, end.quiesced),), None)
+                post(_first_half(writes), lambda end: (WriteEnded(ticket, error, end.quiesced),), None)
             case Fault.HUNG:
                 post(_first_half(writes), lambda end: (), None)
                 self._held[ticket] = held
             case Fault.UNACKNOWLEDGED:
                 held.resume = lambda: self._events.append(Settled(ticket))
 
-                def keep(end: Ended) -> Sequence[Ended]:
+                def keep(end: WriteEnded) -> Sequence[WriteEnded]:
                     self._held[ticket] = held
-                    return (Ended(ticket, error, quiesced=False),)
+                    return (WriteEnded(ticket, error, quiesced=False),)
 
                 post(writes, keep)
             case Fault.LATE:
-                self._events.append(Ended(ticket, error, quiesced=False))
+                self._events.append(WriteEnded(ticket, error, quiesced=False))
                 held.resume = lambda: post(writes, lambda end: (Settled(ticket),) if end.quiesced else (), None)
                 self._held[ticket] = held
             case Fault.DELAYED:
                 held.resume = lambda: post(writes, lambda end: (attrs.evolve(end, ticket=ticket),))
                 self._held[ticket] = held
 
-    def _tell(self, event: Ended | Settled) -> None:
+    def _tell(self, event: WriteEnded | Settled) -> None:
         flying = self._flying[event.ticket]
         if isinstance(event, Settled):
             del self._flying[event.ticket]

@@ -11,7 +11,7 @@ from ..errors import PeerLostError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8
 from ..planning import Writes
-from ..transports import Capabilities, Ended, Heard, Settled
+from ..transports import Capabilities, WriteEnded, Heard, Settled
 from .ends import Child, End, Told
 
 POISON = 0xA5
@@ -45,7 +45,7 @@ class Log:
 
     def __init__(self, caps: Capabilities) -> None:
         self._caps = caps
-        self.ended: dict[Ticket, Ended] = {}
+        self.ended: dict[Ticket, WriteEnded] = {}
         self.settled: set[Ticket] = set()
         self.heard: list[Heard] = []
 
@@ -140,7 +140,7 @@ class Pair:
         """Poll until the target has heard ``number`` notifications."""
         self.until(lambda: len(self.there.heard) >= number, f"notification {number}")
 
-    def end(self, ticket: Ticket) -> Ended:
+    def end(self, ticket: Ticket) -> WriteEnded:
         """Poll until the ticket ends."""
         self.until(lambda: ticket in self.log.ended, f"ticket {ticket} to end")
         return self.log.ended[ticket]

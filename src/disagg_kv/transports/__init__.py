@@ -1,6 +1,6 @@
 """One-sided writes."""
 
-from .base import Capabilities, Ended, Heard, Settled, SupportsAllocate, Transport
+from .base import Capabilities, WriteEnded, Heard, Settled, SupportsAllocate, Transport
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
@@ -16,7 +16,7 @@ __all__ = [
     "Connected",
     "Descriptor",
     "EmulatedWire",
-    "Ended",
+    "WriteEnded",
     "Extents",
     "Heard",
     "Home",

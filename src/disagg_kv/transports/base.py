@@ -47,7 +47,7 @@ class Capabilities:
 
 
 @frozen
-class Ended:
+class WriteEnded:
     """The one terminal event of a ticket.
 
     Args:
@@ -155,7 +155,7 @@ class Transport(Protocol):
         """
         ...
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """What happened since the last call; in a forked child, nothing. Never blocks, never raises."""
         ...
 

@@ -29,7 +29,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
-from .base import Capabilities, Ended, Heard, Settled
+from .base import Capabilities, WriteEnded, Heard, Settled
 from .connected import Connected
 from .cuda_api import Cuda, Mark, Stream
 from .cuda_driver import driver as this_driver
@@ -146,7 +146,7 @@ class CudaIpcTransport:
         self._leaving: list[_Remote] = []
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
-        self._events: list[Ended | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | Heard] = []
         self._closed = False
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
@@ -285,9 +285,9 @@ class CudaIpcTransport:
         ticket = Ticket(next(self._tickets))
         self._look(remote)
         if remote.lost:
-            self._events.append(Ended(ticket, PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended")))
+            self._events.append(WriteEnded(ticket, PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended")))
         elif not writes.nbytes.any():
-            self._events.append(Ended(ticket))
+            self._events.append(WriteEnded(ticket))
         else:
             ranges = target, source, writes.nbytes
             if len(writes) > 1:
@@ -335,9 +335,9 @@ class CudaIpcTransport:
         else:
             self._unquiet.add(flight.ticket)
             flight.remote.unquiet = True
-        self._events.append(Ended(flight.ticket, error, quiesced))
+        self._events.append(WriteEnded(flight.ticket, error, quiesced))
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()

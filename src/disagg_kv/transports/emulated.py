@@ -13,7 +13,7 @@ from ..errors import ConfigurationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Ended, Heard, Settled, SupportsAllocate, Transport
+from .base import WriteEnded, Heard, Settled, SupportsAllocate, Transport
 
 
 class EmulatedWire:
@@ -94,14 +94,14 @@ class EmulatedWire:
             self.busy_s += takes
             self._due[ticket] = self._free_at + self._latency_s
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """See :meth:`Transport.poll`."""
-        told: list[Ended | Settled | Heard] = []
+        told: list[WriteEnded | Settled | Heard] = []
         for event in self._inner.poll():
-            if isinstance(event, Ended) and event.error is None:
+            if isinstance(event, WriteEnded) and event.error is None:
                 self._landed.add(event.ticket)
                 continue
-            if isinstance(event, Ended):
+            if isinstance(event, WriteEnded):
                 self._queue.pop(event.ticket, None)
                 self._due.pop(event.ticket, None)
             told.append(event)
@@ -112,7 +112,7 @@ class EmulatedWire:
             self._landed.discard(ticket)
             self._queue.pop(ticket, None)
             self._due.pop(ticket, None)
-            told.append(Ended(ticket))
+            told.append(WriteEnded(ticket))
         return told
 
     def close(self, drain_s: float) -> Sequence[Ticket]:

@@ -16,7 +16,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, Ended, Heard, Settled
+from .base import Capabilities, WriteEnded, Heard, Settled
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode
 from .process import Home
@@ -52,7 +52,7 @@ class InprocTransport:
         self._table = RegionTable(self.caps.devices)
         self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
-        self._events: deque[Ended | Settled | Heard] = deque()
+        self._events: deque[WriteEnded | Settled | Heard] = deque()
         self._lost: set[Peer] = set()
         # Held while a peer copies into this transport's memory or while that memory is taken away.
         self._target = threading.Lock()
@@ -110,10 +110,10 @@ class InprocTransport:
         ticket = Ticket(next(self._tickets))
         there = _find(peer)
         error = _closed(peer) if there is None else there._receive(self._me, writes, source, notify)
-        self._events.append(Ended(ticket, error))
+        self._events.append(WriteEnded(ticket, error))
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """See :meth:`Transport.poll`."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         for peer in self._peers.all:

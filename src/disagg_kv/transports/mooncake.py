@@ -25,11 +25,11 @@ from ..errors import (
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, Ended, Heard, Settled
+from .base import Capabilities, WriteEnded, Heard, Settled
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut
-from .mooncake_lanes import Lanes
+from .mooncake_lanes import WorkerPool
 from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .mooncake_single import Singles
 from .process import Home, Process, keep_in_children
@@ -125,7 +125,7 @@ class MooncakeTransport:
         keep_in_children(engine)
         self._address = Address(engine.session, host, engine.port, protocol, self._process)
         self._shared = Shared(engine, max(_LEAST_TIMEOUT_S, timeout_s or _environment_timeout()))
-        self._lanes = Lanes(2 * workers if protocol == "nvlink_intra" else workers, "mooncake")
+        self._lanes = WorkerPool(2 * workers if protocol == "nvlink_intra" else workers, "mooncake")
         self._singles = Singles(self._shared, self._lanes, clock) if engine.begins else None
         weakref.finalize(self, self._lanes.stop)
         self._clock = clock
@@ -138,7 +138,7 @@ class MooncakeTransport:
         self._flights: dict[Ticket, Flight] = {}
         self._waiting: list[tuple[Event, Flight]] = []
         self._unquiet: dict[Ticket, Remote] = {}
-        self._events: list[Ended | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | Heard] = []
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`; from now on every host that reaches this one can write to them."""
@@ -225,9 +225,9 @@ class MooncakeTransport:
         calls = cut(writes, self._table.extents, remote.extents, devices)
         ticket = Ticket(next(self._tickets))
         if not calls:
-            self._events.append(Ended(ticket))
+            self._events.append(WriteEnded(ticket))
         elif remote.lost:
-            self._events.append(Ended(ticket, PeerLostError(f"{remote} is lost")))
+            self._events.append(WriteEnded(ticket, PeerLostError(f"{remote} is lost")))
         else:
             self._table.hold(ticket, writes)
             flight = self._flights[ticket] = Flight(ticket, remote, calls, self._shared)
@@ -259,14 +259,14 @@ class MooncakeTransport:
                 # An event may be somebody else's code.
                 failed = TransportError(f"{flight.remote}: ticket {flight.ticket}: its event: {error}")
                 failed.__cause__ = error
-                self._end(flight, Ended(flight.ticket, failed))
+                self._end(flight, WriteEnded(flight.ticket, failed))
                 continue
             if happened:
                 self._begin(flight)
             else:
                 self._waiting.append((after, flight))
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
@@ -305,7 +305,7 @@ class MooncakeTransport:
                 flight.keep = self._table.items()
                 self._unquiet[ticket] = flight.remote
             else:
-                self._end(flight, Ended(ticket, TransportError(f"{flight.remote}: closed before it was written")))
+                self._end(flight, WriteEnded(ticket, TransportError(f"{flight.remote}: closed before it was written")))
         left = tuple(self._unquiet)
         for _, buffer in self._table.items():
             engine.unregister(buffer.addr)
@@ -368,7 +368,7 @@ class MooncakeTransport:
             self._table.quiet(ticket)
             self._events.append(Settled(ticket))
 
-    def _end(self, flight: Flight, ended: Ended) -> None:
+    def _end(self, flight: Flight, ended: WriteEnded) -> None:
         del self._flights[flight.ticket]
         self._events.append(ended)
         if ended.quiesced:

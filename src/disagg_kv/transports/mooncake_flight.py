@@ -16,7 +16,7 @@ from ..errors import PeerLostError, TransportError
 from ..geometry import I64
 from ..ids import Peer, Ticket
 from ..planning import Writes, coalesce
-from .base import Ended, Settled
+from .base import WriteEnded, Settled
 from .mooncake_library import U64, Engine, reach
 from .process import Process, Watch
 from .regions import Extents
@@ -113,7 +113,7 @@ class Shared:
 
     engine: Engine | None
     timeout_s: float
-    results: deque[tuple[Flight, Ended | Settled]] = Factory(deque)
+    results: deque[tuple[Flight, WriteEnded | Settled]] = Factory(deque)
     gate: threading.Lock = Factory(threading.Lock)
     greeting: set[Peer] = Factory(set)
 
@@ -212,7 +212,7 @@ class Flight:
         return self._end(self._failed(call, code, elapsed_s), quiesced=False)
 
     def _end(self, error: Exception | None, *, quiesced: bool = True) -> bool:
-        self.shared.results.append((self, Ended(self.ticket, error, quiesced)))
+        self.shared.results.append((self, WriteEnded(self.ticket, error, quiesced)))
         return False
 
     def _failed(self, call: Call | One, code: int, elapsed_s: float) -> Exception:

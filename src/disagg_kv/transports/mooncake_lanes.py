@@ -12,7 +12,7 @@ Step = Callable[[], bool]
 """Does one part of a job; True while there is more to do. Never raises."""
 
 
-class Lanes:
+class WorkerPool:
     """Up to ``threads`` long-lived threads, all but the first begun when they are first needed.
 
     A job is a step that is called until it returns False. Jobs for one destination run in their order. With as many

@@ -14,9 +14,9 @@ from functools import partial
 from attrs import define
 
 from ..ids import Peer, Ticket
-from .base import Ended, Settled
+from .base import WriteEnded, Settled
 from .mooncake_flight import Flight, One, Shared
-from .mooncake_lanes import Lanes
+from .mooncake_lanes import WorkerPool
 
 DEPTH = 2
 """Writes to one peer that the library has at the same time: it need not wait until the end of one is seen."""
@@ -45,7 +45,7 @@ class Singles:
         clock: seconds that never go back.
     """
 
-    def __init__(self, shared: Shared, lanes: Lanes, clock: Callable[[], float]) -> None:
+    def __init__(self, shared: Shared, lanes: WorkerPool, clock: Callable[[], float]) -> None:
         self._shared = shared
         self._lanes = lanes
         self._clock = clock
@@ -107,7 +107,7 @@ class Singles:
         flight, elapsed_s = one.flight, now - one.began
         if status == _DONE:
             flight.remote.suspect = False
-            end = Settled(flight.ticket) if one.given_up else Ended(flight.ticket)
+            end = Settled(flight.ticket) if one.given_up else WriteEnded(flight.ticket)
             self._shared.results.append((flight, end))
         elif status == _FAILED:
             flight.remote.suspect = True

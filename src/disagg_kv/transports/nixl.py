@@ -30,10 +30,10 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, Ended, Heard, Settled
+from .base import Capabilities, WriteEnded, Heard, Settled
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .nixl_library import U64, Agent, Part, Place, Registered, load, place
+from .nixl_library import U64, Agent, DescriptorList, Place, Registered, load, place
 from .nixl_worker import Job, Link, Told, Worker
 from .process import Home, Process, Watch
 from .regions import Extents, RegionTable
@@ -272,13 +272,13 @@ class NixlTransport:
         self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes, remote.near, after))
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
         if not self._closed and self._home.here:
             self._worker.look()
         told = [self._told.popleft() for _ in range(len(self._told))]
         for event in told:
-            if isinstance(event, Settled) or (isinstance(event, Ended) and event.quiesced):
+            if isinstance(event, Settled) or (isinstance(event, WriteEnded) and event.quiesced):
                 self._unquiet.discard(event.ticket)
                 self._table.quiet(event.ticket)
         return [e for e in told if not (isinstance(e, Heard) and e.data is None and e.peer not in self._peers.all)]
@@ -363,7 +363,7 @@ def by_device(regions: Iterable[tuple[RegionId, str]]) -> Devices:
     return devices
 
 
-def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Devices) -> deque[Part]:
+def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Devices) -> deque[DescriptorList]:
     """The writes of at least one byte, by the devices that they go between.
 
     Args:
@@ -373,7 +373,7 @@ def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Device
         local: the regions on this side.
         remote: the same at the peer.
     """
-    parts: deque[Part] = deque()
+    parts: deque[DescriptorList] = deque()
     for device, here in local.items():
         for other, there in remote.items():
             mask = writes.nbytes > 0
@@ -384,11 +384,11 @@ def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Device
             if mask.any():
                 nbytes = writes.nbytes[mask]
                 rows = _rows(source[mask], nbytes, device), _rows(target[mask], nbytes, other)
-                parts.append(Part(device, rows[0], other, rows[1]))
+                parts.append(DescriptorList(device, rows[0], other, rows[1]))
     return parts
 
 
-def single(writes: Writes, local: Extents, remote: Extents, here: Devices, there: Devices) -> deque[Part] | None:
+def single(writes: Writes, local: Extents, remote: Extents, here: Devices, there: Devices) -> deque[DescriptorList] | None:
     """What :func:`cut` makes of one range, several times as fast; None: it is not one good range, or not all alike.
 
     The staged path posts nothing else.
@@ -401,7 +401,7 @@ def single(writes: Writes, local: Extents, remote: Extents, here: Devices, there
     if source is None or target is None or not nbytes:
         return None
     ((device,), (other,)) = here, there
-    return deque([Part(device, [(source, nbytes, device[1])], other, [(target, nbytes, other[1])])])
+    return deque([DescriptorList(device, [(source, nbytes, device[1])], other, [(target, nbytes, other[1])])])
 
 
 def _rows(addresses: I64, nbytes: I64, device: Place) -> U64:

@@ -53,7 +53,7 @@ Registered = NewType("Registered", object)
 
 
 @frozen
-class Part:
+class DescriptorList:
     """Descriptors of one kind of memory on either side.
 
     Args:
@@ -239,7 +239,7 @@ class Agent:
         with _Mapped(f"peer {name}: remove"):
             self._agent.remove_remote_agent(name)
 
-    def prepare(self, name: str, part: Part, notify: bytes) -> Handle:
+    def prepare(self, name: str, part: DescriptorList, notify: bytes) -> Handle:
         """Describe a write; nothing is read or written yet. ``notify`` reaches the peer after it; empty: nothing."""
         with _Mapped(f"peer {name}: {len(part.local)} writes"), _on(part.here):
             local = self._agent.get_xfer_descs(part.local, _KINDS[part.here[0]])

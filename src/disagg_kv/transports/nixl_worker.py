@@ -24,15 +24,15 @@ from attrs import define, field
 from ..errors import PeerLostError, TransportError
 from ..ids import Peer, Ticket
 from ..memory import Event
-from .base import Ended, Heard, Settled
+from .base import WriteEnded, Heard, Settled
 from .mailbox import Mailbox
-from .nixl_library import Agent, Handle, Part, Place
+from .nixl_library import Agent, Handle, DescriptorList, Place
 from .process import Watch, keep_in_children
 
 log = logging.getLogger("disagg_kv")
 
 T = TypeVar("T")
-Told = Ended | Settled | Heard
+Told = WriteEnded | Settled | Heard
 
 BUSY_S = 30e-6
 """The shortest pause between two looks at the library; less would take the core from the peer's thread."""
@@ -95,7 +95,7 @@ class Job:
 
     ticket: Ticket
     peer: Peer
-    parts: deque[Part]
+    parts: deque[DescriptorList]
     notify: bytes | None
     sources: object
     nbytes: int
@@ -223,7 +223,7 @@ class Worker:
         if job.small() and self._commands.empty() and self._lock.acquire(blocking=False):
             try:
                 if self._over:
-                    self._told.append(Ended(job.ticket, TransportError("nixl: the transport is closed")))
+                    self._told.append(WriteEnded(job.ticket, TransportError("nixl: the transport is closed")))
                     return
                 self._begin(job)
                 flying = job.handle is not None and job.here[0] == "cpu"
@@ -377,11 +377,11 @@ class Worker:
             if not job.parts:
                 if notify:
                     self._agent.notify(name, notify)
-                self._told.append(Ended(job.ticket))
+                self._told.append(WriteEnded(job.ticket))
                 return
             job.handle = self._agent.prepare(name, job.parts[0], notify)
         except (TransportError, PeerLostError) as error:
-            self._told.append(Ended(job.ticket, error))
+            self._told.append(WriteEnded(job.ticket, error))
             return
         self._open.waiting.append(job)
         if self._due(job):
@@ -410,7 +410,7 @@ class Worker:
             failed = TransportError(f"nixl: ticket {job.ticket}: {error}")
             failed.__cause__ = error
             error = failed
-        self._told.append(Ended(job.ticket, error))
+        self._told.append(WriteEnded(job.ticket, error))
 
     def _post(self, job: Job) -> None:
         assert job.handle is not None
@@ -451,7 +451,7 @@ class Worker:
         if job.parts:
             self._begin(job)
         else:
-            self._told.append(Ended(job.ticket))
+            self._told.append(WriteEnded(job.ticket))
 
     def _released(self, job: Job) -> bool:
         """Let go of a handle whose write is over; False: the library does not."""
@@ -467,7 +467,7 @@ class Worker:
         """The ticket ends; whether the library still reads and writes is not known."""
         self._open.flying.remove(job)
         self._open.failed.append(job)
-        self._told.append(Ended(job.ticket, error, quiesced=False))
+        self._told.append(WriteEnded(job.ticket, error, quiesced=False))
         link = self._links.get(job.peer)
         if isinstance(error, PeerLostError) and link is not None:
             self._lose(link)

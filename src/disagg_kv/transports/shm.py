@@ -30,7 +30,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, Ended, Heard, Settled
+from .base import Capabilities, WriteEnded, Heard, Settled
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .process import PROCESS, Home, Process, Watch
@@ -206,7 +206,7 @@ class ShmTransport:
         self._numbers = count()
         self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
-        self._events: list[Ended | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | Heard] = []
 
     def allocate(self, nbytes: int) -> Buffer:
         """See :meth:`SupportsAllocate.allocate`.
@@ -288,17 +288,17 @@ class ShmTransport:
         except RegistrationError:
             raise
         except TransportError as error:
-            self._events.append(Ended(ticket, error))
+            self._events.append(WriteEnded(ticket, error))
             return ticket
         self._look(peer, remote)
         if remote.lost:
-            self._events.append(Ended(ticket, PeerLostError(f"shm: the process of peer {peer.hex()} has ended")))
+            self._events.append(WriteEnded(ticket, PeerLostError(f"shm: the process of peer {peer.hex()} has ended")))
             return ticket
         copy(target, source, writes.nbytes)
-        self._events.append(Ended(ticket))
+        self._events.append(WriteEnded(ticket))
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()

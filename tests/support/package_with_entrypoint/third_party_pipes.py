@@ -27,7 +27,7 @@ from disagg_kv.transports import (
     Capabilities,
     Connected,
     Descriptor,
-    Ended,
+    WriteEnded,
     Extents,
     Heard,
     Region,
@@ -69,7 +69,7 @@ def _exactly(stream: socket.socket, nbytes: int) -> bytes:
 class _Link:
     """The way to one peer: a socket, and a thread that sends one batch after the other and awaits each answer."""
 
-    def __init__(self, peer: Peer, told: SimpleQueue[Ended | Settled | Heard], timeout_s: float) -> None:
+    def __init__(self, peer: Peer, told: SimpleQueue[WriteEnded | Settled | Heard], timeout_s: float) -> None:
         self.peer = peer
         self.serial = -1
         self.extents = Extents((), "remote")
@@ -130,7 +130,7 @@ class _Link:
                     return  # the batch is under way, for all we know
                 # The peer hangs up only after its last write: by hand, or because its process has ended.
                 error = PeerLostError(f"third-party: peer {self.peer.hex()} has hung up")
-            self._told.put(Ended(ticket, error))
+            self._told.put(WriteEnded(ticket, error))
 
 
 class PipesTransport:
@@ -146,7 +146,7 @@ class PipesTransport:
         self._left: list[_Link] = []
         self._lost: set[Peer] = set()
         self._tickets = count(1)
-        self._told: SimpleQueue[Ended | Settled | Heard] = SimpleQueue()
+        self._told: SimpleQueue[WriteEnded | Settled | Heard] = SimpleQueue()
         # Held while memory of this side is written to, or taken away.
         self._target = threading.Lock()
         self._streams: dict[socket.socket, threading.Thread] = {}
@@ -208,10 +208,10 @@ class PipesTransport:
         link.put(ticket, where, data.tobytes())
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         events = [self._told.get() for _ in range(self._told.qsize())]
         for link in (*self._links.all.values(), *self._left):
-            link.unended -= {event.ticket for event in events if isinstance(event, Ended)}
+            link.unended -= {event.ticket for event in events if isinstance(event, WriteEnded)}
         for link in [link for link in self._left if not link.unended]:
             link.close(0.0)
             self._left.remove(link)

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from disagg_kv.endpoints.prefill.prepared import Ahead
+from disagg_kv.endpoints.prefill.prepared import PreparedGathers
 from disagg_kv.endpoints.runtime.limited_log import LimitedLog
-from disagg_kv.endpoints.runtime.send_buffer import Outbox
+from disagg_kv.endpoints.runtime.send_buffer import SendBuffer
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec
@@ -42,7 +42,7 @@ def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
     return request
 
 
-def ahead(rig: Rig) -> Ahead:
+def ahead(rig: Rig) -> PreparedGathers:
     """The prefill rank's."""
     return rig.prefills[0].endpoint._mover.ahead
 
@@ -299,7 +299,7 @@ def test_pages_that_were_taken_away_are_not_gathered_under_a_grant_that_outlives
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17)
     if writers == 1:
         node = rig.prefills[0].endpoint._node
-        node._outbox = Outbox(WithoutReturns(node.channel), node.observer, LimitedLog(node.clock), node.defer)
+        node._outbox = SendBuffer(WithoutReturns(node.channel), node.observer, LimitedLog(node.clock), node.defer)
     request = granted(rig, event)
     assert kernels.held
     for one in request.sends:

@@ -13,7 +13,7 @@ import pytest
 
 from disagg_kv.channels import InprocChannel
 from disagg_kv.endpoints.runtime.background import HelperThreads, Inline
-from disagg_kv.endpoints.runtime.connections import EARLY_BYTES, OVERDUE_S, Links
+from disagg_kv.endpoints.runtime.connections import EARLY_BYTES, OVERDUE_S, Connections
 from disagg_kv.endpoints.runtime.directory import UNANSWERED, Directory
 from disagg_kv.errors import CapacityError, PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec
@@ -24,7 +24,7 @@ from disagg_kv.protocol.peers import Up
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
-from disagg_kv.transports import Ended, Heard, InprocTransport, Settled
+from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled
 from disagg_kv.transports.process import _started
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -387,7 +387,7 @@ class Counted(InprocTransport):
         if self.fails:
             raise RuntimeError("it does not let go")
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """With what is reported."""
         reports, self.reports = self.reports, []
         return [*super().poll(), *(Heard(peer, None) for peer in reports)]
@@ -449,9 +449,9 @@ def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCapt
 # Links alone.
 
 
-def made(later: Later, clock: FakeClock, transport: InprocTransport, peers: int = 16) -> Links:
+def made(later: Later, clock: FakeClock, transport: InprocTransport, peers: int = 16) -> Connections:
     """The connections of a transport whose attempts run when a test says so."""
-    return Links(transport, later, nothing, clock, Recorder(), Options(peers=peers))
+    return Connections(transport, later, nothing, clock, Recorder(), Options(peers=peers))
 
 
 def ups(rig: Rig, number: int) -> tuple[list[Up], list[InprocTransport]]:

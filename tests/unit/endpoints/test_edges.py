@@ -17,15 +17,15 @@ from disagg_kv.channels import Arrived, InprocChannel
 from disagg_kv.endpoints import (
     DecodeEndpoint,
     Fail,
-    Life,
+    Incarnation,
     PrefillEndpoint,
     Receiver,
     RecoveringReceiver,
 )
 from disagg_kv.endpoints.decode import rooms as decode
-from disagg_kv.endpoints.runtime.handle import Changes, RoomHandle
+from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
 from disagg_kv.endpoints.runtime.handshake import check_instance
-from disagg_kv.endpoints.runtime.process_monitor import Exits
+from disagg_kv.endpoints.runtime.process_monitor import ProcessMonitor
 from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, OversizeError, PeerLostError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
@@ -36,7 +36,7 @@ from disagg_kv.protocol.frames import Complete, Done, Expect, Grant, Head, Refus
 from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.rendezvous import Source
-from disagg_kv.strategies import StagedPath
+from disagg_kv.strategies import StagedPlanner
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
 from disagg_kv.transports.process import LOOK_S, Process
@@ -164,7 +164,7 @@ def test_a_path_that_plans_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1), strategy="staged"), rig.decode(tp_shards(SPEC, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(StagedPath, "send", lambda _, job: attrs.evolve(job.view.layout(job.segment), nbytes=4096))
+        patched.setattr(StagedPlanner, "send", lambda _, job: attrs.evolve(job.view.layout(job.segment), nbytes=4096))
         request = rig.request("room", prefills, decodes, 8).start().failed()
     assert "which takes a layout of 2048 bytes" in str(request.sends[0].error)
     rig.request("next", prefills, decodes, 8).start().landed()
@@ -267,7 +267,7 @@ def test_exits_of_processes_are_noticed() -> None:
     rig.decode(tp_shards(SPEC, 1))
     hello = introduced(rig)
     clock = FakeClock()
-    exits = Exits(clock, Process.own(), Process.watch)
+    exits = ProcessMonitor(clock, Process.own(), Process.watch)
     say = "from disagg_kv.transports.process import Process as P; p = P.own(); print(p.pid, p.started, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{say}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -371,7 +371,7 @@ def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], want
 
 def test_few_arrivals_are_told_of_at_once_and_every_failure() -> None:
     """C7: what ended well comes a few at a time, in order, each once; what failed is never kept back."""
-    changes: Changes[RoomHandle] = Changes()
+    changes: ChangeQueue[RoomHandle] = ChangeQueue()
     handles = [RoomHandle(RoomId(b"%d" % i)) for i in range(6)]
     for handle in handles:
         failed = handle is handles[5]
@@ -429,7 +429,7 @@ def test_more_pages_than_a_frame_can_name_are_not_exposed(
 def test_the_life_of_an_endpoint_can_be_given() -> None:
     """I8: a simulator's endpoints draw nothing by themselves: epoch and process are what it says."""
     rig = Rig(SPEC)
-    life = Life(Epoch(b"0123456789abcdef"), Process(7, 8, "host"), born=9)
+    life = Incarnation(Epoch(b"0123456789abcdef"), Process(7, 8, "host"), born=9)
     channel = InprocChannel(rig.hub, "mine")
     ear = InprocChannel(rig.hub, "ear")
     rig.rendezvous.publish("ear", Rank(0), 1, ear.address)

@@ -19,7 +19,7 @@ from disagg_kv.channels import InprocChannel
 from disagg_kv.endpoints import Fail, PrefillEndpoint, RecoveringReceiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
-from disagg_kv.endpoints.runtime.handle import Changes, RoomHandle
+from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
 from disagg_kv.endpoints.runtime.latch import Latch
 from disagg_kv.errors import (
     AbortedError,
@@ -32,7 +32,7 @@ from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, LayerId, RoomId, Ticket
 from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
-from disagg_kv.transports import Ended, Heard, InprocTransport, Settled
+from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled
 from tests.support.processes import wait
 from tests.support.rig import KV, Memory, Rig, tp_shards
 
@@ -223,7 +223,7 @@ def test_a_handler_may_poll_wherever_it_interrupts_a_poll() -> None:
     """Each change is told once, by one of the two."""
     after = 0
     while True:
-        changes: Changes[RoomHandle] = Changes()
+        changes: ChangeQueue[RoomHandle] = ChangeQueue()
         handles = [RoomHandle(RoomId(b"%d" % number)) for number in range(5)]
         told: list[RoomHandle] = []
         for handle in handles:
@@ -231,7 +231,7 @@ def test_a_handler_may_poll_wherever_it_interrupts_a_poll() -> None:
             changes.add(handle)
         told += changes.take(2)
 
-        def poll(changes: Changes[RoomHandle] = changes, told: list[RoomHandle] = told) -> None:
+        def poll(changes: ChangeQueue[RoomHandle] = changes, told: list[RoomHandle] = told) -> None:
             told += changes.take(1)
 
         interruption = Interruption(poll, after)
@@ -341,7 +341,7 @@ def test_a_transport_that_cannot_be_closed_keeps_nothing_else_open(threaded: boo
 class NeverQuiet(InprocTransport):
     """Nothing is ever said of a write that has ended."""
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """What is said of peers alone."""
         return [event for event in super().poll() if isinstance(event, Heard)]
 

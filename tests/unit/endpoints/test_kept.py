@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import define
 
-from disagg_kv.endpoints import DecodeEndpoint, KeptPages, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints import DecodeEndpoint, CachedPages, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import (
     AbortedError,
@@ -21,9 +21,9 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId, RoomId
-from disagg_kv.kernels import CpuKernels, Move, Sums
+from disagg_kv.kernels import CpuKernels, Move, Checksums
 from disagg_kv.memory import Event, MemoryPool, PagedPool
-from disagg_kv.prefix import Claim, HashPrefixIndex, KeptSums, PageAllocator, PrefixCache, namespace_of
+from disagg_kv.prefix import Claim, HashPrefixIndex, CachedChecksums, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Phase, Verify
 from disagg_kv.rendezvous import Source
 from tests.support.rig import KV, Member, Memory, Rig, Truth, put, tp_shards
@@ -57,7 +57,7 @@ class Held:
                 HashPrefixIndex(PAGE, PAGES, namespace_of(SPEC)),
                 PageAllocator(range(PAGES)),
                 m.pool.site,
-                sums=KeptSums(m.pool),
+                sums=CachedChecksums(m.pool),
             )
             for m in rig.decodes
         ]
@@ -162,10 +162,10 @@ def test_whatever_is_not_what_was_kept_is_found(case: str, words: str) -> None:
 
         launches = 0
 
-        def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
             self.launches += 1
             sums = super().checksum(pool, moves, after).read()
-            return Sums(None, lambda: [of + np.uint64(case == "back" and self.launches == 1) for of in sums])
+            return Checksums(None, lambda: [of + np.uint64(case == "back" and self.launches == 1) for of in sums])
 
     rig = Rig(SPEC)
     rig.prefill(tp_shards(SPEC, 1), strategy="staged+incremental")
@@ -178,7 +178,7 @@ def test_whatever_is_not_what_was_kept_is_found(case: str, words: str) -> None:
         flip(decode, 2)
         flip(decode, 7)
     receive = rig.request("room", rig.prefills, rig.decodes, 16).open_decode().receives[0]
-    receive.expect(16, [PageTable(KV, [1], 12)], held={KV: 12}, kept=[KeptPages(built, sums)])
+    receive.expect(16, [PageTable(KV, [1], 12)], held={KV: 12}, kept=[CachedPages(built, sums)])
     rig.until(lambda: receive.phase is Phase.FAILED)
     assert isinstance(receive.error, PrefixChangedError)
     assert words in str(receive.error)
@@ -198,7 +198,7 @@ def test_prefill_is_told_of_a_prefix_that_cannot_be_built_on(fail: Exception | N
     flip(decode, 9)
     kernels.fail = fail
     receive = decode.endpoint.open(RoomId(b"room"), Source("P"))
-    receive.expect(8, [PageTable(KV, [1], 4)], held={KV: 4}, kept=[KeptPages(table, sums)])
+    receive.expect(8, [PageTable(KV, [1], 4)], held={KV: 4}, kept=[CachedPages(table, sums)])
     rig.until(lambda: receive.phase is Phase.FAILED)
     (prefill,) = rig.prefill(tp_shards(SPEC, 1), strategy="staged+incremental")
     send = prefill.endpoint.open(RoomId(b"room"))
@@ -304,7 +304,7 @@ def test_what_is_compared_without_full(verify: Verify, share: float) -> None:
     sums = page_sums(CpuKernels(), decode.pool, table, [0]).read()
     for number in range(200):
         receive = decode.endpoint.open(RoomId(b"%d" % number), Source("P"))
-        receive.expect(4, [], held={KV: 4}, kept=[KeptPages(table, sums)])
+        receive.expect(4, [], held={KV: 4}, kept=[CachedPages(table, sums)])
     rig.wait(0.5)
     assert share * 100 <= len(kernels.checksums) <= share * 400
 
@@ -346,7 +346,7 @@ def test_kept_pages_that_cannot_be(
     rig.decode(tp_shards(SPEC, 1), strategy="staged+incremental", verify=FULL)
     receive = rig.request("room", rig.prefills, rig.decodes, 12).open_decode().receives[0]
     sums = np.zeros(shape, kind)
-    given = KeptPages(PageTable(group, pages, first), sums)
+    given = CachedPages(PageTable(group, pages, first), sums)
     with pytest.raises(GeometryError, match=words):
         receive.expect(12, [PageTable(KV, [1], 8)], held={KV: 8}, kept=[given])
     assert receive.expect(12, [PageTable(KV, [1, 2, 3])]) == {KV: 0}
@@ -379,4 +379,4 @@ def test_sums_of_other_pools_are_refused() -> None:
     two = attrs.evolve(site, groups=(*site.groups, attrs.evolve(site.groups[0], id=GroupId("other"))))
     pool = PagedPool.adopt(two.spec, two.shard, two.groups, two.planes, held.rig.decodes[0].pool.buffers)
     with pytest.raises(ConfigurationError, match=r"of one group of pages, not \['kv', 'other'\]"):
-        KeptSums(pool)
+        CachedChecksums(pool)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from disagg_kv.endpoints.prefill.ready_events import Gates
+from disagg_kv.endpoints.prefill.ready_events import ReadyEvents
 from disagg_kv.endpoints.runtime.budget import MOST as PIECES
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.planning import Segment
@@ -113,7 +113,7 @@ def test_a_segment_is_compared_with_the_events_of_its_own_rows_alone() -> None:
     """However many chunks a GPU has not computed yet."""
 
     def cost(chunks: int) -> int:
-        gates, events = Gates(), [Flag() for _ in range(chunks)]
+        gates, events = ReadyEvents(), [Flag() for _ in range(chunks)]
         for number, event in enumerate(events):
             gates.add(64 * number, 64 * number + 64, None, event)
 

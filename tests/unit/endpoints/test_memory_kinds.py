@@ -11,7 +11,7 @@ from disagg_kv.channels import Channel
 from disagg_kv.errors import ConfigurationError, DisaggKVError, RegistrationError
 from disagg_kv.geometry import CacheSpec, Shard
 from disagg_kv.ids import RegionId
-from disagg_kv.kernels import Move, Sums, kernels_for
+from disagg_kv.kernels import Move, Checksums, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
@@ -78,7 +78,7 @@ class DeviceKernels:
         assert {staging.device, *(b.device for b in pool.buffers)} == {DEVICE}
         return self._inner.scatter(host_view(pool), moves, on(staging, "cpu"))
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Of the device."""
         return self._inner.checksum(host_view(pool), moves, after)
 

@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.channels import MAX_FRAME, Channel, News
 from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, RECEIPT_S, RECEIPTS, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.runtime.limited_log import LimitedLog
-from disagg_kv.endpoints.runtime.send_buffer import Outbox
+from disagg_kv.endpoints.runtime.send_buffer import SendBuffer
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.protocol import Codec, Options, Phase, RoomFrame
@@ -98,7 +98,7 @@ P, Q = "inproc://P0", "inproc://Q0"
 
 def test_what_is_due_takes_along_what_is_not(rig: Rig, channel: Noting) -> None:
     """To the same address only, and in the order in which it was said."""
-    box = Outbox(channel, rig.prefills[0].observer, LimitedLog(rig.clock), raises)
+    box = SendBuffer(channel, rig.prefills[0].observer, LimitedLog(rig.clock), raises)
     box.put(P, b"receipt", 5.0)
     box.put(Q, b"receipt", 5.0)
     box.put(P, b"word")
@@ -114,7 +114,7 @@ def test_what_is_due_takes_along_what_is_not(rig: Rig, channel: Noting) -> None:
 
 def test_few_receipts_wait(rig: Rig, channel: Noting) -> None:
     """A peer asks for more as they come."""
-    box = Outbox(channel, rig.prefills[0].observer, LimitedLog(rig.clock), raises)
+    box = SendBuffer(channel, rig.prefills[0].observer, LimitedLog(rig.clock), raises)
     for number in range(1, RECEIPTS + 1):
         assert not channel.together
         box.put(P, b"receipt", 5.0)
@@ -297,7 +297,7 @@ def test_a_channel_that_raises_loses_frames_and_nothing_else() -> None:
 def test_a_frame_that_no_channel_takes_raises_nothing(rig: Rig, channel: Noting) -> None:
     """What is said may be half of what an event leads to; its error is handled after that."""
     errors: list[Exception] = []
-    box = Outbox(channel, rig.prefills[0].observer, LimitedLog(rig.clock), errors.append)
+    box = SendBuffer(channel, rig.prefills[0].observer, LimitedLog(rig.clock), errors.append)
     box.put(P, bytes(MAX_FRAME + 1))
     box.flush()
     assert channel.together == []

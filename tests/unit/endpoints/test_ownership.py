@@ -14,7 +14,7 @@ from disagg_kv.ids import RoomId
 from disagg_kv.planning import StagedLayout
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
-from disagg_kv.strategies import Job, StagedPath
+from disagg_kv.strategies import Job, StagedPlanner
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.faults import Plan
 from disagg_kv.transports import InprocTransport
@@ -121,13 +121,13 @@ def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest
     rig.wait(0.5)
     planned: list[StagedLayout] = []
 
-    def send(path: StagedPath, job: Job) -> StagedLayout:
+    def send(path: StagedPlanner, job: Job) -> StagedLayout:
         if planned:
             raise ValueError("not this one")
         planned.append(job.view.layout(job.segment))
         return planned[0]
 
-    monkeypatch.setattr(StagedPath, "send", send)
+    monkeypatch.setattr(StagedPlanner, "send", send)
     kernels.events = []
     computed.fired = True
     rig.until(lambda: bool(kernels.gathers), "the gather")

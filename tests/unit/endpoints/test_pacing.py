@@ -9,8 +9,8 @@ import pytest
 
 from disagg_kv.channels import Hub, InprocChannel, News
 from disagg_kv.endpoints import PrefillEndpoint
-from disagg_kv.endpoints.prefill.handle import Handed
-from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, Lines, Pacer
+from disagg_kv.endpoints.prefill.handle import SubmittedChunk
+from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, EventFifo, ThroughputEstimator
 from disagg_kv.endpoints.runtime.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S, SOON, SOON_S
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Generation, GroupId, LayerId, RoomId
@@ -23,13 +23,13 @@ from disagg_kv.transports import InprocTransport
 from tests.support.rig_parts import Flag
 
 
-def handed(turn: int = 1) -> list[Handed]:
+def handed(turn: int = 1) -> list[SubmittedChunk]:
     """Ten rows of a room."""
     key = RoomKey(RoomId(b"room"), Generation(1))
-    return [Handed(key, turn, 0, 10, {}, Batch((10,), layered=True))]
+    return [SubmittedChunk(key, turn, 0, 10, {}, Batch((10,), layered=True))]
 
 
-def computed(pacer: Pacer, clock: FakeClock) -> None:
+def computed(pacer: ThroughputEstimator, clock: FakeClock) -> None:
     """A forward pass of two layers, each a second long."""
     pacer.begin(handed(), clock())
     clock.advance(1.0)
@@ -41,7 +41,7 @@ def computed(pacer: Pacer, clock: FakeClock) -> None:
 def test_what_was_queued_behind_a_gpu_counts_from_when_it_is_on_the_wire() -> None:
     """B3: waiting for a layer to be computed is no part of the wire's time."""
     clock = FakeClock()
-    pacer = Pacer(clock, 2)
+    pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
     pacer.began("a", queued=True)
     pacer.began("b", queued=True)
@@ -62,7 +62,7 @@ def test_what_was_queued_behind_a_gpu_counts_from_when_it_is_on_the_wire() -> No
 def test_an_end_that_was_seen_late_counts_no_moment_twice() -> None:
     """A beginning is told as of the last look; what came before belongs to the transfer before."""
     clock = FakeClock()
-    pacer = Pacer(clock, 2)
+    pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
     looked = clock()
     for name in ("a", "b"):
@@ -79,7 +79,7 @@ def test_an_end_that_was_seen_late_counts_no_moment_twice() -> None:
 
 def test_a_transfer_that_failed_in_the_queue_counts_for_nothing() -> None:
     clock = FakeClock()
-    pacer = Pacer(clock, 2)
+    pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
     pacer.began("a", queued=True)
     clock.advance(9.0)
@@ -97,7 +97,7 @@ def test_a_transfer_that_failed_in_the_queue_counts_for_nothing() -> None:
 def test_launching_and_planning_are_part_of_what_a_group_costs() -> None:
     """B3: both take the host's time for every group."""
     clock = FakeClock()
-    pacer = Pacer(clock, 2)
+    pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
     pacer.began("a", queued=False)
     clock.advance(0.5)
@@ -111,7 +111,7 @@ def test_launching_and_planning_are_part_of_what_a_group_costs() -> None:
 
 def test_the_engine_s_thread_is_in_a_pass_until_it_has_asked_for_all_of_it() -> None:
     clock = FakeClock()
-    pacer = Pacer(clock, 2)
+    pacer = ThroughputEstimator(clock, 2)
     assert not pacer.patience_s
     for turn in (1, 2):
         pacer.begin(handed(turn), clock())
@@ -125,7 +125,7 @@ def test_the_engine_s_thread_is_in_a_pass_until_it_has_asked_for_all_of_it() -> 
 
 def test_a_pass_that_its_engine_gave_up_ends_with_its_room() -> None:
     """Who never closes it has raised: this thread must not keep out of the way for ever."""
-    pacer = Pacer(FakeClock(), 2)
+    pacer = ThroughputEstimator(FakeClock(), 2)
     other = RoomKey(RoomId(b"other"), Generation(1))
     pacer.begin(handed(), 1.0)
     pacer.room_ended(other)
@@ -191,7 +191,7 @@ def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
 def test_a_pass_is_interrupted_a_few_times_however_long_it_is(pass_s: float, looks_s: float) -> None:
     """B1: unless it takes so long that something else would wait."""
     clock = FakeClock()
-    pacer = Pacer(clock, 2)
+    pacer = ThroughputEstimator(clock, 2)
     for turn in (1, 2):
         pacer.begin(handed(turn), clock())
         pacer.first(handed(turn), clock())
@@ -204,7 +204,7 @@ def test_a_pass_is_interrupted_a_few_times_however_long_it_is(pass_s: float, loo
 def test_passes_that_a_device_computes_one_after_the_other_are_counted_once() -> None:
     """B3: the second was asked for long before the first had ended; a late beginning is no part of either."""
     clock = FakeClock()
-    pacer = Pacer(clock, 2)
+    pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
     for turn in (1, 2):
         pacer.begin(handed(turn), clock())
@@ -260,7 +260,7 @@ class Told:
 def test_only_the_first_of_a_line_is_asked() -> None:
     """However many layers wait, a look is short; what has happened is told in order, at once."""
     clock, told = FakeClock(), Told()
-    lines = Lines(clock)
+    lines = EventFifo(clock)
     events = [Counted() for _ in range(3)]
     for number, event in enumerate(events):
         lines.add("pass", event, told.of(number), told.error)
@@ -277,7 +277,7 @@ def test_only_the_first_of_a_line_is_asked() -> None:
 
 
 def test_an_event_that_raises_is_told_and_holds_up_nobody() -> None:
-    lines, told = Lines(FakeClock()), Told()
+    lines, told = EventFifo(FakeClock()), Told()
     lines.add("pass", Broken(), told.of(0), told.error)
     lines.add("other", Flag(), told.of(1), told.error)
     assert lines.look()
@@ -286,7 +286,7 @@ def test_an_event_that_raises_is_told_and_holds_up_nobody() -> None:
 
 def test_lines_whose_events_never_happen_are_bounded() -> None:
     """E14: the oldest goes."""
-    lines, told, event = Lines(FakeClock()), Told(), Flag()
+    lines, told, event = EventFifo(FakeClock()), Told(), Flag()
     for number in range(PASSES + 1):
         lines.add(number, event, told.of(number), told.error)
     event.fired = True

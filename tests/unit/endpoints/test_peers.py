@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.endpoints import Life
+from disagg_kv.endpoints import Incarnation
 from disagg_kv.errors import (
     ConfigurationError,
     GeometryError,
@@ -116,7 +116,7 @@ def test_decode_restarts() -> None:
 def test_decode_is_followed_by_a_process_that_was_there_before() -> None:
     """E10: a spare that was started first takes over the address of one whose end nobody has seen."""
     rig = Rig(SPEC, options=QUICK)
-    first, spare = (Life(process=Process(pid, ticks, "another host")) for pid, ticks in ((2, 5000), (1, 4000)))
+    first, spare = (Incarnation(process=Process(pid, ticks, "another host")) for pid, ticks in ((2, 5000), (1, 4000)))
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), life=first)
     rig.request("first", prefills, decodes, 8).start().landed()
     decodes[0].crash()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from disagg_kv.endpoints.decode.scatter import Scatterer
+from disagg_kv.endpoints.decode.scatter import ScatterQueue
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Generation
@@ -38,7 +38,7 @@ def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
     return request
 
 
-def scatterer(rig: Rig) -> Scatterer:
+def scatterer(rig: Rig) -> ScatterQueue:
     """The decode rank's."""
     return rig.decodes[0].endpoint._role._scatters
 

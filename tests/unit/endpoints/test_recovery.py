@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from disagg_kv.endpoints import Attempt, Fail, KeptPages, PeerInfo, RecoveringReceiver, Recovery, Report, Retry
+from disagg_kv.endpoints import Attempt, Fail, CachedPages, PeerInfo, RecoveringReceiver, Recovery, Report, Retry
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -44,7 +44,7 @@ class Held:
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[KeptPages] = (),
+        kept: Sequence[CachedPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from disagg_kv.endpoints.decode.rate_limit import BURST_S, ScatterPace
+from disagg_kv.endpoints.decode.rate_limit import BURST_S, RateLimiter
 from disagg_kv.errors import ConfigurationError, UnsupportedError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.kernels import Move
@@ -87,7 +87,7 @@ def test_a_room_that_fails_does_not_wait_for_its_pace() -> None:
 
 def test_the_bucket() -> None:
     """Work of any size begins; what follows waits the longer. Unused time counts up to the burst."""
-    pacer = ScatterPace(100.0, 0.5)
+    pacer = RateLimiter(100.0, 0.5)
     assert pacer.ready(10.0)
     pacer.begin(40, 10.0)
     assert pacer.ready(10.0), "half a second is saved up"
@@ -98,7 +98,7 @@ def test_the_bucket() -> None:
     assert pacer.ready_at == pytest.approx(99.6)
     for pace, burst in ((0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)):
         with pytest.raises(ConfigurationError):
-            ScatterPace(pace, burst)
+            RateLimiter(pace, burst)
 
 
 class Queued(CountingKernels):

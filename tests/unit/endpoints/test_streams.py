@@ -8,7 +8,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg_kv.endpoints.prefill.ready_events import Gates
+from disagg_kv.endpoints.prefill.ready_events import ReadyEvents
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import LayerId, Peer, Ticket
 from disagg_kv.kernels import CpuKernels, Move
@@ -16,7 +16,7 @@ from disagg_kv.memory import All, Buffer, Event, MemoryPool
 from disagg_kv.planning import Segment, Writes
 from disagg_kv.protocol import Phase
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import Ended, Heard, InprocTransport, Settled
+from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled
 from tests.support.rig import Memory, Rig, put, tp_shards
 from tests.support.rig_parts import Flag, RecordingTransport
 
@@ -94,7 +94,7 @@ class StreamTransport(FaultyTransport):
         self.after[ticket] = after
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """Moves what may move."""
         for ticket in self.held:
             after = self.after[ticket]
@@ -258,7 +258,7 @@ def test_pages_are_not_written_before_the_event_by_a_transport_that_does_not_wai
 
 def test_a_copy_comes_after_the_events_of_its_own_rows_and_layers() -> None:
     """Those of other rows or layers do not delay it."""
-    gates = Gates()
+    gates = ReadyEvents()
     first, second, late = Flag(), Flag(), Flag()
     layers = [LayerId(0), LayerId(1)]
     gates.add(0, 8, [layers[0]], first)
@@ -281,7 +281,7 @@ def test_a_copy_comes_after_the_events_of_all_rows_that_it_shares(
     chunks: list[tuple[int, int, bool]], start: int, rows: int, scale: int
 ) -> None:
     """And of no others, in whatever order and however long chunks are: a room of states alone may name any row."""
-    gates, events = Gates(), [Flag() for _ in chunks]
+    gates, events = ReadyEvents(), [Flag() for _ in chunks]
     for (first, count, fired), event in zip(chunks, events, strict=True):
         gates.add(scale * first, scale * (first + count), None, event)
         event.fired = fired
@@ -310,7 +310,7 @@ class Asked(Flag):
 
 def test_events_that_are_pending_are_asked_a_few_times_each_and_past_ones_are_forgotten() -> None:
     """A room of many chunks and layers costs in proportion to them; what is kept is at most twice what is pending."""
-    gates, events = Gates(), [Asked() for _ in range(1000)]
+    gates, events = ReadyEvents(), [Asked() for _ in range(1000)]
     for row, event in enumerate(events):
         gates.add(row, row + 1, None, event)
     assert sum(event.times for event in events) <= 2 * len(events)

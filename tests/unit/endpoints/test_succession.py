@@ -7,7 +7,7 @@ import os
 import pytest
 
 from disagg_kv.channels import Arrived, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Life, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import DisaggKVError
@@ -32,7 +32,7 @@ def ranks(rig: Rig, side: str, world: int, rank: int | None = None, host: str = 
         return rig.prefill(tp_shards(SPEC, world), only=only, at=at)
     if not host:
         return rig.decode(tp_shards(SPEC, world), only=only, at=at)
-    life = Life(process=Process(os.getpid(), 1, host), watch=_unseen)
+    life = Incarnation(process=Process(os.getpid(), 1, host), watch=_unseen)
     return rig.decode(tp_shards(SPEC, world), only=only, at=at, life=life)
 
 

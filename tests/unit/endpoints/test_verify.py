@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.errors import IntegrityError, RemoteProtocolError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.kernels import CpuKernels, Kernels, Move, Sums
+from disagg_kv.kernels import CpuKernels, Kernels, Move, Checksums
 from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import Phase, Verify, verified
@@ -243,7 +243,7 @@ def test_an_abort_while_prefill_sums_gives_everything_back(path: str) -> None:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_sums_that_cannot_be_made_fail_the_room(side: str, path: str) -> None:
     class Failing(CountingKernels):
-        def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
             raise OSError("no such instruction")
 
     rig = Rig(KV)
@@ -259,7 +259,7 @@ def test_a_scatter_that_has_begun_keeps_lease_and_pages_though_its_sums_cannot_b
     """E15, section 6: a kernel reads the ring and writes pages until its event, whatever was to follow it."""
 
     class Failing(CountingKernels):
-        def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+        def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
             raise OSError("out of memory")
 
     rig, kernels = Rig(KV), Failing()

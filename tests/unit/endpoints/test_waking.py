@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from disagg_kv.channels import Channel, News
-from disagg_kv.endpoints.prefill.handle import Cuts, ForwardPass, Handed
+from disagg_kv.endpoints.prefill.handle import LayerGroups, ForwardPass, SubmittedChunk
 from disagg_kv.endpoints.runtime.admission import Admission
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec, Component
@@ -217,14 +217,14 @@ class Office:
         self.said: list[str] = []
         self.events: list[Event | None] = []
 
-    def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+    def final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         self.events.append(ready)
         self.said.append(f"final {sorted(layers or ())}")
 
-    def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
+    def closed(self, handed: Sequence[SubmittedChunk], ready: Event | None) -> None:
         self.said.append("closed")
 
-    def begun(self, handed: Sequence[Handed]) -> None:
+    def begun(self, handed: Sequence[SubmittedChunk]) -> None:
         self.said.append("begun")
 
     def wake(self) -> None:
@@ -236,9 +236,9 @@ ROOM = RoomKey(RoomId(b"room"), Generation(1))
 HALVES = {frozenset(LAYERS[:2]), frozenset(LAYERS[2:])}
 
 
-def a_pass(*, traced: bool = False) -> tuple[Office, Cuts, ForwardPass]:
+def a_pass(*, traced: bool = False) -> tuple[Office, LayerGroups, ForwardPass]:
     """A pass over one room, whose groups are not known yet."""
-    office, cuts = Office(), Cuts([ROOM], frozenset(LAYERS))
+    office, cuts = Office(), LayerGroups([ROOM], frozenset(LAYERS))
     return office, cuts, ForwardPass([], LAYERS, office, cuts, layered=True, traced=traced)  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from disagg_kv.errors import GeometryError, UnsupportedError
-from disagg_kv.geometry import CacheSpec, Component, Holding, Part, Shard, elect, rotations, shard
+from disagg_kv.geometry import CacheSpec, Component, Holding, Share, Shard, elect, rotations, shard
 from disagg_kv.ids import LayerId
 
 
@@ -17,8 +17,8 @@ def test_four_prefill_ranks_send_a_quarter_each_to_one() -> None:
     spec = CacheSpec.kv(2, 8, 2, "int8")
     parts = elect(spec, [shard(spec, tp=4, rank=r) for r in range(4)], shard(spec))
     assert parts[3] == (
-        Part("k", (LayerId(0), LayerId(1)), range(6, 8)),
-        Part("v", (LayerId(0), LayerId(1)), range(6, 8)),
+        Share("k", (LayerId(0), LayerId(1)), range(6, 8)),
+        Share("v", (LayerId(0), LayerId(1)), range(6, 8)),
     )
     assert rotations(spec, [shard(spec)], shard(spec)) == 1
 
@@ -89,4 +89,4 @@ def test_components_that_are_not_moved_yet_are_refused_where_they_are_needed() -
     spec = CacheSpec({LayerId(0): [Component("k", "int8", 1, 1)], LayerId(1): [Component("c4", "int8", 1, 1, 4)]})
     with pytest.raises(UnsupportedError, match="component 'c4': rows of 4 tokens are not moved yet"):
         elect(spec, [shard(spec)], shard(spec))
-    assert elect(spec, [shard(spec)], shard(spec, layers=[LayerId(0)])) == ((Part("k", (LayerId(0),), range(1)),),)
+    assert elect(spec, [shard(spec)], shard(spec, layers=[LayerId(0)])) == ((Share("k", (LayerId(0),), range(1)),),)

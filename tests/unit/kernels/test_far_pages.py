@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 
-from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Part, Plane, shard
+from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Share, Plane, shard
 from disagg_kv.ids import GroupId, LayerId, RegionId
 from disagg_kv.kernels import CpuKernels, Kernels, Move, ReferenceKernels
 from disagg_kv.memory import Buffer, PagedPool, bytes_of
@@ -83,7 +83,7 @@ def test_far_pages_are_moved_and_nothing_else_is_touched(kernels: Kernels) -> No
 def test_descriptors_of_far_pages_name_their_bytes() -> None:
     """Both direct paths, and the addresses that a transport makes of them."""
     site = Sparse().pool.site
-    parts = [Part("k", (LayerId(0),), range(1))]
+    parts = [Share("k", (LayerId(0),), range(1))]
     tables = {K: PageTable(K, PAGES)}
     segment = Segment(0, len(PAGES) * ROWS, 0, 1)
     for make, each in ((slice_writes, UNIT), (direct_writes, PAGE)):

@@ -11,7 +11,7 @@ import pytest
 
 from disagg_kv.errors import UnknownNameError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, ReferenceKernels, Sums, available, kernels_for
+from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, ReferenceKernels, Checksums, available, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool
 from tests.support.pools import KV, buffer_over, noise, staged_layout
 
@@ -50,9 +50,9 @@ class _Copied:
             CpuKernels().scatter(pool, moves, staging)
         return self
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         sums = CpuKernels().checksum(pool, moves, after)
-        return Sums(self, lambda: [np.full_like(of, 7) if self.wrong == "checksum" else of for of in sums.read()])
+        return Checksums(self, lambda: [np.full_like(of, 7) if self.wrong == "checksum" else of for of in sums.read()])
 
     def query(self) -> bool:
         return True
@@ -70,7 +70,7 @@ class _Broken:
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         raise OSError("no such instruction")
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         raise OSError("no such instruction")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from disagg_kv.errors import DisaggKVError, MissingDependencyError
-from disagg_kv.kernels.triton_host import Compiled, Launcher, Written, _Lane, _Slot, check_launcher
+from disagg_kv.kernels.triton_host import Compiled, Launcher, Written, _LaunchContext, _Slot, check_launcher
 from disagg_kv.kernels.triton_tables import Shape
 from disagg_kv.memory import Event
 
@@ -102,7 +102,7 @@ def test_the_slot_of_a_launch_that_fails_comes_back(
     slot = _Slot(words, words.numpy(), words.data_ptr(), words.clone(), 0)
     lane = Lane(frozenset(broken), run)
     shape = Shape(16, 4, 4, 1)
-    call = Written(cast("_Lane", lane), cast("torch.cuda.Stream", _Stream()), words, slot, 16, 1, 1, shape)
+    call = Written(cast("_LaunchContext", lane), cast("torch.cuda.Stream", _Stream()), words, slot, 16, 1, 1, shape)
     launcher = Launcher("gather")
     if error:
         with pytest.raises((RuntimeError, DisaggKVError), match=error):

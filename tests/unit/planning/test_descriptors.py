@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, PageTable, Part, Shard, Site, elect, shard
+from disagg_kv.geometry import CacheSpec, PageTable, Share, Shard, Site, elect, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.planning import Segment, Writes, coalesce, direct_writes, plain_site, refuse_direct, slice_writes
 from disagg_kv.planning.descriptors import Tables, _byte_runs
 
 KV = GroupId("kv")
-Planner = Callable[[Site, Site, Sequence[Part], Segment, Tables, Tables], Writes]
+Planner = Callable[[Site, Site, Sequence[Share], Segment, Tables, Tables], Writes]
 SPEC = CacheSpec.kv(2, 4, 8, "int8")
 WHOLE = Segment(0, 32, 0, 2)
 

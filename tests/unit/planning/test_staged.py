@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, Holding, Part, Shard, elect, shard
+from disagg_kv.geometry import CacheSpec, Holding, Share, Shard, elect, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.planning import Intake, PartView, Segment, intake_of, part_view, plain_site
 from disagg_kv.planning.staged import SIZES
@@ -75,9 +75,9 @@ def test_a_pool_that_does_not_have_the_parts_is_refused() -> None:
     """A missing plane, and units that are not one run."""
     site = plain_site(SPEC, shard(SPEC, tp=2, rank=0, layers=[LayerId(0)]), 4, 4)
     with pytest.raises(GeometryError, match="the pool has no plane for layer 1, 'k'"):
-        PartView(site, [Part("k", (LayerId(1),), range(1))], SPEC)
+        PartView(site, [Share("k", (LayerId(1),), range(1))], SPEC)
     with pytest.raises(GeometryError, match=r"layer 0, 'k': units \[1, 3\) are not in one of .* \[\(0, 2\)\]"):
-        PartView(site, [Part("k", (LayerId(0),), range(1, 3))], SPEC)
+        PartView(site, [Share("k", (LayerId(0),), range(1, 3))], SPEC)
 
 
 def test_views_and_intakes_of_equal_values_are_built_once_and_others_are_not_mistaken_for_them() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disagg_kv.ids import Epoch, Generation
-from disagg_kv.protocol import Ended, Options, Send, Tombstones
+from disagg_kv.protocol import RoomOutcome, Options, Send, Tombstones
 from disagg_kv.protocol.frames import Heartbeat
 from disagg_kv.protocol.retry import Repeater
 from disagg_kv.protocol.tombstones import BLOCK, GENERATIONS
@@ -57,9 +57,9 @@ def test_a_request_that_is_known_is_repeated_rarely() -> None:
 def test_an_outcome_is_remembered_per_peer_and_generation_and_the_first_stands() -> None:
     """E11: a room id that is used again is another room."""
     tombs = Tombstones()
-    tombs.remember(PEER, Generation(3), Ended.DONE)
-    tombs.remember(PEER, Generation(3), Ended.FAILED)
-    assert tombs.outcome(PEER, Generation(3)) is Ended.DONE
+    tombs.remember(PEER, Generation(3), RoomOutcome.DONE)
+    tombs.remember(PEER, Generation(3), RoomOutcome.FAILED)
+    assert tombs.outcome(PEER, Generation(3)) is RoomOutcome.DONE
     assert tombs.outcome(PEER, Generation(4)) is None
     assert tombs.outcome(PEER, Generation(2)) is None
     assert tombs.outcome(OTHER, Generation(3)) is None
@@ -70,10 +70,10 @@ def test_a_generation_that_waits_is_not_forgotten_while_very_many_end() -> None:
     tombs, waits, many = Tombstones(), Generation(5), 300_000
     for g in range(1, many):
         if g != waits:
-            tombs.remember(PEER, Generation(g), Ended.DONE if g % 3 else Ended.FAILED)
+            tombs.remember(PEER, Generation(g), RoomOutcome.DONE if g % 3 else RoomOutcome.FAILED)
     assert tombs.outcome(PEER, waits) is None
-    assert all(tombs.outcome(PEER, Generation(g)) is Ended.DONE for g in range(7, many, 999))
-    assert all(tombs.outcome(PEER, Generation(g)) is Ended.FAILED for g in range(6, many, 999))
+    assert all(tombs.outcome(PEER, Generation(g)) is RoomOutcome.DONE for g in range(7, many, 999))
+    assert all(tombs.outcome(PEER, Generation(g)) is RoomOutcome.FAILED for g in range(6, many, 999))
     assert tombs.outcome(PEER, Generation(many)) is None
     assert tombs.blocks == many // BLOCK + 1
 
@@ -82,30 +82,30 @@ def test_what_a_peer_can_make_us_remember_is_bounded_and_what_is_older_is_refuse
     """E14: whatever generations it names; below what is remembered nothing is taken for a new room."""
     tombs = Tombstones()
     for g in range(0, 4 * GENERATIONS, BLOCK // 2):
-        tombs.remember(PEER, Generation(g), Ended.DONE)
+        tombs.remember(PEER, Generation(g), RoomOutcome.DONE)
     assert tombs.blocks <= GENERATIONS // BLOCK + 2
-    tombs.remember(PEER, Generation(2**62), Ended.FAILED)
-    tombs.remember(PEER, Generation(7), Ended.DONE)
+    tombs.remember(PEER, Generation(2**62), RoomOutcome.FAILED)
+    tombs.remember(PEER, Generation(7), RoomOutcome.DONE)
     assert tombs.blocks <= GENERATIONS // BLOCK + 2
-    assert tombs.outcome(PEER, Generation(7)) is Ended.EVICTED
-    assert tombs.outcome(PEER, Generation(2**62 - GENERATIONS)) is Ended.EVICTED
+    assert tombs.outcome(PEER, Generation(7)) is RoomOutcome.EVICTED
+    assert tombs.outcome(PEER, Generation(2**62 - GENERATIONS)) is RoomOutcome.EVICTED
     assert tombs.outcome(PEER, Generation(2**62 - GENERATIONS + 1)) is None
-    assert tombs.outcome(PEER, Generation(2**62)) is Ended.FAILED
+    assert tombs.outcome(PEER, Generation(2**62)) is RoomOutcome.FAILED
 
 
 def test_evicted_generations_never_go_back_though_rooms_end_out_of_order() -> None:
     tombs = Tombstones(generations=1)
     for g in (9, 2, 3):
-        tombs.remember(PEER, Generation(g), Ended.DONE)
-    assert tombs.outcome(PEER, Generation(8)) is Ended.EVICTED
-    assert tombs.outcome(PEER, Generation(9)) is Ended.DONE
+        tombs.remember(PEER, Generation(g), RoomOutcome.DONE)
+    assert tombs.outcome(PEER, Generation(8)) is RoomOutcome.EVICTED
+    assert tombs.outcome(PEER, Generation(9)) is RoomOutcome.DONE
 
 
 def test_peers_are_bounded_too() -> None:
     """E6, E14: epochs of endpoints that came and went do not add up."""
     tombs = Tombstones(peers=2)
     for p in range(5):
-        tombs.remember(Epoch(bytes([p] * 16)), Generation(2), Ended.DONE)
+        tombs.remember(Epoch(bytes([p] * 16)), Generation(2), RoomOutcome.DONE)
     assert tombs.blocks == 2
-    assert tombs.outcome(Epoch(bytes([4] * 16)), Generation(2)) is Ended.DONE
+    assert tombs.outcome(Epoch(bytes([4] * 16)), Generation(2)) is RoomOutcome.DONE
     assert tombs.outcome(Epoch(bytes([0] * 16)), Generation(2)) is None

@@ -10,7 +10,7 @@ from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import Intake, PartView, RowRange, Segment, Writes, direct_count, runs, slice_count
-from disagg_kv.strategies import DirectPath, Job, Path, SlicePath, StagedPath
+from disagg_kv.strategies import DirectPlanner, Job, TransferPlanner, SlicePlanner, StagedPlanner
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 KV = GroupId("kv")
@@ -26,8 +26,8 @@ def job(prefill_tp: int) -> Job:
     return Job(source, target, parts, PartView(source, parts, SPEC), Segment(0, 10, 0, 2), tables, tables)
 
 
-@pytest.mark.parametrize("path", [DirectPath(), SlicePath()])
-def test_exposed_pages_are_written_in_place(path: Path) -> None:
+@pytest.mark.parametrize("path", [DirectPlanner(), SlicePlanner()])
+def test_exposed_pages_are_written_in_place(path: TransferPlanner) -> None:
     """Direct and slice plan writes, at most as many as they count beforehand, and scatter nothing."""
     one = job(1)
     assert path.exposes_pages
@@ -43,11 +43,11 @@ def test_exposed_pages_are_written_in_place(path: Path) -> None:
 def test_direct_needs_equal_layouts() -> None:
     """A head slice is no whole page: direct says so, slice writes it row by row."""
     two = job(2)
-    reason = DirectPath().refuse(two.source, two.target, two.parts)
+    reason = DirectPlanner().refuse(two.source, two.target, two.parts)
     assert reason is not None
     assert "2 units" in reason
-    assert SlicePath().refuse(two.source, two.target, two.parts) is None
-    assert SlicePath().count(two) == 10 * 2 * 2
+    assert SlicePlanner().refuse(two.source, two.target, two.parts) is None
+    assert SlicePlanner().count(two) == 10 * 2 * 2
 
 
 def test_layers_that_are_alike_count_as_each_of_them_does() -> None:
@@ -66,13 +66,13 @@ def test_layers_that_are_alike_count_as_each_of_them_does() -> None:
         for site in (source, target):
             given = list(runs(source, site, parts, segment, rows))
             one = Job(source, site, parts, PartView(source, parts, spec), segment, {}, {}, rows)
-            assert SlicePath().count(one) == sum(map(slice_count, given)) > 0
-            assert DirectPath().count(one) == sum(map(direct_count, given)) > 0
+            assert SlicePlanner().count(one) == sum(map(slice_count, given)) > 0
+            assert DirectPlanner().count(one) == sum(map(direct_count, given)) > 0
 
 
 def test_staged_gathers_and_writes_once() -> None:
     """Staged takes any layouts, one write, and the same bytes in the same order on both sides."""
-    path, two = StagedPath(), job(2)
+    path, two = StagedPlanner(), job(2)
     assert not path.exposes_pages
     assert path.refuse(two.source, two.target, two.parts) is None
     assert path.count(two) == 1

@@ -12,20 +12,20 @@ import pytest
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.planning import Groups, LayerRun
-from disagg_kv.strategies import AUTO, StagedPath, Strategy, paths, register, registry, schedules, strategy
+from disagg_kv.strategies import AUTO, StagedPlanner, Strategy, paths, register, registry, schedules, strategy
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
 
 
-class Courier(StagedPath):
+class Courier(StagedPlanner):
     """Somebody else's path."""
 
     name = "courier"
 
 
 @dataclass
-class Blocks(StagedPath):
+class Blocks(StagedPlanner):
     """Another, of a kind that has no hash."""
 
     name: str = "blocks"
@@ -122,7 +122,7 @@ def test_registering_a_path() -> None:
         ("courier", f"{__name__}:Courier", None),
         ("staged", "nowhere:at_all", None),
         ("broken", "nowhere:at_all", "cannot be loaded"),
-        ("other", "disagg_kv.strategies:StagedPath", "calls itself 'staged'"),
+        ("other", "disagg_kv.strategies:StagedPlanner", "calls itself 'staged'"),
     ],
 )
 def test_installed_packages(monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str | None) -> None:

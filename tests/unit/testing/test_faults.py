@@ -12,7 +12,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import Ended, Heard, InprocTransport, Settled, ShmTransport, Transport
+from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled, ShmTransport, Transport
 
 N = 1000
 
@@ -43,7 +43,7 @@ class Rig:
         """Events since the last call: what, ticket, quiet."""
         said: list[tuple[str, Ticket, bool]] = []
         for event in self.pair.source.told():
-            if isinstance(event, Ended):
+            if isinstance(event, WriteEnded):
                 said.append(
                     ("ended" if event.error is None else type(event.error).__name__, event.ticket, event.quiesced)
                 )
@@ -132,7 +132,7 @@ def test_a_lost_peer_stays_lost() -> None:
     first, second = rig.submit(), rig.submit()
     events = list(rig.pair.source.told())
     assert events[0] == Heard(rig.pair.peer, None, fenced=False)
-    ended = [e for e in events if isinstance(e, Ended)]
+    ended = [e for e in events if isinstance(e, WriteEnded)]
     assert [(e.ticket, e.quiesced) for e in ended] == [(first, True), (second, True)]
     assert all(isinstance(e.error, PeerLostError) for e in ended)
     rig.pair.connect()

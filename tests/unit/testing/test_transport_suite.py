@@ -18,7 +18,7 @@ from disagg_kv.testing.pair import Log, Pair, _stacks, same
 from disagg_kv.testing.transport_cases import NBYTES, TransportCases
 from disagg_kv.testing.transport_data import DataCases
 from disagg_kv.testing.transport_peers import MemoryCases, PeerCases
-from disagg_kv.transports import Capabilities, Ended, Heard, InprocTransport, Settled, Transport
+from disagg_kv.transports import Capabilities, WriteEnded, Heard, InprocTransport, Settled, Transport
 from tests.support.transports import faultless_inproc
 
 data, memory, peers = DataCases(), MemoryCases(), PeerCases()
@@ -38,10 +38,10 @@ class Changed(InprocTransport):
     def change(self, writes: Writes) -> Writes:
         return writes
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         return [told for event in super().poll() for told in self.tell(event)]
 
-    def tell(self, event: Ended | Settled | Heard) -> Sequence[Ended | Settled | Heard]:
+    def tell(self, event: WriteEnded | Settled | Heard) -> Sequence[WriteEnded | Settled | Heard]:
         return [event]
 
 
@@ -57,18 +57,18 @@ class LastOneLost(Changed):
 
 
 class ToldTwice(Changed):
-    def tell(self, event: Ended | Settled | Heard) -> Sequence[Ended | Settled | Heard]:
+    def tell(self, event: WriteEnded | Settled | Heard) -> Sequence[WriteEnded | Settled | Heard]:
         return [event, event]
 
 
 class NeverTold(Changed):
-    def tell(self, event: Ended | Settled | Heard) -> Sequence[Ended | Settled | Heard]:
+    def tell(self, event: WriteEnded | Settled | Heard) -> Sequence[WriteEnded | Settled | Heard]:
         return []
 
 
 class UnclaimedLateWrites(Changed):
-    def tell(self, event: Ended | Settled | Heard) -> Sequence[Ended | Settled | Heard]:
-        return [Ended(event.ticket, TransportError("late"), quiesced=False)] if isinstance(event, Ended) else [event]
+    def tell(self, event: WriteEnded | Settled | Heard) -> Sequence[WriteEnded | Settled | Heard]:
+        return [WriteEnded(event.ticket, TransportError("late"), quiesced=False)] if isinstance(event, WriteEnded) else [event]
 
 
 class Clamps(Changed):
@@ -121,7 +121,7 @@ class LetsGo(InprocTransport):
 
 
 class Raises(InprocTransport):
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         raise OSError("no")
 
 
@@ -198,16 +198,16 @@ def test_each_injected_fault_fails(fault: Fault) -> None:
 def test_the_log_knows_the_order_of_events() -> None:
     """Settled comes once, after an end that was not quiet; a success is quiet; nobody hears what was not claimed."""
     late = Capabilities(late_writes=True)
-    unquiet = Ended(Ticket(1), TransportError("x"), quiesced=False)
+    unquiet = WriteEnded(Ticket(1), TransportError("x"), quiesced=False)
     Log(late).add([unquiet, Settled(Ticket(1))])
     Log(Capabilities()).add([Heard(Peer(b"p"), None)])
     wrong: list[tuple[Capabilities, list[Told]]] = [
         (late, [Settled(Ticket(1))]),
-        (late, [Ended(Ticket(1)), Settled(Ticket(1))]),
+        (late, [WriteEnded(Ticket(1)), Settled(Ticket(1))]),
         (late, [unquiet, Settled(Ticket(1)), Settled(Ticket(1))]),
-        (late, [Ended(Ticket(1), None, quiesced=False)]),
+        (late, [WriteEnded(Ticket(1), None, quiesced=False)]),
         (late, [unquiet, unquiet]),
-        (late, [Ended(Ticket(1), OSError("foreign"))]),
+        (late, [WriteEnded(Ticket(1), OSError("foreign"))]),
         (Capabilities(), [unquiet]),
         (Capabilities(), [Heard(Peer(b"p"), b"data")]),
     ]

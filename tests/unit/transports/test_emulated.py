@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from disagg_kv.endpoints.runtime.handle import Happened
+from disagg_kv.endpoints.runtime.handle import HostEvent
 from disagg_kv.errors import ConfigurationError, TransportError
 from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
@@ -13,7 +13,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import Pair, batch
-from disagg_kv.transports import EmulatedWire, Ended, InprocTransport, SupportsAllocate, Transport, emulate
+from disagg_kv.transports import EmulatedWire, WriteEnded, InprocTransport, SupportsAllocate, Transport, emulate
 from tests.support.transports import emulated_shm
 
 N = 1000
@@ -25,7 +25,7 @@ def _pair(clock: FakeClock, inner: Transport) -> tuple[Pair, EmulatedWire]:
 
 
 def _ended(pair: Pair) -> list[Ticket]:
-    return [event.ticket for event in pair.source.told() if isinstance(event, Ended)]
+    return [event.ticket for event in pair.source.told() if isinstance(event, WriteEnded)]
 
 
 def test_a_batch_ends_when_the_wire_would_have_brought_it() -> None:
@@ -79,7 +79,7 @@ class Broken:
 
 def test_a_batch_takes_the_wire_when_its_event_has_happened_and_nothing_overtakes_it() -> None:
     """A wire cannot bring what is not computed yet, however early it was asked to (B1)."""
-    clock, computed = FakeClock(), Happened()
+    clock, computed = FakeClock(), HostEvent()
     pair, wire = _pair(clock, Eager())
     first = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=computed)
     second = pair.submit((500, 500, 500))
@@ -106,10 +106,10 @@ def test_an_event_that_raises_holds_up_nothing() -> None:
 def test_what_still_waits_for_its_turn_is_told_after_close() -> None:
     """The wire that held it back is gone."""
     pair, wire = _pair(FakeClock(), Eager())
-    ticket = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=Happened())
+    ticket = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=HostEvent())
     assert _ended(pair) == []
     wire.close(0.0)
-    assert [event.ticket for event in wire.poll() if isinstance(event, Ended)] == [ticket]
+    assert [event.ticket for event in wire.poll() if isinstance(event, WriteEnded)] == [ticket]
     assert wire.poll() == []
 
 
@@ -118,7 +118,7 @@ def test_an_error_is_told_at_once_and_is_the_inner_transports() -> None:
     pair, _ = _pair(FakeClock(), FaultyTransport(InprocTransport(), {0: Fault.REFUSED}.get))
     pair.submit((0, 0, N))
     (event,) = pair.source.told()
-    assert isinstance(event, Ended)
+    assert isinstance(event, WriteEnded)
     assert "injected" in str(event.error)
 
 

@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.errors import PeerLostError, RegistrationError
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
-from disagg_kv.transports import Ended, Heard, InprocTransport
+from disagg_kv.transports import WriteEnded, Heard, InprocTransport
 
 
 def test_a_closed_peer_is_lost_and_fenced_once() -> None:
@@ -24,7 +24,7 @@ def test_a_closed_peer_is_lost_and_fenced_once() -> None:
     target.close(0.0)
     ticket = source.submit(peer, Writes.one(local, 0, remote, 0, 9))
     ended, heard = source.poll()
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, WriteEnded)
     assert (ended.ticket, type(ended.error), ended.quiesced) == (ticket, PeerLostError, True)
     assert heard == Heard(peer, None, fenced=True)
     assert list(source.poll()) == []
@@ -50,7 +50,7 @@ def test_what_the_target_has_deregistered_is_not_written() -> None:
     target.deregister([remote])
     source.submit(peer, Writes.one(local, 0, remote, 0, 9))
     (ended,) = source.poll()
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, WriteEnded)
     assert isinstance(ended.error, RegistrationError)
     assert not memory.any()
 
@@ -70,7 +70,7 @@ def test_a_target_that_closes_while_others_write_is_written_whole_or_not_at_all(
         started.wait()
         while True:
             source.submit(peer, Writes.one(local, 0, remote, 0, 1 << 16))
-            if any(isinstance(event, Ended) and event.error is not None for event in source.poll()):
+            if any(isinstance(event, WriteEnded) and event.error is not None for event in source.poll()):
                 return
 
     writers = [threading.Thread(target=write) for _ in range(2)]

@@ -27,7 +27,7 @@ from disagg_kv.protocol import Phase
 from disagg_kv.testing import FakeClock
 from disagg_kv.testing.ends import Child, End, HostMemory, plain
 from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait
-from disagg_kv.transports import Ended, Heard, Settled
+from disagg_kv.transports import WriteEnded, Heard, Settled
 from disagg_kv.transports.descriptor import decode, encode, unpack
 from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport, loopback
 from disagg_kv.transports.mooncake_flight import ADDRESS, Address
@@ -249,7 +249,7 @@ def test_close_does_not_wait_for_a_stuck_write() -> None:
         queued = source.submit(peer, batch(local, remote, [(0, 0, 1)]))
         assert source.close(0.2) == tuple(stuck)
         (ended,) = source.told()
-        assert isinstance(ended, Ended)
+        assert isinstance(ended, WriteEnded)
         assert (ended.ticket, ended.quiesced) == (queued, True)
         assert "closed before it was written" in str(ended.error)
 
@@ -361,7 +361,7 @@ def test_a_peer_of_another_host_is_not_watched(pair: Pair) -> None:
     local, log = end.add(pair.data), Log(pair.caps)
     peer = end.connect(distant, TIMEOUT_S)
 
-    def write() -> Ended:
+    def write() -> WriteEnded:
         ticket = end.submit(peer, batch(local, pair.remote, [(0, 0, 100)]))
         wait(lambda: ticket in log.ended, lambda: log.add(end.told()), TIMEOUT_S, "the ticket to end")
         return log.ended[ticket]
@@ -466,9 +466,9 @@ def test_the_environment_can_set_the_timeout(monkeypatch: pytest.MonkeyPatch, gi
 def test_events_come_once(pair: Pair) -> None:
     """Tickets are Ended, once, in any order; nothing is Settled that was quiet."""
     tickets = [pair.submit((0, 0, 10)) for _ in range(3)]
-    told: list[Ended | Settled | Heard] = []
+    told: list[WriteEnded | Settled | Heard] = []
     wait(lambda: len(told) >= 3, lambda: told.extend(pair.source.told()), TIMEOUT_S, "three events")
-    assert sorted(told, key=str) == [Ended(Ticket(t)) for t in tickets]
+    assert sorted(told, key=str) == [WriteEnded(Ticket(t)) for t in tickets]
     assert not pair.source.told()
 
 

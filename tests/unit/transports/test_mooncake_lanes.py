@@ -12,15 +12,15 @@ import torch
 
 from disagg_kv.errors import TransportError
 from disagg_kv.ids import Peer, Ticket
-from disagg_kv.transports import Ended, Extents, Process, Settled
+from disagg_kv.transports import WriteEnded, Extents, Process, Settled
 from disagg_kv.transports.mooncake_flight import Address, Flight, One, Remote, Shared
-from disagg_kv.transports.mooncake_lanes import Lanes
+from disagg_kv.transports.mooncake_lanes import WorkerPool
 from disagg_kv.transports.mooncake_library import Engine
 
 
 def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
     """With any number of threads; a job is called until it has no more to do."""
-    lanes, busy = Lanes(4, "test"), threading.Lock()
+    lanes, busy = WorkerPool(4, "test"), threading.Lock()
     ran: list[int] = []
 
     def job(number: int) -> bool:
@@ -38,7 +38,7 @@ def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
 
 def test_a_slow_destination_delays_no_other() -> None:
     """A14: as long as there are more threads than slow ones."""
-    lanes, free, done = Lanes(2, "test"), threading.Event(), threading.Event()
+    lanes, free, done = WorkerPool(2, "test"), threading.Event(), threading.Event()
     lanes.put("slow", lambda: not free.wait(120.0))
     for number in range(10):
         lanes.put(number, lambda: False)
@@ -57,7 +57,7 @@ def test_a_slow_destination_delays_no_other() -> None:
 
 def test_destinations_take_turns() -> None:
     """With one thread, a long job does not keep it."""
-    lanes, go = Lanes(1, "test"), threading.Event()
+    lanes, go = WorkerPool(1, "test"), threading.Event()
     turns: list[str] = []
     lanes.put("gate", lambda: not go.wait(120.0))
 
@@ -75,7 +75,7 @@ def test_destinations_take_turns() -> None:
 
 def test_without_more_threads_those_that_are_there_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have no more of them: then destinations share the first."""
-    lanes, done = Lanes(4, "test"), list[str]()
+    lanes, done = WorkerPool(4, "test"), list[str]()
 
     def job(name: str) -> bool:
         done.append(name)
@@ -95,7 +95,7 @@ def _no_thread(thread: threading.Thread) -> None:
 
 def test_what_has_not_begun_when_it_stops_never_does() -> None:
     """The present step is finished; the threads end."""
-    lanes, entered, go = Lanes(1, "stopped"), threading.Event(), threading.Event()
+    lanes, entered, go = WorkerPool(1, "stopped"), threading.Event(), threading.Event()
     ran: list[str] = []
 
     def job(name: str) -> bool:
@@ -137,10 +137,10 @@ def test_a_flight_that_meets_an_error_ends_and_the_next_one_flies(where: str, mo
             raise broken.pop()
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    lanes = Lanes(1, "test")
+    lanes = WorkerPool(1, "test")
     address = Address("session", "host", 1, "nvlink_intra", Process.own())
     remote = Remote(Peer(bytes(16)), address, 1, Extents((), "peer's"), None)
-    results = deque[tuple[Flight, Ended | Settled]]()
+    results = deque[tuple[Flight, WriteEnded | Settled]]()
     for number in (1, 2):
         library = Library(broken.pop()) if asked and broken else Library()
         shared = Shared(cast("Engine", library), 30.0, results)
@@ -148,7 +148,7 @@ def test_a_flight_that_meets_an_error_ends_and_the_next_one_flies(where: str, mo
     assert lanes.drain(5.0)
     lanes.stop()
     first, second = (event for _, event in results)
-    assert isinstance(first, Ended)
+    assert isinstance(first, WriteEnded)
     assert isinstance(first.error, TransportError)
     assert first.quiesced is not asked
-    assert second == Ended(Ticket(2))
+    assert second == WriteEnded(Ticket(2))

@@ -23,7 +23,7 @@ from disagg_kv.testing.pair import Log, batch, noise, same, wait
 from disagg_kv.testing.transport_events import Flag
 from disagg_kv.transports import (
     Descriptor,
-    Ended,
+    WriteEnded,
     Extents,
     Heard,
     Process,
@@ -135,7 +135,7 @@ def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: En
     region, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
     peer = source.connect(forged(target.descriptor(), process=elsewhere), WAIT_S)
     ticket = source.submit(peer, batch(region, there, [(0, 0, 100)]))
-    assert told(source, 1) == [Ended(ticket)]
+    assert told(source, 1) == [WriteEnded(ticket)]
     same(target.read(there), noise(100))
 
 
@@ -195,7 +195,7 @@ def test_close_names_what_is_in_flight_to_a_frozen_peer(source: End, victim: Chi
     tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
     source.transport.disconnect(peer)
     left = source.close(0.1)
-    ended = {event.ticket for event in source.told() if isinstance(event, Ended)}
+    ended = {event.ticket for event in source.told() if isinstance(event, WriteEnded)}
     assert left
     assert set(left) | ended == set(tickets)
     victim.resume()
@@ -255,7 +255,7 @@ def test_memory_of_several_devices_goes_in_several_parts(source: End, target: En
     (heard,) = told(target, 1)
     assert isinstance(heard, Heard)
     assert heard.data == b"all"
-    assert told(source, 1) == [Ended(ticket)]
+    assert told(source, 1) == [WriteEnded(ticket)]
     for found, want in zip(memory[::-1], data, strict=True):
         same(found, want)
 
@@ -302,7 +302,7 @@ def test_an_empty_batch_needs_no_thread(source: End, target: End) -> None:
         ticket = source.submit(peer, batch(here, there, []))
         found = list(source.told())
         at_once += bool(found)
-        assert (found or told(source, 1)) == [Ended(ticket)]
+        assert (found or told(source, 1)) == [WriteEnded(ticket)]
     assert at_once
 
 
@@ -322,9 +322,9 @@ def test_what_waited_together_is_copied_by_the_caller_in_part_only(
     writes = batch(here, there, [(0, 0, 8 * MIB)])
     tickets = [source.transport.submit(peer, writes, after=flag) for _ in range(8)]
     flag.happened = True
-    ended = [event for event in source.transport.poll() if isinstance(event, Ended)]
+    ended = [event for event in source.transport.poll() if isinstance(event, WriteEnded)]
     assert mine.count(threading.get_ident()) <= nixl_worker.SMALL_BYTES // (8 * MIB)
-    ended += [event for event in told(source, 8 - len(ended)) if isinstance(event, Ended)]
+    ended += [event for event in told(source, 8 - len(ended)) if isinstance(event, WriteEnded)]
     assert {event.ticket for event in ended} == set(tickets)
     assert len(mine) == 8
     same(target.read(there), noise(8 * MIB))
@@ -342,7 +342,7 @@ def test_a_handle_that_the_library_keeps_is_no_matter(
     here, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
     peer = source.connect(target.descriptor(), WAIT_S)
     tickets = [source.submit(peer, batch(here, there, [(0, 0, 100)])) for _ in range(20)]
-    assert sorted(told(source, 20), key=lambda event: getattr(event, "ticket", 0)) == [Ended(t) for t in tickets]
+    assert sorted(told(source, 20), key=lambda event: getattr(event, "ticket", 0)) == [WriteEnded(t) for t in tickets]
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("cpu", 1), ("cuda", 0)])
@@ -369,7 +369,7 @@ def test_only_who_copies_in_the_call_that_begins_a_write_asks_at_once_whether_it
         worker._open.waiting.append(job)
         worker._post(job)
         assert len(asks) == asked
-    assert told(source, 1) == [Ended(Ticket(1))]
+    assert told(source, 1) == [WriteEnded(Ticket(1))]
 
 
 def test_who_looks_after_the_end_finds_nothing(source: End, caplog: pytest.LogCaptureFixture) -> None:
@@ -387,7 +387,7 @@ def test_a_notification_needs_no_data(source: End, target: End) -> None:
     """An empty batch may carry one."""
     peer = source.connect(target.descriptor(), WAIT_S)
     ticket = source.submit(peer, batch(RegionId(0), RegionId(0), []), b"alone")
-    assert told(source, 1) == [Ended(ticket)]
+    assert told(source, 1) == [WriteEnded(ticket)]
     (heard,) = told(target, 1)
     assert isinstance(heard, Heard)
     assert heard.data == b"alone"
@@ -416,7 +416,7 @@ def test_regions_that_were_taken_away_and_given_again_are_reached(source: End, c
     with pytest.raises(RegistrationError):
         source.submit(peer, batch(here, there, [(0, 0, 1)]))
     source.submit(peer, batch(here, again, [(0, 0, MIB)]))
-    assert [event.error for event in told(source, 1) if isinstance(event, Ended)] == [None]
+    assert [event.error for event in told(source, 1) if isinstance(event, WriteEnded)] == [None]
     same(child.read(again), noise(MIB))
     child.close(0.0)
 
@@ -429,7 +429,7 @@ def test_30000_writes_are_posted_by_threads_of_the_library_if_asked(child: Child
         here, there = one.add(noise(30000 * 16)), child.add(np.zeros(30000 * 16, np.uint8))
         peer = one.connect(child.descriptor(), WAIT_S)
         one.submit(peer, batch(here, there, [(16 * i, 16 * i, 8) for i in range(30000)]))
-        assert [event.error for event in told(one, 1) if isinstance(event, Ended)] == [None]
+        assert [event.error for event in told(one, 1) if isinstance(event, WriteEnded)] == [None]
         want = noise(30000 * 16).reshape(-1, 16).copy()
         want[:, 8:] = 0
         same(child.read(there), want.reshape(-1))
@@ -473,7 +473,7 @@ def test_another_process_under_the_name_of_a_peer_is_refused(source: End, target
         source.connect(forged(target.descriptor(), process=another), WAIT_S)
     assert source.connect(target.descriptor(), WAIT_S) == peer
     source.submit(peer, batch(here, there, [(0, 0, 100)]))
-    assert [event.error for event in told(source, 1) if isinstance(event, Ended)] == [None]
+    assert [event.error for event in told(source, 1) if isinstance(event, WriteEnded)] == [None]
     same(target.read(there), noise(100))
 
 
@@ -504,4 +504,4 @@ def test_a_ticket_to_a_peer_that_was_forgotten_still_ends(source: End, target: E
         ticket = source.submit(peer, batch(here, there, [(0, 0, 32 * MIB)]))
         source.transport.disconnect(peer)
         assert source.connect(target.descriptor(), WAIT_S) == peer
-        assert told(source, 1) == [Ended(ticket)]
+        assert told(source, 1) == [WriteEnded(ticket)]

@@ -21,7 +21,7 @@ from disagg_kv.ids import Peer, RegionId
 from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
-from disagg_kv.transports import Ended, Heard, Process, Region, ShmTransport, decode, encode
+from disagg_kv.transports import WriteEnded, Heard, Process, Region, ShmTransport, decode, encode
 from disagg_kv.transports.process import LOOK_S
 from disagg_kv.transports.shm import _Place
 from tests.support.leftovers import abandoned
@@ -230,11 +230,11 @@ def test_a_write_that_cannot_be_mapped_ends_its_ticket() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     written = source.submit(peer, Writes.one(local, 0, remote, 0, 100))
     first, second = source.poll()
-    assert isinstance(first, Ended)
+    assert isinstance(first, WriteEnded)
     assert (first.ticket, first.quiesced) == (failed, True)
     assert isinstance(first.error, TransportError)
     assert "cannot be mapped" in str(first.error)
-    assert second == Ended(written)
+    assert second == WriteEnded(written)
     assert bytes_of(memory)[:100].tolist() == [7] * 100
     source.close(0.0)
     target.close(0.0)
@@ -309,8 +309,8 @@ def test_writes_to_a_lost_peer_fail_and_are_quiet() -> None:
     tickets = [side.submit(peer, Writes.one(local, 0, 0, 0, 100)) for _ in range(2)]
     lost, *ended = side.poll()
     assert lost == Heard(peer, None, fenced=True)
-    assert [e.ticket for e in ended if isinstance(e, Ended) and isinstance(e.error, PeerLostError)] == tickets
-    assert all(isinstance(e, Ended) and e.quiesced for e in ended)
+    assert [e.ticket for e in ended if isinstance(e, WriteEnded) and isinstance(e.error, PeerLostError)] == tickets
+    assert all(isinstance(e, WriteEnded) and e.quiesced for e in ended)
     side.disconnect(peer)
     side.disconnect(Peer(b"?" * 16))
     side.close(0.0)

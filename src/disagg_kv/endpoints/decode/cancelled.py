@@ -17,7 +17,7 @@ from ...protocol import Options, RoomKey, Send
 from ...protocol.flow import room_head
 from ...protocol.frames import Abort, words
 from ...protocol.retry import Repeater
-from ..runtime.handshake import Remote
+from ..runtime.handshake import RemoteEndpoint
 
 
 @define
@@ -29,7 +29,7 @@ class _Room:
     told: set[Epoch] = Factory(set)
 
 
-class Declined:
+class CancelledBeforeOpen:
     """What is said of declined rooms. Each is remembered for ``silence_s``: a rank that is dialled answers within that.
 
     Args:
@@ -46,7 +46,7 @@ class Declined:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def add(self, key: RoomKey, instance: str, reason: str, remotes: Iterable[Remote], now: float) -> list[Send]:
+    def add(self, key: RoomKey, instance: str, reason: str, remotes: Iterable[RemoteEndpoint], now: float) -> list[Send]:
         """Decode gives a room of this prefill instance up: what its ranks are told that are there."""
         self.forget(key.room)
         room = self._rooms[key.room] = _Room(key, instance, words(reason), now + self._options.silence_s)
@@ -54,11 +54,11 @@ class Declined:
             self.forget(next(iter(self._rooms)))
         return [send for remote in remotes for send in self._tell(room, remote, now)]
 
-    def met(self, remote: Remote, now: float) -> list[Send]:
+    def met(self, remote: RemoteEndpoint, now: float) -> list[Send]:
         """A prefill rank is there: what it is told."""
         return [send for room in self._rooms.values() for send in self._tell(room, remote, now)]
 
-    def _tell(self, room: _Room, remote: Remote, now: float) -> list[Send]:
+    def _tell(self, room: _Room, remote: RemoteEndpoint, now: float) -> list[Send]:
         if room.instance != remote.hello.instance or remote.epoch in room.told:
             return []
         room.told.add(remote.epoch)

@@ -19,7 +19,7 @@ from ...planning import Segment
 from ...protocol import Options, RoomKey, Verify, check_verify
 from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator
-from ...strategies import AUTO, Path, paths
+from ...strategies import AUTO, TransferPlanner, paths
 from ...strategies import strategy as named
 from ...trace import Observer, Silent
 from ...transports import Transport
@@ -33,16 +33,16 @@ from ..runtime.construction import (
     check_services,
     helpers,
 )
-from ..runtime.event_loop import Node
-from ..runtime.handle import Changes, check_room
-from ..runtime.handshake import Self
-from ..runtime.incarnation import Life
+from ..runtime.event_loop import EventLoop
+from ..runtime.handle import ChangeQueue, check_room
+from ..runtime.handshake import EndpointInfo
+from ..runtime.incarnation import Incarnation
 from ..runtime.staging_memory import exposable, new_staging, ready_kernels
 from ..runtime.succession import check_counts
-from ..runtime.thread import Driver
-from .handle import ReceptionHandle, Wanted
-from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, ScatterPace
-from .rooms import ALL_QUARANTINE, DecodeRole
+from ..runtime.thread import EndpointThread
+from .handle import ReceptionHandle, Expectation
+from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
+from .rooms import ALL_QUARANTINE, DecodeSide
 
 
 class DecodeEndpoint:
@@ -103,7 +103,7 @@ class DecodeEndpoint:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         thread: bool = True,
-        life: Life | None = None,
+        life: Incarnation | None = None,
         background: Callable[[str, int], Background] | None = None,
     ) -> None:
         check_pool(pool)
@@ -119,7 +119,7 @@ class DecodeEndpoint:
         self._selection = named(strategy).selection
         self._verify: Verify = verify
         device = pool.buffers[0].device
-        pace = None if scatter_bytes_per_s is None else ScatterPace(scatter_bytes_per_s)
+        pace = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
         movers = ready_kernels(pool, kernels)
         if ring_bytes is None:
             ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
@@ -128,8 +128,8 @@ class DecodeEndpoint:
         memory = new_staging(transport, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
         region, *regions = transport.register([memory, *(pool.buffers if exposed else ())])
-        me = Self(
-            life or Life(),
+        me = EndpointInfo(
+            life or Incarnation(),
             channel.address,
             "decode",
             instance,
@@ -150,16 +150,16 @@ class DecodeEndpoint:
         self._options = options = Options() if options is None else options
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
-        self._changes: Changes[ReceptionHandle] = Changes()
+        self._changes: ChangeQueue[ReceptionHandle] = ChangeQueue()
 
-        def side(node: Node) -> DecodeRole:
-            self._role = DecodeRole(node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
+        def side(node: EventLoop) -> DecodeSide:
+            self._role = DecodeSide(node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
             return self._role
 
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
+        self._node = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
         role = self._role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
+        self.driver = EndpointThread(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
 
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
@@ -234,19 +234,19 @@ class DecodeEndpoint:
 
     @property
     def admission(self) -> Admission:
-        """See :class:`~disagg_kv.endpoints.decode.handle.Office`."""
+        """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
         return self.driver.admission
 
-    def expect(self, key: RoomKey, wanted: Wanted) -> None:
-        """See :class:`~disagg_kv.endpoints.decode.handle.Office`."""
+    def expect(self, key: RoomKey, wanted: Expectation) -> None:
+        """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
         self._node.post(partial(self._role.expect, key, wanted))
 
     def abort(self, key: RoomKey, error: AbortedError) -> None:
-        """See :class:`~disagg_kv.endpoints.decode.handle.Office`."""
+        """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
         self._node.post(partial(self._role.abort, key, error))
 
 
-def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[Path, ...], bool]:
+def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:
     """The paths that prefill may take, and whether one of them exposes pages."""
     known = paths()
     able = exposable(transport, list(pool.buffers))

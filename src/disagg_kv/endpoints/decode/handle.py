@@ -14,14 +14,14 @@ from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId
 from ...memory import MemoryPool
 from ...protocol import RoomKey, Verify
-from ..kept_pages import KeptPages, check_kept, kept_layers
+from ..kept_pages import CachedPages, check_kept, kept_layers
 from ..runtime.admission import Admission
 from ..runtime.cached_prefix import after, rows_by_group, taken
 from ..runtime.handle import RoomHandle, check_states, check_tables, page_tables
 
 
 @frozen
-class Wanted:
+class Expectation:
     """What an engine awaits: rows ``[start, stop)`` (stop None: prefill's, up to ``most``) in these pages.
 
     ``kept`` are the pages of the rows before ``start``, where their sums are known.
@@ -33,10 +33,10 @@ class Wanted:
     tables: Mapping[GroupId, PageTable]
     aux: int | None
     tag: bytes
-    kept: tuple[KeptPages, ...] = ()
+    kept: tuple[CachedPages, ...] = ()
 
 
-class Office(Protocol):
+class DecodeCommands(Protocol):
     """The endpoint, as its handles see it; nothing blocks."""
 
     @property
@@ -44,7 +44,7 @@ class Office(Protocol):
         """Whether calls are taken."""
         ...
 
-    def expect(self, key: RoomKey, wanted: Wanted) -> None:
+    def expect(self, key: RoomKey, wanted: Expectation) -> None:
         """Rows are awaited."""
         ...
 
@@ -56,7 +56,7 @@ class Office(Protocol):
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office, selection: str, verify: Verify = "off") -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, office: DecodeCommands, selection: str, verify: Verify = "off") -> None:
         super().__init__(key.room)
         self._verify: Verify = verify
         self._selection = selection
@@ -71,7 +71,7 @@ class ReceptionHandle(RoomHandle):
         pages: Sequence[PageTable],
         *,
         held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[KeptPages] = (),
+        kept: Sequence[CachedPages] = (),
         state: Sequence[PageTable] = (),
         aux: int | None = None,
         tag: bytes = b"",
@@ -84,7 +84,7 @@ class ReceptionHandle(RoomHandle):
         tag = arguments.octets(tag, f"{where}: tag")
         aux = None if aux is None else arguments.count(aux, f"{where}: aux", error=GeometryError)
         pages = page_tables(self.room, "pages", pages)
-        kept = arguments.several(kept, f"{where}: kept", KeptPages)
+        kept = arguments.several(kept, f"{where}: kept", CachedPages)
         held = rows_by_group(where, held)
         site = self._pool.site
         start = taken(where, site, held, self._selection)
@@ -107,7 +107,7 @@ class ReceptionHandle(RoomHandle):
             self._pool.read_aux(aux)
         with self._office.admission.enter(where):
             self._expected = True
-            self._office.expect(self._key, Wanted(start, stop, most, {**tables, **slots}, aux, tag, proven))
+            self._office.expect(self._key, Expectation(start, stop, most, {**tables, **slots}, aux, tag, proven))
         return {g.id: start for g in site.token_groups}
 
     def abort(self, reason: str) -> None:

@@ -16,7 +16,7 @@ BURST_S = 0.02
 GiB then comes as fast as NVLink brings it, and costs the step in which it comes 1 ms of an H200's scatter rate."""
 
 
-class ScatterPace:
+class RateLimiter:
     """A token bucket. Work of any size passes, and what follows waits the longer.
 
     Args:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from ...errors import DisaggKVError, IncompatiblePeerError
-from ...geometry import Part
+from ...geometry import Share
 from ...ids import Rank
 from ...planning import PartView
 from ...protocol import ReceiveRoom, Receiving, RoomKey
 from ...rendezvous import Source
-from ..kept_pages import KeptCheck
-from ..runtime.handshake import Remote
-from ..runtime.plan_cache import Routes
-from .handle import ReceptionHandle, Wanted
+from ..kept_pages import CachedPagesCheck
+from ..runtime.handshake import RemoteEndpoint
+from ..runtime.plan_cache import PlanCache
+from .handle import ReceptionHandle, Expectation
 
 
 @define(eq=False)
@@ -31,11 +31,11 @@ class DecodeRoom:
     source: Source
     silence_s: float
     opened: float
-    routes: Routes | None = None
-    remotes: tuple[Remote, ...] = ()
-    wanted: Wanted | None = None
-    checking: KeptCheck | None = None
-    views: dict[Rank, tuple[Sequence[Part], PartView]] = field(factory=dict)
+    routes: PlanCache | None = None
+    remotes: tuple[RemoteEndpoint, ...] = ()
+    wanted: Expectation | None = None
+    checking: CachedPagesCheck | None = None
+    views: dict[Rank, tuple[Sequence[Share], PartView]] = field(factory=dict)
 
     def next_at(self) -> float | None:
         """When something is due for it: a deadline, a repeat, or that its prefill ranks were not found in time."""
@@ -62,7 +62,7 @@ class PrefillInstance:
     waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
 
 
-def check_ranks(source: Source, remotes: Sequence[Remote]) -> None:
+def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:
     """All ranks must say the same of their instance, and be where the rendezvous says they are."""
     first = remotes[0]
     for rank, remote in enumerate(remotes):

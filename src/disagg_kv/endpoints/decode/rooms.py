@@ -28,7 +28,7 @@ from ...protocol import (
     Cancel,
     Decided,
     Effect,
-    Ended,
+    RoomOutcome,
     Free,
     Gone,
     Introduced,
@@ -67,23 +67,23 @@ from ...protocol.timers import Timers
 from ...protocol.wire import tables_to_wire
 from ...rendezvous import Source
 from ...staging import GrantQueue
-from ...strategies import Path
+from ...strategies import TransferPlanner
 from ...trace import Span
-from ...transports import Ended as TicketEnded
+from ...transports import RoomOutcome as TicketEnded
 from ...transports import Settled
-from ..kept_pages import KeptCheck
-from ..runtime.directory import Answer
-from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, Node
-from ..runtime.handle import Changes
-from ..runtime.handshake import Remote
-from ..runtime.peer_registry import Held
-from ..runtime.plan_cache import Routes
+from ..kept_pages import CachedPagesCheck
+from ..runtime.directory import LookupResult
+from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, EventLoop
+from ..runtime.handle import ChangeQueue
+from ..runtime.handshake import RemoteEndpoint
+from ..runtime.peer_registry import HeldMemory
+from ..runtime.plan_cache import PlanCache
 from ..runtime.silence import Silences
-from .cancelled import Declined
-from .handle import ReceptionHandle, Wanted
-from .rate_limit import ScatterPace
+from .cancelled import CancelledBeforeOpen
+from .handle import ReceptionHandle, Expectation
+from .rate_limit import RateLimiter
 from .room import DecodeRoom, PrefillInstance, check_ranks
-from .scatter import Scatterer
+from .scatter import ScatterQueue
 
 log = logging.getLogger("disagg_kv")
 
@@ -98,20 +98,20 @@ ALL_QUARANTINE = 0.5
 """Parts of the ring that may wait for evidence before new rooms are refused: of one peer's doing, and in all."""
 
 
-class DecodeRole:
+class DecodeSide:
     """Everything here runs on the endpoint's thread."""
 
     def __init__(
         self,
-        node: Node,
+        node: EventLoop,
         pool: MemoryPool,
         ring: Buffer,
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]],
         kernels: Kernels,
         exposed: bool,
-        changes: Changes[ReceptionHandle],
+        changes: ChangeQueue[ReceptionHandle],
         verify: Verify,
-        pace: ScatterPace | None,
+        pace: RateLimiter | None,
     ) -> None:
         self._node = node
         self._pool = pool
@@ -121,14 +121,14 @@ class DecodeRole:
         self._exposed = exposed
         self._changes = changes
         self._verify: Verify = verify
-        self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
+        self._paths: dict[str, TransferPlanner] = {p.name: p for p in node.me.paths}
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._instances: dict[Source, PrefillInstance] = {}
-        self._routes: dict[tuple[Epoch, ...], Routes] = {}
+        self._routes: dict[tuple[Epoch, ...], PlanCache] = {}
         self._paces: dict[Epoch, WirePace] = {}
-        self._scatters = Scatterer(node, pool, ring, kernels, pace, self._rooms, self._handle)
+        self._scatters = ScatterQueue(node, pool, ring, kernels, pace, self._rooms, self._handle)
         self._checking: list[DecodeRoom] = []
-        self._declined = Declined(node.me.epoch, node.options)
+        self._declined = CancelledBeforeOpen(node.me.epoch, node.options)
         self._page_bytes = pool.site.page_bytes
         self._noted_pages = False
         self._timers: Timers[RoomKey] = Timers()
@@ -159,7 +159,7 @@ class DecodeRole:
             self._handle(room, Cancel(error))
         self._publish(room)
 
-    def expect(self, key: RoomKey, wanted: Wanted) -> None:
+    def expect(self, key: RoomKey, wanted: Expectation) -> None:
         """Rows are awaited."""
         room = self._rooms.get(key)
         if room is None:
@@ -167,7 +167,7 @@ class DecodeRole:
         room.wanted = wanted
         checked = wanted.kept and verified(key.room, Segment(0, wanted.start, 0, 0), self._verify)
         if checked and room.machine.error is None:
-            room.checking = KeptCheck(room.name, self._kernels, self._pool, wanted.kept)
+            room.checking = CachedPagesCheck(room.name, self._kernels, self._pool, wanted.kept)
             self._checking.append(room)
             self._check_kept()
         else:
@@ -194,7 +194,7 @@ class DecodeRole:
                 self._await(room, room.wanted)
             self._publish(room)
 
-    def _await(self, room: DecodeRoom, wanted: Wanted) -> None:
+    def _await(self, room: DecodeRoom, wanted: Expectation) -> None:
         named = 4 * sum(len(t.pages) for t in wanted.tables.values())
         exposed = self._exposed and named <= MAX_TABLES
         if self._exposed and not exposed:
@@ -244,7 +244,7 @@ class DecodeRole:
         known = self._node.directory.known(source)
         return known is not None and all(self._node.peers.at(address) is not None for address in known)
 
-    def on_answer(self, answer: Answer) -> None:
+    def on_answer(self, answer: LookupResult) -> None:
         """The rendezvous says where an instance is. Its failure harms no room: those that wait ask again."""
         instance = self._instances.get(answer.source)
         if instance is None:
@@ -283,26 +283,26 @@ class DecodeRole:
             room.remotes = tuple(ready)
             writers = tuple(r.epoch for r in ready)
             if writers not in self._routes:
-                self._routes[writers] = Routes(ready[0].shards, self._pool.site)
+                self._routes[writers] = PlanCache(ready[0].shards, self._pool.site)
             room.routes = self._routes[writers]
             pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
             for epoch in writers:
                 self._silences.watch(epoch, room.key, room.silence_s, self._node.now)
             self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
 
-    def _there(self, instance: PrefillInstance) -> list[Remote]:
+    def _there(self, instance: PrefillInstance) -> list[RemoteEndpoint]:
         """Those of its ranks that we know."""
         epochs = [self._node.peers.at(address) for address in instance.addresses or ()]
         remotes = [self._node.remotes.get(epoch) for epoch in epochs if epoch is not None]
         return [remote for remote in remotes if remote is not None]
 
-    def _check_quarantine(self, remotes: Sequence[Remote]) -> None:
+    def _check_quarantine(self, remotes: Sequence[RemoteEndpoint]) -> None:
         for remote in remotes:
             held = self._queue.quarantined_bytes(remote.epoch)
             if held > PEER_QUARANTINE * self._ring.nbytes:
                 raise QuarantineFullError(f"{remote.name}: {held} of {self._ring.nbytes} ring bytes wait for evidence")
 
-    def on_up(self, remote: Remote) -> None:
+    def on_up(self, remote: RemoteEndpoint) -> None:
         """A prefill rank is there."""
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
@@ -350,7 +350,7 @@ class DecodeRole:
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         epoch = Epoch(frame.src)
         key = _key(frame)
         room = self._rooms.get(key)
@@ -377,9 +377,9 @@ class DecodeRole:
         elif isinstance(frame, Drained):
             self._declined.answered(key, epoch)
             node.send(Send(epoch, DrainedAck(**head)))
-        elif ended is None or ended is Ended.EVICTED:
+        elif ended is None or ended is RoomOutcome.EVICTED:
             node.observer.count("frames.unknown_room")
-        elif ended is Ended.FAILED:
+        elif ended is RoomOutcome.FAILED:
             node.send(Send(epoch, Abort(**head, reason="the room has failed")))
         elif isinstance(frame, StagingRequest | ChunkReady):
             node.send(Send(epoch, Landed(**head, segment=frame.segment)))
@@ -509,7 +509,7 @@ class DecodeRole:
             self._timers.schedule(room.key, None)
             self._silences.forget(room.key)
             self._instances.get(room.source, PrefillInstance()).waiting.pop(room.key, None)
-            ended = Ended.DONE if machine.error is None else Ended.FAILED
+            ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._node.remember(machine.writers, room.key, ended)
             self._node.observer.span(Span("room", room.key.room, room.opened, self._node.now, report.nbytes))
 
@@ -519,7 +519,7 @@ class DecodeRole:
         if room.wanted is not None:
             pages = sum(len(t.pages) * self._page_bytes[t.group] for t in room.wanted.tables.values())
         owed = room.machine.owed()
-        held = {epoch: Held(ring, pages if exposed else 0) for epoch, (ring, exposed) in owed.items()}
+        held = {epoch: HeldMemory(ring, pages if exposed else 0) for epoch, (ring, exposed) in owed.items()}
         self._node.roster.hold(room.key, held, [remote.hello for remote in room.remotes])
 
     # Time.
@@ -561,7 +561,7 @@ class DecodeRole:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`: nobody says when decode computes."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`: nobody says when decode computes."""
         return 0.0
 
     def next_at(self) -> float | None:
@@ -573,7 +573,7 @@ class DecodeRole:
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         for room in list(self._rooms.values()):
             if not (unmet and room.machine.writers):
                 self._handle(room, Cancel(error))
@@ -583,7 +583,7 @@ class DecodeRole:
         self.integrity_failure(AbortedError(reason))
 
     def check_integrity(self, since: float = -inf) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self._queue.check_integrity()
         for room in self._rooms.values():
             if room.machine.now >= since:

@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import define
 
 from ...errors import IntegrityError
-from ...geometry import Part
+from ...geometry import Share
 from ...ids import Epoch, Rank
 from ...kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import PartView, RowRange, Segment
 from ...protocol import Prepare, RoomKey, Scatter, Scattered
 from ...staging import GrantQueue
-from ...strategies import Job, Path
+from ...strategies import Job, TransferPlanner
 from ...trace import Span
 from ..runtime.budget import Budget
 from ..runtime.checksums import compare, layer_sums
-from ..runtime.event_loop import Node
-from .rate_limit import ScatterPace
+from ..runtime.event_loop import EventLoop
+from .rate_limit import RateLimiter
 from .room import DecodeRoom
 
 ENTRIES = 256
@@ -57,7 +57,7 @@ class _Ready:
     prepared: Prepared
 
 
-class Scatterer:
+class ScatterQueue:
     """Runs on the endpoint's thread only.
 
     A segment is prepared when its parts' places are known, one in a turn and after all that is urgent. A prepared
@@ -74,11 +74,11 @@ class Scatterer:
 
     def __init__(
         self,
-        node: Node,
+        node: EventLoop,
         pool: MemoryPool,
         ring: Buffer,
         kernels: Kernels,
-        pace: ScatterPace | None,
+        pace: RateLimiter | None,
         rooms: Mapping[RoomKey, DecodeRoom],
         ended: Callable[[DecodeRoom, Scattered], None],
     ) -> None:
@@ -91,7 +91,7 @@ class Scatterer:
         self._pace = pace
         self._rooms = rooms
         self._ended = ended
-        self._paths: dict[str, Path] = {p.name: p for p in node.me.paths}
+        self._paths: dict[str, TransferPlanner] = {p.name: p for p in node.me.paths}
         self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
         self._running: list[_Scattering] = []
         self._over: deque[tuple[_Scattering, Exception | None]] = deque()
@@ -297,7 +297,7 @@ class Scatterer:
         job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
         return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
 
-    def _view(self, room: DecodeRoom, rank: Rank) -> tuple[Sequence[Part], PartView]:
+    def _view(self, room: DecodeRoom, rank: Rank) -> tuple[Sequence[Share], PartView]:
         """What a prefill rank was elected to send of what this room awaits, and where it lies in our pool."""
         if rank not in room.views:
             assert room.routes is not None

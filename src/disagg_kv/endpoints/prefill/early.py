@@ -12,7 +12,7 @@ SHARE = 4
 """A peer's part of the places: one in so many."""
 
 
-class Parked:
+class EarlyArrivals:
     """At most ``options.parked``, which name ``options.parked_pages`` pages together: peers decide how large one is.
 
     One peer takes at most a quarter of either while others are known, so that none keeps the others out.

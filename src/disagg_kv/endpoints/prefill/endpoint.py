@@ -32,16 +32,16 @@ from ..runtime.construction import (
     check_services,
     helpers,
 )
-from ..runtime.event_loop import Node
-from ..runtime.handle import Changes, Happened, check_room
-from ..runtime.handshake import Self
-from ..runtime.incarnation import Life
+from ..runtime.event_loop import EventLoop
+from ..runtime.handle import ChangeQueue, HostEvent, check_room
+from ..runtime.handshake import EndpointInfo
+from ..runtime.incarnation import Incarnation
 from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
 from ..runtime.succession import check_counts
-from ..runtime.thread import Driver
-from .handle import Act, Cuts, DeliveryHandle, ForwardPass, Handed
-from .rooms import PrefillRole
-from .transfers import Mover
+from ..runtime.thread import EndpointThread
+from .handle import Act, LayerGroups, DeliveryHandle, ForwardPass, SubmittedChunk
+from .rooms import PrefillSide
+from .transfers import TransferQueue
 
 
 class PrefillEndpoint:
@@ -95,7 +95,7 @@ class PrefillEndpoint:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         thread: bool = True,
-        life: Life | None = None,
+        life: Incarnation | None = None,
         background: Callable[[str, int], Background] | None = None,
     ) -> None:
         check_pool(pool)
@@ -120,8 +120,8 @@ class PrefillEndpoint:
         self._schedule = schedules()[chosen.schedule] if schedule is None else schedule
         self._uses = frozenset(arguments.several(uses, "uses", Feature))
         usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
-        me = Self(
-            life or Life(),
+        me = EndpointInfo(
+            life or Incarnation(),
             channel.address,
             "prefill",
             instance,
@@ -139,17 +139,17 @@ class PrefillEndpoint:
         self._options = options = Options() if options is None else options
         self._lives = count(1)
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
-        self._changes: Changes[DeliveryHandle] = Changes()
+        self._changes: ChangeQueue[DeliveryHandle] = ChangeQueue()
 
-        def side(node: Node) -> PrefillRole:
-            self._role = role = PrefillRole(node, pool, chosen, self._schedule, usable, self._changes, verify)
-            self._mover = role.mover = Mover(pool, movers, transport, staging, regions[-1], slot_bytes, role, clock)
+        def side(node: EventLoop) -> PrefillSide:
+            self._role = role = PrefillSide(node, pool, chosen, self._schedule, usable, self._changes, verify)
+            self._mover = role.mover = TransferQueue(pool, movers, transport, staging, regions[-1], slot_bytes, role, clock)
             return role
 
-        self._node = Node(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
+        self._node = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
         role = self._role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = Driver(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
+        self.driver = EndpointThread(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
 
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
@@ -185,7 +185,7 @@ class PrefillEndpoint:
         batch = Batch(tokens, used, layered)
         with self.admission.enter("a forward pass"):
             handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-            cuts = Cuts([one.key for one in handed], self._role.row_layers)
+            cuts = LayerGroups([one.key for one in handed], self._role.row_layers)
             self._node.post(partial(self._role.announce, handed, self._node.clock(), cuts))
         layers, traced = self._pool.site.shard.layers(), self._node.traced
         return ForwardPass(handed, layers, self, cuts, layered=layered, traced=traced)
@@ -238,36 +238,36 @@ class PrefillEndpoint:
 
     @property
     def admission(self) -> Admission:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         return self.driver.admission
 
     def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         node, role = self._node, self._role
         node.post(lambda: node.when(ready, lambda: role.change(key, act), lambda exc: role.broken([key], exc)))
 
-    def send(self, handed: Handed, ready: Event | None) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+    def send(self, handed: SubmittedChunk, ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         self._node.post(partial(self._role.send, handed, ready))
 
-    def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+    def final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         self._node.post(partial(self._role.final_at, handed, layers, ready, self._node.clock()), wake=False)
 
-    def begun(self, handed: Sequence[Handed]) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+    def begun(self, handed: Sequence[SubmittedChunk]) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         self._node.post(partial(self._role.begun, handed, self._node.clock()), wake=False)
 
     def wake(self) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         self._node.channel.wake()
 
-    def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+    def closed(self, handed: Sequence[SubmittedChunk], ready: Event | None) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         self._node.post(partial(self._role.closed_at, handed, ready, self._node.clock()))
 
-    def withdraw(self, key: RoomKey, fired: Happened) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.Office`."""
+    def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
+        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
         self._node.post(partial(self._role.withdraw, key, fired))
 
 

@@ -26,13 +26,13 @@ from ...protocol import Effect, RoomKey, SendRoom
 from ...protocol.machine import ours
 from ..runtime.admission import Admission
 from ..runtime.cached_prefix import after
-from ..runtime.handle import Happened, RoomHandle, check_states, check_tables, joined
+from ..runtime.handle import HostEvent, RoomHandle, check_states, check_tables, joined
 
 Act = Callable[[SendRoom, float], list[Effect]]
 
 
 @frozen
-class Handed:
+class SubmittedChunk:
     """Rows of a room that the engine handed over by one call; ``turn`` counts the calls. See :class:`Rows`."""
 
     key: RoomKey
@@ -43,7 +43,7 @@ class Handed:
     batch: Batch
 
 
-class Office(Protocol):
+class PrefillCommands(Protocol):
     """The endpoint, as its handles see it; nothing blocks."""
 
     @property
@@ -55,15 +55,15 @@ class Office(Protocol):
         """Have a room's machine do something on the endpoint's thread, once ``ready`` has happened."""
         ...
 
-    def send(self, handed: Handed, ready: Event | None) -> None:
+    def send(self, handed: SubmittedChunk, ready: Event | None) -> None:
         """These rows are final once ``ready`` has happened."""
         ...
 
-    def final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+    def final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None) -> None:
         """These layers (None: all) of what was handed over are final once ``ready`` has happened; wakes nobody."""
         ...
 
-    def begun(self, handed: Sequence[Handed]) -> None:
+    def begun(self, handed: Sequence[SubmittedChunk]) -> None:
         """The first layer of what was handed over is computed, or asked of the device that does; wakes nobody."""
         ...
 
@@ -71,11 +71,11 @@ class Office(Protocol):
         """Have the endpoint look at what it was told."""
         ...
 
-    def closed(self, handed: Sequence[Handed], ready: Event | None) -> None:
+    def closed(self, handed: Sequence[SubmittedChunk], ready: Event | None) -> None:
         """The forward pass that computes what was handed over has ended once ``ready`` has happened."""
         ...
 
-    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+    def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
         """Stop reading a room's pages."""
         ...
 
@@ -83,7 +83,7 @@ class Office(Protocol):
 class DeliveryHandle(RoomHandle):
     """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, office: Office) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, office: PrefillCommands) -> None:
         super().__init__(key.room)
         self._key = key
         self._pool = pool
@@ -97,7 +97,7 @@ class DeliveryHandle(RoomHandle):
         self._edges: list[int] = []
         self._turns = 0
         self._withdrawals = 0
-        self._fired: list[Happened] = []
+        self._fired: list[HostEvent] = []
 
     @property
     def given(self) -> int:
@@ -140,7 +140,7 @@ class DeliveryHandle(RoomHandle):
         tables = check_tables(self.room, self._pool.site, pages, starts, stop)
         return tables if self._again is None else joined(self._pool.site, self._again, tables)
 
-    def taken(self, stop: int, tables: Mapping[GroupId, PageTable], batch: Batch | None = None) -> Handed:
+    def taken(self, stop: int, tables: Mapping[GroupId, PageTable], batch: Batch | None = None) -> SubmittedChunk:
         """From now on the rows count as handed over."""
         start, self._given = self._given, stop
         if self._again is not None:
@@ -149,7 +149,7 @@ class DeliveryHandle(RoomHandle):
             self._stop = stop
             self._edges.append(stop)
         self._turns += 1
-        return Handed(self._key, self._turns, start, stop, tables, batch or Batch())
+        return SubmittedChunk(self._key, self._turns, start, stop, tables, batch or Batch())
 
     def _open_rows(self, stop: int, tables: Mapping[GroupId, PageTable]) -> Mapping[GroupId, PageTable]:
         """Of tables that end at ``stop``, the pages of the chunk that is not complete yet."""
@@ -196,7 +196,7 @@ class DeliveryHandle(RoomHandle):
 
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""
-        fired = Happened()
+        fired = HostEvent()
         with self._office.admission.enter(f"room {self.room.hex()}"):
             if self.released:
                 fired.set()
@@ -219,7 +219,7 @@ class DeliveryHandle(RoomHandle):
                 self._office.change(self._key, lambda machine, now: machine.cancel(error, now))
 
 
-class Cuts:
+class LayerGroups:
     """The groups of layers of one forward pass that cross by themselves, as far as is known by now.
 
     The endpoint's thread adds to them, and looks for commands after that; the engine's thread posts a layer, and looks
@@ -267,10 +267,10 @@ class ForwardPass:
 
     def __init__(
         self,
-        handed: Sequence[Handed],
+        handed: Sequence[SubmittedChunk],
         layers: Sequence[LayerId],
-        office: Office,
-        cuts: Cuts,
+        office: PrefillCommands,
+        cuts: LayerGroups,
         *,
         layered: bool,
         traced: bool,

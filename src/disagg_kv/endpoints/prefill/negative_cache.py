@@ -17,7 +17,7 @@ M = TypeVar("M", bound="Unmet | Declined")
 
 
 @define
-class Unmet:
+class UnmetRoom:
     """A room that ended before some decode ranks had asked for it."""
 
     until: float
@@ -26,7 +26,7 @@ class Unmet:
 
 
 @define
-class Declined:
+class CancelledRoom:
     """A room that decode gave up before it was opened; ``by``: who says so, and of which of its lives."""
 
     until: float
@@ -34,18 +34,18 @@ class Declined:
     by: dict[Epoch, Generation] = field(factory=dict)
 
 
-class Missed:
+class NegativeCache:
     """Rooms that decode gave up before they were opened, and rooms that ended before it had asked for them. Bounded."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._unmet: OrderedDict[RoomId, Unmet] = OrderedDict()
-        self._declined: OrderedDict[RoomId, Declined] = OrderedDict()
+        self._unmet: OrderedDict[RoomId, UnmetRoom] = OrderedDict()
+        self._declined: OrderedDict[RoomId, CancelledRoom] = OrderedDict()
 
     def decline(self, room: RoomId, reason: str, by: Epoch, generation: Generation, now: float) -> None:
         """A decode rank gave the room up before it was opened."""
         others = self._declined[room].by if room in self._declined else {}
-        self._declined[room] = Declined(now + self._options.total_s, reason, {**others, by: generation})
+        self._declined[room] = CancelledRoom(now + self._options.total_s, reason, {**others, by: generation})
         self._declined.move_to_end(room)
         bound(self._declined, self._options.parked)
 
@@ -65,10 +65,10 @@ class Missed:
     def miss(self, room: RoomId, reason: str, answered: set[Epoch], now: float) -> None:
         """The room has failed, and only these decode ranks know."""
         if room not in self._unmet:
-            self._unmet[room] = Unmet(now + self._options.total_s, reason, answered)
+            self._unmet[room] = UnmetRoom(now + self._options.total_s, reason, answered)
             bound(self._unmet, self._options.parked)
 
-    def unmet(self, room: RoomId) -> Unmet | None:
+    def unmet(self, room: RoomId) -> UnmetRoom | None:
         """A room that failed before all decode ranks had asked for it."""
         return self._unmet.get(room)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from attrs import evolve, field, frozen
 
 from ...errors import ConfigurationError, DisaggKVError, OversizeError
-from ...geometry import Part, Site
+from ...geometry import Share, Site
 from ...ids import Rank
 from ...planning import CostModel, Intake, PartView, Segment, choose
-from ...strategies import AUTO, Job, Path
+from ...strategies import AUTO, Job, TransferPlanner
 
 UNLIMITED = 1 << 62
 
@@ -19,7 +19,7 @@ NOMINAL_ROWS = 1024
 
 
 @frozen
-class Pair:
+class RankPair:
     """One prefill rank and one decode rank, for one room's election."""
 
     rank: Rank
@@ -32,7 +32,7 @@ class Pair:
     page_rows: int
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[Share]:
         """What the prefill rank was elected to send."""
         return self.intake.parts[self.rank]
 
@@ -52,7 +52,7 @@ class Pair:
             )
         ]
 
-    def fitted(self) -> Pair:
+    def fitted(self) -> RankPair:
         """The same, without limits where staging is too small: a path that exposes pages needs none.
 
         All writers of a segment come to the same result, as limits hold for all their parts together.
@@ -65,8 +65,8 @@ class Pair:
 
 
 def choose_path(
-    wanted: str, known: Sequence[Path], allowed: Sequence[str], exposed: bool, pair: Pair, rows: int, costs: CostModel
-) -> tuple[Path, str]:
+    wanted: str, known: Sequence[TransferPlanner], allowed: Sequence[str], exposed: bool, pair: RankPair, rows: int, costs: CostModel
+) -> tuple[TransferPlanner, str]:
     """The path, and one sentence that says why.
 
     Args:
@@ -82,7 +82,7 @@ def choose_path(
         ConfigurationError: no path can; an explicit one cannot. The message has every reason.
     """
     refusals: dict[str, str] = {}
-    able: list[Path] = []
+    able: list[TransferPlanner] = []
     for path in known:
         if wanted not in (AUTO, path.name):
             continue
@@ -109,7 +109,7 @@ def choose_path(
     return next(p for p in able if p.name == choice.path), choice.reason
 
 
-def _refusal(path: Path, allowed: Sequence[str], exposed: bool, pair: Pair) -> str | None:
+def _refusal(path: TransferPlanner, allowed: Sequence[str], exposed: bool, pair: RankPair) -> str | None:
     if path.name not in allowed:
         return "decode does not allow it"
     if path.exposes_pages and not exposed:

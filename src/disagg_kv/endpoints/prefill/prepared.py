@@ -34,7 +34,7 @@ class Planned:
 
 
 @define
-class Places:
+class SlotLayout:
     """Where in a slot each transfer of one gather goes; those that carry the same bytes go to the same place."""
 
     of: dict[Hashable, int] = field(factory=dict)
@@ -53,7 +53,7 @@ class Places:
 
 
 @define(eq=False)
-class Foreseen:
+class PlannedGather:
     """A prepared gather of a segment, for these transfers, each so far from where it begins; ``over``: done with."""
 
     members: list[tuple[Transfer, int]]
@@ -71,7 +71,7 @@ class Foreseen:
         return self.gather.launch(base, after)
 
 
-class Ahead:
+class PreparedGathers:
     """Runs on the endpoint's thread only. A room whose pages are taken away is forgotten: a grant may outlive them.
 
     Only kernels that prepare are worth it: others copy for longer than anybody plans. One transfer is planned in a
@@ -101,7 +101,7 @@ class Ahead:
         self._count = count
         self.waiting: dict[tuple[RoomKey, Epoch, Segment], Transfer] = {}
         self.planned: dict[tuple[RoomKey, Segment], dict[Epoch, tuple[Transfer, Planned]]] = {}
-        self.foreseen: dict[tuple[RoomKey, Segment], Foreseen] = {}
+        self.foreseen: dict[tuple[RoomKey, Segment], PlannedGather] = {}
 
     def add(self, room: RoomKey, transfer: Transfer) -> None:
         """A transfer has its grant, and not its rows; it takes the place of one whose grant was given back."""
@@ -110,7 +110,7 @@ class Ahead:
             self.drop(self.foreseen.pop((room, transfer.segment), None))
             self.waiting[room, transfer.to, transfer.segment] = transfer
 
-    def gather(self, room: RoomKey, segment: Segment) -> Foreseen | None:
+    def gather(self, room: RoomKey, segment: Segment) -> PlannedGather | None:
         """What is prepared for a segment; the caller launches or drops it."""
         return self.foreseen.pop((room, segment), None)
 
@@ -137,7 +137,7 @@ class Ahead:
         for key in [key for key in self.foreseen if key[0] == room]:
             self.drop(self.foreseen.pop(key))
 
-    def drop(self, found: Foreseen | None) -> None:
+    def drop(self, found: PlannedGather | None) -> None:
         """It is not launched, unless it was."""
         if found is None or found.over:
             return
@@ -167,7 +167,7 @@ class Ahead:
         return bool(self.waiting)
 
     def _prepare(self, room: RoomKey, segment: Segment, members: list[tuple[Transfer, Planned]]) -> None:
-        places, moves, where = Places(), dict[int, Move](), list[tuple[Transfer, int]]()
+        places, moves, where = SlotLayout(), dict[int, Move](), list[tuple[Transfer, int]]()
         for transfer, planned in members:
             if not places.room_for(planned.share, transfer.nbytes, self._slot_bytes):
                 return
@@ -178,7 +178,7 @@ class Ahead:
         gather = self._preparing.prepare_gather(self._pool, list(moves.values()), self._staging)
         if gather is not None:
             self.drop(self.foreseen.pop((room, segment), None))
-            self.foreseen[room, segment] = Foreseen(where, gather)
+            self.foreseen[room, segment] = PlannedGather(where, gather)
 
     def check_integrity(self, rooms: Container[RoomKey]) -> None:
         """Raise AssertionError unless all of it is for these rooms, which still hope."""

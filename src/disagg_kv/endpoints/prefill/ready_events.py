@@ -16,7 +16,7 @@ _START = attrgetter("start")
 
 
 @frozen
-class _Gate:
+class _ReadyEvent:
     start: int
     stop: int
     layers: frozenset[LayerId] | None
@@ -29,7 +29,7 @@ class _Gate:
         return self.layers is None or not self.layers.isdisjoint(segment.layers)
 
 
-class Gates:
+class ReadyEvents:
     """Of one room, in the order of their rows.
 
     A segment is compared with the gates near its own rows, however many there are of others: with those that begin
@@ -37,7 +37,7 @@ class Gates:
     """
 
     def __init__(self) -> None:
-        self._gates: list[_Gate] = []
+        self._gates: list[_ReadyEvent] = []
         self._longest = 0
         self._most = 1
 
@@ -51,7 +51,7 @@ class Gates:
             self._gates = [gate for gate in self._gates if not gate.event.query()]
             self._longest = max((gate.stop - gate.start for gate in self._gates), default=0)
             self._most = max(1, 2 * len(self._gates))
-        insort(self._gates, _Gate(start, stop, None if layers is None else frozenset(layers), event), key=_START)
+        insort(self._gates, _ReadyEvent(start, stop, None if layers is None else frozenset(layers), event), key=_START)
         self._longest = max(self._longest, stop - start)
 
     def before(self, segment: Segment) -> Event | None:

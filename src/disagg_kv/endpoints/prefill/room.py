@@ -11,14 +11,14 @@ from ...ids import Epoch, GroupId
 from ...planning import Groups, StagedLayout, Writes
 from ...protocol import RoomKey, SendRoom, Transfer
 from ...trace import Span
-from ..runtime.event_loop import Node
-from ..runtime.handle import Happened
-from .handle import Cuts, DeliveryHandle
+from ..runtime.event_loop import EventLoop
+from ..runtime.handle import HostEvent
+from .handle import LayerGroups, DeliveryHandle
 from .prepared import Planned
-from .ready_events import Gates
-from .routes import Way
+from .ready_events import ReadyEvents
+from .routes import Route
 
-Plan = Callable[[Way, Transfer, Mapping[GroupId, PageTable]], Writes | StagedLayout]
+Plan = Callable[[Route, Transfer, Mapping[GroupId, PageTable]], Writes | StagedLayout]
 
 
 @define(eq=False)
@@ -30,10 +30,10 @@ class PrefillRoom:
     handle: DeliveryHandle
     silence_s: float
     opened: float
-    ways: dict[Epoch, Way] = field(factory=dict)
-    withdrawn: list[Happened] = field(factory=list)
-    gates: Gates = field(factory=Gates)
-    passes: dict[int, Cuts] = field(factory=dict)
+    ways: dict[Epoch, Route] = field(factory=dict)
+    withdrawn: list[HostEvent] = field(factory=list)
+    gates: ReadyEvents = field(factory=ReadyEvents)
+    passes: dict[int, LayerGroups] = field(factory=dict)
 
     def account(self, now: float) -> None:
         """Say what the room has cost so far, and that pages that were taken away are not read any more."""
@@ -46,7 +46,7 @@ class PrefillRoom:
         if machine.released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 
-    def grouped(self, node: Node, run: range, groups: Groups) -> None:
+    def grouped(self, node: EventLoop, run: range, groups: Groups) -> None:
         """Tell how the layers of a chunk are cut, and why."""
         report, now = self.handle.report, node.now
         report.groups, report.schedule = groups.count, groups.reason

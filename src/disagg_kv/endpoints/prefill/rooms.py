@@ -19,7 +19,7 @@ from ...planning import Writes
 from ...protocol import (
     Decided,
     Effect,
-    Ended,
+    RoomOutcome,
     Gone,
     Granted,
     Lost,
@@ -40,48 +40,48 @@ from ...protocol.flow import room_head
 from ...protocol.frames import Abort, Drained, Expect, Expected
 from ...protocol.machine import ours
 from ...protocol.timers import Timers
-from ...strategies import Path, Schedule, Strategy
+from ...strategies import TransferPlanner, Schedule, Strategy
 from ...trace import Span
-from ...transports import Ended as TicketEnded
+from ...transports import RoomOutcome as TicketEnded
 from ...transports import Settled
-from ..runtime.directory import Answer
-from ..runtime.event_loop import Node
-from ..runtime.handle import Changes, Happened
-from ..runtime.handshake import Remote
+from ..runtime.directory import LookupResult
+from ..runtime.event_loop import EventLoop
+from ..runtime.handle import ChangeQueue, HostEvent
+from ..runtime.handshake import RemoteEndpoint
 from ..runtime.silence import Silences
-from .early import Parked
-from .handle import Cuts, DeliveryHandle, Handed
-from .negative_cache import Missed
+from .early import EarlyArrivals
+from .handle import LayerGroups, DeliveryHandle, SubmittedChunk
+from .negative_cache import NegativeCache
 from .prepared import Planned
 from .room import PrefillRoom
-from .routes import Ways, taken
-from .throughput import Lines, Pacer
-from .transfers import Load, Mover
+from .routes import Router, taken
+from .throughput import EventFifo, ThroughputEstimator
+from .transfers import TransferSpec, TransferQueue
 
 
-class PrefillRole:
+class PrefillSide:
     """Everything here runs on the endpoint's thread."""
 
-    mover: Mover
+    mover: TransferQueue
     """Set by whoever makes both: each needs the other."""
 
     def __init__(
         self,
-        node: Node,
+        node: EventLoop,
         pool: MemoryPool,
         strategy: Strategy,
         schedule: Schedule,
-        paths: Sequence[Path],
-        changes: Changes[DeliveryHandle],
+        paths: Sequence[TransferPlanner],
+        changes: ChangeQueue[DeliveryHandle],
         verify: Verify,
     ) -> None:
         self._node = node
         self._pool = pool
         self._changes = changes
-        self._pacer = Pacer(node.clock, len(pool.site.shard.layers()), traced=node.traced)
-        self._ways = Ways(node.me, pool, strategy, schedule, paths, self._stuck, self._pacer.pace)
-        self._parked = Parked(node.options)
-        self._missed = Missed(node.options)
+        self._pacer = ThroughputEstimator(node.clock, len(pool.site.shard.layers()), traced=node.traced)
+        self._ways = Router(node.me, pool, strategy, schedule, paths, self._stuck, self._pacer.pace)
+        self._parked = EarlyArrivals(node.options)
+        self._missed = NegativeCache(node.options)
         self._verify: Verify = verify
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
@@ -91,7 +91,7 @@ class PrefillRole:
         self._rooms: dict[RoomKey, PrefillRoom] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
-        self._lines = Lines(node.clock)
+        self._lines = EventFifo(node.clock)
         self._timers: Timers[RoomKey] = Timers()
         self._silences = Silences(node.peers, node.options.silence_s)
         self.quarantined_slots = 0
@@ -126,7 +126,7 @@ class PrefillRole:
         if room is not None:
             self._apply(room, act(room.machine, self._node.now))
 
-    def announce(self, handed: Sequence[Handed], at: float, cuts: Cuts) -> None:
+    def announce(self, handed: Sequence[SubmittedChunk], at: float, cuts: LayerGroups) -> None:
         """Rows that are computed from now on: their grants are asked for already (A4). ``cuts`` hear of groups."""
         self._pacer.begin(handed, at)
         for one in handed:
@@ -136,14 +136,14 @@ class PrefillRole:
                 room.passes[one.turn] = cuts
                 self._cut(room, cuts)
 
-    def _cut(self, room: PrefillRoom, cuts: Cuts) -> None:
+    def _cut(self, room: PrefillRoom, cuts: LayerGroups) -> None:
         cuts.add(room.key, room.machine.groups(), decided=room.machine.phase is not Phase.CONNECTING)
 
-    def begun(self, handed: Sequence[Handed], at: float) -> None:
+    def begun(self, handed: Sequence[SubmittedChunk], at: float) -> None:
         """The engine has its first layer behind it."""
         self._pacer.first(handed, at)
 
-    def send(self, handed: Handed, ready: Event | None) -> None:
+    def send(self, handed: SubmittedChunk, ready: Event | None) -> None:
         """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
         if ready is not None and self._gated([handed], None, ready):
             self._add(handed, ready=True)
@@ -157,7 +157,7 @@ class PrefillRole:
         if not final:
             self.final_at([handed], None, ready, self._node.now)
 
-    def _add(self, one: Handed, *, ready: bool) -> None:
+    def _add(self, one: SubmittedChunk, *, ready: bool) -> None:
         room = self._rooms.get(one.key)
         if room is not None:
             now = self._node.now
@@ -166,7 +166,7 @@ class PrefillRole:
             )
 
     def final_at(
-        self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event | None, said: float
+        self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None, said: float
     ) -> None:
         """The engine ``said`` when these layers (None: all) of what was handed over are final: at ``ready``, or now."""
         gated = ready is not None and self._gated(handed, layers, ready)
@@ -182,7 +182,7 @@ class PrefillRole:
         else:
             self._lines.add((handed[0].key, handed[0].turn), ready, partial(self._computed, handed, layers), broken)
 
-    def closed_at(self, handed: Sequence[Handed], ready: Event | None, said: float) -> None:
+    def closed_at(self, handed: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
         """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
         self._pacer.asked(handed)
         for one in handed:
@@ -192,24 +192,24 @@ class PrefillRole:
         broken = partial(self.broken, [one.key for one in handed])
         self._node.when(ready, partial(self._ended, handed, said if ready is None else None), broken)
 
-    def _computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> None:
+    def _computed(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> None:
         start = self._pacer.computed(handed, layers, at)
         if start is not None and layers:
             self._span_of("compute", handed, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
 
-    def _ended(self, handed: Sequence[Handed], said: float | None) -> None:
+    def _ended(self, handed: Sequence[SubmittedChunk], said: float | None) -> None:
         at = self._node.clock() if said is None else said
         start = self._pacer.closed(handed, at, queued=said is None)
         if start is not None:
             self._span_of("pass", handed, start, at)
 
-    def _span_of(self, name: str, handed: Sequence[Handed], start: float, stop: float, **labels: str) -> None:
+    def _span_of(self, name: str, handed: Sequence[SubmittedChunk], start: float, stop: float, **labels: str) -> None:
         """Tell of work on all rooms of a forward pass."""
         for one in handed:
             rows = {"rows": f"{one.start}-{one.stop}"}
             self._node.observer.span(Span(name, one.key.room, start, stop, labels={**labels, **rows}))
 
-    def _gated(self, handed: Sequence[Handed], layers: Collection[LayerId] | None, ready: Event) -> bool:
+    def _gated(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
         if not self.mover.orders(ready):
             return False
@@ -222,7 +222,7 @@ class PrefillRole:
                     self.broken([one.key], exc)
         return True
 
-    def _final(self, handed: Sequence[Handed], layers: Collection[LayerId] | None) -> None:
+    def _final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None) -> None:
         for one in handed:
             room = self._rooms.get(one.key)
             if room is not None:
@@ -236,7 +236,7 @@ class PrefillRole:
                 error = ours(exc, f"room {key.room.hex()}: the engine's event raised")
                 self._apply(room, room.machine.cancel(error, self._node.now))
 
-    def withdraw(self, key: RoomKey, fired: Happened) -> None:
+    def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
         """Take the pages of a room away; fires when they are not read any more."""
         room = self._rooms.get(key)
         if room is None:
@@ -249,7 +249,7 @@ class PrefillRole:
     # Frames.
 
     def on_frame(self, frame: RoomFrame) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         epoch = Epoch(frame.src)
         room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
         if room is not None:
@@ -268,7 +268,7 @@ class PrefillRole:
         node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
         head = room_head(node.me.epoch, epoch, name, Generation(frame.generation))
         ended = node.tombstones.outcome(epoch, Generation(frame.generation))
-        if ended is Ended.EVICTED:
+        if ended is RoomOutcome.EVICTED:
             # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
             node.observer.count("frames.evicted_room")
             ended = None if parked or (name, epoch) in self._parked else ended
@@ -276,7 +276,7 @@ class PrefillRole:
         if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
             if unmet is not None:
                 unmet.answered.add(epoch)
-                node.remember([epoch], RoomKey(name, Generation(frame.generation)), Ended.FAILED)
+                node.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
             reason = "the room has ended" if unmet is None else unmet.reason
             node.send(Send(epoch, Abort(**head, reason=reason)))
             return
@@ -302,7 +302,7 @@ class PrefillRole:
                 self._silences.watch(epoch, room.key, room.silence_s, node.now)
                 self._apply(room, room.machine.decline(epoch, generation, frame, node.now))
                 return
-            node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
+            node.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
             if unmet is not None:
                 unmet.answered.add(epoch)
             elif room is None:
@@ -322,7 +322,7 @@ class PrefillRole:
         other = taken(tuple(room.ways.values()), remote)
         if other is not None:
             # Remembered, or its answer would be taken for a word about the room that the others have.
-            node.remember([epoch], RoomKey(name, generation), Ended.FAILED)
+            node.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
             node.send(Send(epoch, Abort(**head, reason=other)))
             return
         self._flows[(name, epoch, frame.generation)] = room
@@ -349,7 +349,7 @@ class PrefillRole:
 
     # Peers.
 
-    def on_up(self, remote: Remote) -> None:
+    def on_up(self, remote: RemoteEndpoint) -> None:
         """Nothing to do before it asks."""
 
     def on_greeted(self, epoch: Epoch) -> None:
@@ -358,7 +358,7 @@ class PrefillRole:
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """We dial nobody of the other side."""
 
-    def on_answer(self, answer: Answer) -> None:
+    def on_answer(self, answer: LookupResult) -> None:
         """We look for no instance but our own."""
 
     def on_lost(self, lost: Lost) -> None:
@@ -396,7 +396,7 @@ class PrefillRole:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         return self._pacer.patience_s
 
     def on_ticket(self, event: TicketEnded | Settled) -> None:
@@ -404,7 +404,7 @@ class PrefillRole:
         self.mover.on_ticket(event)
 
     def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         room = self._rooms.get(key)
         return None if room is None else room.gates.before(transfer.segment)
 
@@ -414,10 +414,10 @@ class PrefillRole:
         return None if room is None else room.ways[transfer.to].share
 
     def plan(self, key: RoomKey, transfer: Transfer) -> Planned | None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         return self._rooms[key].foresee(transfer, self._ways.plan, self._node.clock)
 
-    def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
+    def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> TransferSpec | None:
         """Plan a transfer, if it still makes sense."""
         room = self._rooms.get(key)
         self._node.flush()
@@ -442,22 +442,22 @@ class PrefillRole:
         took = self._node.clock() - started
         room.handle.report.spend("plan", took)
         self._pacer.planned(took)
-        return Load(plan, tables, after, way.ring, room.handle.report, summed)
+        return TransferSpec(plan, tables, after, way.ring, room.handle.report, summed)
 
     def count(self, name: str) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         self._node.observer.count(name)
 
     def launched(self, seconds: float) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         self._pacer.launched(seconds)
 
     def crossing(self, key: RoomKey, transfer: Transfer, at: float) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         self._pacer.crossing((key, transfer.to, transfer.segment), at)
 
     def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         if self._node.traced:
             labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
             self._node.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
@@ -489,7 +489,7 @@ class PrefillRole:
         return self._node.me.transport.submit(link, writes, after=after)
 
     def submitted(self) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.Rooms`."""
+        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         try:
             self._node.poll_transport()
         except Exception as exc:
@@ -546,7 +546,7 @@ class PrefillRole:
         if self._newest.get(name) is room:
             del self._newest[name]
             self._missed.met(name)
-        ended = Ended.DONE if machine.done else Ended.FAILED
+        ended = RoomOutcome.DONE if machine.done else RoomOutcome.FAILED
         for epoch, flow in machine.flows.items():
             self._flows.pop((name, epoch, flow.generation), None)
             node.remember([epoch], RoomKey(name, flow.generation), ended)
@@ -581,7 +581,7 @@ class PrefillRole:
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         for room in list(self._rooms.values()):
             if not (unmet and room.machine.flows):
                 self._apply(room, room.machine.cancel(error, self._node.now))
@@ -591,7 +591,7 @@ class PrefillRole:
         self.integrity_failure(AbortedError(reason))
 
     def check_integrity(self, since: float = -inf) -> None:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self.mover.check_integrity()
         self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]

@@ -11,7 +11,7 @@ import numpy as np
 from attrs import field, frozen
 
 from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
-from ...geometry import I32, Part
+from ...geometry import I32, Share
 from ...ids import Epoch, Rank, RegionId, RoomId
 from ...memory import MemoryPool
 from ...planning import (
@@ -29,12 +29,12 @@ from ...planning import (
 from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
 from ...protocol.wire import tables_from_wire
-from ...strategies import PER_CHUNK, Job, Path, Schedule, Strategy, Tables
+from ...strategies import PER_CHUNK, Job, TransferPlanner, Schedule, Strategy, Tables
 from ..runtime.cached_prefix import check_start
-from ..runtime.handshake import Remote, Self
-from ..runtime.plan_cache import Routes
+from ..runtime.handshake import RemoteEndpoint, EndpointInfo
+from ..runtime.plan_cache import PlanCache
 from .negative_cache import bound
-from .path_choice import Pair, choose_path
+from .path_choice import RankPair, choose_path
 
 Told = Callable[[range, Groups], None]
 """Hears of a run of layers how it is cut."""
@@ -51,18 +51,18 @@ ALIKE = 256
 class _Known:
     """Paths, each equal to itself alone: nobody has to make one that can be compared."""
 
-    paths: tuple[Path, ...] = field(eq=lambda paths: tuple(map(id, paths)))
+    paths: tuple[TransferPlanner, ...] = field(eq=lambda paths: tuple(map(id, paths)))
 
 
 @lru_cache(ALIKE)
 def _chosen(
-    path: str, known: _Known, allowed: Sequence[str], exposed: bool, pair: Pair, length: int, costs: CostModel
-) -> tuple[Path, str]:
+    path: str, known: _Known, allowed: Sequence[str], exposed: bool, pair: RankPair, length: int, costs: CostModel
+) -> tuple[TransferPlanner, str]:
     return choose_path(path, known.paths, allowed, exposed, pair, length, costs)
 
 
 @frozen
-class Way:
+class Route:
     """How one room's bytes get to one decode rank.
 
     Args:
@@ -76,10 +76,10 @@ class Way:
         verify: how much it wants compared.
     """
 
-    remote: Remote
-    path: Path
+    remote: RemoteEndpoint
+    path: TransferPlanner
     reason: str
-    pair: Pair
+    pair: RankPair
     tables: Tables
     share: tuple[int, RowRange]
     ring: RegionId
@@ -87,7 +87,7 @@ class Way:
     verify: Verify
 
 
-class Ways:
+class Router:
     """Decides, and remembers what was decided for whom.
 
     Args:
@@ -102,11 +102,11 @@ class Ways:
 
     def __init__(
         self,
-        me: Self,
+        me: EndpointInfo,
         pool: MemoryPool,
         strategy: Strategy,
         schedule: Schedule,
-        paths: Iterable[Path],
+        paths: Iterable[TransferPlanner],
         stuck: Callable[[Epoch], int],
         pace: Callable[[], Pace | None],
     ) -> None:
@@ -120,18 +120,18 @@ class Ways:
         self._regions: I32 = np.array(me.regions, np.int32)
         caps = me.transport.caps
         self._costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
-        self._routes: dict[Epoch, Routes] = {}
-        self._shares: OrderedDict[tuple[Part, ...], int] = OrderedDict()
+        self._routes: dict[Epoch, PlanCache] = {}
+        self._shares: OrderedDict[tuple[Share, ...], int] = OrderedDict()
         self._numbers = count()
-        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[Path, str]] = OrderedDict()
+        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[TransferPlanner, str]] = OrderedDict()
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
         self._routes.pop(epoch, None)
 
     def find(
-        self, room: RoomId, remote: Remote, frame: Expect, others: Sequence[Way], quota: int, told: Told
-    ) -> tuple[Way, FlowPlan]:
+        self, room: RoomId, remote: RemoteEndpoint, frame: Expect, others: Sequence[Route], quota: int, told: Told
+    ) -> tuple[Route, FlowPlan]:
         """Decide how the bytes cross.
 
         Args:
@@ -151,12 +151,12 @@ class Ways:
         starts = {Rank(way.remote.hello.rank): way.start for way in others if way.remote.site.token_groups}
         check_start(f"room {room.hex()}", frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
         if remote.epoch not in self._routes:
-            self._routes[remote.epoch] = Routes(me.shards, remote.site)
+            self._routes[remote.epoch] = PlanCache(me.shards, remote.site)
         routes, site = self._routes[remote.epoch], self._pool.site
         rows = RowRange(frame.start, frame.stop)
         intake, view = routes.intake(room).for_rows(rows), routes.view(room, me.rank, site).for_rows(rows)
         limits = me.slot_bytes, hello.lease_bytes, remote.page_rows()
-        pair = Pair(me.rank, site, remote.site, intake, view, *limits)
+        pair = RankPair(me.rank, site, remote.site, intake, view, *limits)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         path, reason = self._choose(remote, routes.turn(room), frame, pair)
@@ -166,7 +166,7 @@ class Ways:
         share = self._share(tuple(pair.parts))
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
-        way = Way(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
+        way = Route(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, told, pace)
         plan = FlowPlan(
@@ -184,7 +184,7 @@ class Ways:
         )
         return way, plan
 
-    def _share(self, parts: tuple[Part, ...]) -> int:
+    def _share(self, parts: tuple[Share, ...]) -> int:
         """A number for these parts, never used for others: what was forgotten is only gathered once more."""
         if parts not in self._shares:
             self._shares[parts] = next(self._numbers)
@@ -209,7 +209,7 @@ class Ways:
         told(run, groups)
         return groups.cut(run)
 
-    def _choose(self, remote: Remote, turn: int, frame: Expect, pair: Pair) -> tuple[Path, str]:
+    def _choose(self, remote: RemoteEndpoint, turn: int, frame: Expect, pair: RankPair) -> tuple[TransferPlanner, str]:
         theirs = set(remote.hello.paths)
         known = [p for p in self._paths if (p.name, p.version) in theirs]
         most = max((g.rows_per_page * g.pages for g in self._pool.site.groups), default=1)
@@ -222,7 +222,7 @@ class Ways:
             bound(self._choices, CHOICES)
         return self._choices[key]
 
-    def plan(self, way: Way, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
+    def plan(self, way: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
         """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
         hello, name, segment = way.remote.hello, way.path.name, transfer.segment
         pair = way.pair
@@ -240,7 +240,7 @@ class Ways:
         return plan
 
 
-def taken(ways: Sequence[Way], theirs: Remote) -> str | None:
+def taken(ways: Sequence[Route], theirs: RemoteEndpoint) -> str | None:
     """Why a decode rank cannot have a room: another instance has it, or another life of this rank."""
     for way in ways:
         ours = way.remote

@@ -12,7 +12,7 @@ from ...ids import LayerId
 from ...memory import Event
 from ...planning import Pace
 from ...protocol import RoomKey
-from .handle import Handed
+from .handle import SubmittedChunk
 from .negative_cache import bound
 
 NEW = 0.3
@@ -47,7 +47,7 @@ class _Pass:
     closed: bool = False
 
 
-class Pacer:
+class ThroughputEstimator:
     """Seconds per layer and token of forward passes; bytes per second while transfers were under way.
 
     Args:
@@ -73,13 +73,13 @@ class Pacer:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Role`; a GPU may be in a pass longer than the engine."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`; a GPU may be in a pass longer than the engine."""
         tokens = [known.tokens for known in self._passes.values() if not known.asked]
         if not tokens:
             return 0.0
         return min(max((self._layer_token_s or 0.0) * self._layers * max(tokens) / LOOKS, LEAST_S), MOST_S)
 
-    def asked(self, handed: Sequence[Handed]) -> None:
+    def asked(self, handed: Sequence[SubmittedChunk]) -> None:
         """All of a pass was asked of the device that computes it."""
         known = self._passes.get(_name(handed)) if handed else None
         if known is not None:
@@ -91,19 +91,19 @@ class Pacer:
             return None
         return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + (self._launch_s or 0.0) + FRAMES_S)
 
-    def begin(self, handed: Sequence[Handed], at: float) -> None:
+    def begin(self, handed: Sequence[SubmittedChunk], at: float) -> None:
         """A forward pass begins."""
         if handed:
             self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), at, at, self._told)
             bound(self._passes, PASSES)
 
-    def first(self, handed: Sequence[Handed], at: float) -> None:
+    def first(self, handed: Sequence[SubmittedChunk], at: float) -> None:
         """The engine has computed the first layer of a pass, or asked a device for it."""
         known = self._passes.get(_name(handed)) if handed else None
         if known is not None:
             known.first = at
 
-    def computed(self, handed: Sequence[Handed], layers: Collection[LayerId], at: float) -> float | None:
+    def computed(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> float | None:
         """Layers of a pass became final; since when they can have been computed (None: the pass is not known)."""
         known = self._passes.get(_name(handed)) if handed else None
         if known is None:
@@ -113,7 +113,7 @@ class Pacer:
         self._forget(handed, known)
         return before
 
-    def closed(self, handed: Sequence[Handed], at: float, *, queued: bool) -> float | None:
+    def closed(self, handed: Sequence[SubmittedChunk], at: float, *, queued: bool) -> float | None:
         """A pass has ended; when it began, if it is known.
 
         What came before its first layer is not counted: the pass may have been announced early. Nor is what came
@@ -133,7 +133,7 @@ class Pacer:
         self._forget(handed, known)
         return known.began
 
-    def _forget(self, handed: Sequence[Handed], known: _Pass) -> None:
+    def _forget(self, handed: Sequence[SubmittedChunk], known: _Pass) -> None:
         """A pass of which nothing more can be told: the events of its layers may happen after it was closed."""
         if known.closed and known.left <= 0:
             del self._passes[_name(handed)]
@@ -190,7 +190,7 @@ class _Look:
     broken: Callable[[Exception], None]
 
 
-class Lines:
+class EventFifo:
     """Events of layers, a line for each forward pass, of which only the first is asked.
 
     However many layers wait, a look is short: it takes the interpreter away from an engine that launches kernels.
@@ -226,7 +226,7 @@ class Lines:
         return bool(self._lines)
 
 
-def _name(handed: Sequence[Handed]) -> tuple[RoomKey, int]:
+def _name(handed: Sequence[SubmittedChunk]) -> tuple[RoomKey, int]:
     return handed[0].key, handed[0].turn
 
 

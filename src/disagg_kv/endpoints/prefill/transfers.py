@@ -15,17 +15,17 @@ from ...kernels import Kernels, Move, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import StagedLayout, Writes
 from ...protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
-from ...transports import Ended, Settled, Transport
+from ...transports import WriteEnded, Settled, Transport
 from ..api import Report
 from ..runtime.budget import Budget
-from ..runtime.checksums import Summing, layer_sums
-from ..runtime.peer_registry import Held
-from .prepared import Ahead, Foreseen, Places, Planned
-from .waiting import Waiting
+from ..runtime.checksums import PendingChecksums, layer_sums
+from ..runtime.peer_registry import HeldMemory
+from .prepared import PreparedGathers, PlannedGather, SlotLayout, Planned
+from .waiting import PendingTransfers
 
 
 @frozen
-class Load:
+class TransferSpec:
     """What the mover has to know of a transfer that it begins now.
 
     Args:
@@ -45,7 +45,7 @@ class Load:
     summed: StagedLayout | None = None
 
 
-class Rooms(Protocol):
+class TransferOwner(Protocol):
     """What the mover asks of the endpoint."""
 
     def after(self, room: RoomKey, transfer: Transfer) -> Event | None:
@@ -60,7 +60,7 @@ class Rooms(Protocol):
         """What a transfer will gather whose rows are still to come; None: that cannot be said, or it is void."""
         ...
 
-    def begin(self, room: RoomKey, transfer: Transfer, planned: Planned | None) -> Load | None:
+    def begin(self, room: RoomKey, transfer: Transfer, planned: Planned | None) -> TransferSpec | None:
         """Begin a transfer: from now on it reads and writes. None: it has become void."""
         ...
 
@@ -144,7 +144,7 @@ class _Summing:
     event: Event | None
     room: RoomKey
     posts: list[tuple[_Post, int]]
-    sums: Summing[int]
+    sums: PendingChecksums[int]
 
 
 @define(eq=False)
@@ -158,7 +158,7 @@ class _Gathering:
     posted: bool
 
 
-class Mover:
+class TransferQueue:
     """Transfers in, writes out. Runs on the endpoint's thread only.
 
     A slot is reusable when all its posts are quiet; one destination pins at most a quarter of the slots, so a slow one
@@ -174,7 +174,7 @@ class Mover:
         staging: Buffer,
         region: RegionId,
         slot_bytes: int,
-        rooms: Rooms,
+        rooms: TransferOwner,
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
@@ -191,13 +191,13 @@ class Mover:
         self._quota = max(1, len(self._slots) // 4)
         self._pins: Counter[Epoch] = Counter()
         self._of_room: dict[RoomKey, dict[int, _Post]] = {}
-        self._queue = Waiting()
+        self._queue = PendingTransfers()
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
         self._posts: dict[Ticket, _Post] = {}
         self._number = 0
         self._looked = clock()
-        self.ahead = Ahead(pool, kernels, staging, slot_bytes, rooms.plan, rooms.count)
+        self.ahead = PreparedGathers(pool, kernels, staging, slot_bytes, rooms.plan, rooms.count)
 
     @property
     def quota(self) -> int:
@@ -218,13 +218,13 @@ class Mover:
             for slot in self._slots
         )
 
-    def owed(self, room: RoomKey) -> dict[Epoch, Held]:
+    def owed(self, room: RoomKey) -> dict[Epoch, HeldMemory]:
         """What writes of a room may still read, per destination: whole slots, and pages."""
-        held: dict[Epoch, Held] = {}
+        held: dict[Epoch, HeldMemory] = {}
         for post in self._of_room.get(room, {}).values():
-            so_far = held.get(post.transfer.to, Held())
+            so_far = held.get(post.transfer.to, HeldMemory())
             slot, page = (0, post.transfer.nbytes) if post.slot is None else (self._slot_bytes, 0)
-            held[post.transfer.to] = Held(0, so_far.page_bytes + page, so_far.slot_bytes + slot)
+            held[post.transfer.to] = HeldMemory(0, so_far.page_bytes + page, so_far.slot_bytes + slot)
         return held
 
     def crossing(self) -> list[Epoch]:
@@ -336,10 +336,10 @@ class Mover:
             # Unless it is launched by now, it was prepared for a gather that is another one now.
             self.ahead.drop(foreseen)
 
-    def _loads(self, room: RoomKey, first: Transfer, foreseen: Foreseen | None) -> list[tuple[Transfer, Load, int]]:
+    def _loads(self, room: RoomKey, first: Transfer, foreseen: PlannedGather | None) -> list[tuple[Transfer, TransferSpec, int]]:
         """Begin what one gather can carry, each with its place in the slot."""
-        loads: list[tuple[Transfer, Load, int]] = []
-        places = Places()
+        loads: list[tuple[Transfer, TransferSpec, int]] = []
+        places = SlotLayout()
         for transfer in self._same(room, first, foreseen):
             share = self._rooms.sharing(room, transfer)
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slot_bytes):
@@ -354,7 +354,7 @@ class Mover:
                 loads.append((transfer, load, places.add(share, transfer.nbytes)))
         return loads
 
-    def _same(self, room: RoomKey, first: Transfer, foreseen: Foreseen | None) -> list[Transfer]:
+    def _same(self, room: RoomKey, first: Transfer, foreseen: PlannedGather | None) -> list[Transfer]:
         """Queued transfers of one segment, in the order that is prepared."""
         same = self._queue.same(room, first.segment)
         return same if foreseen is None or len(same) == 1 else sorted(same, key=foreseen.order)
@@ -367,13 +367,13 @@ class Mover:
         self,
         room: RoomKey,
         slot: _Slot,
-        loads: list[tuple[Transfer, Load, int]],
-        foreseen: Foreseen | None,
+        loads: list[tuple[Transfer, TransferSpec, int]],
+        foreseen: PlannedGather | None,
     ) -> None:
         """``foreseen`` is launched if it is a gather of exactly these, and good still."""
         moves: dict[int, Move] = {}
         posts: list[tuple[_Post, Writes]] = []
-        summed: list[tuple[_Post, Load, int]] = []
+        summed: list[tuple[_Post, TransferSpec, int]] = []
         after = loads[0][1].after
         for transfer, load, place in loads:
             assert isinstance(load.plan, StagedLayout)
@@ -439,7 +439,7 @@ class Mover:
 
     # Checksums, of pages: a wrong gather must not vouch for itself.
 
-    def _sum(self, loads: Sequence[tuple[_Post, Load, int]]) -> None:
+    def _sum(self, loads: Sequence[tuple[_Post, TransferSpec, int]]) -> None:
         """Begin to sum the parts that want it, each once however many destinations it has."""
         layouts = {place: load.summed for _, load, place in loads if load.summed is not None}
         if not layouts:
@@ -517,7 +517,7 @@ class Mover:
         post.report.write_begins(at)
         self._rooms.crossing(post.room, post.transfer, at)
 
-    def on_ticket(self, event: Ended | Settled) -> None:
+    def on_ticket(self, event: WriteEnded | Settled) -> None:
         """A write ended, or is quiet at last."""
         post = self._posts.get(event.ticket)
         if post is None:
@@ -583,7 +583,7 @@ class Mover:
             if ticket in post.unquiet:
                 self._quiet(post, ticket)
             else:
-                self.on_ticket(Ended(ticket, PeerLostError(f"peer {peer_name(epoch)} is gone")))
+                self.on_ticket(WriteEnded(ticket, PeerLostError(f"peer {peer_name(epoch)} is gone")))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""

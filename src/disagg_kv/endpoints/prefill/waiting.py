@@ -10,7 +10,7 @@ from ...planning import Segment
 from ...protocol import RoomKey, Transfer
 
 
-class Waiting:
+class PendingTransfers:
     """Those through a slot stand in a line per destination; those straight to pages in a line per room and destination.
 
     A line is served in the order in which its transfers came. Among destinations the transfer that came first is first.

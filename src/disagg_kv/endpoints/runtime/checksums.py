@@ -29,7 +29,7 @@ NAMED = 16
 
 
 @frozen
-class Summing(Generic[K]):
+class PendingChecksums(Generic[K]):
     """Sums under way.
 
     Args:
@@ -48,7 +48,7 @@ def layer_sums(
     layouts: Mapping[K, StagedLayout],
     tables: Tables,
     after: Event | None,
-) -> Summing[K]:
+) -> PendingChecksums[K]:
     """Sum parts of one segment where they lie in our pages, all in one launch, after ``after``.
 
     Args:
@@ -65,7 +65,7 @@ def layer_sums(
         found = zip(layouts.items(), sums.read(), strict=True)
         return {key: _by_layer(pool.site, segment, layout, of) for (key, layout), of in found}
 
-    return Summing(sums.event, read)
+    return PendingChecksums(sums.event, read)
 
 
 def _by_layer(site: Site, segment: Segment, layout: StagedLayout, entries: U64) -> bytes:

@@ -2,7 +2,7 @@
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. The endpoint's thread begins with
-:meth:`Links.begin` and takes results with :meth:`Links.results`. A failure is remembered from when it happened, so that
+:meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it happened, so that
 the next frame of that epoch does not begin another attempt at once.
 """
 
@@ -69,7 +69,7 @@ class _Link:
 
 
 @frozen
-class Linked:
+class ConnectResult:
     """An attempt has ended. ``link`` is the transport's name of the peer, or why there is none.
 
     ``frames`` have come meanwhile.
@@ -80,7 +80,7 @@ class Linked:
     frames: Sequence[RoomFrame] = ()
 
 
-class Links:
+class Connections:
     """The transport connections of one endpoint.
 
     Args:
@@ -115,17 +115,17 @@ class Links:
         self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
         self._results: deque[tuple[_Link, DisaggKVError | None, float]] = deque()
 
-    def begin(self, up: Up) -> Linked | None:
+    def begin(self, up: Up) -> ConnectResult | None:
         """Link to a peer; None: the result comes out of :meth:`results`. What is known already is returned at once."""
         link = self._links.get(up.epoch)
         if link is not None and (link.linked or link.error is not None):
-            return Linked(up, link.error or link.peer)
+            return ConnectResult(up, link.error or link.peer)
         if link is not None:
             link.up, link.wanted = up, True
             return None
         at, error = self._failed.get(up.epoch, (0.0, None))
         if error is not None and self._clock() - at < self._options.silence_s:
-            return Linked(up, error)
+            return ConnectResult(up, error)
         self._failed.pop(up.epoch, None)
         try:
             link = self._claim(up)
@@ -135,7 +135,7 @@ class Links:
             self._fail(up.epoch, failed, self._clock())
             if link is not None:
                 self._forget(link)
-            return Linked(up, failed)
+            return ConnectResult(up, failed)
         return None
 
     def _claim(self, up: Up) -> _Link:
@@ -173,9 +173,9 @@ class Links:
             self._results.append((link, error, self._clock()))
             self._wake()
 
-    def results(self) -> Sequence[Linked]:
+    def results(self) -> Sequence[ConnectResult]:
         """The attempts that have ended since the last call, and that are still wanted."""
-        out: list[Linked] = []
+        out: list[ConnectResult] = []
         while self._results:
             link, error, at = self._results.popleft()
             wanted, frames = link.wanted, self._take(link)
@@ -187,20 +187,20 @@ class Links:
             if not link.linked:
                 self._forget(link)
             if wanted:
-                out.append(Linked(link.up, error or link.peer, frames))
+                out.append(ConnectResult(link.up, error or link.peer, frames))
         if self._clock() >= self._due_at:
             out += self._overdue()
         return out
 
-    def _overdue(self) -> list[Linked]:
+    def _overdue(self) -> list[ConnectResult]:
         """Attempts that have not returned fail now; until they return, no other one of that peer may begin."""
-        now, out = self._clock(), list[Linked]()
+        now, out = self._clock(), list[ConnectResult]()
         waiting = [link for link in self._links.values() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
                 link.error = TransportError(f"{link.name}: its connect has not returned for {OVERDUE_S:g} s")
                 if link.wanted:
-                    out.append(Linked(link.up, link.error, self._take(link)))
+                    out.append(ConnectResult(link.up, link.error, self._take(link)))
                 link.wanted = False
         self._due_at = min((link.until for link in waiting if link.error is None), default=inf)
         return out

@@ -16,7 +16,7 @@ from ...trace import Observer
 from ...transports import Capabilities, Transport
 from .background import Background, HelperThreads, inline
 from .handshake import check_instance
-from .incarnation import Life
+from .incarnation import Incarnation
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ def check_services(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
     thread: bool,
-    life: Life | None,
+    life: Incarnation | None,
 ) -> None:
     """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what cannot do what an endpoint asks of it."""
     optional(options, "options", Options)
-    optional(life, "life", Life)
+    optional(life, "life", Incarnation)
     if kernels is not None:
         arguments.methods(kernels, "kernels", "a set of kernels", "gather", "scatter", "checksum")
     if observer is not None:

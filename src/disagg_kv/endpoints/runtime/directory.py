@@ -1,7 +1,7 @@
 """Where the ranks of instances are: asked of the rendezvous on a helper thread, and remembered.
 
 The endpoint's thread asks with :meth:`Directory.ask` and takes results with :meth:`Directory.answers`. Whatever a
-rendezvous does (it blocks, raises, or returns what cannot be) becomes an :class:`Answer`.
+rendezvous does (it blocks, raises, or returns what cannot be) becomes an :class:`LookupResult`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNANSWERED = 4
 
 
 @frozen
-class Answer:
+class LookupResult:
     """What the rendezvous said of an instance.
 
     Args:
@@ -86,7 +86,7 @@ class Directory:
         self._options = options
         self._asked: dict[Source, _Ask] = {}
         self._under_way: Counter[Source] = Counter()
-        self._returned: deque[tuple[_Ask, Answer]] = deque()
+        self._returned: deque[tuple[_Ask, LookupResult]] = deque()
         self._known: OrderedDict[Source, tuple[float, tuple[str, ...]]] = OrderedDict()
 
     def known(self, source: Source) -> tuple[str, ...] | None:
@@ -113,23 +113,23 @@ class Directory:
             self._background.start(partial(self._look_up, ask))
         except Exception as exc:
             error = ours(exc, f"instance {source.instance!r} could not be looked up")
-            self._returned.append((ask, Answer(source, None, error)))
+            self._returned.append((ask, LookupResult(source, None, error)))
 
     def _look_up(self, ask: _Ask) -> None:
         """On a helper thread."""
         error = PeerLostError(f"instance {ask.source.instance!r}: the look-up ended without an answer")
-        answer = Answer(ask.source, None, error)
+        answer = LookupResult(ask.source, None, error)
         try:
             answer = look_up(self._rendezvous, ask.source)
         finally:
             self._returned.append((ask, answer))
             self._wake()
 
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[LookupResult]:
         """The answers that have come since the last call."""
         if not self._asked and not self._returned:
             return ()
-        out: list[Answer] = []
+        out: list[LookupResult] = []
         while self._returned:
             ask, answer = self._returned.popleft()
             self._under_way -= Counter({ask.source: 1})
@@ -139,10 +139,10 @@ class Directory:
         while self._asked and now - (ask := next(iter(self._asked.values()))).at >= self._options.closed_s:
             del self._asked[ask.source]
             error = PeerLostError(f"instance {ask.source.instance!r}: no answer for {now - ask.at:.1f} s")
-            out.append(Answer(ask.source, None, error))
+            out.append(LookupResult(ask.source, None, error))
         return out
 
-    def _counts(self, ask: _Ask, answer: Answer) -> bool:
+    def _counts(self, ask: _Ask, answer: LookupResult) -> bool:
         """Remember an answer; False: it came late, and is no address or older than what is known."""
         late = self._asked.get(ask.source) is not ask
         if not late:
@@ -188,7 +188,7 @@ class Directory:
         self._background.close(max(0.0, until - self._clock()), lambda: None)
 
 
-def look_up(rendezvous: Rendezvous, source: Source) -> Answer:
+def look_up(rendezvous: Rendezvous, source: Source) -> LookupResult:
     """Ask, and check what was answered; never raises."""
     try:
         found = rendezvous.lookup(source)
@@ -196,11 +196,11 @@ def look_up(rendezvous: Rendezvous, source: Source) -> Answer:
             _check(source, found)
     except DisaggKVError as exc:
         without_frames(exc)
-        return Answer(source, None, exc)
+        return LookupResult(source, None, exc)
     except Exception as exc:
         error = PeerLostError(f"instance {source.instance!r}: the rendezvous failed: {text_of(exc)}")
-        return Answer(source, None, error)
-    return Answer(source, None if found is None else tuple(found))
+        return LookupResult(source, None, error)
+    return LookupResult(source, None if found is None else tuple(found))
 
 
 def _check(source: Source, found: Sequence[object]) -> None:

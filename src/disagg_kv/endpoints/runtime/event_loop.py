@@ -1,6 +1,6 @@
 """What both kinds of endpoint do alike: introduce themselves, beat, notice ends, pass frames on, and keep going.
 
-A :class:`Node` is driven by :meth:`turn`, either by its own thread (:class:`Driver`) or by whoever simulates it.
+A :class:`EventLoop` is driven by :meth:`turn`, either by its own thread (:class:`Driver`) or by whoever simulates it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...protocol import (
     Agreement,
     AnyFrame,
     Codec,
-    Ended,
+    RoomOutcome,
     Forget,
     Greeted,
     Hello,
@@ -55,21 +55,21 @@ from ...protocol.frames import (
 )
 from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent
-from ...transports import Ended as TicketEnded
+from ...transports import RoomOutcome as TicketEnded
 from ...transports import Heard, Home, Settled
 from .background import Background
 from .budget import MOST, Budget
-from .connections import Linked, Links
-from .directory import Answer, Directory
-from .handshake import Remote, Self, check_key
+from .connections import ConnectResult, Connections
+from .directory import LookupResult, Directory
+from .handshake import RemoteEndpoint, EndpointInfo, check_key
 from .idle import IDLE_S, RECEIPT_S, TARGET_S, IdlePolicy
 from .limited_log import LimitedLog
-from .peer_registry import Roster
-from .process_monitor import Exits
-from .receive_buffer import Inbox
-from .send_buffer import Outbox
+from .peer_registry import PeerRegistry
+from .process_monitor import ProcessMonitor
+from .receive_buffer import ReceiveBuffer
+from .send_buffer import SendBuffer
 from .siblings import Siblings
-from .side import Role
+from .side import Side
 from .succession import Succession, found_before
 
 log = logging.getLogger("disagg_kv")
@@ -97,12 +97,12 @@ class _Broken(BaseException):
         super().__init__(str(error))
 
 
-class Node:
+class EventLoop:
     """The endpoint's thread's half: everything here runs on that one thread, except ``post``."""
 
     def __init__(
         self,
-        me: Self,
+        me: EndpointInfo,
         channel: Channel,
         rendezvous: Rendezvous,
         options: Options,
@@ -110,7 +110,7 @@ class Node:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
         background: Callable[[str, int], Background],
-        side: Callable[[Node], Role],
+        side: Callable[[EventLoop], Side],
     ) -> None:
         self.me = me
         self.channel = channel
@@ -120,14 +120,14 @@ class Node:
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
-        self._outbox = Outbox(channel, self.observer, LimitedLog(clock), self.defer)
+        self._outbox = SendBuffer(channel, self.observer, LimitedLog(clock), self.defer)
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
         self._prompt = self._naps is not None
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
         self.tombstones = Tombstones(peers=2 * options.peers)
-        self.remotes: dict[Epoch, Remote] = {}
+        self.remotes: dict[Epoch, RemoteEndpoint] = {}
         self.broken: EndpointBrokenError | None = None
         self._sleep = sleep
         self.idle = IdlePolicy(me.transport.caps, options, naps=self._naps is not None, now=self.now)
@@ -138,16 +138,16 @@ class Node:
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
-        self.links = Links(me.transport, helpers, channel.wake, clock, self.observer, options)
-        self.roster = Roster(self.peers, self.links, options, clock)
+        self.links = Connections(me.transport, helpers, channel.wake, clock, self.observer, options)
+        self.roster = PeerRegistry(self.peers, self.links, options, clock)
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
         self._commands: deque[Callable[[], None]] = deque()
         self._deferred: list[Exception] = []
-        self._inbox = Inbox(channel, self._deaf, clock)
+        self._inbox = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
-        self._exits = Exits(clock, me.life.process, me.life.watch)
+        self._exits = ProcessMonitor(clock, me.life.process, me.life.watch)
         self._look_at: float | None = None if len(me.shards) == 1 else self.now
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
@@ -374,7 +374,7 @@ class Node:
         for answer in self.directory.answers():
             self._guard(self._on_answer, answer)
 
-    def _on_answer(self, answer: Answer) -> None:
+    def _on_answer(self, answer: LookupResult) -> None:
         """Where an instance is, or why that is not known: only rooms that wait for it can suffer from that."""
         if answer.error is not None:
             self.observer.count("lookups.failed")
@@ -488,7 +488,7 @@ class Node:
         for linked in self.links.results():
             self._guard(self._on_linked, linked)
 
-    def _on_linked(self, linked: Linked) -> None:
+    def _on_linked(self, linked: ConnectResult) -> None:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
         up, link = linked.up, linked.link
         if isinstance(link, DisaggKVError):
@@ -497,7 +497,7 @@ class Node:
         else:
             # Not before: who is never reached writes nothing here. An end meanwhile is noticed now.
             self._exits.watch(up.epoch, up.hello)
-            self.remotes[up.epoch] = Remote.of(up.hello)
+            self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
             self.role.on_up(self.remotes[up.epoch])
         for frame in linked.frames:
             self._guard(self.role.on_frame, frame)
@@ -583,7 +583,7 @@ class Node:
             if isinstance(effect, Outcome):
                 self.role.on_decided(effect.key, effect.decided)
 
-    def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: Ended) -> None:
+    def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
         """A room has ended."""
         for epoch in epochs:
             self.tombstones.remember(epoch, key.generation, ended)

@@ -93,7 +93,7 @@ class RoomHandle:
         return True
 
 
-class Changes(Generic[H]):
+class ChangeQueue(Generic[H]):
     """Handles that changed, each once, in the order of their first change.
 
     Nothing is dropped: there is one entry for each handle of which the engine was not told yet, whatever the number of
@@ -154,7 +154,7 @@ class Changes(Generic[H]):
         return taken
 
 
-class Happened:
+class HostEvent:
     """An event that the endpoint's thread sets."""
 
     def __init__(self) -> None:

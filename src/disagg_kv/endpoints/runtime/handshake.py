@@ -29,10 +29,10 @@ from ...protocol.wire import (
     spec_from_wire,
     spec_to_wire,
 )
-from ...strategies import Path
+from ...strategies import TransferPlanner
 from ...trace import Observer
 from ...transports import Transport
-from .incarnation import Life
+from .incarnation import Incarnation
 
 Role = Literal["prefill", "decode"]
 
@@ -56,7 +56,7 @@ def _shards_to_wire(shards: tuple[Shard, ...]) -> tuple[tuple[WireHolding, ...],
 
 
 @frozen
-class Self:
+class EndpointInfo:
     """One endpoint, as it introduces itself.
 
     Args:
@@ -72,7 +72,7 @@ class Self:
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
     """
 
-    life: Life
+    life: Incarnation
     address: str
     role: Role
     instance: str
@@ -81,7 +81,7 @@ class Self:
     site: Site
     regions: tuple[RegionId, ...]
     transport: Transport
-    paths: tuple[Path, ...]
+    paths: tuple[TransferPlanner, ...]
     slot_bytes: int = 0
     ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
     ring_bytes: int = 0
@@ -190,7 +190,7 @@ def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
 
 
 @frozen
-class Remote:
+class RemoteEndpoint:
     """Another endpoint, decoded once: what its ``Hello`` said."""
 
     hello: Hello
@@ -199,7 +199,7 @@ class Remote:
     site: Site
 
     @classmethod
-    def of(cls, hello: Hello) -> Remote:
+    def of(cls, hello: Hello) -> RemoteEndpoint:
         """From a ``Hello`` that was admitted."""
         spec = _spec(hello.spec)
         shards = _shards(hello.shards, spec)

@@ -23,7 +23,7 @@ def boot_ns() -> int:
 
 
 @frozen
-class Life:
+class Incarnation:
     """One life of an endpoint: all that it does not choose itself. Simulations give their own.
 
     Args:

@@ -18,7 +18,7 @@ from ..api import PeerInfo, PeerState
 
 
 @frozen
-class Held:
+class HeldMemory:
     """What one room keeps until there is evidence about one peer, in bytes; see :class:`PeerInfo`."""
 
     ring_bytes: int = 0
@@ -36,14 +36,14 @@ class _Sum:
     slot_bytes: int = 0
     rooms: dict[RoomId, None] = field(factory=dict)
 
-    def add(self, room: RoomId, held: Held) -> None:
+    def add(self, room: RoomId, held: HeldMemory) -> None:
         self.ring_bytes += held.ring_bytes
         self.page_bytes += held.page_bytes
         self.slot_bytes += held.slot_bytes
         self.rooms[room] = None
 
 
-class Roster:
+class PeerRegistry:
     """The peers of one endpoint.
 
     Args:
@@ -61,7 +61,7 @@ class Roster:
         self._silent_s = options.missed * options.heartbeat_s
         self._clock = clock
         self._present: Mapping[Epoch, KnownPeer] = {}
-        self._waiting: dict[RoomKey, dict[Epoch, tuple[KnownPeer, Held]]] = {}
+        self._waiting: dict[RoomKey, dict[Epoch, tuple[KnownPeer, HeldMemory]]] = {}
 
     # On the endpoint's thread.
 
@@ -70,7 +70,7 @@ class Roster:
         present = ((epoch, self._table.known(epoch)) for epoch in self._table.epochs())
         self._present = {epoch: peer for epoch, peer in present if peer is not None}
 
-    def hold(self, key: RoomKey, held: Mapping[Epoch, Held], hellos: Iterable[Hello]) -> None:
+    def hold(self, key: RoomKey, held: Mapping[Epoch, HeldMemory], hellos: Iterable[Hello]) -> None:
         """A room that failed waits for evidence about these lives, and for no other; ``hellos``: what they are."""
         before = self._waiting.get(key, {})
         if not held and not before:
@@ -82,7 +82,7 @@ class Roster:
         else:
             del self._waiting[key]
 
-    def _known(self, epoch: Epoch, before: Mapping[Epoch, tuple[KnownPeer, Held]], hello: Hello) -> KnownPeer:
+    def _known(self, epoch: Epoch, before: Mapping[Epoch, tuple[KnownPeer, HeldMemory]], hello: Hello) -> KnownPeer:
         peer = self._table.known(epoch) or self._present.get(epoch)
         if peer is None:
             # It was forgotten before the room failed: nothing says any more when it was last heard.

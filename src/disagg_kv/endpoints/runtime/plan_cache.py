@@ -17,7 +17,7 @@ KEPT = 64
 _rotations = lru_cache(KEPT)(rotations)
 
 
-class Routes:
+class PlanCache:
     """Intakes and part views of one set of writers and one target, per rotation."""
 
     def __init__(self, writers: Sequence[Shard], target: Site) -> None:

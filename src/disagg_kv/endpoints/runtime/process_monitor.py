@@ -10,7 +10,7 @@ from ...protocol import Hello
 from ...transports.process import Ending, Process
 
 
-class Exits:
+class ProcessMonitor:
     """Watches the processes of peers on this host, and counts the time since an end was observed or confirmed.
 
     Args:

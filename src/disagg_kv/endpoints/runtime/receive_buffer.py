@@ -9,7 +9,7 @@ from ...channels import Channel, News
 from .budget import Budget
 
 
-class Inbox:
+class ReceiveBuffer:
     """What one turn has no time for comes first in the next, before the channel is asked for more.
 
     Args:

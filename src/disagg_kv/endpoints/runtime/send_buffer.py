@@ -16,7 +16,7 @@ from .limited_log import LimitedLog
 
 
 @define
-class _Unsent:
+class _Unflushed:
     """What was said to an address since it was last handed over; it has ``nbytes`` and leaves by ``due``."""
 
     frames: list[bytes] = field(factory=list)
@@ -24,7 +24,7 @@ class _Unsent:
     due: float = inf
 
 
-class Outbox:
+class SendBuffer:
     """Runs on the endpoint's thread only. It raises nothing: what is said may be half of what an event leads to.
 
     Args:
@@ -41,7 +41,7 @@ class Outbox:
         self._channel = channel
         self._together = channel if isinstance(channel, SupportsBatches) else None
         self._observer = observer
-        self.unsent: dict[str, _Unsent] = {}
+        self.unsent: dict[str, _Unflushed] = {}
         self._too_large = too_large
 
     def put(self, address: str, frame: bytes, due: float = -inf) -> None:
@@ -60,7 +60,7 @@ class Outbox:
             self._hand_over(address, self.unsent.pop(address).frames)
             unsent = None
         if unsent is None:
-            unsent = self.unsent[address] = _Unsent()
+            unsent = self.unsent[address] = _Unflushed()
         unsent.frames.append(frame)
         unsent.nbytes += len(frame)
         unsent.due = min(unsent.due, due)

@@ -12,7 +12,7 @@ from ...protocol.frames import Superseded
 from .succession import Succession
 
 if TYPE_CHECKING:
-    from .event_loop import Node
+    from .event_loop import EventLoop
 
 log = logging.getLogger("disagg_kv")
 
@@ -20,7 +20,7 @@ log = logging.getLogger("disagg_kv")
 class Siblings:
     """Tells the agreement which life of each rank counts, and lives that do not count that they do not."""
 
-    def __init__(self, node: Node, succession: Succession) -> None:
+    def __init__(self, node: EventLoop, succession: Succession) -> None:
         self._node = node
         self._succession = succession
         self._ranks: dict[Epoch, Rank] = {}

@@ -8,19 +8,19 @@ from typing import Protocol
 from ...errors import DisaggKVError
 from ...ids import Epoch
 from ...protocol import Decided, Lost, RoomFrame, RoomKey
-from ...transports import Ended, Settled
-from .directory import Answer
-from .handshake import Remote
+from ...transports import WriteEnded, Settled
+from .directory import LookupResult
+from .handshake import RemoteEndpoint
 
 
-class Role(Protocol):
+class Side(Protocol):
     """The half that is different: rooms, and what moves their bytes."""
 
     def on_frame(self, frame: RoomFrame) -> None:
         """A frame about a room, from a life that is known, to this life."""
         ...
 
-    def on_up(self, remote: Remote) -> None:
+    def on_up(self, remote: RemoteEndpoint) -> None:
         """A peer of the other side is there."""
         ...
 
@@ -36,7 +36,7 @@ class Role(Protocol):
         """Nobody whom we can work with answers at an address."""
         ...
 
-    def on_answer(self, answer: Answer) -> None:
+    def on_answer(self, answer: LookupResult) -> None:
         """The rendezvous has answered where an instance is."""
         ...
 
@@ -44,7 +44,7 @@ class Role(Protocol):
         """Evidence: a peer's process has ended and its last writes have landed."""
         ...
 
-    def on_ticket(self, event: Ended | Settled) -> None:
+    def on_ticket(self, event: WriteEnded | Settled) -> None:
         """A write ended, or is quiet at last."""
         ...
 

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from ... import arguments
 from ...errors import AbortedError, DisaggKVError, EndpointBrokenError, LocalProtocolError
 from .admission import Admission
-from .event_loop import Node
+from .event_loop import EventLoop
 from .latch import Latch
 
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK, see prctl(2)
@@ -27,7 +27,7 @@ def _sleep_exactly() -> None:
         ctypes.CDLL(None).prctl(_TIMER_SLACK, 1)
 
 
-class Driver:
+class EndpointThread:
     """Turns a node until it is closed. With ``thread=False`` the caller turns it.
 
     The thread that turns the node also closes it, and :meth:`close` waits for that. So a ``close`` that an exception
@@ -46,7 +46,7 @@ class Driver:
 
     def __init__(
         self,
-        node: Node,
+        node: EventLoop,
         name: str,
         abort_all: Callable[[str], None],
         open_rooms: Callable[[], int],

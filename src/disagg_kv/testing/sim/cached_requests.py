@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ASK_S = 0.003
 
 
-class Turn:
+class CachedRequest:
     """One room's request as a turn of a conversation, on all decode ranks."""
 
     def __init__(self, room: Room, prompt: Prompt, said: Said) -> None:

@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...endpoints.decode.rooms import DecodeRole
+from ...endpoints.decode.rooms import DecodeSide
 from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import (
     AbortedError,
@@ -130,7 +130,7 @@ class Checks:
     def _owes(self, entry: Entry, peer: SimNode) -> bool:
         """Whether a decode rank has not heard all of the notices of a prefill rank that it has met."""
         role = entry.node.role
-        rooms = role._rooms.values() if isinstance(role, DecodeRole) else ()
+        rooms = role._rooms.values() if isinstance(role, DecodeSide) else ()
         writers = next((r.machine._writers for r in rooms if r.handle is entry.handle), {})
         return peer.epoch in writers and not writers[peer.epoch].complete
 
@@ -189,7 +189,7 @@ class Checks:
     def released(self, node: SimNode) -> None:
         """Coverage: by which evidence leases came back since the last look, and pages that a peer could write to."""
         role = node.role
-        if not isinstance(role, DecodeRole):
+        if not isinstance(role, DecodeSide):
             return
         granted = role._queue._granted
         if not granted and not node.leased:
@@ -259,7 +259,7 @@ class Checks:
         self.released(node)
         check_holders(self._world, node)
         role = node.role
-        if isinstance(role, DecodeRole):
+        if isinstance(role, DecodeSide):
             known = len(role._scatters._prepared)
         else:
             assert role.mover is not None

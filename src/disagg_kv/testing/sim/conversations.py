@@ -16,7 +16,7 @@ MOST = 200
 
 
 @frozen
-class Talk:
+class Conversation:
     """A conversation: up to row ``fork`` it is the one with number ``parent``, and different from all others after."""
 
     parent: int
@@ -40,7 +40,7 @@ class Prompt:
 
 def converse(
     rng: random.Random, requests: Sequence[Request], space: int, page: int
-) -> tuple[tuple[Talk, ...], tuple[Request, ...]]:
+) -> tuple[tuple[Conversation, ...], tuple[Request, ...]]:
     """Make requests turns of conversations, of which some begin like others (a system prompt, or an edited message).
 
     Args:
@@ -50,14 +50,14 @@ def converse(
         page: rows of a page of decode.
     """
     most = min(MOST, space // len(requests) - 16)
-    talks: list[Talk] = []
+    talks: list[Conversation] = []
     reached: list[int] = []
     turns: list[Request] = []
     for request in requests:
         if not talks or rng.random() < 0.35:
             parent = rng.randrange(len(talks)) if talks else 0
             fork = rng.randint(0, reached[parent]) if talks else 0
-            talks.append(Talk(parent, fork))
+            talks.append(Conversation(parent, fork))
             reached.append(fork)
             talk, more = len(talks) - 1, max(1, request.rows * rng.choice((1, 1, 2)) // 2)
         else:

@@ -13,7 +13,7 @@ from ...ids import Peer, RegionId, Ticket
 from ...memory import U8, Buffer, Event, bytes_of
 from ...planning import Writes
 from ...staging import Lease
-from ...transports import Capabilities, Ended, Heard, Settled
+from ...transports import Capabilities, WriteEnded, Heard, Settled
 from .fault import FaultClass
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class SimTransport:
         self.landed: dict[int, Landed] = {}
         self.alive = True
         self._peers: dict[Peer, SimTransport] = {}
-        self._events: list[Ended | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | Heard] = []
         self._waiting: list[Op] = []
         self._serial = 0
 
@@ -183,7 +183,7 @@ class SimTransport:
             self._world.dma.begin(op)
         return ticket
 
-    def poll(self) -> Sequence[Ended | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
         """What happened since the last call; what waits for an event begins when it is seen to have happened."""
         if self.node.poll_raises:
             self.node.polls_left -= 1
@@ -196,7 +196,7 @@ class SimTransport:
         events, self._events = self._events, []
         return events
 
-    def tell(self, event: Ended | Settled | Heard) -> None:
+    def tell(self, event: WriteEnded | Settled | Heard) -> None:
         """Something happened."""
         if self.alive:
             self._events.append(event)
@@ -386,7 +386,7 @@ class Dma:
             op.target.landed[op.ranges[0][3]] = Landed(op.lease, op.before)
         if quiesced:
             self._end(op)
-        op.source.tell(Ended(op.ticket, error, quiesced))
+        op.source.tell(WriteEnded(op.ticket, error, quiesced))
 
     def _settle(self, op: Op) -> None:
         if not op.quiet:

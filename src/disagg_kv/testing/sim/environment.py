@@ -94,7 +94,7 @@ class SimRendezvous:
         return None if kind == 3 else cast("tuple[str, ...]", "sim://not a list")
 
 
-class Outside:
+class Environment:
     """When these faults happen. Their draws do not shift those of the rest of a seed."""
 
     def __init__(self, world: World) -> None:

@@ -46,7 +46,7 @@ Turns = list[list[tuple[int, int]]]
 """The passes of an instance: of each, the numbers of its rooms and of their chunks."""
 
 
-class Passes:
+class ForwardPasses:
     """A rank computes one pass at a time, over all rooms that wait by then.
 
     Ranks of one instance announce the same passes where the groups of layers follow from how many tokens a pass has.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...endpoints.decode.rooms import DecodeRole
-from ...endpoints.prefill.rooms import PrefillRole
+from ...endpoints.decode.rooms import DecodeSide
+from ...endpoints.prefill.rooms import PrefillSide
 from ...errors import UnknownNameError
 from ...ids import Epoch, RoomId
 from .memory import KV
@@ -28,7 +28,7 @@ Piece = tuple[Epoch, RoomId, int, int, int]
 
 def check_holders(world: World, node: SimNode) -> None:
     """``peers()`` says exactly what memory waits for whom."""
-    pieces = list(_decode(node, node.role) if isinstance(node.role, DecodeRole) else _prefill(node.role))
+    pieces = list(_decode(node, node.role) if isinstance(node.role, DecodeSide) else _prefill(node.role))
     if not pieces and not node.node.roster._waiting:
         return
     found = {peer.epoch: peer for peer in node.endpoint.peers()}
@@ -59,7 +59,7 @@ def _named(world: World, node: SimNode, epoch: Epoch) -> None:
 
 def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
     """Whoever still writes into a lease in quarantine is named."""
-    if not isinstance(node.role, DecodeRole):
+    if not isinstance(node.role, DecodeSide):
         return
     stuck = [one.lease for one in node.role._queue._granted.values() if one.quarantined]
     for op in world.dma.live:
@@ -69,7 +69,7 @@ def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
             world.violation("I5", f"{node.address}: {source.address} writes to a lease in quarantine, and is not named")
 
 
-def _decode(node: SimNode, role: DecodeRole) -> Iterator[Piece]:
+def _decode(node: SimNode, role: DecodeSide) -> Iterator[Piece]:
     for key, room in role._rooms.items():
         machine = room.machine
         if machine.error is None:
@@ -89,7 +89,7 @@ def _decode(node: SimNode, role: DecodeRole) -> Iterator[Piece]:
                     yield writer.epoch, key.room, granted.lease.nbytes, 0, 0
 
 
-def _prefill(role: PrefillRole) -> Iterator[Piece]:
+def _prefill(role: PrefillSide) -> Iterator[Piece]:
     mover = role.mover
     failed = {key for key, room in role._rooms.items() if room.machine.error is not None}
     for slot in mover._slots:

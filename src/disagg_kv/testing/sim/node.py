@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from ...channels import Arrived
-from ...endpoints import DecodeEndpoint, Life, PrefillEndpoint
-from ...endpoints.decode.rooms import DecodeRole
-from ...endpoints.prefill.rooms import PrefillRole
+from ...endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
+from ...endpoints.decode.rooms import DecodeSide
+from ...endpoints.prefill.rooms import PrefillSide
 from ...endpoints.runtime.background import Background
 from ...errors import DisaggKVError, PeerLostError, TransportError
 from ...ids import Epoch
-from ...kernels import KERNELS, Move, Sums
+from ...kernels import KERNELS, Move, Checksums
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...protocol import RoomKey
 from ...protocol.receive_room import ReceiveRoom
@@ -30,7 +30,7 @@ from .network import SimBatchChannel, SimChannel
 from .scenario import Split, shards_of
 
 if TYPE_CHECKING:
-    from .forward_passes import Passes
+    from .forward_passes import ForwardPasses
     from .prefixes import Prefixes
     from .world import World
 
@@ -147,7 +147,7 @@ class SimKernels:
         world.mark("prepared:as much as may be")
         return False
 
-    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Sums:
+    def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum pages."""
         return CPU.checksum(pool, moves, after)
 
@@ -298,11 +298,11 @@ class SimNode:
     """One process: it is turned by the world, and may stand still, jump in time, or end."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
-    role: PrefillRole | DecodeRole
+    role: PrefillSide | DecodeSide
     _queue: Sized
     exposes: bool = False
     prefixes: Prefixes | None = None
-    passes: Passes
+    passes: ForwardPasses
     _live: dict[int, Lease]
     _ahead: Sized = ()
 
@@ -364,7 +364,7 @@ class SimNode:
 
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
-        life = Life(self.epoch, self.process, self._watch, born=self.life)
+        life = Incarnation(self.epoch, self.process, self._watch, born=self.life)
         if self.side == "decode":
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),

@@ -12,9 +12,9 @@ from attrs import frozen
 from ...geometry import I32
 from ...ids import Rank
 from ...memory import U8
-from ...prefix import HashPrefixIndex, KeptSums, PrefixCache, blake, namespace_of
+from ...prefix import HashPrefixIndex, CachedChecksums, PrefixCache, blake, namespace_of
 from ...rendezvous import StoreMinimum
-from .conversations import MOST, Talk
+from .conversations import MOST, Conversation
 from .fault import FaultClass
 from .kind import Kind
 from .memory import CACHED, RankMemory, content, width_of
@@ -43,7 +43,7 @@ class Said:
 
 
 @lru_cache(64)
-def said(model: Model, talks: tuple[Talk, ...], number: int, seed: int) -> Said:
+def said(model: Model, talks: tuple[Conversation, ...], number: int, seed: int) -> Said:
     """All that could be said in a conversation."""
     width = width_of(model)
     tokens = ROWS * (number + 1) + np.arange(ROWS)
@@ -140,7 +140,7 @@ class Prefixes:
         self._node = node
         self.pages = SimPages(node.memory)
         self.index = HashPrefixIndex(split.page_rows, split.pages, namespace_of(site.spec), digest)
-        sums = None if world.scenario.verify == "off" else KeptSums(node.memory.pool)
+        sums = None if world.scenario.verify == "off" else CachedChecksums(node.memory.pool)
         self.cache = PrefixCache(self.index, self.pages, site, sums=sums)
         self.minimum = StoreMinimum(world.store, node.instance, Rank(node.rank), split.world)
 

@@ -15,7 +15,7 @@ from ...memory.paged import Layout
 from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
-from .conversations import Prompt, Talk, converse
+from .conversations import Prompt, Conversation, converse
 from .fault import FaultClass, outside, survives, swarm
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
 
@@ -238,7 +238,7 @@ class Scenario:
     faults: dict[FaultClass, float]
     faults_until: float
     requests: tuple[Request, ...]
-    talks: tuple[Talk, ...]
+    talks: tuple[Conversation, ...]
     collisions: bool
 
     @property
@@ -279,7 +279,7 @@ class Scenario:
         decode_path = rng.choice(("auto", "auto", "staged"))
         prefill_paths = ("auto", "staged") if decode_path == "staged" else ("auto", "staged", "staged", "slice")
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
-        talks: tuple[Talk, ...] = ()
+        talks: tuple[Conversation, ...] = ()
         if rng.random() < PREFIXES and _keeps(shape):
             space = min(split.pages * split.page_rows for split in (*prefills, decode))
             talks, requests = converse(rng, requests, space, decode.page_rows)

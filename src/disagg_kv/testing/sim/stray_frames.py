@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from ...endpoints.decode.rooms import DecodeRole
+from ...endpoints.decode.rooms import DecodeSide
 from ...ids import Epoch, Peer, RoomId
 from ...protocol import Codec
 from ...protocol.flow import Flow, room_head
@@ -99,7 +99,7 @@ def _acting(state: Receiving | Sending, actions: tuple[str, ...]) -> Sequence[ty
     return [kind for kind in SAYING if _action(state, kind) in actions]
 
 
-class Rumours:
+class StrayFrames:
     """Sends them, and sees to it that what a table says is ignored changes nothing (I7)."""
 
     def __init__(self, world: World) -> None:
@@ -111,7 +111,7 @@ class Rumours:
         role = node.role
         machines: Iterable[ReceiveRoom | Flow] = (
             [room.machine for room in role._rooms.values()]
-            if isinstance(role, DecodeRole)
+            if isinstance(role, DecodeSide)
             else [flow for room in role._flows.values() for flow in room.machine.flows.values()]
         )
         # Seldom is any, and to find out whose peer is there takes longer.
@@ -175,7 +175,7 @@ class Rumours:
         role = self._world.transports[Peer(b"sim" + epoch)].node.role
         one = (
             None
-            if isinstance(role, DecodeRole)
+            if isinstance(role, DecodeSide)
             else role._flows.get((RoomId(head["room"]), node.epoch, head["generation"]))
         )
         flow = None if one is None else one.machine.flows.get(node.epoch)
@@ -184,14 +184,14 @@ class Rumours:
     def pairs(self, node: SimNode) -> Sequence[tuple[ReceiveRoom | Flow, Epoch, Head]]:
         """Machines with a peer that is there, and could write to them."""
         role, me = node.role, node.epoch
-        if not (role._rooms if isinstance(role, DecodeRole) else role._flows):
+        if not (role._rooms if isinstance(role, DecodeSide) else role._flows):
             return ()
         alive = {other.epoch for other in self._world.places.values() if not other.paused}
         known = [
             e for e in node.node.remotes if e in alive and node.node.peers.at(node.node.peers.hello(e).address) == e
         ]
         pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
-        if isinstance(role, DecodeRole):
+        if isinstance(role, DecodeSide):
             for key, room in role._rooms.items():
                 pairs += [
                     (room.machine, w, room_head(w, me, key.room, key.generation))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...endpoints.decode.rooms import DecodeRole
+from ...endpoints.decode.rooms import DecodeSide
 from ...ids import Epoch, RoomId
 from ...protocol.flow import Flow
 from ...protocol.receive_room import ReceiveRoom
@@ -31,7 +31,7 @@ MOST = 3
 """So many rooms of a world are given up or preempted."""
 
 
-class Moments:
+class TargetedFaults:
     """Waits for them, and uses the faults that a scenario has."""
 
     def __init__(self, world: World) -> None:
@@ -66,7 +66,7 @@ class Moments:
     def _may_matter(self, node: SimNode) -> bool:
         """Whether a room of a process is in such a state, whoever its peers are; to look at those takes longer."""
         role = node.role
-        if isinstance(role, DecodeRole):
+        if isinstance(role, DecodeSide):
             machines = [room.machine for room in role._rooms.values()]
             return any(any(_brief(m, peer) for peer in m.writers) for m in machines)
         flows = [flow for room in role._flows.values() for flow in room.machine.flows.values()]

@@ -18,7 +18,7 @@ from ...prefix import Claim
 from ...protocol import Phase, SendRoom
 from ...rendezvous import Source
 from ...strategies import LayerPipelined
-from .cached_requests import Turn
+from .cached_requests import CachedRequest
 from .fault import FaultClass
 from .forward_passes import Chunk
 from .kind import Kind
@@ -82,7 +82,7 @@ class Room:
             self.truth: U8 = truth(model, plan.room, number, head.epoch, plan.rows)
         else:
             talk = said(model, world.scenario.talks, prompt.talk, world.scenario.seed)
-            self.truth, self.turn = talk.truth, Turn(self, prompt, talk)
+            self.truth, self.turn = talk.truth, CachedRequest(self, prompt, talk)
         self.states = states_truth(model, plan.room, number, head.epoch)
         self.tag = self.truth[0].tobytes()[:8] if plan.rows else b"empty"
         self.aux = (plan.room + bytes([number]))[:AUX_BYTES]

@@ -21,9 +21,9 @@ from ...transports.process import Process
 from .check import Checks
 from .describe import describe
 from .dma import Dma, SimTransport
-from .environment import Outside
+from .environment import Environment
 from .fault import FaultClass
-from .forward_passes import Passes, Turns
+from .forward_passes import ForwardPasses, Turns
 from .junk import Spoiled
 from .kind import Kind
 from .network import Network
@@ -31,8 +31,8 @@ from .node import SimNode
 from .prefixes import Prefixes, SimStore
 from .recovery_probe import check_served, last_requests
 from .scenario import Request, Scenario, Split
-from .stray_frames import Rumours
-from .targeted_faults import Moments
+from .stray_frames import StrayFrames
+from .targeted_faults import TargetedFaults
 from .workload import Entry, Room
 
 TICK_S = 0.02
@@ -123,9 +123,9 @@ class World:
         self._last: list[Request] | None = None
         self.network = Network(self)
         self.dma = Dma(self)
-        self.rumours = Rumours(self)
-        self.moments = Moments(self)
-        self.outside = Outside(self)
+        self.rumours = StrayFrames(self)
+        self.moments = TargetedFaults(self)
+        self.outside = Environment(self)
         self.spoiled = Spoiled(self)
         self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
         self._stale = FaultClass.STALE in scenario.faults
@@ -241,7 +241,7 @@ class World:
     def _begin(self, node: SimNode) -> None:
         """A process is there."""
         self.places[node.address] = node
-        node.passes = Passes(self, node)
+        node.passes = ForwardPasses(self, node)
         if self.scenario.talks and node.side == "decode":
             self._keep_prefixes(node)
         self.network.opened(node.address)

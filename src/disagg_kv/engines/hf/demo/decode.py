@@ -13,11 +13,11 @@ from attrs import define, field
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ....endpoints import DecodeEndpoint, KeptPages
+from ....endpoints import DecodeEndpoint, CachedPages
 from ....geometry import PageTable
 from ....ids import Rank
 from ....memory import PagedPool
-from ....prefix import Claim, HashPrefixIndex, KeptSums, PrefixCache, namespace_of
+from ....prefix import Claim, HashPrefixIndex, CachedChecksums, PrefixCache, namespace_of
 from ....rendezvous import StoreMinimum
 from ....strategies import strategy
 from .. import PageAllocator, PagedHFCache
@@ -61,7 +61,7 @@ class _Rank:
         index = HashPrefixIndex(group.rows_per_page, group.pages, namespace_of(pool.site.spec))
         self.free = free
         # A window's rows are sent afresh every time; such models have one turn.
-        sums = KeptSums(pool) if self.config.verify != "off" else None
+        sums = CachedChecksums(pool) if self.config.verify != "off" else None
         self.cache = None if pool.site.spec.slides() else PrefixCache(index, free, pool.site, sums=sums)
         self.talks = Talks(self.config)
         self.each = [_Talk() for _ in range(self.config.requests)]
@@ -92,7 +92,7 @@ class _Rank:
         for talk, reception in zip(self.each, receptions, strict=True):
             assert talk.claim is None or talk.claim.settle(reception)
 
-    def _begin(self, talk: _Talk, prompt: Sequence[int], name: str) -> tuple[PageTable, int, tuple[KeptPages, ...]]:
+    def _begin(self, talk: _Talk, prompt: Sequence[int], name: str) -> tuple[PageTable, int, tuple[CachedPages, ...]]:
         """Pages for what is not held of a prompt, how much is, and its sums."""
         if self.cache is None:
             pages = self.free.take(-(-len(prompt) // self.paged.group.rows_per_page))
