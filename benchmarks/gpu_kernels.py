@@ -30,7 +30,7 @@ from attrs import frozen
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.kernels import Move, ReferenceKernels, Checksums
+from disagg_kv.kernels import Checksums, Move, ReferenceKernels
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
 from disagg_kv.kernels.triton_host import TUNED, Launcher, PreparedLaunch, Tuning

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import structs
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.endpoints.runtime.handshake import RemoteEndpoint, Role, EndpointInfo
+from disagg_kv.endpoints.runtime.handshake import EndpointInfo, RemoteEndpoint, Role
 from disagg_kv.endpoints.runtime.incarnation import Incarnation
 from disagg_kv.endpoints.runtime.plan_cache import PlanCache
 from disagg_kv.errors import DisaggKVError
@@ -199,7 +199,7 @@ class World:
 
     def _between(self) -> dict[str, bytes]:
         """From one to another, mostly between those that are there."""
-        epochs = [*[m.endpoint._node.me.epoch for m in self.rig.members] * 3, bytes(16)]
+        epochs = [*[m.endpoint._loop.me.epoch for m in self.rig.members] * 3, bytes(16)]
         return {name: epochs[self._draw.byte() % len(epochs)] for name in ("src", "dst")}
 
 

@@ -25,7 +25,7 @@ from .memory import Buffer, Event, MemoryPool, PagedPool
 from .prefix import HashPrefixIndex, PrefixCache, PrefixIndex
 from .protocol import Options, Phase
 from .rendezvous import Rendezvous, Source, StoreMinimum
-from .strategies import TransferPlanner, Strategy, register, strategy
+from .strategies import Strategy, TransferPlanner, register, strategy
 from .trace import Observer, Recorder, Span
 from .transports import Capabilities, Transport, register_transport, transport
 
@@ -52,7 +52,6 @@ __all__ = [
     "Options",
     "PageTable",
     "PagedPool",
-    "TransferPlanner",
     "Peer",
     "PeerInfo",
     "Phase",
@@ -77,6 +76,7 @@ __all__ = [
     "StoreMinimum",
     "Strategy",
     "Ticket",
+    "TransferPlanner",
     "Transport",
     "attention_tp",
     "register",

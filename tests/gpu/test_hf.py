@@ -30,7 +30,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def test_rows_go_to_pages_and_layers_are_announced_without_a_host_that_waits() -> None:
-    """B1: an event behind the rows of each layer for which it is asked, and no synchronisation."""
+    """An event behind the rows of each layer for which it is asked, and no synchronisation."""
     spec = CacheSpec.kv(LAYERS, HEADS, DIM, "bfloat16")
     paged = PagedHFCache(PagedPool.allocate(spec, shard(spec), pages=4, page_size=16, device="cuda"))
     table = PageTable(GroupId("kv"), [3, 0, 2])

@@ -19,10 +19,10 @@ from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.kernels import (
     KERNELS,
+    Checksums,
     Kernels,
     Move,
     Prepared,
-    Checksums,
     SupportsPreparing,
     SupportsStreams,
     SupportsWarmUp,
@@ -66,7 +66,7 @@ def test_a_gpu_is_served_by_triton_and_everything_works_here() -> None:
 def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_every_sum(
     layout: Layout, fused: bool, page_size: int, alignment: int
 ) -> None:
-    """A1, A2, A9: every slice, partial pages, every layout, item size and alignment, K != V; all in one launch."""
+    """Every slice, partial pages, every layout, item size and alignment, K != V; all in one launch."""
     grid = Grid.of(layout, fused, page_size, alignment, SLICES)
     check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cuda", (0, 0))
 
@@ -75,7 +75,7 @@ def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_ev
 @pytest.mark.parametrize("staging_shift", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_storage_may_be_misaligned_on_either_side(layout: Layout, pool_shift: int, staging_shift: int) -> None:
-    """A9: units of 16 bytes whose addresses allow only less."""
+    """Units of 16 bytes whose addresses allow only less."""
     grid = Grid.of(layout, False, 16, 16, SLICES)
     check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cuda", (pool_shift, staging_shift))
 
@@ -95,7 +95,7 @@ def test_runs_wider_than_a_tile_and_rows_beyond_one_tile(unit_bytes: int, units:
 @pytest.mark.parametrize("kernels", [TRITON, KERNELS["reference"]], ids=["triton", "reference"])
 @given(case=cases())
 def test_any_strides_tables_and_moves(kernels: Kernels, case: tuple[PagedPool, Bytes, list[Move], Bytes]) -> None:
-    """A9: every named unit arrives, and no other byte of pages or staging changes, whatever the geometry."""
+    """Every named unit arrives, and no other byte of pages or staging changes, whatever the geometry."""
     shaped, memory, moves, content = case
     pool, staging = placed(shaped, buffer_on("cuda", memory)), buffer_on("cuda", content)
     expected, pages = content.copy(), memory.copy()
@@ -134,7 +134,7 @@ def _staging(nbytes: int) -> Buffer:
 
 
 def test_pools_and_staging_above_4_gib() -> None:
-    """A9: pages, planes and parts that begin beyond what 32 bits can address."""
+    """Pages, planes and parts that begin beyond what 32 bits can address."""
     spec = CacheSpec.kv(1, 8, 128, "bfloat16")
     count, page_size = 40_000, 64
     pools = [PagedPool.allocate(spec, shard(spec), pages=count, page_size=page_size, device="cuda") for _ in range(2)]
@@ -185,7 +185,7 @@ LONG = 3_000_000_000
 
 
 def test_gather_waits_for_the_engines_event_and_nobody_waits_for_the_gather() -> None:
-    """A1: the call returns while the engine still computes; what the engine writes before its event arrives."""
+    """The call returns while the engine still computes; what the engine writes before its event arrives."""
     pool, memory = _small()
     staging = _staging(4096)
     TRITON.gather(pool, [_page(0, 0)], staging, None)  # compiles
@@ -204,7 +204,7 @@ def test_gather_waits_for_the_engines_event_and_nobody_waits_for_the_gather() ->
 
 
 def test_a_checksum_waits_for_the_engines_event_and_nobody_waits_for_the_checksum() -> None:
-    """E15: calls queued behind one event, some of which nobody reads, have their own sums of what the engine wrote."""
+    """Calls queued behind one event, some of which nobody reads, have their own sums of what the engine wrote."""
     pool, memory = _small()
     content = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
     memory.view(-1, 4096)[:64] = content.flip(0)  # a kernel's first use may wait for all that is enqueued
@@ -270,7 +270,7 @@ def test_launches_that_fail_take_no_slot_with_them() -> None:
 
 
 def test_arguments_in_flight_are_not_written_over() -> None:
-    """A2: calls queued behind one event keep their own page ids, however many there are."""
+    """Calls queued behind one event keep their own page ids, however many there are."""
     pool, memory = _small()
     memory.view(-1, 4096)[:64] = torch.arange(64, dtype=torch.uint8, device="cuda")[:, None]
     staging = _staging(64 * 4096)
@@ -289,19 +289,19 @@ def test_arguments_in_flight_are_not_written_over() -> None:
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_prepared_scatter_equals_the_reference(layout: Layout, page_size: int) -> None:
-    """A1, A2: it reads what has come since it was prepared, and no page changes before it is launched."""
+    """It reads what has come since it was prepared, and no page changes before it is launched."""
     check_prepared(TRITON, Grid.of(layout, False, page_size, 16, SLICES), "cuda")
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_a_prepared_gather_equals_the_reference(layout: Layout, alignment: int) -> None:
-    """A1, A2: it goes where it is sent when it is launched, and reads what is in the pages by then."""
+    """It goes where it is sent when it is launched, and reads what is in the pages by then."""
     check_prepared_gather(TRITON, Grid.of(layout, False, 3, alignment, SLICES), "cuda")
 
 
 def test_a_prepared_gather_comes_after_the_engines_event_and_waits_for_no_other() -> None:
-    """A1: not for the event of a gather that was launched after it was prepared, on whatever stream."""
+    """Not for the event of a gather that was launched after it was prepared, on whatever stream."""
     pool, memory = _small()
     staging = _staging(16 * 4096)
     gather = Launcher("gather")
@@ -351,7 +351,7 @@ def test_what_is_prepared_first_may_be_compiled_at_its_launch() -> None:
 
 
 def test_prepared_scatters_keep_their_arguments_whatever_is_launched_or_dropped_meanwhile() -> None:
-    """A2: also where their uploads are queued behind what waits for an engine."""
+    """Also where their uploads are queued behind what waits for an engine."""
     pool, memory = _small()
     other, _ = _small()
     staging = buffer_on("cuda", np.arange(64, dtype=np.uint8).repeat(4096))
@@ -511,7 +511,7 @@ def test_after_the_warm_up_nothing_is_compiled_for_a_first_request(
 
 
 def test_a_launch_behind_an_event_delays_no_other() -> None:
-    """A14: consecutive launches are on streams of their own, so one whose chunk is late does not hold up the next."""
+    """Consecutive launches are on streams of their own, so one whose chunk is late does not hold up the next."""
     pool, _ = _small()
     staging = _staging(2 * 4096)
     _wait(TRITON.gather(pool, [_page(0, 0)], staging, None))
@@ -593,7 +593,7 @@ def test_memory_on_two_devices_is_refused() -> None:
 
 
 def test_what_arrives_is_scattered_on_streams_of_the_lowest_priority() -> None:
-    """C7: an engine's stream of a higher priority is served first; nothing is lower than ours."""
+    """An engine's stream of a higher priority is served first; nothing is lower than ours."""
     pool = PagedPool.allocate(SMALL, shard(SMALL), pages=2, page_size=4, device="cuda")
     assert isinstance(TRITON, SupportsWarmUp)
     TRITON.warm(pool)

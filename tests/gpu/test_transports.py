@@ -1,4 +1,4 @@
-"""Transports of GPU memory pass the suite that every transport is judged by (D1, D3); with two GPUs, between them."""
+"""Transports of GPU memory pass the suite that every transport is judged by; with two GPUs, between them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TestMooncake(TransportSuite):
 
 @pytest.mark.parametrize("name", ["cuda_ipc", "nixl", "mooncake"])
 def test_memory_that_no_other_process_can_open_is_refused_with_the_reason(name: str) -> None:
-    """D3: expandable segments are mapped piecewise; what a transport would do with them is crawl, or fail later."""
+    """Expandable segments are mapped piecewise; what a transport would do with them is crawl, or fail later."""
     if (name == "nixl" and not NIXL) or (name == "mooncake" and not MOONCAKE):
         pytest.skip(f"{name} is not installed")
     code = (

@@ -11,7 +11,7 @@ import torch
 import disagg_kv
 from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints import Fail, CachedPages, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints import CachedPages, Fail, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.decode import handle as reception
 from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
@@ -19,7 +19,7 @@ from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, 
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.kernels import kernels_for
 from disagg_kv.memory import Buffer, PagedPool
-from disagg_kv.prefix import HashPrefixIndex, CachedChecksums, PageAllocator, PrefixCache, namespace_of
+from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Options
 from disagg_kv.rendezvous import Source, StaticRendezvous, StoreMinimum, StoreRendezvous
 from disagg_kv.strategies import LayerPipelined, register, strategy
@@ -49,8 +49,8 @@ SPOKEN = {
 """Classes of which an engine only calls what a protocol names; and what else it calls."""
 
 MORE = (
-    RecoveringReceiver, Retry, CachedPages, prefix.Claim, PageAllocator, CachedChecksums, StoreRendezvous, StaticRendezvous,
-    Buffer, *SPOKEN,
+    RecoveringReceiver, Retry, CachedPages, prefix.Claim, PageAllocator, CachedChecksums, StoreRendezvous,
+    StaticRendezvous, Buffer, *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
@@ -429,18 +429,18 @@ def _pool() -> PagedPool:
     return PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4, aux_slots=2, aux_bytes=8)
 
 
-covers("KeptSums.__init__", pool="thing", kernels="thing or none")(
+covers("CachedChecksums.__init__", pool="thing", kernels="thing or none")(
     lambda bench: (CachedChecksums, {"pool": _pool(), "kernels": None})
 )
-covers("KeptSums.note", table="thing", which="ids", ready="event")(
+covers("CachedChecksums.note", table="thing", which="ids", ready="event")(
     lambda bench: (CachedChecksums(_pool()).note, {"table": PageTable(KV, [0, 1]), "which": [0], "ready": None})
 )
-covers("KeptSums.kept", pages="ids")(lambda bench: (CachedChecksums(_pool()).kept, {"pages": [0]}))
+covers("CachedChecksums.kept", pages="ids")(lambda bench: (CachedChecksums(_pool()).kept, {"pages": [0]}))
 covers("page_sums", kernels="thing", pool="thing", table="thing", which="ids", after="event")(
     lambda bench: (page_sums, {"kernels": kernels_for("cpu"), "pool": _pool(), "table": PageTable(KV, [0, 1]),
                                "which": [0], "after": None})
 )  # fmt: skip
-plain("KeptPages.__init__", CachedPages, {"table": PageTable(KV, [0]), "sums": np.zeros((1, 2), np.uint64)},
+plain("CachedPages.__init__", CachedPages, {"table": PageTable(KV, [0]), "sums": np.zeros((1, 2), np.uint64)},
       table="thing", sums="array")  # fmt: skip
 plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")
 

@@ -31,10 +31,10 @@ def main(args: Sequence[str] | None = None, bugs: Sequence[Mutant] = BUGS) -> in
             hunts.append(one)
             cost = f"{one.cpu_s:7.1f} CPU s"
             if one.kill is None:
-                print(f"SURVIVES {LIMIT:,} seeds  {cost} {one.mutant.item:4} {one.mutant.name}", flush=True)
+                print(f"SURVIVES {LIMIT:,} seeds  {cost} {one.mutant.name}", flush=True)
             else:
                 found = f"killed by seed {one.kill.seed:5} {one.kill.rule:4}"
-                print(f"{found} {cost} {one.mutant.item:4} {one.mutant.name}", flush=True)
+                print(f"{found} {cost} {one.mutant.name}", flush=True)
     tally = Tally(hunts, _cpu_s())
     print(f"{tally.killed} of {len(hunts)} planted bugs were found")
     print(f"planted bugs killed per CPU minute: {tally.killed_per_cpu_minute:.1f} ({tally.cpu_s:,.0f} CPU seconds)")

@@ -75,7 +75,6 @@ class Tally:
             "bugs": [
                 {
                     "name": one.mutant.name,
-                    "item": one.mutant.item,
                     "rule": None if one.kill is None else one.kill.rule,
                     "seed": None if one.kill is None else one.kill.seed,
                     "seeds": one.seeds,

@@ -30,11 +30,9 @@ class Mutant:
     Args:
         name: what goes wrong, in words.
         where: ``module:Class.method`` or ``module:function``; a property counts as a method.
-        item: which promise it breaks: a letter and a number of the requirements, or I1 to I8 of the simulator.
     """
 
     name: str
-    item: str
     where: str
     old: str
     new: str

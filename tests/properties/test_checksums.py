@@ -1,4 +1,4 @@
-"""E15: checksums equal their description, add up over any cut of the cache, and show what goes wrong."""
+"""Checksums equal their description, add up over any cut of the cache, and show what goes wrong."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ either = worlds() | worlds(of=hybrid_specs())
 def test_whatever_the_sides_look_like(
     world: World, source: Memory, target: Memory, path: str, edges: list[int], open_end: bool, verify: Verify
 ) -> None:
-    """A6, A9, A11, A12, B7, E15: two rooms in random chunks over any two splits and memories arrive, and sums agree."""
+    """Two rooms in random chunks over any two splits and memories arrive, and sums agree."""
     rig = build(world, source, target, path, verify)
     requests = [rig.request(name, rig.prefills, rig.decodes, 60) for name in ("a", "b")]
     for request in requests:
@@ -95,7 +95,7 @@ def network(seed: int, drop: float, double: float) -> Memory:
 def test_whatever_goes_wrong(
     world: World, path: str, seed: int, drop: float, aborts: list[tuple[int, int]], verify: Verify
 ) -> None:
-    """E1 to E4, E16: with lost frames, failing writes and aborts, sides end as one and give all memory back."""
+    """With lost frames, failing writes and aborts, sides end as one and give all memory back."""
     memory = network(seed, drop, 0.1)
     rig = build(world, memory, memory, path, verify, Options(total_s=60.0))
     requests = [rig.request(name, rig.prefills, rig.decodes, 30).start() for name in ("a", "b", "c")]

@@ -26,7 +26,7 @@ def _cells(rectangle: Rectangle) -> set[tuple[int, int]]:
 
 @given(st.lists(rectangles, max_size=30), st.lists(rectangles, min_size=1, max_size=10))
 def test_it_answers_as_a_set_of_cells_would(added: list[Rectangle], asked: list[Rectangle]) -> None:
-    """A2, E3: whatever order segments land in, and however often."""
+    """Whatever order segments land in, and however often."""
     coverage, model = Coverage(), set[tuple[int, int]]()
     for rectangle in added:
         coverage.add(*rectangle)
@@ -45,7 +45,7 @@ def test_it_answers_as_a_set_of_cells_would(added: list[Rectangle], asked: list[
 
 @given(st.integers(1, 20), st.integers(1, 8), st.randoms())
 def test_a_grid_of_segments_in_any_order_ends_as_one_rectangle(rows: int, layers: int, random: Random) -> None:
-    """A12: stages land independently of each other."""
+    """Stages land independently of each other."""
     pieces = [(3 * r, 3 * r + 3, layer, layer + 1) for r in range(rows) for layer in range(layers)]
     random.shuffle(pieces)
     coverage = Coverage()

@@ -21,7 +21,7 @@ SIZES = (1, 2, 4, 8)
 def test_each_needed_cell_has_exactly_one_writer_who_holds_it(
     world: World, rotation: int, start: int, rows: int
 ) -> None:
-    """A6, A11, A12: any TP, PP, replication and uneven split on either side, for any run of rows."""
+    """Any TP, PP, replication and uneven split on either side, for any run of rows."""
     whole = Segment(start, start + rows, 0, len(world.spec.layers))
     for target in world.targets:
         parts = elect(world.spec, world.writers, target, rotation)
@@ -72,7 +72,7 @@ def test_the_order_of_parts_is_that_of_the_staged_bytes(world: World, rotation: 
 @pytest.mark.parametrize("decode", SIZES)
 @pytest.mark.parametrize("prefill", SIZES)
 def test_every_pairing_of_even_splits(prefill: int, decode: int, heads: int) -> None:
-    """A6: P, D and heads of 1, 2, 4, 8; replicas on either side or both; each of them sends its share."""
+    """P, D and heads of 1, 2, 4, 8; replicas on either side or both; each of them sends its share."""
     spec = CacheSpec.kv(8, heads, 2, "int8", v_head_dim=3)
     whole = Segment(0, 1, 0, 8)
     writers = [shard(spec, tp=prefill, rank=r) for r in range(prefill)]
@@ -87,7 +87,7 @@ def test_every_pairing_of_even_splits(prefill: int, decode: int, heads: int) -> 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 9), st.integers(1, 40))
 def test_replicas_share_a_latent_evenly(layers: int, replicas: int, rotation: int, rows: int) -> None:
-    """A11: by layers where there are enough, else by rows; the room turns the shares."""
+    """By layers where there are enough, else by rows; the room turns the shares."""
     spec = CacheSpec.mla(layers, 4, "float16")
     writers = [shard(spec, tp=replicas, rank=r) for r in range(replicas)]
     whole = Segment(0, rows, 0, layers)
@@ -100,7 +100,7 @@ def test_replicas_share_a_latent_evenly(layers: int, replicas: int, rotation: in
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_pipeline_stages_on_both_sides(ours: int, theirs: int) -> None:
-    """A12: a target's stage hears exactly from the writers' stages that it overlaps."""
+    """A target's stage hears exactly from the writers' stages that it overlaps."""
     spec = CacheSpec.kv(6, 2, 2, "int8")
     writers = [shard(spec, layers=stage) for stage in stages(spec, ours)]
     for stage in stages(spec, theirs):

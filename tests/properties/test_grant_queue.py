@@ -154,7 +154,7 @@ TestGrantQueueMachine = GrantQueueMachine.TestCase
     order=st.randoms(use_true_random=True),
 )
 def test_a_large_request_is_passed_a_bounded_number_of_times(peers: int, sizes: list[int], order: Random) -> None:
-    """A3: whatever small requests keep coming, and in whatever order leases end."""
+    """Whatever small requests keep coming, and in whatever order leases end."""
     queue: GrantQueue[str, int] = GrantQueue(RingStagingAllocator(CAPACITY, PLACE))
     queue.connect("large")
     turns = cycle(f"busy {index}" for index in range(peers))

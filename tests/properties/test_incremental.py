@@ -76,7 +76,7 @@ def test_whatever_is_held(
     whole: bool,
     open_end: bool,
 ) -> None:
-    """C1, C6, B6, A6, A12: two rooms, each with a prefix; the bytes on the wire are those of the rows not held."""
+    """Two rooms, each with a prefix; the bytes on the wire are those of the rows not held."""
     rig = build(world, source, target, path, schedule)
     requests = [rig.request(name, rig.prefills, rig.decodes, ROWS) for name in ("a", "b")]
     for request, rows in zip(requests, held, strict=True):
@@ -112,7 +112,7 @@ def test_states_and_windows_are_always_fresh(
     held: int,
     open_end: bool,
 ) -> None:
-    """C5, B7: whatever is held, states and the tails of windows cross whole; of other tokens only what is missing."""
+    """Whatever is held, states and the tails of windows cross whole; of other tokens only what is missing."""
     rig = build(world, source, target, path, schedule)
     request = rig.request("a", rig.prefills, rig.decodes, ROWS)
     request.open_decode().expect(None if open_end else ROWS, held=held).open_prefill()

@@ -19,7 +19,7 @@ ON_CPU: list[Kernels] = [CpuKernels(), ReferenceKernels()]
 def test_gather_copies_every_named_unit_and_writes_no_other_byte(
     kernels: Kernels, case: tuple[PagedPool, Bytes, list[Move], Bytes]
 ) -> None:
-    """A9: any strides, gaps, page sizes, tables and moves."""
+    """Any strides, gaps, page sizes, tables and moves."""
     pool, memory, moves, staging = case
     expected = staging.copy()
     for cell, at, nbytes in copies(pool, moves):
@@ -35,7 +35,7 @@ def test_gather_copies_every_named_unit_and_writes_no_other_byte(
 def test_scatter_copies_every_named_unit_and_writes_no_other_byte(
     kernels: Kernels, case: tuple[PagedPool, Bytes, list[Move], Bytes]
 ) -> None:
-    """A9: any strides, gaps, page sizes, tables and moves."""
+    """Any strides, gaps, page sizes, tables and moves."""
     pool, memory, moves, staging = case
     expected = memory.copy()
     for cell, at, nbytes in copies(pool, moves):

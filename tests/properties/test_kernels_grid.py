@@ -50,7 +50,7 @@ def _moves(heads: int, page_size: int, unit_bytes: tuple[int, int]) -> Iterator[
 def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_every_sum(
     layout: Layout, fused: bool, page_size: int, itemsize: int
 ) -> None:
-    """A9: head slices, partial pages, NHD, HND, fused, K != V, every item size, odd storage offsets."""
+    """Head slices, partial pages, NHD, HND, fused, K != V, every item size, odd storage offsets."""
     cpu, reference = CpuKernels(), ReferenceKernels()
     for heads, shift, (k_dim, v_dim) in itertools.product((1, 2, 3), (0, 1), ((8, 8), (5, 3))):
         v_dtype = DTYPES[itemsize] if k_dim == v_dim else CAST[4 // itemsize]

@@ -58,7 +58,7 @@ def forward(request: Request, start: int, stop: int, chance: random.Random, shar
 def test_layers_in_groups_arrive_whatever_the_order(
     world: World, source: Memory, target: Memory, path: str, group: int, edges: list[int], withdrawn: bool, seed: int
 ) -> None:
-    """B1, B6, B7, A12, E12: any TP and PP, path, group size and order of events, with a withdrawal in between."""
+    """Any TP and PP, path, group size and order of events, with a withdrawal in between."""
     chance = random.Random(seed)
     rig = Rig(world.spec)
     schedule = LayerPipelined(fixed=group)

@@ -155,7 +155,7 @@ def _staged(sources: Sequence[_Rank], target: _Rank, intake: Intake) -> int:
 @pytest.mark.parametrize("decode", SIZES)
 @pytest.mark.parametrize("prefill", SIZES)
 def test_every_path_leaves_the_pool_that_plain_indexing_says(prefill: int, decode: int, heads: int) -> None:
-    """A6, A9: each byte once, the same pool by every path, and no byte outside the room's rows changed.
+    """Each byte once, the same pool by every path, and no byte outside the room's rows changed.
 
     Page sizes 1, 16 and 64 and NHD and HND on either side; K like V and unlike it.
     """

@@ -64,7 +64,7 @@ def test_any_two_pools(
     orders: tuple[Order, Order],
     data: st.DataObject,
 ) -> None:
-    """A6, A9: any TP and PP, page sizes, NHD, HND and fused K/V, K and V of other sizes."""
+    """Any TP and PP, page sizes, NHD, HND and fused K/V, K and V of other sizes."""
     number = data.draw(st.integers(0, len(world.targets) - 1))
     parts = elect(world.spec, world.writers, world.targets[number], seed)
     rank = data.draw(st.sampled_from([r for r, mine in enumerate(parts) if mine]))

@@ -24,7 +24,7 @@ PAIRINGS = list(itertools.product(PAGES, PAGES, ORDERS, ORDERS))
 @pytest.mark.parametrize("decode", SIZES)
 @pytest.mark.parametrize("prefill", SIZES)
 def test_all_paths_leave_the_same_pool(prefill: int, decode: int, heads: int) -> None:
-    """A6, A9: P, D, heads x page sizes on either side x NHD, HND on either side; K and V of other sizes."""
+    """P, D, heads x page sizes on either side x NHD, HND on either side; K and V of other sizes."""
     spec = CacheSpec.kv(2, heads, 1, "int8", v_head_dim=1, v_dtype="float16")
     ours = [shard(spec, tp=prefill, rank=r) for r in range(prefill)]
     for seed, (here_rows, there_rows, here_order, there_order) in enumerate(PAIRINGS):

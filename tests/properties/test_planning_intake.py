@@ -26,7 +26,7 @@ def _fits(intake: Intake, segment: Segment, slot: int, lease: int) -> bool:
 def test_a_cut_tiles_its_rectangle_within_its_limits(
     world: World, rotation: int, start: int, rows: int, slot: int, lease: int, page: int
 ) -> None:
-    """A5: each cell in one segment; no part above the slot, no lease above its limit; cuts at pages where one fits."""
+    """Each cell in one segment; no part above the slot, no lease above its limit; cuts at pages where one fits."""
     stop = start + rows
     for target in world.targets:
         intake = Intake.build(world.spec, world.writers, target, rotation)
@@ -77,7 +77,7 @@ def test_sizes_are_those_of_the_elected_cells(
 
 @given(worlds())
 def test_stages_are_runs_of_layers_with_the_same_writers(world: World) -> None:
-    """A12: no segment crosses a pipeline stage, and every layer is in exactly one run."""
+    """No segment crosses a pipeline stage, and every layer is in exactly one run."""
     for target in world.targets:
         intake = Intake.build(world.spec, world.writers, target)
         assert [layer for run in intake.stages for layer in run] == sorted(
@@ -93,7 +93,7 @@ def test_stages_are_runs_of_layers_with_the_same_writers(world: World) -> None:
 def test_a_staged_part_gathers_and_scatters_to_the_same_place(
     world: World, rotation: int, start: int, rows: int, orders: tuple[Order, Order]
 ) -> None:
-    """A1, A2: the two sides lay out a part alike whatever their pools look like, each byte once."""
+    """The two sides lay out a part alike whatever their pools look like, each byte once."""
     names = list(dict.fromkeys(c.name for cs in world.spec.layers.values() for c in cs))
     for target in world.targets:
         intake = Intake.build(world.spec, world.writers, target, rotation)

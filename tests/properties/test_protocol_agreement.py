@@ -91,7 +91,7 @@ ballots = st.lists(st.lists(st.sampled_from([True, True, True, False]), min_size
 def test_all_ranks_reach_the_same_outcome_and_any_failure_fails_all(
     world: int, lives: list[list[bool]], seed: int, drop: float, duplicate: float
 ) -> None:
-    """C8, E16, E11: ballots lost, repeated and out of order; lives of one room id; ranks that meet late."""
+    """Ballots lost, repeated and out of order; lives of one room id; ranks that meet late."""
     # Engines of one instance open a room within ``silence_s`` of each other.
     instance = Instance(world, seed, drop, duplicate, Options(silence_s=1000.0))
     chance = instance.random
@@ -158,7 +158,7 @@ def shuffled(instance: Instance, scripts: list[list[Step]], most: int) -> None:
 def test_ranks_agree_on_what_begins_when_rank_0_has_restarted_and_nothing_waits_for_ever(
     world: int, ballots: tuple[list[bool], list[bool]], seed: int, drop: float, closed_s: float, back: bool
 ) -> None:
-    """C8, E10, E16: another process takes rank 0's place at any moment, and the others notice at any later one.
+    """Another process takes rank 0's place at any moment, and the others notice at any later one.
 
     They may meet it before they notice that the first is lost. One room begins before that; one is never opened on
     rank 0; one begins after that. The others open the first two before they notice: what the next rank 0 does not open
@@ -212,7 +212,7 @@ def test_ranks_agree_on_what_begins_when_rank_0_has_restarted_and_nothing_waits_
 def test_an_id_works_again_after_lives_that_some_ranks_never_opened(
     world: int, there: list[set[int]], seed: int, drop: float
 ) -> None:
-    """E11, E16: whoever was there, and whatever the network did; ``silence_s`` lies between the lives."""
+    """Whoever was there, and whatever the network did; ``silence_s`` lies between the lives."""
     instance = Instance(world, seed, drop, drop, Options(silence_s=5.0))
     for rank in range(1, world):
         instance.meet(rank)

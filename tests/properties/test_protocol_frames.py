@@ -138,7 +138,7 @@ def test_every_frame_comes_back_as_it_went(frame: Frame) -> None:
 def test_a_frame_that_was_cut_or_changed_is_refused_or_is_another_valid_frame(
     frame: Frame, data: st.DataObject
 ) -> None:
-    """E13: nothing but RemoteProtocolError, however the bytes were mangled."""
+    """Nothing but RemoteProtocolError, however the bytes were mangled."""
     whole = bytearray(codec.encode(frame))
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(RemoteProtocolError):
@@ -195,7 +195,6 @@ def test_fields_out_of_bounds_are_refused(change: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("change", [{"data": b""}, {"data": bytes(MAX_AUX + 1)}, {"offset": -1}, {"total": 2**62 + 1}])
 def test_parts_of_aux_data_out_of_bounds_are_refused(change: dict[str, object]) -> None:
-    """E14."""
     part = f.AuxPart(src=bytes(16), dst=bytes(16), room=b"r", generation=1, offset=0, total=1, data=bytes(MAX_AUX))
     assert codec.decode(codec.encode(part)) == part
     with pytest.raises(RemoteProtocolError):
@@ -238,13 +237,11 @@ MANY = f.MAX_ENTRIES + 1
     ids=lambda change: repr(change)[:60],
 )
 def test_no_list_of_an_introduction_is_longer_than_its_limit(change: dict[str, object]) -> None:
-    """E13, E14."""
     with pytest.raises(RemoteProtocolError):
         codec.decode(codec.encode(introduction(**change)))
 
 
 def test_the_page_ids_of_a_frame_are_bounded_together() -> None:
-    """E14."""
     half = f.MAX_ENTRIES // 2
     tables = [f.WireTable(name, 0, bytes(4 * (half + extra))) for name, extra in (("a", 0), ("b", 0))]
     assert len(tables_from_wire(tables)) == 2
@@ -260,7 +257,7 @@ def test_a_shard_that_names_a_layer_twice_is_refused() -> None:
 
 @given(st.text(st.characters(), max_size=2000))
 def test_any_reason_fits_a_frame(reason: str) -> None:
-    """E8: a message in a foreign encoding must not end the thread that reports it."""
+    """A message in a foreign encoding must not end the thread that reports it."""
     abort = f.Abort(src=bytes(16), dst=bytes(16), room=b"r", generation=1, reason=f.words(ValueError(reason)))
     assert codec.decode(codec.encode(abort)) == abort
 

@@ -53,7 +53,7 @@ steps = st.sampled_from([50, 300, 800])
 @settings(max_examples=WORLDS)
 @given(calm, steps)
 def test_lost_repeated_and_late_frames_cost_time_and_nothing_else(setup: Setup, steps: int) -> None:
-    """E2, E3, E4, E11: every room succeeds on every rank with exactly its cells, and well before any deadline."""
+    """Every room succeeds on every rank with exactly its cells, and well before any deadline."""
     world = run(setup, steps)
     assert world.now - world.faults_until < 60
 
@@ -61,5 +61,5 @@ def test_lost_repeated_and_late_frames_cost_time_and_nothing_else(setup: Setup, 
 @settings(max_examples=WORLDS)
 @given(stormy, steps)
 def test_whatever_fails_every_room_ends_and_no_write_hits_foreign_memory(setup: Setup, steps: int) -> None:
-    """E1, E9, E12, E14, E16, C8: ends agree, memory goes back on evidence only, and all of it does."""
+    """Ends agree, memory goes back on evidence only, and all of it does."""
     run(setup, steps)

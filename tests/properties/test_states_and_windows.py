@@ -60,7 +60,7 @@ def test_the_union_is_the_box_each_cell_once(
     limits: tuple[int, int],
     orders: tuple[Order, Order],
 ) -> None:
-    """B7, C5: any split, chunks and limits: states whole, windows' tails, other tokens after the held."""
+    """Any split, chunks and limits: states whole, windows' tails, other tokens after the held."""
     rows = RowRange(held, edges[-1] if known else None)
     for target in world.targets:
         intake = Intake.build(world.spec, world.writers, target, rotation).for_rows(rows)
@@ -105,7 +105,7 @@ def test_what_must_land_holds_every_needed_cell_and_no_layer_without_one(
 def test_slices_and_runs_of_pages_move_the_same_cells(
     world: World, seed: int, held: int, orders: tuple[Order, Order], page: int, stride: int
 ) -> None:
-    """B6: direct and slice write states and windows into exposed pages, each byte once, and nothing else."""
+    """Direct and slice write states and windows into exposed pages, each byte once, and nothing else."""
     rows, stop = RowRange(held, 40), 40
     (target, number), writer = (world.targets[0], 0), world.writers[0]
     if stride == 2:  # an equal layout, so that runs of pages are possible
@@ -145,7 +145,7 @@ STATES = CacheSpec.uniform(2, [Component("ssm", "int8", 4, 16, tokens_per_row=0,
 
 
 def test_a_replicated_state_has_one_sender_per_layer() -> None:
-    """A11, B7: replicas divide states by layers, as they do KV."""
+    """Replicas divide states by layers, as they do KV."""
     writers = [shard(STATES)] * 2
     intake = Intake.build(STATES, writers, shard(STATES))
     (segment,) = intake.cut_states(range(2), slot_bytes=1 << 20, lease_bytes=1 << 20)
@@ -155,7 +155,7 @@ def test_a_replicated_state_has_one_sender_per_layer() -> None:
 
 
 def test_states_are_cut_by_layers_where_they_do_not_fit_a_slot() -> None:
-    """A5: and what one layer's states of one row need is refused for good, with both sizes."""
+    """And what one layer's states of one row need is refused for good, with both sizes."""
     intake = Intake.build(STATES, [shard(STATES)], shard(STATES))
     cut = intake.cut_states(range(2), slot_bytes=64, lease_bytes=1 << 20)
     assert cut == [Segment(0, 1, 0, 1, True), Segment(0, 1, 1, 2, True)]
@@ -164,7 +164,7 @@ def test_states_are_cut_by_layers_where_they_do_not_fit_a_slot() -> None:
 
 
 def test_a_pipeline_stage_sends_the_states_of_its_own_layers() -> None:
-    """A12: decode without a pipeline gets them from all stages."""
+    """Decode without a pipeline gets them from all stages."""
     writers = [shard(STATES, layers=stage) for stage in stages(STATES, 2)]
     intake = Intake.build(STATES, writers, shard(STATES))
     assert [s for stage in intake.stages for s in intake.cut_states(stage, slot_bytes=99, lease_bytes=999)] == [
@@ -175,7 +175,7 @@ def test_a_pipeline_stage_sends_the_states_of_its_own_layers() -> None:
 
 
 def test_rows_before_the_window_are_in_no_segment_where_all_layers_slide() -> None:
-    """A held prefix does not shorten the window's tail; an unknown end means that everything is sent (C5)."""
+    """A held prefix does not shorten the window's tail; an unknown end means that everything is sent."""
     spec = CacheSpec({LayerId(i): [Component("k", "int8", 1, 4, window=window)] for i, window in enumerate((8, 16))})
     intake = Intake.build(spec, [shard(spec)], shard(spec))
     room = intake.for_rows(RowRange(96, 100))
@@ -198,7 +198,7 @@ def test_where_not_all_rows_fit_they_are_cut_where_a_window_begins() -> None:
 
 
 def test_an_index_is_rows_like_any_others() -> None:
-    """B7: a sparse-attention index has a row per token, held whole by every rank."""
+    """A sparse-attention index has a row per token, held whole by every rank."""
     kv = CacheSpec.kv(1, 2, 4, "bfloat16").layers[LayerId(0)]
     spec = CacheSpec.uniform(4, [*kv, Component("index", "float8_e4m3fn", 1, 132)])
     writers = [shard(spec, tp=2, rank=rank) for rank in range(2)]

@@ -13,7 +13,7 @@ from disagg_kv.ids import Ticket
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import WriteEnded, InprocTransport, Settled, ShmTransport, Transport, decode, encode
+from disagg_kv.transports import InprocTransport, Settled, ShmTransport, Transport, WriteEnded, decode, encode
 from disagg_kv.transports.descriptor import _MAGIC, VERSION
 
 N = 64
@@ -54,7 +54,7 @@ def test_batches_change_just_their_targets_or_are_refused_whole(
 
 @given(st.lists(st.tuples(st.sampled_from([None, *Fault]), st.integers(0, 5)), max_size=8), st.booleans())
 def test_memory_of_a_quiet_ticket_stands_still(script: list[tuple[Fault | None, int]], leave: bool) -> None:
-    """Each batch has its own eight bytes: they change only before its ticket is quiet, if at all (E1)."""
+    """Each batch has its own eight bytes: they change only before its ticket is quiet, if at all."""
     faulty = FaultyTransport(InprocTransport(), dict(enumerate(fault for fault, _ in script)).get)
     pair = Pair(End(lambda: faulty, HostMemory()), End(InprocTransport, HostMemory()), N, 5.0)
     tickets: list[Ticket] = []
@@ -90,7 +90,7 @@ def test_memory_of_a_quiet_ticket_stands_still(script: list[tuple[Fault | None, 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_make_decode_raise_anything_else(data: bytes) -> None:
-    """Bare, and behind a good beginning (E13)."""
+    """Bare, and behind a good beginning."""
     for start in (b"", _MAGIC, _MAGIC + bytes([VERSION])):
         with pytest.raises(RemoteProtocolError):
             decode(start + data, "x")

@@ -76,7 +76,7 @@ def right(rig: Rig, rank: int, table: PageTable, talk: Conversation) -> bool:
 def test_conversations_whose_prefixes_are_evicted_and_whose_rooms_fail(
     turns: list[tuple[int, int, int | None]], forget: list[tuple[int, int, int]], greedy: set[int], schedule: Schedule
 ) -> None:
-    """C1 to C4: ranks that evict unalike agree; after a failure nothing is held; what is held is always right.
+    """Ranks that evict unalike agree; after a failure nothing is held; what is held is always right.
 
     Each turn adds tokens to a conversation; some rooms are aborted after so many turns of the endpoints; one rank
     alone loses pages now and then; and while some rooms are under way others take, and overwrite, all that can be had.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from disagg_kv.geometry import CacheSpec, Component, PageTable, Share, Shard, Site
+from disagg_kv.geometry import CacheSpec, Component, PageTable, Shard, Share, Site
 from disagg_kv.ids import GroupId
 from disagg_kv.planning import Segment, StagedLayout, Writes
 

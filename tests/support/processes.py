@@ -41,7 +41,7 @@ from disagg_kv.ids import Ticket
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import WriteEnded, Heard, Settled, SupportsAllocate, Transport, decode
+from disagg_kv.transports import Heard, Settled, SupportsAllocate, Transport, WriteEnded, decode
 
 KV = GroupId("kv")
 SPEC = CacheSpec.kv(2, 4, 16, "float32")

@@ -399,7 +399,7 @@ class World:
         write.source.moved(write.key, write.transfer.to, event)
 
     def _land(self, write: Write) -> None:
-        """E1: at this moment the memory must still belong to the room."""
+        """At this moment the memory must still belong to the room."""
         write.landed = True
         target, key, t = write.target, write.theirs, write.transfer
         if target.dead:

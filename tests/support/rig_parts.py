@@ -9,12 +9,12 @@ from attrs import evolve
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
-from disagg_kv.kernels import Kernels, Move, Checksums, kernels_for
+from disagg_kv.kernels import Checksums, Kernels, Move, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
 from disagg_kv.protocol.frames import Ballot, Codec, Verdict
-from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled, Transport
+from disagg_kv.transports import Heard, InprocTransport, Settled, Transport, WriteEnded
 from tests.support.pools import Bytes
 
 

@@ -11,7 +11,7 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import EmulatedWire, WriteEnded, Heard, InprocTransport, Settled, ShmTransport, emulate
+from disagg_kv.transports import EmulatedWire, Heard, InprocTransport, Settled, ShmTransport, WriteEnded, emulate
 
 
 def faultless_inproc() -> FaultyTransport:

@@ -21,11 +21,11 @@ from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
 from disagg_kv.transports import (
     Capabilities,
-    WriteEnded,
     Heard,
     Settled,
     SupportsAllocate,
     Transport,
+    WriteEnded,
     register_transport,
     registry,
     transport,
@@ -79,7 +79,6 @@ class Nowhere:
 
 
 def test_a_class_that_inherits_from_nothing_is_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D2."""
     monkeypatch.setattr(registry, "_registered", {})  # so that the name is gone after this test
     register_transport("nowhere", Nowhere)
     mine = transport("nowhere")

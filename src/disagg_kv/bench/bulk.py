@@ -14,7 +14,7 @@ from ..ids import Peer, RegionId
 from ..kernels.tensors import tensor_of
 from ..memory import Buffer
 from ..planning import Writes
-from ..transports import WriteEnded, Transport
+from ..transports import Transport, WriteEnded
 from .data import blank
 from .timing import Queued
 

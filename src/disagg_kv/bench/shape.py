@@ -35,7 +35,7 @@ class TransferShape:
         layout, decode_layout: order inside a page.
         compute_s: emulated compute of all layers: one is handed over after another, evenly; 0: all at once.
         announced: rows are announced before they are handed over, as by an engine that computes meanwhile: the
-            grants' round trip is over by then (A4).
+            grants' round trip is over by then.
         queued_s: on GPUs, with ``announced``: rows are handed over while the engine's GPU still computes them for about
             so long, as by an engine whose host runs ahead; 0: they are final.
         slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from ..channels import Arrived, News, UnixChannel
 from ..ids import RoomId
-from ..kernels import Move, Checksums, kernels_for
+from ..kernels import Checksums, Move, kernels_for
 from ..memory import Buffer, Event, MemoryPool
 from ..protocol import Codec
 from ..protocol.frames import Box, Grant, StagingRequest

@@ -20,11 +20,11 @@ from .runtime.peer_registry import format_peers
 
 __all__ = [
     "Attempt",
+    "CachedPages",
     "DecodeEndpoint",
     "Delivery",
     "Fail",
     "Handle",
-    "CachedPages",
     "Incarnation",
     "PageChecksums",
     "PeerInfo",

@@ -312,9 +312,9 @@ class Sender(Protocol):
         ...
 
     def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()) -> Step:
-        """Announce a forward pass: per room where its rows will end, and their pages. Grants are asked for now (A4).
+        """Announce a forward pass: per room where its rows will end, and their pages. Grants are asked for now.
 
-        ``uses`` names what the engine does in this pass that may forbid to send single layers (B4). All ranks of an
+        ``uses`` names what the engine does in this pass that may forbid to send single layers. All ranks of an
         instance announce the same passes.
         """
         ...

@@ -95,7 +95,9 @@ def page_sums(
     starts = [table.first + number * size for number in which]
     moves = [Move(parts.rows(start, start + size), {table.group: table}, 0) for start in starts]
     sums = kernels.checksum(pool, moves, after)
-    return PageChecksums(sums.event, lambda: np.array([parts.by_layer(of) for of in sums.read()]).reshape(len(moves), -1))
+    return PageChecksums(
+        sums.event, lambda: np.array([parts.by_layer(of) for of in sums.read()]).reshape(len(moves), -1)
+    )
 
 
 def check_kept(where: str, site: Site, kept: Sequence[CachedPages], start: int) -> tuple[CachedPages, ...]:

@@ -1,11 +1,11 @@
 """Gather, scatter and checksum: for each a plain reference and fast versions."""
 
 from .base import (
+    Checksums,
     Kernels,
     Move,
     Prepared,
     PreparedGather,
-    Checksums,
     SupportsPreparing,
     SupportsStreams,
     SupportsWarmUp,
@@ -14,13 +14,13 @@ from .select import KERNELS, CpuKernels, ReferenceKernels, TritonKernels, availa
 
 __all__ = [
     "KERNELS",
+    "Checksums",
     "CpuKernels",
     "Kernels",
     "Move",
     "Prepared",
     "PreparedGather",
     "ReferenceKernels",
-    "Checksums",
     "SupportsPreparing",
     "SupportsStreams",
     "SupportsWarmUp",

@@ -16,7 +16,7 @@ from ..geometry import CacheSpec, PageTable, shard
 from ..ids import GroupId
 from ..memory import U8, Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
 from ..planning import StagedLayout
-from .base import Kernels, Move, Prepared, PreparedGather, Checksums
+from .base import Checksums, Kernels, Move, Prepared, PreparedGather
 from .checksum import cpu as checksum_cpu
 from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu

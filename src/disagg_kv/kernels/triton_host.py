@@ -126,7 +126,7 @@ it has ended: side by side all would end together, and the wire, which waits for
 
 PRIORITY = 0
 """The lowest that CUDA has, and the default of an engine's own streams: where an engine decodes on a stream of
-``priority=-1``, its kernels go first whenever the GPU has to choose (C7)."""
+``priority=-1``, its kernels go first whenever the GPU has to choose."""
 
 SLOTS = 128
 """Slots of one allocation: to allocate pinned memory may wait for all of the GPU, so calls in flight must not do it."""

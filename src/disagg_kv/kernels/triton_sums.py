@@ -11,7 +11,7 @@ import torch
 
 from ..geometry import I64
 from ..memory import Event, MemoryPool
-from .base import Move, Checksums
+from .base import Checksums, Move
 from .checksum.mixing import U64, places
 from .triton_host import Host, Tuning, Written
 from .triton_tables import Call, Planes

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import frozen
 
 from ..errors import GeometryError
-from ..geometry import I64, Group, PageTable, Share, Plane, Site, places
+from ..geometry import I64, Group, PageTable, Plane, Share, Site, places
 from ..ids import GroupId
 from .base import EVERY, RowRange, Segment, Writes
 from .staged import part_view

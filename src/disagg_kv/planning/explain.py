@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from attrs import frozen
 
 from ..errors import ConfigurationError
-from ..geometry import CacheSpec, Group, Share, Plane, Shard, Site
+from ..geometry import CacheSpec, Group, Plane, Shard, Share, Site
 from ..ids import GroupId, LayerId, Rank
 from .base import RowRange, Segment
 from .cost import Choice, CostModel, Estimate, choose

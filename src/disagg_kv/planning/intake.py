@@ -14,7 +14,7 @@ import numpy as np
 from attrs import field, frozen
 
 from ..errors import GeometryError, OversizeError
-from ..geometry import I64, CacheSpec, Extent, Share, Shard, elect
+from ..geometry import I64, CacheSpec, Extent, Shard, Share, elect
 from ..ids import LayerId, Rank
 from .base import EVERY, RowRange, Segment
 

@@ -7,9 +7,9 @@ from .pages import PageAllocator
 from .sums import CachedChecksums
 
 __all__ = [
+    "CachedChecksums",
     "Claim",
     "HashPrefixIndex",
-    "CachedChecksums",
     "PageAllocator",
     "Pages",
     "PrefixCache",

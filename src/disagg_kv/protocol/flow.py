@@ -95,7 +95,7 @@ class FlowPlan:
     pace: Callable[[], WirePace | None] = lambda: None
 
 
-class SegmentStep(Enum):
+class _SegmentStep(Enum):
     """How far a segment is towards one destination."""
 
     PLANNED = auto()
@@ -106,9 +106,9 @@ class SegmentStep(Enum):
 
 
 @define
-class OutboundSegment:
+class _OutboundSegment:
     nbytes: int
-    step: SegmentStep = SegmentStep.PLANNED
+    step: _SegmentStep = _SegmentStep.PLANNED
     grant: Grant | None = None
     ask: int = 0
     asked_ready: bool = False
@@ -117,7 +117,7 @@ class OutboundSegment:
     @property
     def announced(self) -> bool:
         """True: it is written, nothing reads it any more, and decode is told so until it says ``Landed``."""
-        return self.step is SegmentStep.ANNOUNCED
+        return self.step is _SegmentStep.ANNOUNCED
 
 
 class Flow(Machine[Sending]):
@@ -144,7 +144,7 @@ class Flow(Machine[Sending]):
         self._options = options
         self._readiness = readiness
         self._repeat = Repeater(options)
-        self._parts: dict[Segment, OutboundSegment] = {}
+        self._parts: dict[Segment, _OutboundSegment] = {}
         self._runs: Counter[range] = Counter()
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
@@ -198,21 +198,21 @@ class Flow(Machine[Sending]):
         assert self.plan is not None
         nbytes = self.plan.intake.part_bytes(segment, self.plan.rank)
         if nbytes and segment not in self._parts:
-            self._parts[segment] = OutboundSegment(nbytes)
+            self._parts[segment] = _OutboundSegment(nbytes)
             self._runs[segment.layers] += not segment.state
 
     def begin(self, transfer: Transfer) -> bool:
         """The mover starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
         if not self.awaits(transfer) or self._readiness(transfer.segment) is not Readiness.READY:
             return False
-        self._parts[transfer.segment].step = SegmentStep.WRITING
+        self._parts[transfer.segment].step = _SegmentStep.WRITING
         self._unquiet.add(transfer.segment)
         return True
 
     def awaits(self, transfer: Transfer) -> bool:
         """Whether a transfer has its grant still, and has not begun."""
         part = self._parts.get(transfer.segment)
-        if self.state is not Sending.MOVING or part is None or part.step is not SegmentStep.GRANTED:
+        if self.state is not Sending.MOVING or part is None or part.step is not _SegmentStep.GRANTED:
             return False
         return transfer.lease == (None if part.grant is None else part.grant.lease)
 
@@ -243,30 +243,30 @@ class Flow(Machine[Sending]):
         if not changed and self._begun >= self._options.window:
             return
         for segment, part in islice(self._parts.items(), self._options.window):
-            if not changed and part.step is not SegmentStep.PLANNED:
+            if not changed and part.step is not _SegmentStep.PLANNED:
                 continue
-            if part.step is SegmentStep.PLANNED and self.plan.exposed:
-                part.step = SegmentStep.GRANTED
+            if part.step is _SegmentStep.PLANNED and self.plan.exposed:
+                part.step = _SegmentStep.GRANTED
                 self._begun += 1
-            if part.step is SegmentStep.GRANTED:
+            if part.step is _SegmentStep.GRANTED:
                 self._use(segment, part)
-            elif part.step is SegmentStep.PLANNED or (part.step is SegmentStep.ASKED and not part.asked_ready):
+            elif part.step is _SegmentStep.PLANNED or (part.step is _SegmentStep.ASKED and not part.asked_ready):
                 readiness = self._readiness(segment)
                 ready = readiness is Readiness.READY
-                if ready or (part.step is SegmentStep.PLANNED and readiness is not Readiness.WITHDRAWN):
+                if ready or (part.step is _SegmentStep.PLANNED and readiness is not Readiness.WITHDRAWN):
                     self._ask(segment, part, ready)
 
-    def _ask(self, segment: Segment, part: OutboundSegment, ready: bool) -> None:
+    def _ask(self, segment: Segment, part: _OutboundSegment, ready: bool) -> None:
         assert self.plan is not None
-        self._begun += part.step is SegmentStep.PLANNED
-        part.step, part.asked_ready = SegmentStep.ASKED, ready
+        self._begun += part.step is _SegmentStep.PLANNED
+        part.step, part.asked_ready = _SegmentStep.ASKED, ready
         box, path = segment_to_wire(segment), self.plan.path
         request = StagingRequest(**self._head, segment=box, ask=part.ask, ready=ready, path=path)
         # Its number says that the grant before it is given back.
         self._repeat.stop(("return", segment))
         self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
 
-    def _use(self, segment: Segment, part: OutboundSegment) -> None:
+    def _use(self, segment: Segment, part: _OutboundSegment) -> None:
         """Move what is granted; what was withdrawn must not keep bytes of the ring from others."""
         readiness = self._readiness(segment)
         if readiness is Readiness.READY:
@@ -274,7 +274,7 @@ class Flow(Machine[Sending]):
         elif readiness is Readiness.WITHDRAWN and part.grant is not None:
             back = Return(**self._head, segment=segment_to_wire(segment), ask=part.ask)
             self._out.append(self._repeat.start(("return", segment), Send(self.peer, back), self.now))
-            part.step, part.grant, part.ask = SegmentStep.PLANNED, None, part.ask + 1
+            part.step, part.grant, part.ask = _SegmentStep.PLANNED, None, part.ask + 1
             self._begun -= 1
 
     def _on_returned(self, event: Returned) -> None:
@@ -284,11 +284,11 @@ class Flow(Machine[Sending]):
             return
         self._repeat.stop(("return", Segment(*event.segment)))
 
-    def _transfer(self, segment: Segment, part: OutboundSegment) -> None:
+    def _transfer(self, segment: Segment, part: _OutboundSegment) -> None:
         """The mover drops what it has already, so a repeated Transfer is harmless."""
         self._out.append(self._of(segment, part))
 
-    def _of(self, segment: Segment, part: OutboundSegment) -> Transfer:
+    def _of(self, segment: Segment, part: _OutboundSegment) -> Transfer:
         g = part.grant
         offset, lease = (None, None) if g is None else (g.offset, g.lease)
         return Transfer(self.peer, segment, offset, part.nbytes, lease)
@@ -299,7 +299,7 @@ class Flow(Machine[Sending]):
     def _on_grant(self, event: Grant) -> None:
         segment = Segment(*event.segment)
         part = self._parts.get(segment)
-        if part is None or part.step is not SegmentStep.ASKED or event.ask != part.ask:
+        if part is None or part.step is not _SegmentStep.ASKED or event.ask != part.ask:
             self.ignored += 1
             return
         if event.nbytes != part.nbytes:
@@ -308,7 +308,7 @@ class Flow(Machine[Sending]):
             return
         self._repeat.stop(("request", segment))
         part.grant = event
-        part.step = SegmentStep.GRANTED
+        part.step = _SegmentStep.GRANTED
         self._use(segment, part)
         if self._readiness(segment) is Readiness.AHEAD:
             self._out.append(Granted(self._of(segment, part)))
@@ -316,7 +316,7 @@ class Flow(Machine[Sending]):
     def _on_wrote(self, event: Wrote) -> None:
         self._unquiet.discard(event.segment)
         part = self._parts[event.segment]
-        part.step = SegmentStep.ANNOUNCED
+        part.step = _SegmentStep.ANNOUNCED
         self._announced += 1
         self._unheard += 1
         lease = None if part.grant is None else part.grant.lease
@@ -331,7 +331,7 @@ class Flow(Machine[Sending]):
             part.tries += 1
             retryable = isinstance(event.error, TransportError) and event.error.retryable
             if retryable and part.tries < WRITE_TRIES:
-                part.step = SegmentStep.GRANTED
+                part.step = _SegmentStep.GRANTED
                 self._use(event.segment, part)
                 return
         self._fail(ours(event.error, self._name()))
@@ -344,18 +344,18 @@ class Flow(Machine[Sending]):
     def _acknowledged(self, event: Landed) -> bool:
         segment = Segment(*event.segment)
         part = self._parts.get(segment)
-        if part is None or part.step is SegmentStep.WRITING:
+        if part is None or part.step is _SegmentStep.WRITING:
             self.ignored += 1
             return False
         for kind in ("request", "return", "notice"):
             self._repeat.stop((kind, segment))
         self._unheard -= part.announced
-        self._begun -= part.step is not SegmentStep.PLANNED
+        self._begun -= part.step is not _SegmentStep.PLANNED
         self._count_landed(self._parts.pop(segment))
         self._runs[segment.layers] -= not segment.state
         return True
 
-    def _count_landed(self, part: OutboundSegment) -> None:
+    def _count_landed(self, part: _OutboundSegment) -> None:
         self.bytes_landed += part.nbytes
         self.segments_landed += 1
 
@@ -510,13 +510,13 @@ class Flow(Machine[Sending]):
         state, unquiet = self.state, self._unquiet
         if state is Sending.MOVING or state is Sending.FINISHED:
             assert self._unheard == sum(part.announced for part in self._parts.values())
-            assert self._begun == sum(part.step is not SegmentStep.PLANNED for part in self._parts.values())
+            assert self._begun == sum(part.step is not _SegmentStep.PLANNED for part in self._parts.values())
         assert self.runs() == {segment.layers for segment in self._parts if not segment.state}
         for segment, part in self._parts.items():
             step = part.step
-            assert (step is SegmentStep.WRITING) == (segment in unquiet), (segment, part)
-            assert part.grant is None or (step is not SegmentStep.PLANNED and step is not SegmentStep.ASKED)
-            assert state is not Sending.FINISHED or step is SegmentStep.ANNOUNCED
+            assert (step is _SegmentStep.WRITING) == (segment in unquiet), (segment, part)
+            assert part.grant is None or (step is not _SegmentStep.PLANNED and step is not _SegmentStep.ASKED)
+            assert state is not Sending.FINISHED or step is _SegmentStep.ANNOUNCED
         assert not unquiet or state is Sending.ABORTING or state is Sending.MOVING
         assert not self._parts or state is Sending.MOVING or state is Sending.FINISHED
         assert state is not Sending.COMPLETE or self.segments_landed >= self._announced

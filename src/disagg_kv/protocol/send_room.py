@@ -269,7 +269,7 @@ class SendRoom:
         return out
 
     def _offer_states(self, flow: Flow, now: float) -> list[Effect]:
-        """Add the states to a flow: with the last rows that it awaits, so that their leases are there in time (A4).
+        """Add the states to a flow: with the last rows that it awaits, so that their leases are there in time.
 
         What no slot or lease can hold ends it.
         """

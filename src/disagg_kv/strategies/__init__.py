@@ -1,6 +1,6 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
-from .base import Feature, Job, TransferPlanner, Schedule, Tables
+from .base import Feature, Job, Schedule, Tables, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .registry import AUTO, PER_CHUNK, Strategy, paths, register, schedules, strategy
 from .schedules import LayerPipelined, PerChunk
@@ -12,13 +12,13 @@ __all__ = [
     "Feature",
     "Job",
     "LayerPipelined",
-    "TransferPlanner",
     "PerChunk",
     "Schedule",
     "SlicePlanner",
     "StagedPlanner",
     "Strategy",
     "Tables",
+    "TransferPlanner",
     "paths",
     "register",
     "schedules",

@@ -75,7 +75,7 @@ class TransferPlanner(Protocol):
 
 
 class Feature(StrEnum):
-    """What an engine may do in a forward pass that sending single layers early would break (B4)."""
+    """What an engine may do in a forward pass that sending single layers early would break."""
 
     DP_ATTENTION = "dp_attention"
     EXPERT_STATISTICS = "expert_statistics"

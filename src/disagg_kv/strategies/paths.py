@@ -64,7 +64,7 @@ class SlicePlanner:
 
 
 class StagedPlanner:
-    """Gather into a slot, one bulk write into a lease of the receiver's ring, scatter into its pages (A1, A2)."""
+    """Gather into a slot, one bulk write into a lease of the receiver's ring, scatter into its pages."""
 
     name = "staged"
     version = 1

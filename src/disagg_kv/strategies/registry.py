@@ -12,7 +12,7 @@ from attrs import frozen
 
 from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
-from .base import TransferPlanner, Schedule
+from .base import Schedule, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 

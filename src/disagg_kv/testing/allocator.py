@@ -70,12 +70,12 @@ class StagingAllocatorSuite:
         assert (lease.lap, lease.offset) == (1, 0)
 
     def test_the_whole_buffer_can_be_one_lease_wherever_the_head_is(self, ring: StagingAllocator) -> None:
-        """A3."""
+        """An empty buffer has no place that is better than another."""
         ring.release(reserve(ring, 3 * ALIGNMENT))
         assert reserve(ring, CAPACITY).offset == 0
 
     def test_a_full_buffer_says_wait(self, ring: StagingAllocator) -> None:
-        """A3: and goes on after a release."""
+        """And goes on after a release."""
         first = reserve(ring, ALIGNMENT)
         reserve(ring, CAPACITY - ALIGNMENT)
         assert ring.reserve(1) is None
@@ -83,14 +83,14 @@ class StagingAllocatorSuite:
         assert reserve(ring, ALIGNMENT).offset == first.offset
 
     def test_bytes_come_back_in_any_order(self, ring: StagingAllocator) -> None:
-        """A3: a younger lease's bytes can be used while an older one is live."""
+        """A younger lease's bytes can be used while an older one is live."""
         leases = [reserve(ring, CAPACITY // 4) for _ in range(4)]
         for index in (2, 0, 3, 1):
             ring.release(leases[index])
             assert reserve(ring, CAPACITY // 4).offset == leases[index].offset
 
     def test_a_second_release_is_harmless(self, ring: StagingAllocator) -> None:
-        """E4: also when somebody else has the bytes by then."""
+        """Also when somebody else has the bytes by then."""
         first = reserve(ring, CAPACITY)
         ring.release(first)
         ring.release(first)
@@ -101,7 +101,7 @@ class StagingAllocatorSuite:
         reserve(ring, CAPACITY)
 
     def test_more_than_the_buffer_is_refused_with_both_sizes(self, ring: StagingAllocator) -> None:
-        """A3: for good, full or not."""
+        """For good, full or not."""
         with pytest.raises(OversizeError, match=str(CAPACITY)) as caught:
             ring.reserve(CAPACITY + 1)
         assert (caught.value.asked, caught.value.capacity) == (CAPACITY + 1, CAPACITY)
@@ -122,7 +122,7 @@ class StagingAllocatorSuite:
         assert ring.reserve(CAPACITY // 2 + 1) is None
 
     def test_one_frozen_lease_never_stops_the_others(self, ring: StagingAllocator) -> None:
-        """E2: it is a hole that everyone goes round, lap after lap."""
+        """It is a hole that everyone goes round, lap after lap."""
         reserve(ring, 5 * ALIGNMENT)
         frozen = reserve(ring, ALIGNMENT)
         for _ in range(100):
@@ -132,7 +132,7 @@ class StagingAllocatorSuite:
         assert ring.tail == 0
 
     def test_a_request_of_twenty_buffers_passes_through(self, ring: StagingAllocator) -> None:
-        """A5: in segments, some of which are on their way at any time."""
+        """In segments, some of which are on their way at any time."""
         moving: list[Lease] = []
         moved = 0
         while moved < 20 * CAPACITY:

@@ -19,7 +19,7 @@ from ..errors import DisaggKVError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8, Buffer, bytes_of
 from ..planning import Writes
-from ..transports import WriteEnded, Heard, Settled, SupportsAllocate, Transport
+from ..transports import Heard, Settled, SupportsAllocate, Transport, WriteEnded
 
 Told = WriteEnded | Settled | Heard
 

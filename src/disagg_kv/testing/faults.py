@@ -16,7 +16,7 @@ from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from ..transports import WriteEnded, Heard, Settled, SupportsAllocate, Transport
+from ..transports import Heard, Settled, SupportsAllocate, Transport, WriteEnded
 
 
 class Fault(Enum):
@@ -156,7 +156,9 @@ class FaultyTransport:
         fault = Fault.PEER_LOST if peer in self._lost else self._plan(self._number)
         ticket = Ticket(next(self._tickets))
 
-        def post(some: Writes, tell: Callable[[WriteEnded], Sequence[WriteEnded | Settled]], data: bytes | None = notify) -> None:
+        def post(
+            some: Writes, tell: Callable[[WriteEnded], Sequence[WriteEnded | Settled]], data: bytes | None = notify
+        ) -> None:
             self._flying[self._inner.submit(peer, some, notify=data, after=after)] = _Flying(ticket, tell)
 
         if fault is None:

@@ -11,7 +11,7 @@ from ..errors import PeerLostError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8
 from ..planning import Writes
-from ..transports import Capabilities, WriteEnded, Heard, Settled
+from ..transports import Capabilities, Heard, Settled, WriteEnded
 from .ends import Child, End, Told
 
 POISON = 0xA5

@@ -103,7 +103,7 @@ class DataCases(TransportCases):
     def test_a_range_outside_its_region_is_refused_before_anything_is_written(
         self, pair: Pair, bad: tuple[int, int, int]
     ) -> None:
-        """Also when the writes before and after it are good (D3)."""
+        """Also when the writes before and after it are good."""
         with pytest.raises(RegistrationError):
             pair.submit((0, 0, 100), bad, (200, 200, 100))
         pair.put((300, 300, 10))

@@ -83,7 +83,7 @@ class EventCases(TransportCases):
     def test_an_event_that_fails_ends_its_batch_of_which_nothing_moves(
         self, waiting: Pair, rows: list[Row], error: Exception
     ) -> None:
-        """Quiet at once: the memory can be taken back (E8)."""
+        """Quiet at once: the memory can be taken back."""
         pair, flag = waiting, Flag()
         ticket = submit_after(pair, rows, flag)
         pair.work()

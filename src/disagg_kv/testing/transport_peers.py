@@ -49,7 +49,7 @@ class MemoryCases(TransportCases):
         assert len(set(end.transport.register(parts))) == 3
 
     def test_memory_of_another_kind_is_refused(self, end: End) -> None:
-        """The kind stands before the colon of the device (D3)."""
+        """The kind stands before the colon of the device."""
         with pytest.raises(RegistrationError):
             end.transport.register([Buffer(1 << 20, 4096, "abacus:0")])
 
@@ -79,7 +79,7 @@ class MemoryCases(TransportCases):
             end.transport.deregister(end.transport.register([buffer]))
 
     def test_registered_memory_lives_although_its_owner_lets_go(self, end: End) -> None:
-        """Peers may write to it until it is deregistered (E1, D3)."""
+        """Peers may write to it until it is deregistered."""
         region = end.add(noise(4096))
         owner = weakref.ref(end.release(region))
         gc.collect()
@@ -94,7 +94,7 @@ class MemoryCases(TransportCases):
         pair.check()
 
     def test_a_source_that_is_still_read_is_not_deregistered(self, pair: Pair) -> None:
-        """Where deregistering succeeds, nothing reads the memory any more: it can be overwritten at once (E1)."""
+        """Where deregistering succeeds, nothing reads the memory any more: it can be overwritten at once."""
         ticket = pair.submit((0, 0, NBYTES))
         try:
             pair.source.drop(pair.local)
@@ -135,7 +135,7 @@ class PeerCases(TransportCases):
     """Descriptors, incarnations and ends."""
 
     def test_a_garbage_descriptor_is_refused(self, pair: Pair) -> None:
-        """So is each truncated one (E13)."""
+        """So is each truncated one."""
         good = pair.target.descriptor()
         cut = [good[:n] for n in range(0, len(good), max(1, len(good) // 40))]
         for bad in (*cut, b"\0" * 100, b"{}", noise(300).tobytes(), b"x" + good):
@@ -213,7 +213,7 @@ class PeerCases(TransportCases):
         other.close(0.0)
 
     def test_a_closed_and_restarted_peer_is_another_peer(self, pair: Pair) -> None:
-        """What is written to the new one is not in the old one's memory (E10)."""
+        """What is written to the new one is not in the old one's memory."""
         if not self.one_process or not isinstance(pair.target, End):
             pytest.skip("once is enough")
         pair.target.close(0.0)

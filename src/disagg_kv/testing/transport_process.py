@@ -36,7 +36,7 @@ class ProcessCases(TransportCases):
             pytest.skip("in_process_only")
 
     def test_a_peer_that_was_killed_before_connect_is_lost(self, end: End, victim: Child) -> None:
-        """Connecting fails, or the loss is told afterwards; its memory is gone and nobody hangs (E10)."""
+        """Connecting fails, or the loss is told afterwards; its memory is gone and nobody hangs."""
         victim.open()
         remote = victim.add(np.zeros(NBYTES, np.uint8))
         descriptor = victim.descriptor()
@@ -118,7 +118,7 @@ class ProcessCases(TransportCases):
         same(apart.source.read(mine), zero)
 
     def test_a_peer_that_froze_and_woke_has_every_byte(self, apart: Pair, victim: Child) -> None:
-        """A stopped process is not a dead one: the ticket may wait, the data is right in the end (E9)."""
+        """A stopped process is not a dead one: the ticket may wait, the data is right in the end."""
         apart.put((0, 0, 100))
         victim.pause()
         ticket = apart.submit((1000, 1000, 5000))
@@ -131,7 +131,7 @@ class ProcessCases(TransportCases):
         assert not any(h.data is None for h in apart.log.heard), "a frozen peer was called lost"
 
     def test_a_peer_that_comes_back_is_another_peer(self, apart: Pair, victim: Child) -> None:
-        """The same transport restarted in a new process; writes reach the new one (E10)."""
+        """The same transport restarted in a new process; writes reach the new one."""
         victim.kill()
         fresh = Child(self.factory(), self.memory(), self.timeout_s)
         fresh.open()

@@ -1,6 +1,6 @@
 """One-sided writes."""
 
-from .base import Capabilities, WriteEnded, Heard, Settled, SupportsAllocate, Transport
+from .base import Capabilities, Heard, Settled, SupportsAllocate, Transport, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
@@ -16,7 +16,6 @@ __all__ = [
     "Connected",
     "Descriptor",
     "EmulatedWire",
-    "WriteEnded",
     "Extents",
     "Heard",
     "Home",
@@ -29,6 +28,7 @@ __all__ = [
     "SupportsAllocate",
     "Transport",
     "Watch",
+    "WriteEnded",
     "available",
     "between_processes",
     "copy",

@@ -29,7 +29,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
-from .base import Capabilities, WriteEnded, Heard, Settled
+from .base import Capabilities, Heard, Settled, WriteEnded
 from .connected import Connected
 from .cuda_api import Cuda, Mark, Stream
 from .cuda_driver import driver as this_driver
@@ -285,7 +285,9 @@ class CudaIpcTransport:
         ticket = Ticket(next(self._tickets))
         self._look(remote)
         if remote.lost:
-            self._events.append(WriteEnded(ticket, PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended")))
+            self._events.append(
+                WriteEnded(ticket, PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended"))
+            )
         elif not writes.nbytes.any():
             self._events.append(WriteEnded(ticket))
         else:

@@ -13,7 +13,7 @@ from ..errors import ConfigurationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import WriteEnded, Heard, Settled, SupportsAllocate, Transport
+from .base import Heard, Settled, SupportsAllocate, Transport, WriteEnded
 
 
 class EmulatedWire:

@@ -16,7 +16,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, WriteEnded, Heard, Settled
+from .base import Capabilities, Heard, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode
 from .process import Home

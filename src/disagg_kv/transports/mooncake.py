@@ -25,7 +25,7 @@ from ..errors import (
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, WriteEnded, Heard, Settled
+from .base import Capabilities, Heard, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .mooncake_flight import ADDRESS, Address, Flight, Remote, Shared, cut

@@ -16,7 +16,7 @@ from ..errors import PeerLostError, TransportError
 from ..geometry import I64
 from ..ids import Peer, Ticket
 from ..planning import Writes, coalesce
-from .base import WriteEnded, Settled
+from .base import Settled, WriteEnded
 from .mooncake_library import U64, Engine, reach
 from .process import Process, Watch
 from .regions import Extents
@@ -178,7 +178,7 @@ class Flight:
     keep: object = None
 
     def step(self) -> bool:
-        """Make the next call; a ``Step`` of :class:`Lanes`, so it must not raise, whatever a library does."""
+        """Make the next call; a ``Step`` of :class:`WorkerPool`, so it must not raise, whatever a library does."""
         try:
             return self._step()
         except Exception as error:
@@ -208,7 +208,7 @@ class Flight:
         return True if self.calls else self._end(None)
 
     def failed(self, call: Call | One, code: int, elapsed_s: float) -> bool:
-        """End, since the library has given a call up; a ``Step`` of :class:`Lanes`."""
+        """End, since the library has given a call up; a ``Step`` of :class:`WorkerPool`."""
         return self._end(self._failed(call, code, elapsed_s), quiesced=False)
 
     def _end(self, error: Exception | None, *, quiesced: bool = True) -> bool:

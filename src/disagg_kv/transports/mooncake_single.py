@@ -14,7 +14,7 @@ from functools import partial
 from attrs import define
 
 from ..ids import Peer, Ticket
-from .base import WriteEnded, Settled
+from .base import Settled, WriteEnded
 from .mooncake_flight import Flight, One, Shared
 from .mooncake_lanes import WorkerPool
 

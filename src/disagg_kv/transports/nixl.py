@@ -30,7 +30,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, WriteEnded, Heard, Settled
+from .base import Capabilities, Heard, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .nixl_library import U64, Agent, DescriptorList, Place, Registered, load, place
@@ -388,7 +388,9 @@ def cut(writes: Writes, source: I64, target: I64, local: Devices, remote: Device
     return parts
 
 
-def single(writes: Writes, local: Extents, remote: Extents, here: Devices, there: Devices) -> deque[DescriptorList] | None:
+def single(
+    writes: Writes, local: Extents, remote: Extents, here: Devices, there: Devices
+) -> deque[DescriptorList] | None:
     """What :func:`cut` makes of one range, several times as fast; None: it is not one good range, or not all alike.
 
     The staged path posts nothing else.

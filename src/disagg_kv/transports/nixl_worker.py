@@ -24,9 +24,9 @@ from attrs import define, field
 from ..errors import PeerLostError, TransportError
 from ..ids import Peer, Ticket
 from ..memory import Event
-from .base import WriteEnded, Heard, Settled
+from .base import Heard, Settled, WriteEnded
 from .mailbox import Mailbox
-from .nixl_library import Agent, Handle, DescriptorList, Place
+from .nixl_library import Agent, DescriptorList, Handle, Place
 from .process import Watch, keep_in_children
 
 log = logging.getLogger("disagg_kv")

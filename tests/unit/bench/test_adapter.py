@@ -107,7 +107,7 @@ class Threads:
     "name", [pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
 )
 def test_the_library_and_the_transport_write_in_turns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """D1: both sizes, both ways, in one run on the real library."""
+    """Both sizes, both ways, in one run on the real library."""
     assert run(["bench", "adapter", "--transport", name, "--small", "5", "--large", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["transport"]) == (True, name)

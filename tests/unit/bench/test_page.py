@@ -65,7 +65,7 @@ def test_the_committed_transfer_was_measured_at_a_commit_with_right_bytes_and_wi
 
 @pytest.mark.parametrize(("name", "ratio"), [("nixl", 3), ("mooncake", 20)])
 def test_staged_over_a_real_library_is_as_much_faster_as_it_has_to_be(name: str, ratio: float) -> None:
-    """A1: over one write per token and head slice, in the same run."""
+    """Over one write per token and head slice, in the same run."""
     found = json.loads((RESULTS / f"cpu_transfer_{name}.json").read_text())
     assert (found["ok"], len(found["machine"]["commit"])) == (True, 40)
     shape = found["shape"]
@@ -77,14 +77,14 @@ def test_staged_over_a_real_library_is_as_much_faster_as_it_has_to_be(name: str,
 
 @pytest.mark.parametrize("name", ["nixl", "nixl_1to1", "mooncake"])
 def test_the_wire_phase_of_staged_is_close_to_plain_writes(name: str) -> None:
-    """A2: 85 % of what the transport itself can do."""
+    """85 % of what the transport itself can do."""
     found = json.loads((RESULTS / f"cpu_transfer_{name}.json").read_text())
     assert found["strategies"]["staged"]["share_of_ceiling"] >= 0.85
 
 
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
 def test_a_committed_small_write_costs_little_more_than_the_librarys_call(name: str) -> None:
-    """D1: 80 us for 64 KiB."""
+    """80 us for 64 KiB."""
     found = json.loads((RESULTS / f"cpu_adapter_{name}.json").read_text())
     small, large = found["sizes"]
     assert (small["nbytes"], large["nbytes"]) == (64 << 10, 16 << 20)
@@ -100,7 +100,7 @@ def test_a_committed_grant_in_a_row_is_there_within_its_limit() -> None:
 
 
 def test_the_committed_worlds_broke_no_rule_and_reached_all_that_a_gate_reaches() -> None:
-    """E1 to E16: every batch is a range of seeds of its own."""
+    """Every batch is a range of seeds of its own."""
     found = json.loads((RESULTS / "simulation.json").read_text())
     batches = found["batches"]
     assert (found["violations"], found["coverage_missing"]) == (0, [])
@@ -110,7 +110,7 @@ def test_the_committed_worlds_broke_no_rule_and_reached_all_that_a_gate_reaches(
 
 
 def test_committed_layer_groups_are_within_their_limits() -> None:
-    """B3: at most 10 % above the bound, 90 % of what can be hidden is, and no length is more than 3 % slower."""
+    """At most 10 % above the bound, 90 % of what can be hidden is, and no length is more than 3 % slower."""
     found = json.loads((RESULTS / "cpu_pipeline.json").read_text())
     assert all(of["over_bound"] <= 1.1 and of["hidden"] >= 0.9 for of in found["overlaps"])
     assert all(of["ratio"] <= 1.03 for of in found["lengths"])
@@ -124,7 +124,7 @@ def test_the_committed_prefix_index_is_within_its_limits() -> None:
 
 
 def test_the_committed_workload_of_prefixes_is_the_published_shape_and_within_its_limits() -> None:
-    """C7: bytes at most 1.02 of the ideal, TTFT 1.10, latency at equal decode batch 1.05; and the picture is its."""
+    """Bytes at most 1.02 of the ideal, TTFT 1.10, latency at equal decode batch 1.05; and the picture is its."""
     found = json.loads((RESULTS / "cpu_prefix_workload.json").read_text())
     assert found["ok"] is True
     assert len(found["machine"]["commit"]) == 40, "measure in a clean checkout"

@@ -19,7 +19,7 @@ SMALL = (
 
 
 def test_overlaps_and_lengths_stand_beside_their_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """B3: C, T, N, the bound and the hidden share are all there, and agree with one another; the picture is drawn."""
+    """C, T, N, the bound and the hidden share are all there, and agree with one another; the picture is drawn."""
     assert run([*SMALL.split(), "--plot", str(tmp_path / "sweep.svg"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (one,) = found["overlaps"]

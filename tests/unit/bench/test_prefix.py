@@ -59,7 +59,7 @@ def test_prompts_of_a_group_share_their_beginning_and_nothing_else() -> None:
 
 
 def test_bytes_on_the_wire_are_those_of_the_tokens_that_are_not_held() -> None:
-    """C7, limit: at most 1.02 of the ideal; here every page is kept, so exactly that. Without prefixes: everything."""
+    """At most 1.02 of the ideal; here every page is kept, so exactly that. Without prefixes: everything."""
     on, off = emulated(TINY), emulated(TINY, incremental=False)
     tokens = sum(len(p.tokens) for p in prompts_of(TINY))
     assert (off.prompt_tokens, off.held_tokens, off.kv_bytes) == (tokens, 0, tokens * TOKEN_BYTES)
@@ -95,7 +95,7 @@ def test_alone_a_request_takes_what_its_parts_take() -> None:
 
 
 def test_unpaced_arrivals_would_hold_up_decoding() -> None:
-    """C7, the control: with slow scatters latency at equal batch grows; a pace of 4 % of them keeps it within 1.05."""
+    """With slow scatters latency at equal batch grows; a pace of 4 % of them keeps it within 1.05."""
     slow = attrs.evolve(EMULATION, scatter_bytes_per_s=1e9, wire_bytes_per_s=1e10)
     shape = attrs.evolve(TINY, answer_tokens=200)
     fast = Figures.of(emulated(shape, attrs.evolve(slow, pace_bytes_per_s=1e15), incremental=False))
@@ -105,7 +105,7 @@ def test_unpaced_arrivals_would_hold_up_decoding() -> None:
 
 
 def test_arrivals_that_all_join_one_step_would_hold_it_up() -> None:
-    """C7, the control: each request that joins costs the engine's thread time; few at once keep every step short."""
+    """Each request that joins costs the engine's thread time; few at once keep every step short."""
 
     def emulate(most: int) -> Figures:
         ticks = count()
@@ -146,7 +146,7 @@ def test_every_request_ends_and_every_page_is_accounted_for(
     incremental: bool,
     seed: int,
 ) -> None:
-    """C2: pools that hold one request and little more, so that the indexes evict and admission waits."""
+    """Pools that hold one request and little more, so that the indexes evict and admission waits."""
     shape = PrefixShape(groups, prompts, shared, own, answer, 0.5, concurrency, seed)
     room = shared + own + answer + 2 * max(pages)
     emulation = attrs.evolve(

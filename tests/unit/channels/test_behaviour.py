@@ -95,7 +95,7 @@ class TestEveryChannel:
         assert came == [Arrived(frame) for frame in frames]
 
     def test_a_sender_is_told_that_a_queue_is_full_and_never_waits(self, network: Network) -> None:
-        """E9: a peer that reads nothing costs a bounded queue."""
+        """A peer that reads nothing costs a bounded queue."""
         left, right = connected(network)
         sent = 0
         while left.send(right.address, b"x" * MAX_FRAME):
@@ -128,7 +128,7 @@ class TestEveryChannel:
         assert not channel.poll(0)
 
     def test_the_end_of_an_inbox_is_reported_and_its_return_too(self, network: Network) -> None:
-        """E10: what was sent in between does not reach the new inbox."""
+        """What was sent in between does not reach the new inbox."""
         left, right = connected(network)
         address = right.address
         right.close()
@@ -152,7 +152,6 @@ class TestEveryChannel:
         assert wait_for(fresh, Opened(address)) == [Opened(address)]
 
     def test_a_forgotten_address_makes_no_news_and_can_be_used_again(self, network: Network) -> None:
-        """E6."""
         left, right = connected(network)
         other = network.open("other")
         assert left.send(other.address, b"first")

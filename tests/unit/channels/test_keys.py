@@ -72,7 +72,6 @@ def plain(address: str) -> str:
 
 class TestFriends:
     def test_frames_come_with_the_key_that_their_sender_has_proved(self, pair: tuple[ZmqChannel, ZmqChannel]) -> None:
-        """E13."""
         left, right = pair
         assert left.send(right.address, b"hello")
         pump(left, right, until=[(0, Opened(right.address)), (1, Arrived(b"hello", key_of(left.address)))])
@@ -86,7 +85,6 @@ class TestFriends:
             pump(left, right, until=[(1, Arrived(b"sibling", keys.public))])
 
     def test_an_end_and_a_return_under_the_same_address_are_seen(self, pair: tuple[ZmqChannel, ZmqChannel]) -> None:
-        """E10."""
         left, right = pair
         assert left.send(right.address, b"hello")
         pump(left, right, until=[(0, Opened(right.address))])
@@ -106,7 +104,7 @@ class TestStrangers:
     def test_a_key_that_is_not_allowed_is_refused_and_counted_and_told(
         self, pair: tuple[ZmqChannel, ZmqChannel]
     ) -> None:
-        """E13: the stranger knows whom it talks to and has a key, but not one that we know. Friends are unharmed."""
+        """The stranger knows whom it talks to and has a key, but not one that we know. Friends are unharmed."""
         left, right = pair
         with closing(ZmqChannel(keys=Keys.new([key_of(right.address)]))) as stranger:
             for _ in range(2):
@@ -152,7 +150,7 @@ class TestStrangers:
                     listener.accept()
 
     def test_who_has_no_key_at_all_is_refused_and_counted(self) -> None:
-        """E13: plain ZeroMQ, and what is no ZeroMQ."""
+        """Plain ZeroMQ, and what is no ZeroMQ."""
         with closing(ZmqChannel(keys=Keys.new())) as channel, zmq.Context() as context:
             with context.socket(zmq.PUSH) as push:
                 push.setsockopt(zmq.LINGER, 0)
@@ -179,7 +177,7 @@ class TestStrangers:
 
 
 def test_keys_leave_no_thread_and_no_file_behind() -> None:
-    """E6: refused connections included."""
+    """Refused connections included."""
     before = held()
     mine, theirs = friends()
     with closing(ZmqChannel(keys=mine)) as left, closing(ZmqChannel(keys=theirs)) as right:

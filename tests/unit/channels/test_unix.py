@@ -73,7 +73,7 @@ class TestAnotherProcess:
     def test_the_death_of_a_process_is_reported_and_its_successor_found(
         self, channel: UnixChannel, tmp_path: Path
     ) -> None:
-        """E6, E10: killed, not closed."""
+        """Killed, not closed."""
         with child_inbox(f"unix://{tmp_path}/child") as (child, address):
             assert channel.send(address, b"hello")
             assert read_line(child) == "hello"
@@ -103,7 +103,7 @@ class TestAnotherProcess:
             assert wait_for(late, Arrived(b"early")) == [Arrived(b"early")]
 
     def test_it_is_tried_ever_more_slowly(self, channel: UnixChannel, tmp_path: Path) -> None:
-        """E9: who is not there costs no core."""
+        """Who is not there costs no core."""
         assert channel.send(f"unix://{tmp_path}/nobody", b"early")
         wait_for(channel, Closed(f"unix://{tmp_path}/nobody"))
         began, polls = time.monotonic(), 0
@@ -226,7 +226,7 @@ class TestStrangers:
     def test_what_is_no_message_cuts_the_connection_and_is_counted(
         self, channel: UnixChannel, stranger: socket.socket, garbage: bytes, tmp_path: Path
     ) -> None:
-        """E13: and others are still heard."""
+        """And others are still heard."""
         stranger.sendall(garbage)
         wait_for(channel, Rejected(messages=1))
         assert stranger.recv(1) == b""
@@ -264,7 +264,7 @@ class TestStrangers:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
     def test_other_users_are_neither_heard_nor_talked_to(self) -> None:
-        """E13: also where somebody has opened the file for everybody."""
+        """Also where somebody has opened the file for everybody."""
         script = (
             "import os, socket, sys\n"
             f"os.setuid({NOBODY})\n"
@@ -314,7 +314,7 @@ class TestStrangers:
     def test_a_flood_of_empty_frames_keeps_nobody_else_waiting(
         self, channel: UnixChannel, stranger: socket.socket, tmp_path: Path
     ) -> None:
-        """E9: one poll takes a bounded number, of everybody some, and what is to leave leaves."""
+        """One poll takes a bounded number, of everybody some, and what is to leave leaves."""
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         stranger.setblocking(False)
         empty = struct.pack(f"<{1 + MAX_TOGETHER}I", MAX_TOGETHER, *[0] * MAX_TOGETHER)
@@ -457,7 +457,7 @@ class TestNothingIsLeftBehind:
         given_back(before)
 
     def test_without_descriptors_an_end_is_told_and_words_are_heard(self, channel: UnixChannel, tmp_path: Path) -> None:
-        """E9: somebody calls in the same moment, and nobody can be accepted."""
+        """Somebody calls in the same moment, and nobody can be accepted."""
         with ExitStack() as stack:
             leaving, friend = (
                 stack.enter_context(closing(UnixChannel(f"unix://{tmp_path}/{name}"))) for name in ("a", "b")
@@ -479,7 +479,7 @@ class TestNothingIsLeftBehind:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     def test_without_descriptors_nobody_is_lost(self, channel: UnixChannel, tmp_path: Path) -> None:
-        """E9: who calls waits until there are some again, and so does who wants to call."""
+        """Who calls waits until there are some again, and so does who wants to call."""
         with ExitStack() as stack:
             other = stack.enter_context(closing(UnixChannel(f"unix://{tmp_path}/other")))
             assert other.send(channel.address, b"hello")

@@ -35,7 +35,7 @@ class TestAnotherProcess:
             assert read_line(child) == "hello"
 
     def test_the_death_of_a_process_is_reported(self, channel: ZmqChannel, bind: str) -> None:
-        """E6, E10: killed, not closed; and the process that takes over the address is found."""
+        """Killed, not closed; and the process that takes over the address is found."""
         with child_inbox(bind) as (child, address):
             assert channel.send(address, b"hello")
             wait_for(channel, Opened(address))
@@ -88,7 +88,6 @@ class TestStrangers:
     def test_what_is_no_control_frame_is_dropped_and_counted(
         self, channel: ZmqChannel, stranger: zmq.Socket[bytes]
     ) -> None:
-        """E13."""
         stranger.send(b"x" * (MAX_FRAME + 1))
         stranger.send_multipart([b"fine", b"x" * (MAX_FRAME - 3)])
         stranger.send_multipart([b"fine"] * (MAX_TOGETHER + 1))
@@ -101,7 +100,6 @@ class TestStrangers:
     def test_a_huge_message_is_cut_off_and_others_are_still_heard(
         self, channel: ZmqChannel, stranger: zmq.Socket[bytes]
     ) -> None:
-        """E13."""
         stranger.send(b"x" * (2 * MAX_FRAME + 1))
         with closing(ZmqChannel()) as friend:
             assert friend.send(channel.address, b"fine")
@@ -130,7 +128,6 @@ class TestAddresses:
         "bind", ["tcp://0.0.0.0:0", "tcp://10.0.0.1:0", "tcp://*:0", "tcp://[::]:0", "tcp://eth0:0"]
     )
     def test_frames_are_not_encrypted_so_they_do_not_leave_the_host(self, channel: ZmqChannel, bind: str) -> None:
-        """E13."""
         with pytest.raises(ConfigurationError, match="only loopback and ipc"):
             ZmqChannel(bind)
         assert not channel.send(bind, b"lost")

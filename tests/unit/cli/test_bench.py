@@ -132,7 +132,7 @@ def test_nothing_is_left_behind(
 
 
 def test_verification_is_measured_beside_the_same_without(capsys: pytest.CaptureFixture[str]) -> None:
-    """E15: the bytes of both are checked, and what checksums cost is said."""
+    """The bytes of both are checked, and what checksums cost is said."""
     found = bench(capsys, "--transport", "inproc", "--prefill-tp", "2", "--verify", "full", "--strategies", "staged")
     assert list(found["strategies"]) == ["staged", "staged, verify full"]
     plain, verified = (of["phases"] for of in found["strategies"].values())

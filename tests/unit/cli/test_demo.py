@@ -59,7 +59,7 @@ def test_direct_between_equal_layouts_as_json(capsys: pytest.CaptureFixture[str]
 def test_layers_cross_while_others_are_computed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: list[str], ranks: int, groups: set[str]
 ) -> None:
-    """A12, B1, B6: the trace has every group of every chunk, on every rank; tokens and bytes are right.
+    """The trace has every group of every chunk, on every rank; tokens and bytes are right.
 
     No group leaves before its last layer is final, and on every rank bytes leave while later layers are computed: on a
     host that is too busy to let the threads that send run meanwhile, in one of three demos.
@@ -132,7 +132,7 @@ def _hidden(events: list[dict[str, Any]], rank: str) -> tuple[int, int, int]:
     [pytest.param("nixl", (2, 1), marks=needs_nixl), pytest.param("mooncake", (1, 2), marks=needs_mooncake)],
 )
 def test_real_libraries_carry_the_demo(capsys: pytest.CaptureFixture[str], transport: str, tp: tuple[int, int]) -> None:
-    """A6, A12, B7, E15: between tensor-parallel sizes, every byte in its place, and checksums agree.
+    """Between tensor-parallel sizes, every byte in its place, and checksums agree.
 
     Two stages of prefill, each with its own layers, rows and states.
     """
@@ -148,7 +148,7 @@ def test_real_libraries_carry_the_demo(capsys: pytest.CaptureFixture[str], trans
 
 
 def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """The negative control, with both heads on one rank; C6: a conversation is told turn by turn."""
+    """The negative control, with both heads on one rank; a conversation is told turn by turn."""
     assert run(["demo", *SMALL, "--inject", "swap-heads", "--turns", "2"]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "FAILED: the tokens differ from those of one process" in text
@@ -161,7 +161,7 @@ def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.Capture
 
 
 def test_what_gather_swaps_is_noticed_by_checksums_before_a_token_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    """E15: between TP 2 and TP 1, whose parts no plain comparison of buffers could hold against each other."""
+    """Between TP 2 and TP 1, whose parts no plain comparison of buffers could hold against each other."""
     sizes = ["--prefill-tp", "2", "--verify", "full"]
     assert run(["demo", *SMALL, *sizes, "--inject", "swap-heads", "--json"]) == 1
     out, err = capsys.readouterr()
@@ -217,7 +217,7 @@ def test_each_failing_check_is_named(changes: dict[str, object], words: str) -> 
 
 
 def test_the_title_says_which_model_crossed_between_which_ranks() -> None:
-    """A12: stages only where there are several."""
+    """Stages only where there are several."""
     flat, staged = made(prefill_tp=4), made(model="hybrid", prefill_pp=2, decode_tp=2)
     assert moved(DemoConfig(), flat).title == "llama, TP 4 -> 1, staged, shm"
     assert moved(DemoConfig(), staged).title == "hybrid, TP 1 -> 2, PP 2 -> 1, staged, shm"

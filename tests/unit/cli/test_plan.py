@@ -39,7 +39,7 @@ def numbers(found: dict[str, object], path: str) -> tuple[int, int]:
 
 
 def test_staged_posts_at_least_1000_times_fewer_writes_than_slice(cli: Cli) -> None:
-    """A1, A2: 8,192 tokens, 64 layers, TP 4 -> 1."""
+    """8,192 tokens, 64 layers, TP 4 -> 1."""
     found = cli.plan(f"{BIG} --prefill-tp 4 --decode-tp 1")
     staged, slices = numbers(found, "staged"), numbers(found, "slice")
     assert slices == (64 * 2 * 8192 * 4, BIG_BYTES)
@@ -64,7 +64,7 @@ def test_equal_layouts_may_go_direct(cli: Cli) -> None:
 
 
 def test_replicated_heads_are_planned_once(cli: Cli) -> None:
-    """A6: TP 8 over 2 heads holds each head four times, and every byte is sent once."""
+    """TP 8 over 2 heads holds each head four times, and every byte is sent once."""
     found = cli.plan("--layers 8 --kv-heads 2 --head-dim 64 --tokens 1024 --prefill-tp 8 --decode-tp 1")
     pairs = found["pairs"]
     assert isinstance(pairs, list)
@@ -73,7 +73,6 @@ def test_replicated_heads_are_planned_once(cli: Cli) -> None:
 
 
 def test_pipeline_stages_latents_page_sizes_and_orders_are_options(cli: Cli) -> None:
-    """A9, A11, A12."""
     latent = cli.plan("--layers 6 --mla-latent 576 --tokens 100 --prefill-tp 2 --prefill-pp 2 --decode-tp 1")
     assert latent["bytes"] == 6 * 576 * 2 * 100
     stages = cli.plan("--layers 4 --kv-heads 2 --head-dim 8 --tokens 10 --prefill-pp 2 --decode-pp 4")
@@ -88,7 +87,7 @@ def test_pipeline_stages_latents_page_sizes_and_orders_are_options(cli: Cli) -> 
 
 
 def test_slots_bound_the_segments(cli: Cli) -> None:
-    """A5: a smaller slot means more, smaller writes of the same bytes."""
+    """A smaller slot means more, smaller writes of the same bytes."""
     wide = numbers(cli.plan(f"{BIG} --prefill-tp 4 --slot-mib 64"), "staged")
     narrow = numbers(cli.plan(f"{BIG} --prefill-tp 4 --slot-mib 1 --ring-mib 64"), "staged")
     assert narrow[0] > wide[0]
@@ -132,7 +131,7 @@ def test_many_pairs_are_cut_short_for_people(capsys: pytest.CaptureFixture[str])
 
 
 def test_layer_groups_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """B3: what the schedule would do with the request; with a compute time by its cost model."""
+    """What the schedule would do with the request; with a compute time by its cost model."""
     model = ["plan", "--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--tokens", "8192", "--json"]
 
     def planned(*more: str) -> dict[str, object]:

@@ -44,7 +44,7 @@ def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
 
 def ahead(rig: Rig) -> PreparedGathers:
     """The prefill rank's."""
-    return rig.prefills[0].endpoint._mover.ahead
+    return rig.prefills[0].endpoint._transfers.prepared
 
 
 @pytest.mark.parametrize("slots", [64, 1])
@@ -64,7 +64,7 @@ def test_gathers_are_prepared_when_granted_and_launched_when_their_rows_are_ther
 
 
 def test_one_gather_for_several_destinations_is_prepared_for_all_of_them() -> None:
-    """A8: destinations granted by then are served by one gather."""
+    """Destinations granted by then are served by one gather."""
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
@@ -78,7 +78,7 @@ def test_one_gather_for_several_destinations_is_prepared_for_all_of_them() -> No
 
 
 def test_destinations_of_the_same_bytes_are_prepared_as_one() -> None:
-    """A8: ranks that keep the same heads get what is gathered once."""
+    """Ranks that keep the same heads get what is gathered once."""
     kernels, event = PreparingKernels(), Flag()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     rig.prefill(
@@ -114,8 +114,8 @@ def test_what_was_prepared_for_all_is_not_launched_for_some() -> None:
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
-    mover = rig.prefills[0].endpoint._mover
-    other = rig.decodes[1].endpoint._node.me.epoch
+    mover = rig.prefills[0].endpoint._transfers
+    other = rig.decodes[1].endpoint._loop.me.epoch
     mover._full = lambda to: to == other  # type: ignore[method-assign]
     event.fired = True
     rig.wait(1.0)
@@ -133,7 +133,7 @@ def test_what_is_prepared_goes_where_it_was_prepared_to_whichever_rows_are_hande
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
-    mover = rig.prefills[0].endpoint._mover
+    mover = rig.prefills[0].endpoint._transfers
     add, later = mover.add, list[Callable[[], None]]()
     mover.add = lambda room, transfer: later.insert(0, partial(add, room, transfer))  # type: ignore[method-assign]
     event.fired = True
@@ -168,7 +168,6 @@ def test_nothing_is_foreseen_for_kernels_that_prepare_nothing() -> None:
 
 
 def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
-    """E8."""
     kernels, event = PreparingKernels(), Flag()
     kernels.fail_to_prepare = RuntimeError("not now")
     rig = world(kernels)
@@ -181,7 +180,6 @@ def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
 
 
 def test_a_prepared_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
-    """E8."""
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
@@ -213,7 +211,7 @@ def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_pages_that_were_taken_away_are_not_gathered(early: bool) -> None:
-    """C1: a preempted room gives its grants back; what was prepared for them reads pages that it has no more.
+    """A preempted room gives its grants back; what was prepared for them reads pages that it has no more.
 
     The rows are there before or after the new grants.
     """
@@ -235,7 +233,6 @@ def test_pages_that_were_taken_away_are_not_gathered(early: bool) -> None:
 
 
 def test_a_prepared_gather_of_what_is_compared() -> None:
-    """E15."""
     kernels, event = PreparingKernels(), Flag()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     rig.prefill(
@@ -288,7 +285,7 @@ class WithoutReturns(_Over):
 
 @pytest.mark.parametrize("case", ["two writers", "a Return is lost"])
 def test_pages_that_were_taken_away_are_not_gathered_under_a_grant_that_outlives_them(case: str) -> None:
-    """C1: decode grants the same lease again while another writer has it still, or while it knows of nothing."""
+    """Decode grants the same lease again while another writer has it still, or while it knows of nothing."""
     kernels, event = PreparingKernels(), Flag()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     writers = 2 if case == "two writers" else 1
@@ -298,8 +295,8 @@ def test_pages_that_were_taken_away_are_not_gathered_under_a_grant_that_outlives
     )  # fmt: skip
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17)
     if writers == 1:
-        node = rig.prefills[0].endpoint._node
-        node._outbox = SendBuffer(WithoutReturns(node.channel), node.observer, LimitedLog(node.clock), node.defer)
+        node = rig.prefills[0].endpoint._loop
+        node._send_buffer = SendBuffer(WithoutReturns(node.channel), node.observer, LimitedLog(node.clock), node.defer)
     request = granted(rig, event)
     assert kernels.held
     for one in request.sends:

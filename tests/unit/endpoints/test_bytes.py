@@ -50,7 +50,7 @@ PAIRS = {
 @pytest.mark.parametrize("path", ["staged", "slice", "auto"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_pair_of_splits(pair: str, path: str) -> None:
-    """A6, A11, A12: whichever way the ranks of the two sides split the cache, every cell arrives, K and V alike."""
+    """Whichever way the ranks of the two sides split the cache, every cell arrives, K and V alike."""
     spec, prefill, decode = PAIRS[pair]
     rig = Rig(spec)
     prefills = rig.prefill(prefill(spec), strategy=path)
@@ -72,7 +72,7 @@ def test_every_pair_of_splits(pair: str, path: str) -> None:
     ids=["16-64", "64-16", "NHD-HND", "fused"],
 )
 def test_every_pair_of_memories(source: Memory, target: Memory, path: str) -> None:
-    """A9: page sizes and layouts of the two sides may differ."""
+    """Page sizes and layouts of the two sides may differ."""
     rig = Rig(WIDE)
     prefills = rig.prefill(tp_shards(WIDE, 2), memory=source, strategy=path)
     decodes = rig.decode(tp_shards(WIDE, 3), memory=target, strategy=path)
@@ -93,7 +93,7 @@ def test_equal_layouts_go_direct(split: Split, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["staged", "slice", "direct"])
 def test_chunks_arrive_as_they_are_computed(path: str) -> None:
-    """A5: a request is sent in chunks whose edges are no page edges."""
+    """A request is sent in chunks whose edges are no page edges."""
     rig = Rig(KV)
     prefills, decodes = rig.prefill(tp_shards(KV, 2), strategy=path), rig.decode(tp_shards(KV, 2), strategy=path)
     request = rig.request("room", prefills, decodes, 40).open_decode().expect(None).open_prefill()
@@ -107,7 +107,7 @@ def test_chunks_arrive_as_they_are_computed(path: str) -> None:
 @pytest.mark.parametrize("path", ["staged", "slice", "direct", "auto"])
 @pytest.mark.parametrize("stop", [None, 0])
 def test_no_rows(stop: int | None, path: str) -> None:
-    """A5: a room without rows still ends well and brings its aux row."""
+    """A room without rows still ends well and brings its aux row."""
     rig = Rig(KV)
     prefills, decodes = rig.prefill(tp_shards(KV, 2), strategy=path), rig.decode(tp_shards(KV, 2), strategy=path)
     prefills[0].pool.write_aux(1, b"first")
@@ -171,7 +171,7 @@ def test_with_threads(ways: tuple[int, int], path: str, transport: Callable[[], 
 
 
 def test_two_prefill_instances_at_once() -> None:
-    """A7: instances of different sizes serve one decode instance at the same time."""
+    """Instances of different sizes serve one decode instance at the same time."""
     rig = Rig(KV)
     small = rig.prefill(tp_shards(KV, 1), "small", strategy="slice")
     large = rig.prefill(tp_shards(KV, 2, 2), "large", memory=Memory(layout="HND", page_size=8), strategy="staged")

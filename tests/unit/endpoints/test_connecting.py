@@ -24,7 +24,7 @@ from disagg_kv.protocol.peers import Up
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
-from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled
+from disagg_kv.transports import Heard, InprocTransport, Settled, WriteEnded
 from disagg_kv.transports.process import _started
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -54,7 +54,7 @@ class Later:
 
 def hello_of(rig: Rig) -> Hello:
     """What the only decode rank says of itself."""
-    return rig.decodes[0].endpoint._node.me.hello()(b"")
+    return rig.decodes[0].endpoint._loop.me.hello()(b"")
 
 
 # Threads.
@@ -100,7 +100,7 @@ def test_a_peer_whose_thread_cannot_be_started_is_tried_again(kind: str, no_thre
     if kind == "links":
         rig.until(lambda: receive.phase is Phase.FAILED, "the failure")
         assert "can't start new thread" in str(receive.error)
-        rig.until(lambda: bool(decodes[0].endpoint._node.remotes), "another attempt")
+        rig.until(lambda: bool(decodes[0].endpoint._loop.remotes), "another attempt")
         rig.request("again", prefills, decodes, 12).start().landed()
     else:
         first.open_prefill().send(12).finish().landed()
@@ -362,9 +362,9 @@ def test_an_end_while_a_peer_is_being_connected_is_noticed() -> None:
     InprocChannel(rig.hub, "ended").send("inproc://P0", Codec().encode(ended))
     rig.until(lambda: bool(prefills[0].observer.counters.get("peers.lost")), "the end")
     rig.turn()
-    node = prefills[0].endpoint._node
-    assert not node.links.linked()
-    assert not node._exits.awaited
+    node = prefills[0].endpoint._loop
+    assert not node.connections.linked()
+    assert not node._process_monitor.awaited
 
 
 class Counted(InprocTransport):
@@ -406,8 +406,8 @@ def test_a_peer_that_is_heard_again_is_not_connected_again() -> None:
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(transport=Counted), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("before", prefills, decodes, 12).start(12).landed()
-    node = prefills[0].endpoint._node
-    node.lose(decodes[0].endpoint._node.me.epoch, PeerLostError("silent"))
+    node = prefills[0].endpoint._loop
+    node.lose(decodes[0].endpoint._loop.me.epoch, PeerLostError("silent"))
     rig.wait(3.0)
     rig.request("after", prefills, decodes, 12).start(12).landed()
     assert counted(rig).connects == 1
@@ -419,8 +419,8 @@ def test_a_peer_that_its_transport_has_lost_is_not_taken_for_one_that_was_silent
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(transport=Counted), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("before", prefills, decodes, 12).start(12).landed()
-    node = prefills[0].endpoint._node
-    lost = node.links.of(decodes[0].endpoint._node.me.epoch)
+    node = prefills[0].endpoint._loop
+    lost = node.connections.of(decodes[0].endpoint._loop.me.epoch)
     assert lost is not None
     counted(rig).reports.append(lost)
     rig.wait(3.0)
@@ -437,10 +437,10 @@ def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCapt
     rig.request("before", prefills, one, 12).start(12).landed()
     beside = rig.request("beside", prefills, other, 12).open_decode().expect().open_prefill().send(4)
     counted(rig).fails = True
-    prefills[0].endpoint.confirm_terminated(one[0].endpoint._node.me.epoch)
+    prefills[0].endpoint.confirm_terminated(one[0].endpoint._loop.me.epoch)
     rig.until(lambda: bool(counted(rig).disconnects), "the end")
     beside.send(12, 4).finish().landed()
-    links = prefills[0].endpoint._node.links
+    links = prefills[0].endpoint._loop.connections
     assert prefills[0].observer.counters["disconnects.failed"] == 1
     assert "it does not let go" in caplog.text
     assert [link.up.hello.instance for link in links._owners.values()] == ["E"]

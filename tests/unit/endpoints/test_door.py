@@ -84,7 +84,7 @@ def heartbeat(src: bytes, dst: bytes) -> bytes:
 
 
 def test_who_has_no_allowed_key_reaches_no_endpoint(rig: Rig, sides: tuple[Prefills, Decodes]) -> None:
-    """E13: keys that nobody allows, no keys, and garbage, while requests run."""
+    """Keys that nobody allows, no keys, and garbage, while requests run."""
     prefills, decodes = sides
     requests = [rig.request(f"{i}", prefills, decodes, ROWS).start() for i in range(4)]
     knows = Keys.new([key_of(address) for address in addresses(*sides)])
@@ -120,7 +120,7 @@ def test_a_room_whose_other_side_does_not_allow_our_key_fails_at_once(rig: Rig) 
 def test_nobody_speaks_in_the_name_of_a_peer_that_has_another_key(
     rig: Rig, keys: dict[str, Keys], sides: tuple[Prefills, Decodes]
 ) -> None:
-    """E10, E13: an insider who knows every epoch neither ends a life, nor a room, nor takes an address over."""
+    """An insider who knows every epoch neither ends a life, nor a room, nor takes an address over."""
     prefills, decodes = sides
     request = rig.request("room", prefills, decodes, ROWS).open_decode().expect().open_prefill()
     rig.until(lambda: all(h.held is not None for h in request.sends), "the expectation")
@@ -158,7 +158,7 @@ def introduction(src: bytes, dst: bytes, of: PeerInfo) -> f.Hello:
 
 
 def test_a_flood_of_garbage_at_an_endpoint_without_keys_changes_nothing() -> None:
-    """E13, E14: on this host everybody may speak: garbage, frames of strangers, frames for lives long gone."""
+    """On this host everybody may speak: garbage, frames of strangers, frames for lives long gone."""
     rig = Rig(SPEC, threaded=True, options=Options())
     memory = Memory(channel=unencrypted, pages=128)
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=512)

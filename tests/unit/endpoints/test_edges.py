@@ -65,7 +65,7 @@ def test_writes_to_a_peer_that_is_gone_are_over(fault: Fault, path: str) -> None
 
 
 def test_garbage_and_frames_of_strangers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """E13: bytes that are no frame, and frames of unknown lives, change nothing."""
+    """Bytes that are no frame, and frames of unknown lives, change nothing."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     stranger = InprocChannel(rig.hub, "stranger")
@@ -82,7 +82,7 @@ def test_garbage_and_frames_of_strangers_are_counted(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_frame_that_a_peer_must_never_send_costs_its_room_alone(side: str) -> None:
-    """E13: it is the peer's error, not one of ours that would end every room."""
+    """It is the peer's error, not one of ours that would end every room."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     bad, good = (rig.request(name, prefills, decodes, 8).open_decode().expect(8).open_prefill() for name in "ab")
@@ -102,7 +102,7 @@ def test_a_frame_that_a_peer_must_never_send_costs_its_room_alone(side: str) -> 
 
 @pytest.mark.parametrize("path", ["auto", "staged"])
 def test_an_expectation_of_more_rows_than_there_can_be(path: str) -> None:
-    """E13: what a peer says costs neither time nor memory: paths are compared for rows that our pool can hold."""
+    """What a peer says costs neither time nor memory: paths are compared for rows that our pool can hold."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1), strategy=path), rig.decode(tp_shards(SPEC, 1))
     rig.request("first", prefills, decodes, 8).start().landed()
@@ -115,7 +115,7 @@ def test_an_expectation_of_more_rows_than_there_can_be(path: str) -> None:
 
 
 def test_pages_of_a_peer_that_registered_none_of_them() -> None:
-    """E13: pages that are named without memory to write to fail the room, with the reason."""
+    """Pages that are named without memory to write to fail the room, with the reason."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("first", prefills, decodes, 8).start().landed()
@@ -132,7 +132,7 @@ def test_pages_of_a_peer_that_registered_none_of_them() -> None:
 
 
 def test_a_grant_outside_the_ring_is_not_written_to() -> None:
-    """E13: a lease must lie in the ring that the peer's Hello told of; nothing is posted for one that does not."""
+    """A lease must lie in the ring that the peer's Hello told of; nothing is posted for one that does not."""
     rig = Rig(SPEC)
     transport = RecordingTransport(InprocTransport())
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(transport=lambda: transport), strategy="staged")
@@ -172,7 +172,7 @@ def test_a_path_that_plans_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_kernel_s_event_that_raises() -> None:
-    """E8: an event of a gather or scatter that raises fails its room alone, and once."""
+    """An event of a gather or scatter that raises fails its room alone, and once."""
 
     class Broken(Flag):
         def query(self) -> bool:
@@ -214,7 +214,7 @@ def test_a_room_may_be_less_patient_than_its_endpoint(side: str) -> None:
 
 
 def test_what_is_kept_for_later_expires() -> None:
-    """E14: parked expectations, declined rooms and rooms that nobody asked for are not kept for ever."""
+    """Parked expectations, declined rooms and rooms that nobody asked for are not kept for ever."""
     rig = Rig(SPEC, options=Options(silence_s=5.0, total_s=10.0))
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     parked = rig.request("parked", prefills, decodes, 8).open_decode().expect()
@@ -341,7 +341,7 @@ def alone(kind: type[E], rig: Rig, pool: PagedPool, name: str) -> E:
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("sizes", [(64, 8), (3 * MAX_AUX, 2 * MAX_AUX), (20 * MAX_AUX - 1, 20 * MAX_AUX)])
 def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], wanted: bool) -> None:
-    """B5: what no frame takes comes in several; more than decode's row fails the room; what it does not want, not."""
+    """What no frame takes comes in several; more than decode's row fails the room; what it does not want, not."""
     rig = Rig(SPEC)
     pools = [
         PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=4, page_size=4, aux_slots=1, aux_bytes=n) for n in sizes
@@ -370,7 +370,7 @@ def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], want
 
 
 def test_few_arrivals_are_told_of_at_once_and_every_failure() -> None:
-    """C7: what ended well comes a few at a time, in order, each once; what failed is never kept back."""
+    """What ended well comes a few at a time, in order, each once; what failed is never kept back."""
     changes: ChangeQueue[RoomHandle] = ChangeQueue()
     handles = [RoomHandle(RoomId(b"%d" % i)) for i in range(6)]
     for handle in handles:
@@ -386,7 +386,7 @@ def test_few_arrivals_are_told_of_at_once_and_every_failure() -> None:
 
 @pytest.mark.parametrize("recovering", [False, True])
 def test_an_endpoint_tells_of_as_many_arrivals_as_it_was_told(recovering: bool) -> None:
-    """C7: the knob, also where rooms may be sent again; and a number that cannot be."""
+    """The knob, also where rooms may be sent again; and a number that cannot be."""
     spec = CacheSpec.kv(2, 2, 8, "float16")
     rig = Rig(spec)
     prefills = rig.prefill(tp_shards(spec, 1))
@@ -465,7 +465,7 @@ def test_cells_of_the_tables_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E14: peers of ever other shapes cost no memory, and no two parts are taken for each other."""
+    """Peers of ever other shapes cost no memory, and no two parts are taken for each other."""
     monkeypatch.setattr("disagg_kv.endpoints.prefill.routes.CHOICES", 2)
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
@@ -475,7 +475,7 @@ def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.Monkey
     for turn in range(2):
         for number, decodes in enumerate(instances):
             rig.request(f"{turn} {number}", prefills, decodes, 8).start().landed()
-    assert len(prefills[0].endpoint._role._ways._shares) <= 2
+    assert len(prefills[0].endpoint._role._router._shares) <= 2
     rig.quiet()
 
 

@@ -33,7 +33,7 @@ QUICK = Options(silence_s=5.0, total_s=20.0)
 @pytest.mark.parametrize("path", ["staged", "slice"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_at_any_time(side: str, path: str) -> None:
-    """E1, C8: whenever and wherever a rank gives up, all ranks of a side end alike and all memory comes back."""
+    """Whenever and wherever a rank gives up, all ranks of a side end alike and all memory comes back."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy=path, slot_bytes=512)
     decodes = rig.decode(tp_shards(SPEC, 2), strategy=path)
@@ -111,7 +111,7 @@ def test_an_expectation_waits_for_the_room() -> None:
 
 @pytest.mark.parametrize("options", [Options(parked=2), Options(parked_pages=5)], ids=["number", "pages"])
 def test_parked_expectations_are_bounded(options: Options) -> None:
-    """E14: neither too many expectations nor too large ones are kept; they are repeated until there is room."""
+    """Neither too many expectations nor too large ones are kept; they are repeated until there is room."""
     rig = Rig(SPEC, options=options)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     requests = [rig.request(f"{i}", prefills, decodes, 8).open_decode().expect() for i in range(5)]
@@ -123,7 +123,7 @@ def test_parked_expectations_are_bounded(options: Options) -> None:
 
 
 def test_a_peer_does_not_take_the_places_of_others() -> None:
-    """E14: one parks at most a quarter of what may be parked, in number and in pages, while others are known."""
+    """One parks at most a quarter of what may be parked, in number and in pages, while others are known."""
     rig = Rig(SPEC, options=Options(parked=8))
     prefills, greedy = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     other = rig.decode(tp_shards(SPEC, 1), "E")
@@ -146,7 +146,7 @@ def test_a_peer_does_not_take_the_places_of_others() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_room_that_decode_awaits_again_is_not_one_that_it_gave_up(ranks: int) -> None:
-    """E11: what is retried before prefill has opened the room succeeds; one rank that still gives up ends it."""
+    """What is retried before prefill has opened the room succeeds; one rank that still gives up ends it."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, ranks))
     for name in ("again", "given up"):
@@ -167,7 +167,7 @@ def test_a_room_that_decode_awaits_again_is_not_one_that_it_gave_up(ranks: int) 
 
 
 def test_a_room_id_is_used_again_at_once() -> None:
-    """E11: a room's next life begins as soon as its last is released, whatever became of it."""
+    """A room's next life begins as soon as its last is released, whatever became of it."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
     for life in range(8):
@@ -187,7 +187,7 @@ def test_a_room_id_is_used_again_at_once() -> None:
 
 
 def test_late_aborts_do_not_reach_the_next_life() -> None:
-    """E11: a rank's word about a life that prefill gave up before is not taken for the next life."""
+    """A rank's word about a life that prefill gave up before is not taken for the next life."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2))
     decodes[1].frozen = True
@@ -272,7 +272,7 @@ def test_more_rows_than_decode_has_pages_for() -> None:
 
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_one_decode_rank_fails(path: str) -> None:
-    """C8, E16: what one rank of an instance cannot do, none has done."""
+    """What one rank of an instance cannot do, none has done."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy=path)
@@ -291,7 +291,7 @@ def test_one_decode_rank_fails(path: str) -> None:
 
 
 def test_an_unforeseen_error_ends_rooms_but_not_the_endpoint(caplog: pytest.LogCaptureFixture) -> None:
-    """E8: kernels, transports and events that raise what they should not cost rooms; the next room works."""
+    """Kernels, transports and events that raise what they should not cost rooms; the next room works."""
     rig = Rig(SPEC)
     kernels, transport = CountingKernels(), RecordingTransport(InprocTransport())
     memory = Memory(transport=lambda: transport)
@@ -328,7 +328,7 @@ def test_an_unforeseen_error_ends_rooms_but_not_the_endpoint(caplog: pytest.LogC
 
 @pytest.mark.parametrize("what", ["poll", "send"])
 def test_a_channel_that_raises_does_not_end_the_endpoint(what: str, caplog: pytest.LogCaptureFixture) -> None:
-    """E8: an inbox that cannot be read fails the open rooms; a frame that cannot be sent is a lost frame."""
+    """An inbox that cannot be read fails the open rooms; a frame that cannot be sent is a lost frame."""
     rig = Rig(SPEC)
     broken: list[str] = []
 
@@ -364,7 +364,7 @@ def test_a_channel_that_raises_does_not_end_the_endpoint(what: str, caplog: pyte
 @pytest.mark.parametrize("when", ["never there", "lost"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_silence_ends_rooms(side: str, when: str) -> None:
-    """E9: a peer that says nothing for ``silence_s`` fails its rooms, and nobody else's."""
+    """A peer that says nothing for ``silence_s`` fails its rooms, and nobody else's."""
     rig = Rig(SPEC, options=QUICK)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
     request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
@@ -400,7 +400,7 @@ def test_a_rooms_own_deadlines() -> None:
 
 
 def test_a_declined_room_of_an_unknown_instance_ends() -> None:
-    """E14: one that is declined or out of time, and whose prefill never appears, does not stay for ever."""
+    """One that is declined or out of time, and whose prefill never appears, does not stay for ever."""
     rig = Rig(SPEC, options=QUICK)
     (decode,) = rig.decode(tp_shards(SPEC, 1))
     declined = decode.endpoint.open(RoomId(b"declined"), Source("nobody"))
@@ -413,7 +413,7 @@ def test_a_declined_room_of_an_unknown_instance_ends() -> None:
 
 
 def test_prefill_is_told_of_a_deadline_that_passed_before_it_was_there() -> None:
-    """C8: it gives its pages back at once, not at its own deadline."""
+    """It gives its pages back at once, not at its own deadline."""
     rig = Rig(SPEC)
     (decode,) = rig.decode(tp_shards(SPEC, 1))
     receive = decode.endpoint.open(RoomId(b"room"), Source("P"), total_s=3.0)
@@ -429,7 +429,7 @@ def test_prefill_is_told_of_a_deadline_that_passed_before_it_was_there() -> None
 
 
 def test_a_frozen_prefill_rank_does_not_stop_others() -> None:
-    """E2, E9: rooms of another prefill instance go on while one rank's leases wait for it."""
+    """Rooms of another prefill instance go on while one rank's leases wait for it."""
     rig = Rig(SPEC, options=QUICK)
     ring = 16 << 10
     bad = rig.prefill(tp_shards(SPEC, 2), "bad", strategy="staged")

@@ -101,7 +101,6 @@ def scene() -> Scene:
 class TestGrants:
     @pytest.mark.parametrize("offset", [RING - 256, RING, 2**62])
     def test_outside_of_the_ring(self, scene: Scene, offset: int) -> None:
-        """E13."""
         scene.asked()
         scene.from_decode(f.Grant, segment=WHOLE, ask=0, lease=0, offset=offset, nbytes=PART)
         scene.rig.wait(0.1)
@@ -109,7 +108,6 @@ class TestGrants:
 
     @pytest.mark.parametrize("nbytes", [0, PART - 1, PART + 1, 2**62])
     def test_of_another_length(self, scene: Scene, nbytes: int) -> None:
-        """E13."""
         scene.asked()
         scene.from_decode(f.Grant, segment=WHOLE, ask=0, lease=0, offset=0, nbytes=nbytes)
         scene.rig.wait(0.1)
@@ -126,7 +124,7 @@ class TestGrants:
         scene.goes_on()
 
     def test_of_another_generation_and_of_another_life(self, scene: Scene) -> None:
-        """E10, E11: counted, and nothing is written."""
+        """Counted, and nothing is written."""
         scene.asked()
         grant = {"segment": WHOLE, "ask": 0, "lease": 0, "offset": 0, "nbytes": PART}
         scene.from_decode(f.Grant, generation=1, **grant)
@@ -154,7 +152,7 @@ class TestNotices:
         ],
     )
     def test_of_what_was_not_granted(self, scene: Scene, segment: f.Box, lease: int | None, why: str) -> None:
-        """E3, E13: a notice counts only for a lease that its sender holds, inside of what is awaited."""
+        """A notice counts only for a lease that its sender holds, inside of what is awaited."""
         scene.prefills[0].frozen = True
         scene.from_prefill(f.ChunkReady, segment=segment, lease=lease)
         scene.rig.wait(0.1)
@@ -162,7 +160,6 @@ class TestNotices:
         scene.fails(why)
 
     def test_of_another_generation_and_of_another_life(self, scene: Scene) -> None:
-        """E10, E11."""
         scene.prefills[0].frozen = True
         scene.from_prefill(f.ChunkReady, segment=WHOLE, lease=0, generation=9)
         scene.from_prefill(f.ChunkReady, segment=WHOLE, lease=0, room=b"nobody's")
@@ -175,7 +172,7 @@ class TestNotices:
         scene.goes_on()
 
     def test_of_a_peer_that_is_no_writer_of_the_room(self, scene: Scene) -> None:
-        """E3: it is counted, and is no arrival."""
+        """It is counted, and is no arrival."""
         others = scene.rig.prefill(tp_shards(SPEC, 1), "Q", strategy="staged")
         scene.rig.request("other", others, scene.decodes, ROWS, "Q").open_decode()
         scene.rig.until(lambda: len(scene.decodes[0].endpoint.peers()) == 2, "the other instance")
@@ -211,7 +208,6 @@ class TestPages:
     def test_that_do_not_exist_or_do_not_fit_are_not_written_to(
         self, path: str, first: int, pages: list[int], why: str
     ) -> None:
-        """E13."""
         scene = Scene(path)
         delivery = scene.prefills[0].endpoint.open(RoomId(b"exposed"))
         table = f.WireTable("kv", first, np.array(pages, "<i4").tobytes())

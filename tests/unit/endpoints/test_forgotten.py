@@ -147,7 +147,7 @@ def test_what_is_parked_is_not_refused_though_its_number_is_no_longer_remembered
     """And what is not is: nothing says that it has not ended."""
     rig = Rig(SPEC, options=FEW)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
-    prefills[0].endpoint._node.tombstones = Tombstones(generations=2)
+    prefills[0].endpoint._loop.tombstones = Tombstones(generations=2)
     unsaid = rig.request("unsaid", prefills, decodes, 8).open_decode()
     parked = rig.request("parked", prefills, decodes, 8).open_decode().expect()
     many_end(rig)

@@ -33,7 +33,7 @@ def world(path: str = "staged", prefill_tp: int = 2, decode_tp: int = 1, page: i
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("edges", [(60,), (10, 16, 20, 60), (16, 60), (3, 60)])
 def test_only_the_rows_after_the_held_prefix_cross(path: str, whole: bool, edges: tuple[int, ...]) -> None:
-    """C1, C5: 21 rows held with pages of 8: rows 16 to 60 move, whatever the chunks; what is held keeps its bytes."""
+    """21 rows held with pages of 8: rows 16 to 60 move, whatever the chunks; what is held keeps its bytes."""
     rig = world(path)
     request = rig.request("room", rig.prefills, rig.decodes, 60).open_decode().expect(60, held=21, whole=whole)
     request.open_prefill()
@@ -48,7 +48,7 @@ def test_only_the_rows_after_the_held_prefix_cross(path: str, whole: bool, edges
 
 
 def test_direct_writes_only_the_pages_that_are_missing() -> None:
-    """C1: page runs after the prefix; with equal layouts."""
+    """Page runs after the prefix; with equal layouts."""
     rig = world("direct", 1, 1, page=4)
     request = rig.request("room", rig.prefills, rig.decodes, 32).open_decode().expect(32, held=20).open_prefill()
     request.send(32).finish().landed()
@@ -106,7 +106,7 @@ def frames(rows: int, held: int) -> Counter[str]:
 
 
 def test_a_full_hit_costs_what_a_room_without_rows_costs() -> None:
-    """C1, limit: aux data only; no request, lease, descriptor or notice, and not one frame more than for no rows."""
+    """Aux data only; no request, lease, descriptor or notice, and not one frame more than for no rows."""
     hit = frames(32, 32)
     nothing = frames(0, 0)
     assert hit == nothing
@@ -114,7 +114,7 @@ def test_a_full_hit_costs_what_a_room_without_rows_costs() -> None:
 
 
 def test_prefill_sends_its_own_cached_prefix_before_the_forward_pass() -> None:
-    """C6: rows that prefill has cached cross while the rest is being computed, ordered by the engine's event."""
+    """Rows that prefill has cached cross while the rest is being computed, ordered by the engine's event."""
     rig = world()
     request = rig.request("room", rig.prefills, rig.decodes, 48).open_decode().expect(48, held=8).open_prefill()
     cached, computed = Flag(), Flag()
@@ -151,7 +151,7 @@ def test_prefixes_that_cannot_be(held: dict[GroupId, int], stop: int | None, wor
 
 
 def test_tables_must_begin_at_or_before_the_end_of_what_is_held() -> None:
-    """C1: otherwise rows would have no page."""
+    """Otherwise rows would have no page."""
     rig = world()
     receive = rig.request("room", rig.prefills, rig.decodes, 32).open_decode().receives[0]
     with pytest.raises(GeometryError, match="rows from 16 on, but the table begins at 24"):
@@ -160,7 +160,7 @@ def test_tables_must_begin_at_or_before_the_end_of_what_is_held() -> None:
 
 
 def test_ranks_that_disagree_fail_the_room_with_the_numbers() -> None:
-    """C3: nothing is generated from a cache that one rank has and the other has not."""
+    """Nothing is generated from a cache that one rank has and the other has not."""
     rig = world(decode_tp=2)
     request = rig.request("room", rig.prefills, rig.decodes, 32).open_decode()
     request.taken = [m.take(32) for m in rig.decodes]
@@ -179,7 +179,7 @@ def test_ranks_that_disagree_fail_the_room_with_the_numbers() -> None:
     ("start", "stop", "words"), [(4, 32, "4 rows, which is no multiple of 8"), (40, 32, "holds 40 rows of 32")]
 )
 def test_prefixes_on_the_wire_that_cannot_be(start: int, stop: int, words: str) -> None:
-    """C5: prefill never rounds; what decode's own page size does not allow is the peer's mistake."""
+    """Prefill never rounds; what decode's own page size does not allow is the peer's mistake."""
     rig = world(decode_tp=1)
     request = rig.request("room", rig.prefills, rig.decodes, 32).open_prefill()
     warm = rig.request("warm", rig.prefills, rig.decodes, 0).start().landed()
@@ -215,7 +215,7 @@ def test_a_selection_of_everything_takes_no_prefix() -> None:
 
 
 def test_a_failed_suffix_leaves_the_prefix_alone() -> None:
-    """C4: an abort half way; every page of the held prefix has its bytes, and the same request works again."""
+    """An abort half way; every page of the held prefix has its bytes, and the same request works again."""
     rig = world()
     request = rig.request("room", rig.prefills, rig.decodes, 48).open_decode().expect(48, held=16).open_prefill()
     request.send(24)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import define
 
-from disagg_kv.endpoints import DecodeEndpoint, CachedPages, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints import CachedPages, DecodeEndpoint, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import (
     AbortedError,
@@ -21,9 +21,9 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId, RoomId
-from disagg_kv.kernels import CpuKernels, Move, Checksums
+from disagg_kv.kernels import Checksums, CpuKernels, Move
 from disagg_kv.memory import Event, MemoryPool, PagedPool
-from disagg_kv.prefix import Claim, HashPrefixIndex, CachedChecksums, PageAllocator, PrefixCache, namespace_of
+from disagg_kv.prefix import CachedChecksums, Claim, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Phase, Verify
 from disagg_kv.rendezvous import Source
 from tests.support.rig import KV, Member, Memory, Rig, Truth, put, tp_shards
@@ -104,7 +104,7 @@ def flip(member: Member[DecodeEndpoint], page: int, plane: int = 3) -> None:
 
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_what_is_held_and_has_not_changed_passes(path: str) -> None:
-    """C2, section 8: pages that arrived, and pages that decode computed otherwise than prefill would, are built on."""
+    """Pages that arrived, and pages that decode computed otherwise than prefill would, are built on."""
     held = Held.make(path=path)
     truth = held.rig.truth(len(PROMPT))
     held.first(truth)
@@ -121,7 +121,7 @@ def test_what_is_held_and_has_not_changed_passes(path: str) -> None:
 @pytest.mark.parametrize("path", ["staged", "slice"])
 @pytest.mark.parametrize("place", [0, 2, 3, 4])
 def test_one_changed_byte_of_a_held_page_fails_the_room_and_is_named(place: int, path: str) -> None:
-    """C2: pages that arrived and one that decode computed; nothing is inserted, nothing crosses.
+    """Pages that arrived and one that decode computed; nothing is inserted, nothing crosses.
 
     The error names room, page, rows and layer; the same prompt works again without what is wrong.
     """
@@ -190,7 +190,7 @@ def test_whatever_is_not_what_was_kept_is_found(case: str, words: str) -> None:
     [(None, "has changed since it was kept"), (OSError("no such instruction"), "could not be summed")],
 )
 def test_prefill_is_told_of_a_prefix_that_cannot_be_built_on(fail: Exception | None, words: str) -> None:
-    """C8: also where the room's other side becomes known only afterwards; it does not wait for its deadline."""
+    """Also where the room's other side becomes known only afterwards; it does not wait for its deadline."""
     rig, kernels = Rig(SPEC), CountingKernels()
     (decode,) = rig.decode(tp_shards(SPEC, 1), strategy="staged+incremental", verify=FULL, kernels=kernels)
     table = PageTable(KV, np.array([9], np.int32))
@@ -250,7 +250,7 @@ def test_what_a_failed_room_builds_on_is_not_looked_at() -> None:
 
 
 def test_a_changed_prefix_fails_every_attempt_alike_and_a_new_room_gets_it() -> None:
-    """C8, E16: ranks whose errors differ try equally often, nothing crosses, and a new claim awaits what changed."""
+    """Ranks whose errors differ try equally often, nothing crosses, and a new claim awaits what changed."""
     held = Held.make()
     truth = held.rig.truth(len(PROMPT))
     table = held.first(truth)[1]
@@ -310,7 +310,7 @@ def test_what_is_compared_without_full(verify: Verify, share: float) -> None:
 
 
 def test_held_rows_without_sums_are_refused_where_everything_is_to_be_compared() -> None:
-    """C2: verify is 'full' and a cache of one's own says nothing of its pages: an error by name, nothing is written."""
+    """Verify is 'full' and a cache of one's own says nothing of its pages: an error by name, nothing is written."""
     rig = Rig(SPEC)
     rig.prefill(tp_shards(SPEC, 1), strategy="staged+incremental")
     rig.decode(tp_shards(SPEC, 1), strategy="staged+incremental", verify=FULL)

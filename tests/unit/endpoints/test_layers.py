@@ -73,7 +73,7 @@ SPLITS = {
     ("split", "path"), [*((split, path) for split in SPLITS for path in ("staged", "slice")), ("equal", "direct")]
 )
 def test_groups_cross_before_the_pass_ends(split: str, path: str) -> None:
-    """B1, B6, A12: each group of layers lands while later ones hold poison; chunks are grouped one by one."""
+    """Each group of layers lands while later ones hold poison; chunks are grouped one by one."""
     spec, source, target = SPLITS[split]
     rig = Rig(spec)
     prefills = rig.prefill(
@@ -100,7 +100,7 @@ def test_groups_cross_before_the_pass_ends(split: str, path: str) -> None:
 
 @pytest.mark.parametrize("split", ["P>D", "P<D", "pp 3-2"])
 def test_groups_of_the_rows_after_a_held_prefix_cross_before_the_pass_ends(split: str) -> None:
-    """B6, C1, C5: 13 rows held with pages of 8; of the passes below and across row 8 only what lacks crosses."""
+    """13 rows held with pages of 8; of the passes below and across row 8 only what lacks crosses."""
     _, source, target = SPLITS[split]
     rig = Rig(SPEC)
     prefills = rig.prefill(
@@ -124,7 +124,7 @@ def test_groups_of_the_rows_after_a_held_prefix_cross_before_the_pass_ends(split
 
 @pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), (1, 0, 4, 2, 5, 3)])
 def test_layers_may_come_in_any_order(order: tuple[int, ...]) -> None:
-    """B1: a group moves when all its layers are final, whatever came before."""
+    """A group moves when all its layers are final, whatever came before."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy=PIPELINED, schedule=PAIRS)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
@@ -144,7 +144,7 @@ def test_layers_may_come_in_any_order(order: tuple[int, ...]) -> None:
 
 
 def test_a_group_waits_for_the_events_of_its_layers() -> None:
-    """B1: an announced layer is final at its event; ``close`` covers layers without a hook."""
+    """An announced layer is final at its event; ``close`` covers layers without a hook."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy=PIPELINED, schedule=PAIRS, kernels=kernels)
@@ -165,7 +165,7 @@ def test_a_group_waits_for_the_events_of_its_layers() -> None:
 
 
 def test_look_ahead_asks_for_the_groups_of_a_pass_and_leaves_the_ring_to_others() -> None:
-    """A4: groups that are not computed hold at most a quarter of the ring, however long the pass takes."""
+    """Groups that are not computed hold at most a quarter of the ring, however long the pass takes."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged+layer_pipelined", schedule=LayerPipelined(fixed=1))
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=16 << 10)
@@ -184,7 +184,7 @@ def test_look_ahead_asks_for_the_groups_of_a_pass_and_leaves_the_ring_to_others(
 @pytest.mark.parametrize("ready", [0, 1, 3, 5])
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_a_withdrawal_at_any_group(ready: int, path: str) -> None:
-    """E12: groups that have landed stay, the others come again from other pages; the old pass says nothing of them."""
+    """Groups that have landed stay, the others come again from other pages; the old pass says nothing of them."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy=f"{path}+layer_pipelined", schedule=PAIRS)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy=path)
@@ -213,7 +213,7 @@ def test_a_withdrawal_at_any_group(ready: int, path: str) -> None:
 @pytest.mark.parametrize("ready", [0, 1, 4])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_at_any_group(ready: int, side: str) -> None:
-    """B5: an early abort drops the groups that wait; what is announced afterwards is harmless."""
+    """An early abort drops the groups that wait; what is announced afterwards is harmless."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy=PIPELINED, schedule=PAIRS)
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
@@ -345,7 +345,7 @@ def frames_of(**more: Unpack[PrefillOptions]) -> tuple[list[bytes], str]:
 
 
 def test_where_one_group_is_chosen_the_path_is_that_of_whole_chunks_frame_by_frame() -> None:
-    """B3: never slower than per chunk, because it is the same: the same frames and segments, in the same order."""
+    """Never slower than per chunk, because it is the same: the same frames and segments, in the same order."""
     slow = Pace(layer_token_s=1e-9, bytes_per_s=1e12, group_s=1.0)
     per_chunk, _ = frames_of(strategy="staged+per_chunk")
     for schedule in (LayerPipelined(), LayerPipelined(pace=slow)):
@@ -398,7 +398,7 @@ def test_staging_of_a_long_prompt_is_that_of_a_short_one() -> None:
 
 @pytest.mark.parametrize("declared", ["endpoint", "pass"])
 def test_a_declared_conflict_sends_per_chunk(declared: str) -> None:
-    """B4: the engine may say so for good, or for one pass; the report has the reason."""
+    """The engine may say so for good, or for one pass; the report has the reason."""
     rig = Rig(SPEC)
     always = [Feature.DRAFT_MODEL] if declared == "endpoint" else []
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy=PIPELINED, schedule=PAIRS, uses=always, slot_bytes=1 << 14)
@@ -422,7 +422,7 @@ def test_a_declared_conflict_sends_per_chunk(declared: str) -> None:
 
 
 def test_ranks_that_share_segments_go_by_the_pace_that_decode_tells_all_of_them() -> None:
-    """B3: they must cut alike, so what one of them measured counts from the next room on, and for all."""
+    """They must cut alike, so what one of them measured counts from the next room on, and for all."""
     seen: list[LayerRun] = []
 
     class Watching(LayerPipelined):
@@ -492,7 +492,7 @@ def test_memory_does_not_grow_with_the_prompt() -> None:
 
 
 def test_a_group_crosses_inside_the_computation_of_the_next_and_the_trace_shows_it() -> None:
-    """B1: in the trace, the wire of group n lies inside the computing of group n + 1, and scatters follow the wire."""
+    """In the trace, the wire of group n lies inside the computing of group n + 1, and scatters follow the wire."""
     rig = Rig(SPEC)
     memory = Memory(transport=lambda: emulate(InprocTransport(), bytes_per_s=6 * 8 * 128 / 0.3, clock=rig.clock))
     single = LayerPipelined(fixed=1)

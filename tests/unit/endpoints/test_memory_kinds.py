@@ -11,7 +11,7 @@ from disagg_kv.channels import Channel
 from disagg_kv.errors import ConfigurationError, DisaggKVError, RegistrationError
 from disagg_kv.geometry import CacheSpec, Shard
 from disagg_kv.ids import RegionId
-from disagg_kv.kernels import Move, Checksums, kernels_for
+from disagg_kv.kernels import Checksums, Move, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
@@ -112,7 +112,7 @@ class HostRig(Rig):
 
 @pytest.mark.parametrize("path", ["staged", "slice", "auto"])
 def test_a_request_with_aux_and_states_crosses_where_no_host_memory_can_be_registered(path: str) -> None:
-    """A15, D3: pages, slots of states and the ring are registered; aux rows go in frames."""
+    """Pages, slots of states and the ring are registered; aux rows go in frames."""
     rig, memory = DeviceRig(HYBRID), Memory(transport=AllocatingTransport)
     prefills = rig.prefill(tp_shards(HYBRID, 2), memory=memory, strategy=path, kernels=DeviceKernels())
     decodes = rig.decode(tp_shards(HYBRID, 1), memory=memory, strategy=path, kernels=DeviceKernels())
@@ -140,7 +140,7 @@ def test_a_request_with_aux_and_states_crosses_where_no_host_memory_can_be_regis
 def test_memory_that_a_transport_cannot_carry_is_refused_when_an_endpoint_is_made(
     transport: type[Transport], rig: type[HostRig | DeviceRig], error: type[DisaggKVError], says: str
 ) -> None:
-    """D3: with the reason, on both sides, also where only the ring would be written to."""
+    """With the reason, on both sides, also where only the ring would be written to."""
     made, memory, shards = rig(HYBRID), Memory(transport=transport), tp_shards(HYBRID, 1)
     with pytest.raises(error, match=says):
         made.prefill(shards, memory=memory, kernels=DeviceKernels())

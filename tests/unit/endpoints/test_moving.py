@@ -28,7 +28,7 @@ def recorders(rig: Rig) -> tuple[list[RecordingTransport], Memory]:
 
 
 def test_one_bulk_write_per_segment_writer_and_destination() -> None:
-    """A2: each writer posts one descriptor per segment and decode rank, of all its head slices."""
+    """Each writer posts one descriptor per segment and decode rank, of all its head slices."""
     rig = Rig(SPEC)
     sent, memory = recorders(rig)
     prefills = rig.prefill(tp_shards(SPEC, 4), memory=memory, strategy="staged", slot_bytes=1 << 16)
@@ -41,7 +41,7 @@ def test_one_bulk_write_per_segment_writer_and_destination() -> None:
 
 
 def test_one_gather_for_all_destinations_granted_by_then() -> None:
-    """A8: with fewer prefill than decode ranks, a segment that all of them wait for is gathered by one launch."""
+    """With fewer prefill than decode ranks, a segment that all of them wait for is gathered by one launch."""
     rig = Rig(SPEC)
     sent, memory = recorders(rig)
     kernels, event = CountingKernels(), Flag()
@@ -61,7 +61,7 @@ def test_one_gather_for_all_destinations_granted_by_then() -> None:
 
 
 def test_replicas_of_a_head_are_gathered_once() -> None:
-    """A8: decode ranks that need the very same bytes share one place in the slot."""
+    """Decode ranks that need the very same bytes share one place in the slot."""
     spec = CacheSpec.mla(4, 24, "int8")
     rig = Rig(spec)
     kernels, event = CountingKernels(), Flag()
@@ -75,7 +75,7 @@ def test_replicas_of_a_head_are_gathered_once() -> None:
 
 
 def test_one_scatter_for_all_writers() -> None:
-    """A2: a segment is scattered by one launch when all its writers have arrived."""
+    """A segment is scattered by one launch when all its writers have arrived."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
     prefills = rig.prefill(tp_shards(SPEC, 4), strategy="staged", slot_bytes=1 << 16)
@@ -86,7 +86,7 @@ def test_one_scatter_for_all_writers() -> None:
 
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_nothing_is_read_before_the_engine_s_event(path: str) -> None:
-    """A1: a chunk whose bytes are not final yet is not read, however long that takes."""
+    """A chunk whose bytes are not final yet is not read, however long that takes."""
     rig = Rig(SPEC)
     sent, memory = recorders(rig)
     kernels, event = CountingKernels(), Flag()
@@ -142,7 +142,7 @@ def test_kernels_that_finish_later() -> None:
 
 
 def test_a_request_far_larger_than_the_ring() -> None:
-    """A5: twenty times the ring passes through it, in few slots, while another request does too."""
+    """Twenty times the ring passes through it, in few slots, while another request does too."""
     rig = Rig(SPEC)
     source, target = Memory(pages=700), Memory(pages=256, page_size=16)
     ring = 64 << 10
@@ -160,7 +160,7 @@ def test_a_request_far_larger_than_the_ring() -> None:
 
 
 def test_a_row_too_large_for_a_slot() -> None:
-    """An explicit path that cannot is an error with the reason; ``auto`` falls back (A16)."""
+    """An explicit path that cannot is an error with the reason; ``auto`` falls back."""
     for path, done in (("staged", False), ("auto", True)):
         rig = Rig(SPEC)
         prefills = rig.prefill(tp_shards(SPEC, 2), strategy=path, slot_bytes=256, slots=2)
@@ -177,7 +177,7 @@ def test_a_row_too_large_for_a_slot() -> None:
 
 
 def test_grants_are_asked_for_before_the_forward_pass_ends() -> None:
-    """A4: ``step`` announces rows; leases are there when the pass closes, and nothing was read before."""
+    """``step`` announces rows; leases are there when the pass closes, and nothing was read before."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels)
@@ -242,7 +242,7 @@ def test_a_pass_is_over_when_the_events_of_its_layers_have_happened(closing: boo
 
 
 def test_look_ahead_leaves_room_for_data_that_is_ready() -> None:
-    """A4: a room whose forward pass never ends does not stop the others."""
+    """A room whose forward pass never ends does not stop the others."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=16 << 10)
@@ -323,7 +323,7 @@ def test_withdrawn_pages_are_not_read(edges: tuple[int, ...], path: str, finishe
 
 @pytest.mark.parametrize("how", ["withdrawn", "late"])
 def test_rooms_that_cannot_go_on_do_not_hold_the_ring(how: str) -> None:
-    """E12: preempted rooms give their leases back; rows whose event is late have a quarter of the ring at most."""
+    """Preempted rooms give their leases back; rows whose event is late have a quarter of the ring at most."""
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged", ring_bytes=16 << 10)
@@ -353,7 +353,7 @@ def test_rooms_that_cannot_go_on_do_not_hold_the_ring(how: str) -> None:
 
 
 def test_a_granted_room_that_is_preempted_before_it_moves_gives_its_leases_back() -> None:
-    """E12: what waited for a slot has a lease, and after a withdrawal it has none; the rows come again and arrive."""
+    """What waited for a slot has a lease, and after a withdrawal it has none; the rows come again and arrive."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
     events: list[Flag] = []
@@ -444,7 +444,7 @@ def test_more_descriptors_than_a_transport_takes_at_once() -> None:
 
 
 def test_many_rooms_share_one_small_ring() -> None:
-    """A12: rooms with all leases held by others wait and go on; every lease is free at the end."""
+    """Rooms with all leases held by others wait and go on; every lease is free at the end."""
     rig = Rig(SPEC, options=Options(window=2))
     prefills = rig.prefill(tp_shards(SPEC, 2), strategy="staged", memory=Memory(pages=200), slots=2)
     decodes = rig.decode(tp_shards(SPEC, 4), strategy="staged", memory=Memory(pages=200), ring_bytes=8 << 10)

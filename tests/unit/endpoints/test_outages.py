@@ -29,7 +29,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Rendezvous, Source
 from disagg_kv.trace import Guarded, Span
-from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled
+from disagg_kv.transports import Heard, InprocTransport, Settled, WriteEnded
 from tests.support.rig import Memory, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")

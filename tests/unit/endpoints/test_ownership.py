@@ -59,7 +59,7 @@ class _Sending(Unreliable):
 
 
 def test_whoever_sees_a_room_fail_sees_its_leases_in_quarantine() -> None:
-    """E1: the outcome is not told, to no thread, before all that follows from it is done."""
+    """The outcome is not told, to no thread, before all that follows from it is done."""
     seen: list[tuple[Phase, bool, int]] = []
 
     def look() -> None:
@@ -87,7 +87,7 @@ def test_whoever_sees_a_room_fail_sees_its_leases_in_quarantine() -> None:
 
 @pytest.mark.parametrize("fault", HELD)
 def test_staged_pages_come_back_before_the_lease(fault: Fault) -> None:
-    """E1: after an abort decode's pages are free at once; the lease waits until the late write is over."""
+    """After an abort decode's pages are free at once; the lease waits until the late write is over."""
     rig = Rig(SPEC)
     transports, memory = faulty({0: fault}.get)
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged")
@@ -109,7 +109,7 @@ def test_staged_pages_come_back_before_the_lease(fault: Fault) -> None:
 
 
 def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E1: where one destination's part cannot be planned the room fails, but the gather for the other one reads on."""
+    """Where one destination's part cannot be planned the room fails, but the gather for the other one reads on."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels)
@@ -140,7 +140,7 @@ def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest
 
 
 def test_nothing_is_posted_to_a_peer_whose_end_was_seen() -> None:
-    """E1: evidence counts from then on, so a gather that ends later must not begin a write that nobody waits for."""
+    """Evidence counts from then on, so a gather that ends later must not begin a write that nobody waits for."""
     rig = Rig(SPEC)
     kernels = CountingKernels()
     memory = Memory(transport=lambda: RecordingTransport(FaultyTransport(InprocTransport(), lambda number: None)))
@@ -166,7 +166,7 @@ def test_nothing_is_posted_to_a_peer_whose_end_was_seen() -> None:
 @pytest.mark.parametrize("fault", HELD)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_exposed_pages_wait_for_evidence(fault: Fault, path: str, side: str) -> None:
-    """E1: pages that a write in flight reads or writes are not released before it is quiet, though the room failed."""
+    """Pages that a write in flight reads or writes are not released before it is quiet, though the room failed."""
     rig = Rig(SPEC)
     transports, memory = faulty({0: fault}.get)
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=path)
@@ -323,7 +323,7 @@ def test_a_destination_that_fills_its_slots_is_refused() -> None:
 
 
 def test_a_slow_destination_does_not_delay_the_others() -> None:
-    """A14: a decode rank whose writes hang pins at most a quarter of the slots."""
+    """A decode rank whose writes hang pins at most a quarter of the slots."""
     rig = Rig(SPEC)
     transports, memory = faulty(dict.fromkeys(range(2), Fault.HUNG).get)
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slots=8, slot_bytes=512)

@@ -39,7 +39,7 @@ def computed(pacer: ThroughputEstimator, clock: FakeClock) -> None:
 
 
 def test_what_was_queued_behind_a_gpu_counts_from_when_it_is_on_the_wire() -> None:
-    """B3: waiting for a layer to be computed is no part of the wire's time."""
+    """Waiting for a layer to be computed is no part of the wire's time."""
     clock = FakeClock()
     pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
@@ -95,7 +95,7 @@ def test_a_transfer_that_failed_in_the_queue_counts_for_nothing() -> None:
 
 
 def test_launching_and_planning_are_part_of_what_a_group_costs() -> None:
-    """B3: both take the host's time for every group."""
+    """Both take the host's time for every group."""
     clock = FakeClock()
     pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
@@ -149,7 +149,7 @@ class Waits(InprocChannel):
 
 
 def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
-    """B1: both need the interpreter, so it waits to be told, and looks for the end of what it has begun a little later.
+    """Both need the interpreter, so it waits to be told, and looks for the end of what it has begun a little later.
 
     When the pass is asked for, it looks often again.
     """
@@ -189,7 +189,7 @@ def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
 
 @pytest.mark.parametrize(("pass_s", "looks_s"), [(2e-3, LEAST_S), (32e-3, 2e-3), (10.0, MOST_S)])
 def test_a_pass_is_interrupted_a_few_times_however_long_it_is(pass_s: float, looks_s: float) -> None:
-    """B1: unless it takes so long that something else would wait."""
+    """Unless it takes so long that something else would wait."""
     clock = FakeClock()
     pacer = ThroughputEstimator(clock, 2)
     for turn in (1, 2):
@@ -202,7 +202,7 @@ def test_a_pass_is_interrupted_a_few_times_however_long_it_is(pass_s: float, loo
 
 
 def test_passes_that_a_device_computes_one_after_the_other_are_counted_once() -> None:
-    """B3: the second was asked for long before the first had ended; a late beginning is no part of either."""
+    """The second was asked for long before the first had ended; a late beginning is no part of either."""
     clock = FakeClock()
     pacer = ThroughputEstimator(clock, 2)
     computed(pacer, clock)
@@ -285,7 +285,7 @@ def test_an_event_that_raises_is_told_and_holds_up_nobody() -> None:
 
 
 def test_lines_whose_events_never_happen_are_bounded() -> None:
-    """E14: the oldest goes."""
+    """The oldest goes."""
     lines, told, event = EventFifo(FakeClock()), Told(), Flag()
     for number in range(PASSES + 1):
         lines.add(number, event, told.of(number), told.error)

@@ -64,7 +64,7 @@ def all_of_it(number: int, address: str) -> Sequence[int]:
 @pytest.mark.parametrize("fate", [fifth, twice, shuffled, all_of_it])
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_a_bad_network_costs_only_time(path: str, fate: Fate) -> None:
-    """E2, E3: lost, doubled and late frames delay rooms; they never fail them, leak a lease or change a byte."""
+    """Lost, doubled and late frames delay rooms; they never fail them, leak a lease or change a byte."""
     rig = Rig(SPEC)
     memory = Memory(channel=through(fate), pages=128)
     prefills = rig.prefill(tp_shards(SPEC, 2), memory=memory, strategy=path, slot_bytes=512)
@@ -81,7 +81,7 @@ def test_a_bad_network_costs_only_time(path: str, fate: Fate) -> None:
 
 @pytest.mark.parametrize("fate", [fifth, all_of_it])
 def test_aborts_in_a_bad_network(fate: Fate) -> None:
-    """E4: an abort at any time over a bad network leaves nothing behind."""
+    """An abort at any time over a bad network leaves nothing behind."""
     rig = Rig(SPEC)
     memory = Memory(channel=through(fate), pages=128)
     prefills = rig.prefill(tp_shards(SPEC, 2), memory=memory, strategy="staged", slot_bytes=512)
@@ -96,7 +96,7 @@ def test_aborts_in_a_bad_network(fate: Fate) -> None:
 
 
 def test_decode_restarts() -> None:
-    """E10: another life under the same address fails the old rooms on prefill and serves new ones."""
+    """Another life under the same address fails the old rooms on prefill and serves new ones."""
     rig = Rig(SPEC, options=QUICK)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
@@ -114,7 +114,7 @@ def test_decode_restarts() -> None:
 
 
 def test_decode_is_followed_by_a_process_that_was_there_before() -> None:
-    """E10: a spare that was started first takes over the address of one whose end nobody has seen."""
+    """A spare that was started first takes over the address of one whose end nobody has seen."""
     rig = Rig(SPEC, options=QUICK)
     first, spare = (Incarnation(process=Process(pid, ticks, "another host")) for pid, ticks in ((2, 5000), (1, 4000)))
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), life=first)
@@ -127,7 +127,7 @@ def test_decode_is_followed_by_a_process_that_was_there_before() -> None:
 
 
 def test_a_second_endpoint_of_the_same_name_takes_new_rooms_and_leaves_open_ones_alone() -> None:
-    """E10: an address is nobody else's while it is used; under another one the newer endpoint has the name."""
+    """An address is nobody else's while it is used; under another one the newer endpoint has the name."""
     rig = Rig(SPEC)
 
     def elsewhere(given: Channel) -> Channel:
@@ -148,7 +148,7 @@ def test_a_second_endpoint_of_the_same_name_takes_new_rooms_and_leaves_open_ones
 
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_prefill_restarts(path: str) -> None:
-    """E10: decode's rooms with the old life fail; rooms with the new one work at once."""
+    """Decode's rooms with the old life fail; rooms with the new one work at once."""
     rig = Rig(SPEC, options=QUICK)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2), strategy=path), rig.decode(tp_shards(SPEC, 1), strategy=path)
     request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
@@ -281,7 +281,7 @@ def test_a_name_that_nobody_has() -> None:
 
 
 def test_memory_that_cannot_be_written_to() -> None:
-    """A16: an explicit path that exposes pages needs memory that the transport can write to; auto does without."""
+    """An explicit path that exposes pages needs memory that the transport can write to; auto does without."""
 
     class Own(InprocTransport):
         caps = Capabilities(in_process_only=True, own_memory_only=True)
@@ -398,7 +398,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # half a minute of a core, which a busy host may not give in five
 def test_ten_thousand_rooms_leave_nothing_behind() -> None:
-    """E14: after any number of rooms an endpoint is as large as after a few."""
+    """After any number of rooms an endpoint is as large as after a few."""
     rig = Rig(SPEC, options=Options(tombstones=128, parked=32))
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
 

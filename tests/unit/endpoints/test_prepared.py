@@ -86,7 +86,7 @@ def test_what_kernels_do_not_prepare_is_scattered_at_once_as_ever() -> None:
 
 
 def test_a_preparation_that_fails_is_counted_and_fails_nothing() -> None:
-    """E8: whatever is wrong is met again when the bytes are there."""
+    """Whatever is wrong is met again when the bytes are there."""
     kernels, event = PreparingKernels(), Flag()
     kernels.fail_to_prepare = RuntimeError("not now")
     rig = world(kernels)
@@ -120,7 +120,7 @@ def test_what_is_prepared_does_not_overtake_what_is_not() -> None:
 
 
 def test_a_prepared_launch_that_fails_fails_its_room_and_frees_its_lease() -> None:
-    """E8: one room's error is no other room's."""
+    """One room's error is no other room's."""
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
@@ -151,7 +151,7 @@ def test_what_was_prepared_is_dropped_when_the_room_fails() -> None:
 
 
 def test_what_was_prepared_ends_with_its_lease_and_is_prepared_anew_for_the_next() -> None:
-    """E12: a preempted room gives its leases back; the new ones may lie elsewhere."""
+    """A preempted room gives its leases back; the new ones may lie elsewhere."""
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
@@ -188,7 +188,7 @@ def test_what_was_prepared_for_other_places_is_not_launched() -> None:
 
 
 def test_a_prepared_scatter_keeps_to_the_pace() -> None:
-    """C7: a launch costs as much of it as any."""
+    """A launch costs as much of it as any."""
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels, pace=SEGMENT * ROW_BYTES / 5.0)
     request = granted(rig, event)
@@ -218,7 +218,6 @@ def test_the_lease_stays_until_the_prepared_launch_has_ended() -> None:
 
 
 def test_what_a_prepared_launch_brings_is_compared() -> None:
-    """E15."""
     kernels = PreparingKernels()
     rig, memory = Rig(SPEC), Memory(page_size=8)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=SEGMENT * ROW_BYTES, slots=64)

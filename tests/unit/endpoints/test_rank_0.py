@@ -39,7 +39,7 @@ def agreed(request: Request) -> Phase:
 @pytest.mark.parametrize("turns", [0, 1, 5, 50, 200, 500, 700, 1000])
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_a_room_that_begins_when_rank_0_has_restarted_succeeds_on_all_ranks(turns: int, first: str) -> None:
-    """C8, E10, E16: the other rank finds the new rank 0 before, while, or after the room's bytes have moved."""
+    """The other rank finds the new rank 0 before, while, or after the room's bytes have moved."""
     rig = Rig(SPEC, options=OPTIONS)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
     rig.request("warm", prefills, decodes, 8).start().landed()
@@ -62,7 +62,7 @@ def test_a_room_that_begins_when_rank_0_has_restarted_succeeds_on_all_ranks(turn
 
 
 def test_a_room_that_the_lost_rank_0_had_too_fails_and_the_next_one_succeeds() -> None:
-    """E1, E10: the surviving rank's room ended with the life of rank 0 that had it."""
+    """The surviving rank's room ended with the life of rank 0 that had it."""
     rig = Rig(SPEC, options=OPTIONS)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
     old = rig.request("old", prefills, decodes, 8).open_decode().expect().open_prefill()
@@ -74,7 +74,7 @@ def test_a_room_that_the_lost_rank_0_had_too_fails_and_the_next_one_succeeds() -
 
 
 def test_a_room_that_the_new_rank_0_never_opens_fails_within_seconds() -> None:
-    """E1, E10: nobody has told decode of it, so nothing but the agreement ends it."""
+    """Nobody has told decode of it, so nothing but the agreement ends it."""
     rig = Rig(SPEC, options=OPTIONS)
     rig.prefill(tp_shards(SPEC, 2))
     rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")
@@ -88,7 +88,7 @@ def test_a_room_that_the_new_rank_0_never_opens_fails_within_seconds() -> None:
 
 
 def test_a_room_that_has_failed_elsewhere_ends_as_it_begins() -> None:
-    """C8, E14: rank 0 opens it when the other's vote against it is known; what decode asked before is answered."""
+    """Rank 0 opens it when the other's vote against it is known; what decode asked before is answered."""
     rig = Rig(SPEC, options=OPTIONS)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(None)
@@ -106,7 +106,7 @@ def test_a_room_that_has_failed_elsewhere_ends_as_it_begins() -> None:
 
 
 def test_an_id_that_only_the_survivor_had_opened_works_again() -> None:
-    """E10, E11: the new rank 0 is told how that room ended, and does not take every later one for it."""
+    """The new rank 0 is told how that room ended, and does not take every later one for it."""
     rig = Rig(SPEC, options=OPTIONS)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
     rig.until(lambda: len(prefills[1].endpoint.peers()) == 1, "the ranks to meet")
@@ -138,7 +138,7 @@ def elsewhere(rig: Rig, rank: int) -> Prefills:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_life_of_a_rank_at_another_address_is_the_end_of_the_first(rank: int) -> None:
-    """C8, E10, E16: the other rank's room that needs the first fails before its silence does, and others succeed."""
+    """The other rank's room that needs the first fails before its silence does, and others succeed."""
     rig = Rig(SPEC, options=OPTIONS)
     rig.prefill(tp_shards(SPEC, 2))
     rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")
@@ -157,7 +157,7 @@ def test_another_life_of_a_rank_at_another_address_is_the_end_of_the_first(rank:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_life_that_speaks_again_when_another_is_there_for_its_rank_changes_nothing(rank: int) -> None:
-    """E9, E10: it stood still for long; before, while and after it is heard again the ranks agree without it."""
+    """It stood still for long; before, while and after it is heard again the ranks agree without it."""
     rig = Rig(SPEC, options=OPTIONS)
     rig.prefill(tp_shards(SPEC, 2))
     rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")
@@ -188,7 +188,7 @@ def test_a_life_that_speaks_again_when_another_is_there_for_its_rank_changes_not
 
 
 def test_a_life_that_another_has_followed_hears_that_its_rooms_have_failed() -> None:
-    """E1, E10: it has all that it waited for, and rank 0, which knows it, agrees with another life of its rank."""
+    """It has all that it waited for, and rank 0, which knows it, agrees with another life of its rank."""
     rig = Rig(SPEC, options=OPTIONS)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2))
     rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in decodes), "the ranks to meet")
@@ -207,7 +207,7 @@ def test_a_life_that_another_has_followed_hears_that_its_rooms_have_failed() -> 
 
 
 def test_rooms_of_a_rank_0_that_another_life_has_followed_end_at_once() -> None:
-    """E1, E10, E16: it is told, and its word ends the rooms that the other ranks and prefill have with it."""
+    """It is told, and its word ends the rooms that the other ranks and prefill have with it."""
     rig = Rig(SPEC, options=OPTIONS)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2))
     rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in decodes), "the ranks to meet")
@@ -225,7 +225,7 @@ def test_rooms_of_a_rank_0_that_another_life_has_followed_end_at_once() -> None:
 
 
 def test_a_life_that_another_has_followed_leads_again_when_that_one_ends() -> None:
-    """E10: nobody is without rank 0 for good while a life of it is there."""
+    """Nobody is without rank 0 for good while a life of it is there."""
     rig = Rig(SPEC, options=OPTIONS)
     rig.prefill(tp_shards(SPEC, 2))
     rig.until(lambda: all(len(m.endpoint.peers()) == 1 for m in rig.prefills), "the ranks to meet")

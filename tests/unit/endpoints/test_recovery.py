@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from disagg_kv.endpoints import Attempt, Fail, CachedPages, PeerInfo, RecoveringReceiver, Recovery, Report, Retry
+from disagg_kv.endpoints import Attempt, CachedPages, Fail, PeerInfo, RecoveringReceiver, Recovery, Report, Retry
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -134,7 +134,7 @@ class World:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_another_prefill_sends_what_a_killed_one_did_not(tp: int) -> None:
-    """E1, C8: the request completes with its own bytes, on every rank; the second attempt begins after the release."""
+    """The request completes with its own bytes, on every rank; the second attempt begins after the release."""
     asked: list[Attempt] = []
 
     def place(failed: Attempt) -> Source:
@@ -232,7 +232,7 @@ def test_what_the_engine_gives_up_is_not_sent_again() -> None:
 
 
 def test_an_attempt_begins_only_when_the_one_before_has_given_the_pages_back() -> None:
-    """E1: until then it is neither failed nor released for the engine, which may still give it up."""
+    """Until then it is neither failed nor released for the engine, which may still give it up."""
     clock = FakeClock()
     inner = Stub()
     end = RecoveringReceiver(inner, Retry(lambda failed: Source("Q")), clock=clock)
@@ -278,7 +278,7 @@ def test_a_room_is_open_once_and_awaited_once() -> None:
 
 
 def test_a_policy_that_raises_ends_its_room_alone() -> None:
-    """E8: what became of the other rooms is told by the same call."""
+    """What became of the other rooms is told by the same call."""
 
     class Broken:
         def again(self, failed: Attempt) -> Source | None:

@@ -37,7 +37,7 @@ def world(pace: float | None) -> tuple[Rig, CountingKernels]:
 
 
 def test_bytes_per_second_stay_below_the_pace() -> None:
-    """C7: two segments a turn; a pause saves up a burst and one piece of work, never more. Every byte arrives."""
+    """Two segments a turn; a pause saves up a burst and one piece of work, never more. Every byte arrives."""
     segment = 8 * ROW_BYTES
     pace = 2 * segment / STEP_S
     rig, kernels = world(pace)
@@ -151,7 +151,7 @@ class Picky(Queued):
 
 
 def test_a_launch_of_several_segments_that_fails_is_tried_one_by_one() -> None:
-    """E8: one room's error is no other room's; and what is too much for one launch is not too much for several."""
+    """One room's error is no other room's; and what is too much for one launch is not too much for several."""
     rig, kernels = Rig(SPEC), Picky()
     memory = Memory(page_size=8, pages=64)
     rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)

@@ -35,7 +35,7 @@ STATE_BYTES = 2 * 4 * (3 * 3 * 6 + 2 * 64)
 def test_a_hybrid_room_crosses_by_every_path_between_any_splits(
     prefill: tuple[int, int], decode: tuple[int, int], path: str, transport: type[Transport]
 ) -> None:
-    """A12, B6, B7: in chunks, sliced by TP, from stage to stage; the rows before the window stay as they were."""
+    """In chunks, sliced by TP, from stage to stage; the rows before the window stay as they were."""
     if path == "direct" and prefill != decode:
         return
     rig = Rig(HYBRID)
@@ -55,7 +55,7 @@ def test_a_hybrid_room_crosses_by_every_path_between_any_splits(
 def test_a_hybrid_room_crosses_in_layer_groups_and_every_segment_is_compared(
     path: str, prefill: tuple[int, int]
 ) -> None:
-    """B6, B7, E15: attention as its layers become final, states with the last group; sums agree whatever TP cuts."""
+    """Attention as its layers become final, states with the last group; sums agree whatever TP cuts."""
     rig = Rig(HYBRID)
     strategy = f"{path}+layer_pipelined"
     prefills = rig.prefill(tp_shards(HYBRID, *prefill), strategy=strategy, verify="full")
@@ -80,7 +80,7 @@ def test_a_hybrid_room_crosses_in_layer_groups_and_every_segment_is_compared(
 
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_a_full_hit_sends_states_the_window_s_tail_and_nothing_else(path: str) -> None:
-    """C2, C5: states and windows are always fresh."""
+    """States and windows are always fresh."""
     rig = Rig(HYBRID)
     strategy = f"{path}+incremental"
     prefills = rig.prefill(tp_shards(HYBRID, 2), strategy=strategy)
@@ -92,7 +92,7 @@ def test_a_full_hit_sends_states_the_window_s_tail_and_nothing_else(path: str) -
 
 
 def test_a_room_without_rows_still_sends_its_states() -> None:
-    """A5: stop 0."""
+    """Stop 0."""
     rig = Rig(HYBRID)
     prefills, decodes = rig.prefill(tp_shards(HYBRID, 1)), rig.decode(tp_shards(HYBRID, 2))
     request = rig.request("room", prefills, decodes, 0).start(0).landed()
@@ -101,7 +101,7 @@ def test_a_room_without_rows_still_sends_its_states() -> None:
 
 
 def test_where_nobody_knows_the_end_all_rows_of_a_window_are_sent() -> None:
-    """B7: a window is a lower bound on rows, which the end of the room decides."""
+    """A window is a lower bound on rows, which the end of the room decides."""
     rig = Rig(HYBRID)
     prefills, decodes = rig.prefill(tp_shards(HYBRID, 2)), rig.decode(tp_shards(HYBRID, 1))
     request = rig.request("room", prefills, decodes, 21).start(None).landed()
@@ -109,7 +109,7 @@ def test_where_nobody_knows_the_end_all_rows_of_a_window_are_sent() -> None:
 
 
 def test_two_decode_ranks_of_one_shard_that_know_different_ends_get_their_own_windows() -> None:
-    """A8: what is gathered once for several destinations must be what each of them needs."""
+    """What is gathered once for several destinations must be what each of them needs."""
     rig = Rig(HYBRID)
     shards = tp_shards(HYBRID, 1) * 2
     prefills, decodes = rig.prefill(tp_shards(HYBRID, 1)), rig.decode(shards)
@@ -212,7 +212,7 @@ def test_states_that_were_withdrawn_after_finish_are_given_again(path: str) -> N
 
 
 def test_rows_after_the_end_are_refused_also_when_a_room_is_to_be_finished_again() -> None:
-    """E9: the caller hears of it, and no other room does."""
+    """The caller hears of it, and no other room does."""
     rig = Rig(HYBRID)
     prefills, decodes = rig.prefill(tp_shards(HYBRID, 1)), rig.decode(tp_shards(HYBRID, 1))
     other = rig.request("other", prefills, decodes, 8).open_prefill().send(8)
@@ -226,7 +226,7 @@ def test_rows_after_the_end_are_refused_also_when_a_room_is_to_be_finished_again
 
 
 def test_a_state_that_fits_no_slot_fails_the_room_with_both_sizes() -> None:
-    """A3: on both sides, not a hang; the fallback is a path without staging (A16)."""
+    """On both sides, not a hang; the fallback is a path without staging."""
     rig = Rig(HYBRID)
     prefills = rig.prefill(tp_shards(HYBRID, 1), strategy="auto", slot_bytes=256)
     decodes = rig.decode(tp_shards(HYBRID, 1), strategy="staged")
@@ -236,7 +236,7 @@ def test_a_state_that_fits_no_slot_fails_the_room_with_both_sizes() -> None:
 
 
 def test_a_row_of_states_is_cut_by_layers_before_it_is_refused() -> None:
-    """A3: and what does not fit even so names the layer."""
+    """And what does not fit even so names the layer."""
     shards = tp_shards(HYBRID, 1)
     intake = Intake.build(HYBRID, shards, shards[0])
     cut = intake.cut_states(range(4), slot_bytes=4 * (64 + 18), lease_bytes=1 << 20)
@@ -248,7 +248,7 @@ def test_a_row_of_states_is_cut_by_layers_before_it_is_refused() -> None:
 
 
 def test_each_request_of_an_instance_with_attention_data_parallelism_goes_to_one_of_its_groups() -> None:
-    """A13: TP 4 with DP 2 is two groups of attention TP 2; the source's TP size is another."""
+    """TP 4 with DP 2 is two groups of attention TP 2; the source's TP size is another."""
     spec = CacheSpec.kv(2, 4, 8, "int8")
     rig = Rig(spec)
     prefills = rig.prefill(tp_shards(spec, 4))
@@ -263,7 +263,7 @@ def test_each_request_of_an_instance_with_attention_data_parallelism_goes_to_one
 
 
 def test_layers_of_a_draft_model_are_layers_like_others() -> None:
-    """A17: they follow the model's own, with other heads, and go to whoever holds them."""
+    """They follow the model's own, with other heads, and go to whoever holds them."""
     draft = (Component("k", "int8", 2, 4), Component("v", "int8", 2, 4))
     spec = CacheSpec({**{LayerId(i): ATTENTION for i in range(3)}, LayerId(3): draft})
     rig = Rig(spec)
@@ -273,7 +273,7 @@ def test_layers_of_a_draft_model_are_layers_like_others() -> None:
 
 
 def test_a_state_that_ranks_do_not_divide_is_refused_by_name() -> None:
-    """A6: 6 channel groups over 4 ranks: never truncated."""
+    """6 channel groups over 4 ranks: never truncated."""
     spec = CacheSpec.uniform(1, [Component("ssm", "int8", 6, 4, tokens_per_row=0, rows=1)])
     with pytest.raises(GeometryError, match="6 units do not divide over 4 ranks"):
         tp_shards(spec, 4)
@@ -298,7 +298,7 @@ def watching(heard: list[RoomFrame]) -> Memory:
 
 @pytest.mark.parametrize("stop", [16, None])
 def test_leases_of_states_are_there_before_the_last_layers_are_computed(stop: int | None) -> None:
-    """A4, B7: after the last group nothing is asked for; only where decode knows no end, states wait for ``finish``."""
+    """After the last group nothing is asked for; only where decode knows no end, states wait for ``finish``."""
     heard: list[RoomFrame] = []
     rig = Rig(HYBRID)
     prefills = rig.prefill(tp_shards(HYBRID, 2), memory=watching(heard), strategy="staged+layer_pipelined")
@@ -325,7 +325,7 @@ def test_leases_of_states_are_there_before_the_last_layers_are_computed(stop: in
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_preempted_room_gives_back_the_leases_of_states_that_are_to_come(ready: bool) -> None:
-    """E12: they are asked for early, and must not keep bytes of the ring from others meanwhile."""
+    """They are asked for early, and must not keep bytes of the ring from others meanwhile."""
     rig = Rig(HYBRID)
     prefills, decodes = rig.prefill(tp_shards(HYBRID, 2)), rig.decode(tp_shards(HYBRID, 1), strategy="staged")
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(8).open_prefill()
@@ -345,7 +345,7 @@ def test_a_preempted_room_gives_back_the_leases_of_states_that_are_to_come(ready
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_group_does_not_wait_for_layers_that_keep_a_state_alone(size: int) -> None:
-    """B1, B7: no hook tells of them, and none needs to: attention's rows leave before the pass is closed."""
+    """No hook tells of them, and none needs to: attention's rows leave before the pass is closed."""
     rig = Rig(HYBRID)
     prefills = rig.prefill(tp_shards(HYBRID, 1), strategy="staged+layer_pipelined", schedule=LayerPipelined(fixed=size))
     decodes = rig.decode(tp_shards(HYBRID, 1), strategy="staged")
@@ -363,7 +363,7 @@ def test_a_group_does_not_wait_for_layers_that_keep_a_state_alone(size: int) -> 
 
 
 def test_a_state_that_tensor_parallelism_does_not_divide_is_refused_with_its_numbers() -> None:
-    """A6: or each rank says what it holds, and then it crosses like any other."""
+    """Or each rank says what it holds, and then it crosses like any other."""
     odd = CacheSpec.uniform(2, (*ATTENTION, Component("ssm", "float32", 3, 64, tokens_per_row=0, rows=2)))
     with pytest.raises(GeometryError, match="3 units do not divide over 2 ranks"):
         tp_shards(odd, 2)
@@ -384,7 +384,7 @@ INDEX = (
 
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_a_sparse_attention_index_has_rows_like_any_other_component(path: str) -> None:
-    """B7, A11: replicas divide it; it crosses in layer groups and between page sizes."""
+    """Replicas divide it; it crosses in layer groups and between page sizes."""
     spec = CacheSpec.uniform(3, INDEX)
     rig = Rig(spec)
     prefills = rig.prefill(

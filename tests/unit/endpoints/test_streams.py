@@ -16,7 +16,7 @@ from disagg_kv.memory import All, Buffer, Event, MemoryPool
 from disagg_kv.planning import Segment, Writes
 from disagg_kv.protocol import Phase
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled
+from disagg_kv.transports import Heard, InprocTransport, Settled, WriteEnded
 from tests.support.rig import Memory, Rig, put, tp_shards
 from tests.support.rig_parts import Flag, RecordingTransport
 
@@ -104,7 +104,7 @@ class StreamTransport(FaultyTransport):
 
 
 def test_a_gather_is_queued_behind_the_engine_s_event_before_that_has_happened() -> None:
-    """A1: the thread does not ask the event; the write is posted when the gather's own event has happened."""
+    """The thread does not ask the event; the write is posted when the gather's own event has happened."""
     rig = Rig(SPEC)
     kernels, event = StreamKernels(), GpuEvent()
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged", kernels=kernels)
@@ -146,7 +146,7 @@ def test_a_write_waits_for_its_gather_without_this_thread_where_the_transport_ca
 
 
 def test_the_wire_s_time_begins_when_the_gather_behind_the_engine_s_event_has_ended() -> None:
-    """B3: what is queued on a GPU before it is computed is not on its way; its pace, span and report say so."""
+    """What is queued on a GPU before it is computed is not on its way; its pace, span and report say so."""
     rig = Rig(SPEC)
     kernels, carriers = StreamKernels(), [StreamTransport()]
     memory = Memory(transport=carriers.pop)

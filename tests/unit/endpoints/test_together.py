@@ -100,7 +100,7 @@ def test_done_crosses_in_one_message_with_the_last_notice(strategy: str) -> None
 
 @pytest.mark.parametrize("most", [MAX_FRAME, 2048])
 def test_more_than_goes_together_leaves_by_several_messages(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E14: what a message holds is bounded in frames and in bytes, whichever is reached first."""
+    """What a message holds is bounded in frames and in bytes, whichever is reached first."""
     for of in (base, outbox):
         monkeypatch.setattr(of, "MAX_FRAME", most)
     rig = Rig(SPEC)
@@ -116,7 +116,7 @@ def test_more_than_goes_together_leaves_by_several_messages(most: int, monkeypat
 
 
 def test_frames_that_a_channel_fails_to_send_together_are_counted_and_repeated() -> None:
-    """E2: a lost message costs a bounded retry."""
+    """A lost message costs a bounded retry."""
     rig = Rig(SPEC)
     memory = Memory(channel=lambda inner: Broken(inner, [], []))
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=512)

@@ -1,4 +1,4 @@
-"""E15: what arrives is compared with what was sent, across TP, page size and layout; a difference fails the room."""
+"""What arrives is compared with what was sent, across TP, page size and layout; a difference fails the room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.errors import IntegrityError, RemoteProtocolError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.kernels import CpuKernels, Kernels, Move, Checksums
+from disagg_kv.kernels import Checksums, CpuKernels, Kernels, Move
 from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import Phase, Verify, verified
@@ -37,7 +37,7 @@ PAIRS: dict[str, tuple[CacheSpec, tuple[int, int], tuple[int, int], Memory, Memo
 @pytest.mark.parametrize("path", ["staged", "slice"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_whatever_the_sides_look_like_what_is_right_passes(pair: str, path: str) -> None:
-    """E15: every segment is compared, also between different TP sizes, pages and layouts, and with replicas."""
+    """Every segment is compared, also between different TP sizes, pages and layouts, and with replicas."""
     spec, prefill, decode, source, target = PAIRS[pair]
     rig = Rig(spec)
     kernels = CountingKernels(), CountingKernels()
@@ -175,7 +175,7 @@ class WrongScatter(CpuKernels):
     ids=["heads", "rows", "layers", "K and V"],
 )
 def test_what_gather_exchanges_shows(wrong: Callable[[Bytes], Bytes]) -> None:
-    """E15: prefill's sums are of its pages, so that a wrong gather does not vouch for itself."""
+    """Prefill's sums are of its pages, so that a wrong gather does not vouch for itself."""
     rig = Rig(KV)
     prefills = rig.prefill(tp_shards(KV, 2), strategy="staged", verify=FULL, kernels=WrongGather(wrong))
     request = rig.request("room", prefills, rig.decode(tp_shards(KV, 1), strategy="staged"), 8).start().failed()
@@ -256,7 +256,7 @@ def test_sums_that_cannot_be_made_fail_the_room(side: str, path: str) -> None:
 
 
 def test_a_scatter_that_has_begun_keeps_lease_and_pages_though_its_sums_cannot_be_made() -> None:
-    """E15, section 6: a kernel reads the ring and writes pages until its event, whatever was to follow it."""
+    """A kernel reads the ring and writes pages until its event, whatever was to follow it."""
 
     class Failing(CountingKernels):
         def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:

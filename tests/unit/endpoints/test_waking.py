@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from disagg_kv.channels import Channel, News
-from disagg_kv.endpoints.prefill.handle import LayerGroups, ForwardPass, SubmittedChunk
+from disagg_kv.endpoints.prefill.handle import ForwardPass, LayerGroups, SubmittedChunk
 from disagg_kv.endpoints.runtime.admission import Admission
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.geometry import CacheSpec, Component
@@ -103,7 +103,7 @@ class House:
 
 @pytest.mark.parametrize("size", [1, 4, 5, 32])
 def test_a_pass_wakes_once_for_each_group(size: int) -> None:
-    """B1: of 32 layers in N groups N wake; no other does, and every group lands before the pass is closed.
+    """Of 32 layers in N groups N wake; no other does, and every group lands before the pass is closed.
 
     One group crosses as it does per chunk: when the pass is closed.
     """
@@ -130,7 +130,7 @@ def test_a_pass_wakes_once_for_each_group(size: int) -> None:
 @pytest.mark.parametrize("asked", [0, 1, 3, 6])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0), (3, 0, 5, 2, 1, 4)])
 def test_no_group_waits_for_want_of_a_wake(order: tuple[int, ...], asked: int, looked: tuple[int, ...]) -> None:
-    """B1: rooms of one pass may be cut apart, layers come in any order, and decode may ask in the midst of the pass.
+    """Rooms of one pass may be cut apart, layers come in any order, and decode may ask in the midst of the pass.
 
     ``asked``: before which layer; ``looked``: after which layers the endpoint runs before the engine goes on.
     """
@@ -168,7 +168,7 @@ def test_no_group_waits_for_want_of_a_wake(order: tuple[int, ...], asked: int, l
 
 
 def test_rows_that_are_given_again_by_other_passes_wait_for_no_wake() -> None:
-    """E12: a chunk that was withdrawn is cut as before, and the last of its new passes completes its groups."""
+    """A chunk that was withdrawn is cut as before, and the last of its new passes completes its groups."""
     house = House(LayerPipelined(fixed=2))
     request = house.request("room", 8).open_decode().expect(8).open_prefill()
     old = house.step({request: (0, 8)})
@@ -194,7 +194,7 @@ def test_rows_that_are_given_again_by_other_passes_wait_for_no_wake() -> None:
 
 
 def test_a_group_is_complete_without_the_layers_that_keep_a_state_alone() -> None:
-    """B7: they are never announced; the last layer that rows wait for wakes."""
+    """They are never announced; the last layer that rows wait for wakes."""
     spec = CacheSpec({LayerId(0): ATTENTION, LayerId(1): NET, LayerId(2): ATTENTION, LayerId(3): NET})
     house = House(LayerPipelined(fixed=2), spec)
     request = house.request("room", 4).open_decode().expect(4).open_prefill()
@@ -264,7 +264,7 @@ def test_each_layer_with_an_event_wakes_where_a_trace_shows_it() -> None:
 
 
 def test_only_what_completes_a_group_is_marked() -> None:
-    """B1: an event takes time; behind it all is final that the device was asked to do before."""
+    """An event takes time; behind it all is final that the device was asked to do before."""
     office, cuts, step = a_pass()
     cuts.add(ROOM, HALVES, decided=True)
     marks, made = Marks(), []
@@ -279,7 +279,7 @@ def test_only_what_completes_a_group_is_marked() -> None:
 
 @pytest.mark.parametrize("event", [None, Flag()])
 def test_nothing_is_marked_or_said_where_all_layers_are_one_group(event: Event | None) -> None:
-    """B3: a pass for which one group is chosen costs what it costs per chunk, and an event when it is closed.
+    """A pass for which one group is chosen costs what it costs per chunk, and an event when it is closed.
 
     That of ``close`` may be another stream's than the layers'.
     """
@@ -313,7 +313,7 @@ def test_a_function_that_makes_no_event_is_refused() -> None:
 
 
 def test_each_layer_is_marked_until_it_is_known_how_all_rooms_are_cut() -> None:
-    """B1: a host that runs ahead of its GPU has asked for all layers before decode asks; groups cross all the same."""
+    """A host that runs ahead of its GPU has asked for all layers before decode asks; groups cross all the same."""
     office, cuts, step = a_pass()
     marks = Marks()
     step.layer_ready(LAYERS[0], marks)

@@ -110,7 +110,7 @@ def test_nothing_arrived_is_all_wrong(tmp_path: Path) -> None:
 
 
 def test_rows_that_decode_computed_are_compared_with_its_own_copy(tmp_path: Path) -> None:
-    """C4: a later turn's transfer must not write over what decode held; its own bytes need not be prefill's."""
+    """A later turn's transfer must not write over what decode held; its own bytes need not be prefill's."""
     files = leave(tmp_path, 1, 2, flip())
     with np.load(tmp_path / "own-0-0.npz") as of:
         whole = np.array([[of[f"{layer}.{kind}.0"] for kind in "kv"] for layer in range(LAYERS)])
@@ -134,7 +134,7 @@ def test_pages_of_earlier_turns_may_hold_anything(tmp_path: Path) -> None:
 
 
 def test_of_a_window_the_last_rows_and_of_a_state_its_slot_must_arrive(tmp_path: Path) -> None:
-    """B7: rows before the window are stray where they arrive all the same; replicas say the same of a unit."""
+    """Rows before the window are stray where they arrive all the same; replicas say the same of a unit."""
     random = np.random.default_rng(1)
     rows = random.standard_normal((2, 3, DIM)).astype(np.float32)  # units, the last 3 of 5 tokens
     state = random.standard_normal((2, 4, DIM)).astype(np.float32)

@@ -37,7 +37,7 @@ from disagg_kv.errors import ConfigurationError, UnknownNameError
     ],
 )
 def test_numbers_that_cannot_work_are_refused_by_name(given: dict[str, Any], message: str) -> None:
-    """A6: a head count that ranks do not divide is refused, never truncated."""
+    """A head count that ranks do not divide is refused, never truncated."""
     with pytest.raises(ConfigurationError, match=message):
         DemoConfig(**given)
 
@@ -74,7 +74,7 @@ def test_prompts_are_text_of_this_library_in_lengths_that_differ() -> None:
 
 
 def test_a_later_prompt_is_all_that_was_said_before_and_more() -> None:
-    """C1: and decode can lack all of it but the whole pages of prompt and answer."""
+    """And decode can lack all of it but the whole pages of prompt and answer."""
     config = DemoConfig(requests=2, turns=3, max_new_tokens=5, turn_tokens=10)
     talks = Talks(config)
     first, other = talks.prompts

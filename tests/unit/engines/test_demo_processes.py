@@ -112,7 +112,7 @@ def nbytes(config: DemoConfig, rows: int) -> int:
     [("mla", (2, 1)), ("mla", (1, 2)), ("hybrid", (2, 1)), ("mamba", (2, 1)), ("mamba", (1, 2)), ("window", (2, 1))],
 )
 def test_latents_states_and_windows_of_real_architectures_cross(model: Model, tp: tuple[int, int]) -> None:
-    """A11, B7: replicas share what all of them hold, and every byte arrives once.
+    """Replicas share what all of them hold, and every byte arrives once.
 
     To two ranks: hybrid models and windows below, with pipeline stages.
     """
@@ -145,7 +145,7 @@ def test_a_changed_sign_is_noticed_in_latents_states_and_windows(model: Model) -
 def test_pipeline_stages_send_their_own_layers(
     model: Model, prefill: tuple[int, int], decode: tuple[int, int], strategy: str
 ) -> None:
-    """A12: stages on either side, tensor parallelism inside them; the last stage knows the token."""
+    """Stages on either side, tensor parallelism inside them; the last stage knows the token."""
     report = proved(
         attrs.evolve(
             QUICK,
@@ -162,13 +162,13 @@ def test_pipeline_stages_send_their_own_layers(
     assert all(sent)
     assert (report.prefill_pp, report.decode_pp) == (prefill[1], decode[1])
     assert strategy not in ("staged", "slice") or report.paths == (strategy,)
-    # The report counts the writes of the per-token path right without running it (A16).
+    # The report counts the writes of the per-token path right without running it.
     assert (report.descriptors == report.descriptors_slice) is (report.paths == ("slice",))
 
 
 @pytest.mark.parametrize("tp", [(2, 4), (8, 1)], ids=lambda tp: f"{tp[0]}-to-{tp[1]}")
 def test_decode_generates_what_one_process_would_from_a_cache_that_crossed(tp: tuple[int, int]) -> None:
-    """A1, A2, A5, A6: chunked prefill, tensor-parallel sizes that differ, staged over shared memory.
+    """Chunked prefill, tensor-parallel sizes that differ, staged over shared memory.
 
     Two ranks to one, four to two and one to two: the conversations below; four to one: the session ``demo``.
     """
@@ -192,7 +192,7 @@ def test_decode_generates_what_one_process_would_from_a_cache_that_crossed(tp: t
 def test_each_turn_of_a_conversation_moves_only_what_decode_lacks(
     tp: tuple[int, int], strategy: str, page: int
 ) -> None:
-    """C1, C3, C4, C6, B6: decode keeps what came and what it computed itself; byte for byte, and the same tokens."""
+    """Decode keeps what came and what it computed itself; byte for byte, and the same tokens."""
     config = attrs.evolve(
         QUICK,
         prefill_tp=tp[0],
@@ -220,7 +220,7 @@ def test_without_the_selection_every_turn_moves_everything() -> None:
 
 
 def test_six_heads_from_three_ranks_to_two_and_pages_of_other_sizes() -> None:
-    """A6, A9: boxes that overlap in part; page 16 to page 48, neither a multiple of the chunk."""
+    """Boxes that overlap in part; page 16 to page 48, neither a multiple of the chunk."""
     proved(attrs.evolve(QUICK, prefill_tp=3, decode_tp=2, kv_heads=6, decode_page_size=48))
 
 
@@ -243,7 +243,7 @@ def test_swapped_heads_are_noticed_where_each_is_on_a_rank_of_its_own() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_rank_ends_the_demo_with_its_name(role: str) -> None:
-    """E9: never a hang, and the processes that are left are ended too."""
+    """Never a hang, and the processes that are left are ended too."""
 
     def kill(line: Told) -> None:
         if line.kind == "ready" and line.role == role:
@@ -256,7 +256,7 @@ def test_a_killed_rank_ends_the_demo_with_its_name(role: str) -> None:
 
 
 def test_a_frozen_rank_ends_the_demo_at_its_deadline() -> None:
-    """E9: a process that neither works nor dies; the error names who is still at work."""
+    """A process that neither works nor dies; the error names who is still at work."""
 
     def freeze(line: Told) -> None:
         if line.kind == "ready" and line.role == "reference":
@@ -313,7 +313,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_a_rank_raises_is_the_demos_error(module: Path) -> None:
-    """E7: with the rank's name and the reason."""
+    """With the rank's name and the reason."""
     error, _ = run(attrs.evolve(QUICK, transport="broken", transport_module=module.stem))
     assert isinstance(error, PeerLostError)
     assert "rank 0" in str(error)

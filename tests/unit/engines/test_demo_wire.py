@@ -14,7 +14,7 @@ SPEC = CacheSpec.kv(2, 2, 8, "float16")
 
 
 def test_nothing_is_computed_for_a_room_that_was_refused() -> None:
-    """E7: who waits for what decode wants is told that it wants nothing, and why."""
+    """Who waits for what decode wants is told that it wants nothing, and why."""
     rig = Rig(SPEC)
     request = rig.request("room", rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1)), 8)
     request.open_decode().open_prefill()

@@ -33,7 +33,7 @@ def cases(capsys: pytest.CaptureFixture[str], *more: str) -> Sequence[dict[str, 
 
 
 def test_a_case_that_fails_is_a_row_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """B1, B3: C, T, groups, bound and hidden share agree with one another, and the caches with prefill's."""
+    """C, T, groups, bound and hidden share agree with one another, and the caches with prefill's."""
     bad, good = cases(capsys, "70", "--wires", "-1", "0.05")
     assert "emulated wire of" in bad["error"]
     assert (good["wire_GB_per_s"], good["tokens"], good["turns"]) == (0.05, 70, 2)

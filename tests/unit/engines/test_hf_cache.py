@@ -142,7 +142,7 @@ def table_for(paged: PagedHFCache, rows: int) -> PageTable:
 def test_a_recorded_cache_is_loaded_bit_for_bit_and_generation_goes_on_from_it(
     make: type[PreTrainedModel], config: PreTrainedConfig
 ) -> None:
-    """A5, A9, A11, B7: in chunks that are not whole pages, for keys and values of other dims, latents, windows, states.
+    """In chunks that are not whole pages, for keys and values of other dims, latents, windows, states.
 
     Generation goes on with the bits that the model's own cache gives, for several tokens, from another slot too.
     """
@@ -167,7 +167,7 @@ def test_a_recorded_cache_is_loaded_bit_for_bit_and_generation_goes_on_from_it(
 
 
 def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
-    """B1: once per layer and forward pass, in the model's order, without a line in the model."""
+    """Once per layer and forward pass, in the model's order, without a line in the model."""
     model = llama(torch.bfloat16)
     paged = PagedHFCache(pool_for(model))
     table = table_for(paged, len(PROMPT))
@@ -186,7 +186,7 @@ def test_a_layer_is_announced_when_its_rows_are_in_the_pages() -> None:
 
 
 def test_layers_are_announced_until_the_answer_is_that_none_matters() -> None:
-    """B3: what is not asked for costs nothing."""
+    """What is not asked for costs nothing."""
     model = llama(torch.bfloat16)
     paged = PagedHFCache(pool_for(model))
     own = paged.recording(table_for(paged, len(PROMPT)))
@@ -213,7 +213,7 @@ def indexed() -> tuple[Any, PagedPool, PagedHFCache, PageTable]:
 
 
 def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None:
-    """B1, B7: a model asks for the two apart, and nothing may leave between."""
+    """A model asks for the two apart, and nothing may leave between."""
     model, pool, paged, table = indexed()
     own = paged.recording(table)
     seen: list[int] = []
@@ -238,7 +238,7 @@ def test_a_layer_with_an_index_is_announced_when_both_are_in_the_pages() -> None
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_pass_that_raises_between_rows_and_index_leaves_nothing_to_the_next(anew: bool) -> None:
-    """B1, E8: whether the engine begins anew or takes back the half, no layer is final before both are in the pages."""
+    """Whether the engine begins anew or takes back the half, no layer is final before both are in the pages."""
     model, pool, paged, table = indexed()
     own = paged.recording(table)
     if not anew:
@@ -276,7 +276,7 @@ def test_a_pass_that_raises_between_rows_and_index_leaves_nothing_to_the_next(an
 
 
 def test_what_comes_after_a_reset_goes_where_the_table_says_now() -> None:
-    """E8: an engine may write other pages into its own table before it begins anew."""
+    """An engine may write other pages into its own table before it begins anew."""
     pool = pool_for(llama())
     for number in range(len(pool.site.planes)):
         pool.view(number)[:] = 0
@@ -295,7 +295,7 @@ def test_what_comes_after_a_reset_goes_where_the_table_says_now() -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_pages_hold_what_the_model_caches_in_every_layout(page_size: int, layout: Layout, fused: bool) -> None:
-    """A9: cell by cell, read from the pool's own view; cells of other rows stay as they were."""
+    """Cell by cell, read from the pool's own view; cells of other rows stay as they were."""
     model = llama(torch.bfloat16)
     pool = pool_for(model, page_size, layout, fused)
     paged = PagedHFCache(pool)
@@ -313,7 +313,7 @@ def test_pages_hold_what_the_model_caches_in_every_layout(page_size: int, layout
 
 
 def test_a_rank_that_caches_other_heads_than_its_shard_is_refused_before_anything_is_written() -> None:
-    """A6: a model without a tensor-parallel plan keeps all heads on every rank; that must not go unnoticed."""
+    """A model without a tensor-parallel plan keeps all heads on every rank; that must not go unnoticed."""
     model = llama()
     spec = spec_from_config(model.config, "float32")
     pool = PagedPool.allocate(spec, shard(spec, tp=2, rank=1), pages=4, page_size=4)
@@ -350,7 +350,7 @@ def test_rows_beyond_the_table_are_refused() -> None:
 
 
 def test_a_table_may_begin_behind_a_held_prefix() -> None:
-    """C1: rows are the room's, not the table's."""
+    """Rows are the room's, not the table's."""
     paged = PagedHFCache(pool_for(llama()))
     whole = table_for(paged, 12)
     tail = PageTable(whole.group, whole.pages[1:], first=4)
@@ -362,7 +362,7 @@ def test_a_table_may_begin_behind_a_held_prefix() -> None:
 
 
 def test_a_pool_of_one_stage_counts_its_own_layers() -> None:
-    """A12: a model that consists of a stage's layers numbers them from 0."""
+    """A model that consists of a stage's layers numbers them from 0."""
     spec = CacheSpec.kv(2, 2, 8, "float32")
     paged = PagedHFCache(PagedPool.allocate(spec, shard(spec, layers=[LayerId(1)]), pages=4, page_size=4))
     keys, values = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
@@ -373,7 +373,7 @@ def test_a_pool_of_one_stage_counts_its_own_layers() -> None:
 
 
 def test_states_that_are_not_there_or_of_another_size_are_refused() -> None:
-    """B7: with the layer's name; nothing is written, and generation never goes on without them."""
+    """With the layer's name; nothing is written, and generation never goes on without them."""
     _, make, config = models()[-2]
     model = make(config)
     pool = pool_for(model)
@@ -422,7 +422,7 @@ def test_memory_whose_strides_do_not_suit_the_dtype_is_refused() -> None:
 
 
 def test_pages_of_a_pass_are_looked_up_once_for_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B1: on a GPU each look-up is a copy to it, which a hook must not add to every layer."""
+    """On a GPU each look-up is a copy to it, which a hook must not add to every layer."""
     model = llama()
     paged = PagedHFCache(pool_for(model))
     own = paged.recording(table_for(paged, len(PROMPT)))

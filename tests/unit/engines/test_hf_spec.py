@@ -27,7 +27,7 @@ from disagg_kv.ids import LayerId
 
 
 def test_grouped_query_attention_is_keys_and_values_per_kv_head() -> None:
-    """A6: units are KV heads, whatever the number of query heads."""
+    """Units are KV heads, whatever the number of query heads."""
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=24)
     assert spec_from_config(config, "bfloat16", model=b"m") == CacheSpec.kv(3, 2, 24, "bfloat16", model=b"m")
 
@@ -38,7 +38,7 @@ def test_without_kv_heads_and_head_dim_the_query_heads_count() -> None:
 
 
 def test_latent_attention_is_one_latent_and_one_rope_unit() -> None:
-    """A11: every tensor-parallel rank holds both whole."""
+    """Every tensor-parallel rank holds both whole."""
     config = DeepseekV3Config(num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64)
     spec = spec_from_config(config, "bfloat16")
     assert spec.layers[LayerId(1)] == (
@@ -48,7 +48,7 @@ def test_latent_attention_is_one_latent_and_one_rope_unit() -> None:
 
 
 def test_a_sparse_attention_index_is_one_more_component_of_a_token() -> None:
-    """B7: rows like those of the latent, in the order in which the model caches them."""
+    """Rows like those of the latent, in the order in which the model caches them."""
     config = DeepseekV32Config(num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
     assert spec_from_config(config, "bfloat16").layers[LayerId(1)] == (
         Component("latent", "bfloat16", 1, 1024),
@@ -58,7 +58,7 @@ def test_a_sparse_attention_index_is_one_more_component_of_a_token() -> None:
 
 
 def test_a_sliding_window_keeps_one_token_less_than_it_sees() -> None:
-    """B7: layers that slide and layers that do not, as the configuration says."""
+    """Layers that slide and layers that do not, as the configuration says."""
     kinds = ["sliding_attention", "full_attention"]
     config = Qwen3Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=64, layer_types=kinds)
     spec = spec_from_config(config, "bfloat16")
@@ -66,7 +66,7 @@ def test_a_sliding_window_keeps_one_token_less_than_it_sees() -> None:
 
 
 def test_a_gated_delta_net_has_a_component_per_block_of_its_conv_state() -> None:
-    """B7: q and k have other heads than v; the recurrent state is float32 whatever the model's type."""
+    """Q and k have other heads than v; the recurrent state is float32 whatever the model's type."""
     spec = spec_from_config(Qwen3NextConfig(num_hidden_layers=4), "bfloat16")
     assert spec.layers[LayerId(0)] == (
         Component("conv.q", "bfloat16", 16, 128 * 2, 0, rows=4),
@@ -78,7 +78,7 @@ def test_a_gated_delta_net_has_a_component_per_block_of_its_conv_state() -> None
 
 
 def test_mamba_beside_attention_has_both_in_one_layer() -> None:
-    """B7: heads for x and the recurrent state, groups for B and C."""
+    """Heads for x and the recurrent state, groups for B and C."""
     config = FalconH1Config(num_hidden_layers=1, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=32)
     (components,) = spec_from_config(config, "float32").layers.values()
     assert [(c.name, c.units, c.unit_bytes, c.rows) for c in components] == [
@@ -92,7 +92,7 @@ def test_mamba_beside_attention_has_both_in_one_layer() -> None:
 
 
 def test_what_transformers_does_not_cut_every_rank_holds_whole() -> None:
-    """A6: states always, and the heads of an architecture without a tensor-parallel plan."""
+    """States always, and the heads of an architecture without a tensor-parallel plan."""
     config = Qwen3NextConfig(num_hidden_layers=4, num_key_value_heads=2)
     spec = spec_from_config(config, "float32")
     held = shard_from_config(config, spec, tp=2, rank=1)
@@ -114,7 +114,7 @@ def test_what_transformers_does_not_cut_every_rank_holds_whole() -> None:
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
 def test_what_is_not_moved_yet_is_refused_by_layer_and_kind(config: PreTrainedConfig, message: str) -> None:
-    """B7: never a part of a hybrid model's cache as if it were all of it."""
+    """Never a part of a hybrid model's cache as if it were all of it."""
     with pytest.raises(UnsupportedError, match=message):
         spec_from_config(config, "float32")
 

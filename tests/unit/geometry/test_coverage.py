@@ -20,7 +20,7 @@ def test_nothing_has_landed_at_first() -> None:
 
 
 def test_a_layer_that_lags_holds_the_others_back() -> None:
-    """A5: what is complete is what every layer has."""
+    """What is complete is what every layer has."""
     coverage = Coverage()
     coverage.add(10, 30, 0, 4)
     coverage.add(30, 40, 0, 2)
@@ -42,7 +42,7 @@ def test_what_is_no_rectangle_is_refused(rectangle: tuple[int, int, int, int]) -
 
 
 def test_segments_in_order_cost_constant_memory() -> None:
-    """E14: thousands of segments over layer groups end as one band with one interval."""
+    """Thousands of segments over layer groups end as one band with one interval."""
     coverage = Coverage()
     for chunk in range(500):
         for group in range(8):

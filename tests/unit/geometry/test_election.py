@@ -8,12 +8,12 @@ import attrs
 import pytest
 
 from disagg_kv.errors import GeometryError, UnsupportedError
-from disagg_kv.geometry import CacheSpec, Component, Holding, Share, Shard, elect, rotations, shard
+from disagg_kv.geometry import CacheSpec, Component, Holding, Shard, Share, elect, rotations, shard
 from disagg_kv.ids import LayerId
 
 
 def test_four_prefill_ranks_send_a_quarter_each_to_one() -> None:
-    """A6: TP 4 to 1."""
+    """TP 4 to 1."""
     spec = CacheSpec.kv(2, 8, 2, "int8")
     parts = elect(spec, [shard(spec, tp=4, rank=r) for r in range(4)], shard(spec))
     assert parts[3] == (
@@ -24,7 +24,7 @@ def test_four_prefill_ranks_send_a_quarter_each_to_one() -> None:
 
 
 def test_seven_heads_from_three_ranks_to_two() -> None:
-    """A6: splits that do not divide work when the shards say who holds what."""
+    """Splits that do not divide work when the shards say who holds what."""
     spec = CacheSpec.uniform(1, [Component("k", "int8", 7, 1)])
     ours = [shard(spec, units={"k": units}) for units in (range(3), range(3, 5), range(5, 7))]
     parts = [elect(spec, ours, shard(spec, units={"k": units})) for units in (range(4), range(4, 7))]
@@ -33,7 +33,7 @@ def test_seven_heads_from_three_ranks_to_two() -> None:
 
 
 def test_replicas_take_runs_of_layers_and_rotate() -> None:
-    """A11: with fewer layers than replicas they take rows."""
+    """With fewer layers than replicas they take rows."""
     spec = CacheSpec.mla(3, 2, "int8")
     ours = [shard(spec)] * 2
     assert [[p.layers for p in mine] for mine in elect(spec, ours, shard(spec))] == [[(0,)], [(1, 2)]]

@@ -86,7 +86,7 @@ def test_groups_that_cannot_be() -> None:
     ],
 )
 def test_planes_that_do_not_fit(change: dict[str, Any], message: str) -> None:
-    """D3: overlapping cells, bytes outside a buffer, planes that the shard does not have."""
+    """Overlapping cells, bytes outside a buffer, planes that the shard does not have."""
     _site().check()
     with pytest.raises(GeometryError, match=message):
         _site(**change).check()
@@ -109,7 +109,7 @@ def _hybrid(group: GroupId, rows: int) -> Site:
 
 
 def test_states_lie_in_slots_of_a_group_of_their_own() -> None:
-    """B7: a slot may have more rows than a state needs, never fewer; a page of tokens is no slot."""
+    """A slot may have more rows than a state needs, never fewer; a page of tokens is no slot."""
     site = _hybrid(GroupId("state"), 6)
     site.check()
     assert site.state_groups == {"state"}

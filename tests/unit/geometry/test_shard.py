@@ -12,13 +12,13 @@ SPEC = CacheSpec.kv(4, 7, 2, "int8")
 
 
 def test_heads_divide_evenly_or_are_replicated() -> None:
-    """A6: as engines do it."""
+    """As engines do it."""
     assert [even_units(8, 4, r) for r in range(4)] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     assert [even_units(2, 4, r) for r in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
 
 
 def test_a_split_that_leaves_a_remainder_is_refused_with_the_numbers() -> None:
-    """A6: 7 heads over 3 ranks silently became 6 in one engine."""
+    """7 heads over 3 ranks silently became 6 in one engine."""
     with pytest.raises(GeometryError, match="7 units do not divide over 3 ranks"):
         shard(SPEC, tp=3, rank=0)
     with pytest.raises(GeometryError, match="tensor-parallel rank 3 of 3"):
@@ -26,7 +26,7 @@ def test_a_split_that_leaves_a_remainder_is_refused_with_the_numbers() -> None:
 
 
 def test_a_rank_may_say_which_heads_it_holds() -> None:
-    """A6: 7 heads over 3 ranks, as 3, 2 and 2."""
+    """7 heads over 3 ranks, as 3, 2 and 2."""
     held = shard(SPEC, layers=[LayerId(1)], units={"k": range(3, 5), "v": range(3, 5)})
     assert held.layers() == (1,)
     assert held.units(LayerId(1), "k") == (range(3, 5),)
@@ -34,14 +34,13 @@ def test_a_rank_may_say_which_heads_it_holds() -> None:
 
 
 def test_stages_are_near_equal_and_cover_every_layer() -> None:
-    """A12: the first stages take one more."""
+    """The first stages take one more."""
     assert stages(CacheSpec.mla(5, 2, "int8"), 2) == [(0, 1, 2), (3, 4)]
     with pytest.raises(GeometryError, match="5 pipeline stages of 4 layers"):
         stages(SPEC, 5)
 
 
 def test_attention_data_parallelism_divides_tensor_parallelism() -> None:
-    """A13."""
     assert attention_tp(8, 4) == 2
     with pytest.raises(GeometryError, match="parallelism 3 does not divide tensor parallelism 8"):
         attention_tp(8, 3)

@@ -12,13 +12,11 @@ from disagg_kv.ids import LayerId
 
 
 def test_k_and_v_may_differ_in_dim_and_dtype() -> None:
-    """A9."""
     spec = CacheSpec.kv(2, 4, 128, "bfloat16", v_head_dim=64, v_dtype="float8_e4m3fn")
     assert [(c.name, c.units, c.unit_bytes) for c in spec.layers[LayerId(1)]] == [("k", 4, 256), ("v", 4, 64)]
 
 
 def test_a_latent_is_one_unit() -> None:
-    """A11."""
     spec = CacheSpec.mla(1, 576, "bfloat16")
     assert spec.component(LayerId(0), "latent") == Component("latent", "bfloat16", 1, 1152)
 

@@ -21,6 +21,6 @@ def test_a_launch_command_that_there_is_not_is_named() -> None:
 
 
 def test_a_launch_command_that_fails_ends_the_demo_on_both_hosts() -> None:
-    """E9: prefill's processes do not wait for decode's, which never begin."""
+    """Prefill's processes do not wait for decode's, which never begin."""
     with pytest.raises(PeerLostError, match=r"could not be run \(exit code 1\)"):
         run_demo(DemoConfig(decode_launch=("false",), timeout_s=100.0))

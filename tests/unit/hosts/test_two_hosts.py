@@ -64,7 +64,7 @@ def begin(decode: Node, prefill: list[Node], room: bytes, tokens: int) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_requests_cross_the_cable_byte_for_byte(hosts: tuple[Host, Host], transport: str) -> None:
-    """A6, D1: two ranks to one; the bytes go through the cable, and not through the kernel that both hosts share."""
+    """Two ranks to one; the bytes go through the cable, and not through the kernel that both hosts share."""
     with endpoints(*setups(hosts, transport, 2, Options())) as (decode, *prefill):
         before = hosts[1].received()
         for room, tokens in ((b"first", 500), (b"second", 1000)):
@@ -125,7 +125,7 @@ def broken(hosts: tuple[Host, Host], decode: Node, prefill: Node) -> list[tuple[
 def test_a_cable_out_fails_both_sides_and_back_in_it_brings_the_evidence(
     hosts: tuple[Host, Host], transport: str
 ) -> None:
-    """E1, E9: rooms fail in bounded time; leases wait until prefill can say that its writes are over."""
+    """Rooms fail in bounded time; leases wait until prefill can say that its writes are over."""
     with endpoints(*setups(hosts, transport, 1, QUICK)) as (decode, prefill):
         held = broken(hosts, decode, prefill)
         hosts[0].plug()
@@ -144,7 +144,7 @@ def test_a_cable_out_fails_both_sides_and_back_in_it_brings_the_evidence(
 
 @needs_nixl
 def test_a_cable_that_stays_out_leaves_the_evidence_to_the_operator(hosts: tuple[Host, Host]) -> None:
-    """E1, E9: the other host's process has ended, which nobody here can see; the operator's word frees the leases."""
+    """The other host's process has ended, which nobody here can see; the operator's word frees the leases."""
     with endpoints(*setups(hosts, "nixl", 1, QUICK, drain_s=0.5)) as (decode, prefill):
         broken(hosts, decode, prefill)
         prefill.kill()
@@ -166,7 +166,7 @@ def demo(hosts: tuple[Host, Host], *options: str) -> subprocess.CompletedProcess
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_demo_runs_across_the_cable(hosts: tuple[Host, Host], transport: str) -> None:
-    """A6, D1: a model's cache, from two prefill processes here to a decode process there."""
+    """A model's cache, from two prefill processes here to a decode process there."""
     before = hosts[1].received()
     done = demo(hosts, "--transport", transport)
     assert done.returncode == 0, done.stderr

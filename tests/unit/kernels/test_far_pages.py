@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 
-from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Share, Plane, shard
+from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Share, shard
 from disagg_kv.ids import GroupId, LayerId, RegionId
 from disagg_kv.kernels import CpuKernels, Kernels, Move, ReferenceKernels
 from disagg_kv.memory import Buffer, PagedPool, bytes_of

@@ -11,7 +11,7 @@ import pytest
 
 from disagg_kv.errors import UnknownNameError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, CpuKernels, Kernels, Move, ReferenceKernels, Checksums, available, kernels_for
+from disagg_kv.kernels import KERNELS, Checksums, CpuKernels, Kernels, Move, ReferenceKernels, available, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool
 from tests.support.pools import KV, buffer_over, noise, staged_layout
 

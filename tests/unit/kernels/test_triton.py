@@ -38,7 +38,7 @@ TRITON = KERNELS["triton"]
 def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_every_sum(
     layout: Layout, fused: bool, page_size: int, alignment: int
 ) -> None:
-    """A1, A2, A9: slices, partial pages, every layout, item size and alignment, K != V; all of it in one launch."""
+    """Slices, partial pages, every layout, item size and alignment, K != V; all of it in one launch."""
     grid = Grid.of(layout, fused, page_size, alignment, [(0, 1), (1, 3), (0, 3)])
     check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cpu", (0, 0))
 
@@ -46,7 +46,7 @@ def test_the_kernels_equal_the_reference_on_every_byte_of_both_buffers_and_in_ev
 @pytest.mark.parametrize("shifts", [(1, 0), (0, 2), (4, 8), (8, 4), (8, 1), (2, 2)])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_storage_may_be_misaligned_on_either_side(layout: Layout, shifts: tuple[int, int]) -> None:
-    """A9: units of 16 bytes whose addresses allow only less."""
+    """Units of 16 bytes whose addresses allow only less."""
     grid = Grid.of(layout, False, 4, 16, [(1, 3)])
     check(TRITON, grid.pool, grid.moves, grid.staging_bytes, "cpu", shifts)
 
@@ -54,7 +54,7 @@ def test_storage_may_be_misaligned_on_either_side(layout: Layout, shifts: tuple[
 @settings(max_examples=30)
 @given(case=cases())
 def test_any_strides_tables_and_moves(case: tuple[PagedPool, Bytes, list[Move], Bytes]) -> None:
-    """A9: every named unit arrives, and no other byte of pages or staging changes, whatever the geometry."""
+    """Every named unit arrives, and no other byte of pages or staging changes, whatever the geometry."""
     pool, memory, moves, staging = case
     before, expected = memory.copy(), staging.copy()
     for cell, at, nbytes in copies(pool, moves):
@@ -100,7 +100,7 @@ def test_rooms_far_into_their_tables_send_only_the_page_ids_in_use() -> None:
 
 
 def test_gather_reads_the_pages_only_after_the_event() -> None:
-    """A1: whatever the event writes is what arrives."""
+    """Whatever the event writes is what arrives."""
     spec = CacheSpec.kv(1, 2, 4, "bfloat16")
     pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
 
@@ -122,7 +122,7 @@ def test_gather_reads_the_pages_only_after_the_event() -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_what_is_prepared_equals_the_reference_and_reads_what_is_there_when_it_is_launched(layout: Layout) -> None:
-    """A2: what comes between has effect, and no byte moves before."""
+    """What comes between has effect, and no byte moves before."""
     grid = Grid.of(layout, False, 3, 16, [(0, 1), (1, 3)])
     check_prepared(TRITON, grid, "cpu")
     check_prepared_gather(TRITON, grid, "cpu")

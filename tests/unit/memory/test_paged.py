@@ -80,7 +80,6 @@ def test_a_rank_has_planes_only_for_what_its_shard_holds(fused: bool) -> None:
 
 
 def test_a_latent_is_a_plane_of_one_unit() -> None:
-    """A11."""
     spec = CacheSpec.mla(1, 72, "bfloat16")
     assert PagedPool.allocate(spec, shard(spec, tp=4, rank=3), pages=2, page_size=4).view(0).shape == (2, 4, 1, 144)
 
@@ -116,7 +115,7 @@ def test_a_device_of_torch_gives_the_memory_if_it_is_there() -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_adopted_tensors_are_used_in_place(layout: Layout) -> None:
-    """A9: writing through the pool is writing the tensor."""
+    """Writing through the pool is writing the tensor."""
     tensors = _tensors(layout=layout)
     pool = PagedPool.from_tensors(GQA, shard(GQA), tensors, layout=layout)
     assert len(pool.buffers) == 4
@@ -197,7 +196,7 @@ HYBRID = CacheSpec.uniform(2, [*GQA.layers[LayerId(0)], Component("ssm", "float3
 
 
 def test_states_of_an_engine_s_tensors_are_adopted_in_place() -> None:
-    """B7: slots for pages, the state's own rows; both groups by their names, and nothing is copied."""
+    """Slots for pages, the state's own rows; both groups by their names, and nothing is copied."""
     tensors = _tensors()
     for layer in LAYERS:
         tensors[layer]["ssm"] = torch.zeros(5, 3, 2, 8)
@@ -216,7 +215,7 @@ def test_states_of_an_engine_s_tensors_are_adopted_in_place() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_pool_of_its_own_has_slots_beside_pages(fused: bool) -> None:
-    """B7: as many as it is told; a cache with states and no slots is refused."""
+    """As many as it is told; a cache with states and no slots is refused."""
     pool = PagedPool.allocate(HYBRID, shard(HYBRID, tp=2), pages=3, page_size=4, state_slots=5, fused=fused)
     assert [(g.id, g.rows_per_page, g.pages) for g in pool.site.groups] == [("kv", 4, 3), ("state", 3, 5)]
     assert [pool.view(i).shape[:3] for i in range(3)] == [(3, 4, 2), (3, 4, 2), (5, 3, 1)]

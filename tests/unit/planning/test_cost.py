@@ -11,7 +11,7 @@ MODEL = CostModel(write_s=1e-3, bytes_per_s=1e6, copy_bytes_per_s=1e6, round_tri
 
 
 def test_bytes_that_go_straight_cost_wire_and_descriptors() -> None:
-    """A10: many small writes are slow whatever the bandwidth."""
+    """Many small writes are slow whatever the bandwidth."""
     assert MODEL.estimate("slice", 1000, 10**6).seconds == pytest.approx(2.0)
 
 
@@ -24,7 +24,7 @@ def test_staging_overlaps_consecutive_segments() -> None:
 
 
 def test_fragmented_pages_go_through_staging_and_a_few_runs_do_not() -> None:
-    """A10: the choice is the cost model's."""
+    """The choice is the cost model's."""
     staged = MODEL.estimate("staged", 1, 10**6, segments=1)
     few, many = (MODEL.estimate("direct", n, 10**6) for n in (4, 4096))
     assert choose([staged, few], {}).path == "direct"
@@ -32,7 +32,7 @@ def test_fragmented_pages_go_through_staging_and_a_few_runs_do_not() -> None:
 
 
 def test_the_reason_is_one_sentence_with_every_number_and_refusal() -> None:
-    """A16: who falls back says why."""
+    """Who falls back says why."""
     slow, fast = Estimate("slice", 4096, 1000, 2.0), Estimate("direct", 4, 1000, 0.25)
     choice = choose([slow, fast], {"staged": "the transport gives no memory"})
     assert (choice.path, choice.estimates) == ("direct", (slow, fast))

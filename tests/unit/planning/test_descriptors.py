@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, PageTable, Share, Shard, Site, elect, shard
+from disagg_kv.geometry import CacheSpec, PageTable, Shard, Share, Site, elect, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.planning import Segment, Writes, coalesce, direct_writes, plain_site, refuse_direct, slice_writes
 from disagg_kv.planning.descriptors import Tables, _byte_runs
@@ -43,7 +43,7 @@ def test_slices_are_one_write_per_row_and_plane() -> None:
 
 
 def test_pages_that_follow_one_another_on_both_sides_are_one_write() -> None:
-    """A10: 3, 4, 5 to 1, 2, 6 is two runs in each of the four planes, and 7 is a third one."""
+    """3, 4, 5 to 1, 2, 6 is two runs in each of the four planes, and 7 is a third one."""
     (parts,) = elect(SPEC, [shard(SPEC)], shard(SPEC))
     here, there = _pair(SPEC, shard(SPEC), shard(SPEC))
     writes = direct_writes(here, there, parts, WHOLE, _tables(3, 4, 5, 7), _tables(1, 2, 6, 0))
@@ -119,7 +119,7 @@ def test_page_tables_are_checked_before_anything_is_planned(plan: Planner) -> No
 
 
 def test_offsets_beyond_four_gigabytes() -> None:
-    """A9: addresses are 64 bits wide."""
+    """Addresses are 64 bits wide."""
     spec = CacheSpec.mla(1, 1 << 20, "int8")
     site = plain_site(spec, shard(spec), 8192, 1)
     (parts,) = elect(spec, [shard(spec)], shard(spec))
@@ -129,7 +129,7 @@ def test_offsets_beyond_four_gigabytes() -> None:
 
 
 def test_what_is_kept_of_a_plan_cannot_be_changed() -> None:
-    """E14: the runs of bytes of so many rows are made once, for every later segment too."""
+    """The runs of bytes of so many rows are made once, for every later segment too."""
     for kept in _byte_runs(4, 64, 2, 32, 8):
         with pytest.raises(ValueError, match="read-only"):
             kept[0] = 1

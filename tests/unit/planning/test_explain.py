@@ -69,7 +69,7 @@ def test_staging_needs_a_thousand_times_fewer_writes() -> None:
 
 
 def test_replicated_heads_are_planned_once() -> None:
-    """A6: TP 8 to 1 with 2 KV heads; engines send them four times."""
+    """TP 8 to 1 with 2 KV heads; engines send them four times."""
     spec = CacheSpec.kv(4, 2, 8, "bfloat16")
     plan = explain(spec, [shard(spec, tp=8, rank=r) for r in range(8)], [shard(spec)], 64, (16, 16))
     assert plan.nbytes == 64 * 4 * 2 * 8 * 2 * 2
@@ -77,7 +77,7 @@ def test_replicated_heads_are_planned_once() -> None:
 
 
 def test_pipelines_on_both_sides() -> None:
-    """A12: pairs whose stages do not meet send nothing and are left out."""
+    """Pairs whose stages do not meet send nothing and are left out."""
     spec = CacheSpec.kv(6, 2, 8, "int8")
     ours = [shard(spec, layers=stage) for stage in stages(spec, 3)]
     theirs = [shard(spec, layers=stage) for stage in stages(spec, 2)]

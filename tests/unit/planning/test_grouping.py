@@ -30,7 +30,7 @@ def run(layers: int = 32, tokens: tuple[int, ...] = (1000,), row_bytes: int = 10
 def test_the_formula_always_gives_a_group_of_some_of_the_layers(
     layers: int, tokens: list[int], adaptive: Adaptive
 ) -> None:
-    """B2: no input divides by zero or leaves 1..layers, and thresholds hold."""
+    """No input divides by zero or leaves 1..layers, and thresholds hold."""
     groups = adaptive.groups(layers, tokens)
     assert 1 <= groups.size <= layers
     assert groups.reason
@@ -42,7 +42,7 @@ def test_the_formula_always_gives_a_group_of_some_of_the_layers(
     ("tokens", "size"), [(3071, 32), (3072, 3), (4608, 3), (6144, 4), (7680, 5), (9216, 8), (100_000, 8)]
 )
 def test_the_formula_at_its_published_defaults(tokens: int, size: int) -> None:
-    """B2: between 3,072 and 9,216 tokens the groups go from ten to four."""
+    """Between 3,072 and 9,216 tokens the groups go from ten to four."""
     assert Adaptive().groups(32, [tokens]).size == size
 
 
@@ -77,7 +77,7 @@ def test_groups_cut_a_run_without_gaps(layers: int, first: int, data: st.DataObj
 
 @given(st.floats(0, 10), st.floats(0, 10), st.integers(1, 100), st.floats(0, 0.1))
 def test_exposed_time(compute: float, wire: float, groups: int, overhead: float) -> None:
-    """B3: C + T/N where computing takes longer, C/N + T where the wire does, and the overhead of each group."""
+    """C + T/N where computing takes longer, C/N + T where the wire does, and the overhead of each group."""
     expected = compute + wire / groups if wire < compute else compute / groups + wire
     assert exposed_s(compute, wire, groups, overhead) == pytest.approx(expected + groups * overhead)
 
@@ -91,7 +91,7 @@ def test_exposed_time(compute: float, wire: float, groups: int, overhead: float)
 def test_the_cost_model_takes_the_best_of_all_group_counts_and_never_loses(
     layers: int, tokens: list[int], row_bytes: int, pace: Pace
 ) -> None:
-    """B3: within the margin of the best, and never slower than one group."""
+    """Within the margin of the best, and never slower than one group."""
     of = run(layers, tuple(tokens), row_bytes)
     groups = fastest(of, pace)
     compute, wire = pace.layer_token_s * layers * sum(tokens), row_bytes * sum(tokens) / pace.bytes_per_s
@@ -102,7 +102,7 @@ def test_the_cost_model_takes_the_best_of_all_group_counts_and_never_loses(
 
 
 def test_a_decision_says_why() -> None:
-    """B3, F: short prompts are one group, where the published version lost 18 %."""
+    """Short prompts are one group, where the published version lost 18 %."""
     assert fastest(run(tokens=(10,)), PACE).count == 1
     groups = fastest(run(tokens=(4096,)), PACE)
     assert groups.count > 4

@@ -24,7 +24,7 @@ def test_a_lease_is_writer_major_and_aligned() -> None:
 
 
 def test_rows_are_cut_at_pages_near_equally_but_for_short_ends() -> None:
-    """A5: at absolute multiples of the page, whatever row the cut begins at; the wire idles only at the ends."""
+    """At absolute multiples of the page, whatever row the cut begins at; the wire idles only at the ends."""
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
     cut = intake.cut(5, 40, range(4), slot_bytes=64 * 17, lease_bytes=1 << 20, page_rows=8)
     assert [(s.start, s.stop) for s in cut] == [(5, 8), (8, 24), (24, 32), (32, 40)]
@@ -51,7 +51,7 @@ def test_layers_are_cut_only_where_no_row_fits() -> None:
     ("slot", "lease", "what", "asked"), [(15, 4096, "staging slot", 16), (4096, 511, "staging lease", 512)]
 )
 def test_one_row_of_one_layer_that_does_not_fit_is_refused(slot: int, lease: int, what: str, asked: int) -> None:
-    """A3: for good, with both sizes."""
+    """For good, with both sizes."""
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
     message = f"{what}, for one row of layer 0: {asked} bytes asked, but there are only {min(slot, lease)}"
     with pytest.raises(OversizeError, match=message):
@@ -68,7 +68,7 @@ def test_a_single_row_that_only_one_replica_sends_fits_where_two_would_not() -> 
 
 
 def test_ranges_are_stages_split_where_layers_are_missing() -> None:
-    """A12: the target's layers 0, 1 and 3 from two stages of two layers."""
+    """The target's layers 0, 1 and 3 from two stages of two layers."""
     ours = [shard(SPEC, layers=stage) for stage in stages(SPEC, 2)]
     target = shard(SPEC, layers=[LayerId(0), LayerId(1), LayerId(3)])
     intake = Intake.build(SPEC, ours, target)

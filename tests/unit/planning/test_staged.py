@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, Holding, Share, Shard, elect, shard
+from disagg_kv.geometry import CacheSpec, Holding, Shard, Share, elect, shard
 from disagg_kv.ids import LayerId
 from disagg_kv.planning import Intake, PartView, Segment, intake_of, part_view, plain_site
 from disagg_kv.planning.staged import SIZES

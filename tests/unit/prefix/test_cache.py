@@ -44,7 +44,7 @@ class Counts:
 
 
 def test_a_success_leaves_whole_pages_to_the_next_request() -> None:
-    """C2, C4: the second request holds what the first one got, and awaits the rest."""
+    """The second request holds what the first one got, and awaits the rest."""
     of = cache()
     first = of.claim(TOKENS)
     table = first.begin()
@@ -60,7 +60,7 @@ def test_a_success_leaves_whole_pages_to_the_next_request() -> None:
 
 
 def test_a_failure_leaves_nothing() -> None:
-    """C4: no half-filled page enters the index, every page is back, and the prefix is free to go."""
+    """No half-filled page enters the index, every page is back, and the prefix is free to go."""
     of = cache()
     claim = of.claim(TOKENS)
     claim.begin()
@@ -91,7 +91,7 @@ def test_generated_rows_are_kept_too() -> None:
 
 
 def test_pages_that_the_engine_still_writes_go_to_nobody() -> None:
-    """C8, E2: a request that ended with an event gives its pages back, and lets them be evicted, once that happened."""
+    """A request that ended with an event gives its pages back, and lets them be evicted, once that happened."""
     of = cache()
     first = of.claim(TOKENS)
     first.begin()
@@ -123,7 +123,7 @@ def test_two_requests_with_one_prompt_keep_one_copy() -> None:
 
 
 def test_the_ranks_may_agree_on_less() -> None:
-    """C3: what is given up is awaited again, in pages of its own."""
+    """What is given up is awaited again, in pages of its own."""
     of = cache()
     first = of.claim(TOKENS)
     first.begin()
@@ -139,7 +139,7 @@ def test_the_ranks_may_agree_on_less() -> None:
 
 
 def test_what_is_held_is_never_evicted_for_others() -> None:
-    """C2 under adversarial eviction: a claim between match and arrival keeps its prefix; others get an error."""
+    """Under adversarial eviction: a claim between match and arrival keeps its prefix; others get an error."""
     of = cache()
     first = of.claim(list(range(16)))
     first.begin()
@@ -169,7 +169,7 @@ def test_an_index_for_another_model_is_refused() -> None:
 
 
 def test_a_pool_with_windows_is_refused_and_one_with_states_is_not() -> None:
-    """C5: a window's rows are written afresh into pages that others may hold; states are no part of a prefix."""
+    """A window's rows are written afresh into pages that others may hold; states are no part of a prefix."""
     window = CacheSpec.uniform(1, [Component("k", "float16", 1, 8, window=8)])
     sliding = plain_site(window, shard(window), 32, 4)
     with pytest.raises(ConfigurationError, match="sliding window are written afresh"):

@@ -23,7 +23,7 @@ def filled(index: HashPrefixIndex, tokens: list[int], ids: I32, adapter: bytes =
 
 
 def test_only_whole_pages_of_equal_tokens_match() -> None:
-    """C2: what follows the last whole page is not kept, and one other token ends the match."""
+    """What follows the last whole page is not kept, and one other token ends the match."""
     index = HashPrefixIndex(4, 8)
     index.unlock(filled(index, list(range(10)), pages(5, 3)))
     assert index.match(list(range(10))).ids == [5, 3]
@@ -34,7 +34,7 @@ def test_only_whole_pages_of_equal_tokens_match() -> None:
 
 
 def test_adapters_and_namespaces_share_nothing() -> None:
-    """C2: equal tokens run with another adapter are another prefix."""
+    """Equal tokens run with another adapter are another prefix."""
     index = HashPrefixIndex(4, 8, b"model")
     filled(index, [1, 2, 3, 4], pages(0), b"lora")
     assert index.match([1, 2, 3, 4]).rows == 0
@@ -74,7 +74,7 @@ def test_what_is_there_already_stays_and_the_second_copy_is_given_back() -> None
 
 
 def test_the_least_recently_used_leaf_goes_first_and_nothing_that_is_held() -> None:
-    """C2: eviction takes ends of chains, oldest first; a match counts as a use."""
+    """Eviction takes ends of chains, oldest first; a match counts as a use."""
     index = HashPrefixIndex(1, 8)
     for tokens, ids in (([1, 2], pages(0, 1)), ([1, 3], pages(0, 2)), ([4], pages(3))):
         index.unlock(filled(index, tokens, ids))
@@ -90,7 +90,7 @@ def test_the_least_recently_used_leaf_goes_first_and_nothing_that_is_held() -> N
 
 
 def test_what_agreement_takes_away_can_be_evicted() -> None:
-    """C3: a lock that is shortened keeps the rest."""
+    """A lock that is shortened keeps the rest."""
     index = HashPrefixIndex(2, 8)
     lock = filled(index, [1, 2, 3, 4], pages(0, 1))
     index.shorten(lock, 3)
@@ -98,7 +98,7 @@ def test_what_agreement_takes_away_can_be_evicted() -> None:
 
 
 def test_what_is_wrong_is_never_matched_again_and_leaves_by_eviction() -> None:
-    """C2: with all that was built on it, while others hold it too; a right copy takes its place at once."""
+    """With all that was built on it, while others hold it too; a right copy takes its place at once."""
     index = HashPrefixIndex(2, 8)
     lock = filled(index, [1, 2, 3, 4, 5, 6], pages(0, 1, 2))
     other = index.match([1, 2, 3, 4, 7, 8])
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_never_matched_again_and_leaves_by_eviction() -> None:
 
 
 def test_a_long_life_does_not_grow_the_list_of_leaves() -> None:
-    """E14: stale entries go."""
+    """Stale entries go."""
     index = HashPrefixIndex(1, 4)
     index.unlock(filled(index, [1], pages(0)))
     for _ in range(1000):

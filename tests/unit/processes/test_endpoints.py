@@ -71,7 +71,7 @@ def forgotten(node: Node) -> None:
 @pytest.mark.parametrize("path", ["staged", "slice"])
 @pytest.mark.parametrize(("ranks", "cluster"), [((2, 1), "ipc"), ((1, 2), "tcp")], indirect=["cluster"], ids=str)
 def test_a_request_crosses_between_tensor_parallel_sizes(cluster: Cluster, ranks: tuple[int, int], path: str) -> None:
-    """A6, A9: 2 -> 1 and 1 -> 2 ranks, pages of 16 to pages of 32 in another order, byte for byte."""
+    """2 -> 1 and 1 -> 2 ranks, pages of 16 to pages of 32 in another order, byte for byte."""
     prefill = cluster.start("prefill", "P", ranks[0], Knobs(path=path))
     decode = cluster.start("decode", "D", ranks[1], Knobs(path=path, page_size=32, layout="HND"))
     deliver(prefill, decode)
@@ -80,7 +80,7 @@ def test_a_request_crosses_between_tensor_parallel_sizes(cluster: Cluster, ranks
 
 
 def test_a_request_larger_than_the_ring_passes_through_it(cluster: Cluster) -> None:
-    """A4: 1 MiB through a ring of 64 KiB, whose leases come back for the next request."""
+    """1 MiB through a ring of 64 KiB, whose leases come back for the next request."""
     prefill = cluster.start("prefill", "P", 2, Knobs(slot_bytes=8 << 10))
     decode = cluster.start("decode", "D", knobs=Knobs(ring_bytes=64 << 10))
     rooms = {b"first": 1024, b"second": 1024}
@@ -90,7 +90,7 @@ def test_a_request_larger_than_the_ring_passes_through_it(cluster: Cluster) -> N
 
 
 def test_a_killed_prefill_process_fails_its_rooms_and_its_leases_come_back(cluster: Cluster) -> None:
-    """E1: its writes were in flight; its end is observed, which is evidence, so nothing stays in quarantine."""
+    """Its writes were in flight; its end is observed, which is evidence, so nothing stays in quarantine."""
     dying = cluster.start("prefill", "P", 2, Knobs(slot_bytes=8 << 10, held_from=3, options=QUICK))
     decode = cluster.start("decode", "D", knobs=Knobs(ring_bytes=64 << 10, options=QUICK))
     deliver(dying, decode, tokens=1024)
@@ -134,7 +134,7 @@ def test_a_killed_decode_process_gives_prefill_its_pages_back(cluster: Cluster, 
 
 @pytest.mark.parametrize("carrier", TRANSPORTS)
 def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(cluster: Cluster, carrier: str) -> None:
-    """E2, E9: silence fails its room but frees nothing; when it wakes, its late writes land where they may."""
+    """Silence fails its room but frees nothing; when it wakes, its late writes land where they may."""
     # A process that only waits for a core is not silent for so long.
     options = Options(silence_s=15.0, heartbeat_s=0.1, retry_s=0.1)
     knobs = Knobs(transport=carrier, ring_bytes=64 << 10, options=options)
@@ -206,7 +206,7 @@ def test_an_instance_that_was_closed_is_a_named_error_soon(cluster: Cluster) -> 
 def test_a_process_that_comes_back_under_its_address_serves_new_rooms(
     cluster: Cluster, wire: Literal["ipc", "tcp"], tmp_path: Path
 ) -> None:
-    """E10: the same instance, rank and address, another life."""
+    """The same instance, rank and address, another life."""
     bind = f"ipc://{tmp_path}/again" if wire == "ipc" else f"tcp://127.0.0.1:{unused_port()}"
     (first,) = cluster.start("prefill", "P", knobs=Knobs(bind=bind, options=QUICK))
     decode = cluster.start("decode", "D", knobs=Knobs(options=QUICK))

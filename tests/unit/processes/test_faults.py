@@ -201,7 +201,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_survivors_are_correct_and_clean_after_every_fault(cluster: Cluster, name: str) -> None:
-    """E1, E9, E10, E16: killed, frozen, restarted, aborted; then bytes, descriptors, regions and pages are checked."""
+    """Killed, frozen, restarted, aborted; then bytes, descriptors, regions and pages are checked."""
     field = Field(cluster, name)
     usual_s = min(field.usual() for _ in range(3))
     field.settle()

@@ -148,7 +148,7 @@ class Killing:
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_peer_killed_at_a_random_moment(cluster: Cluster, tmp_path: Path, name: str, role: Role) -> None:
-    """E1, E10: told within 5 s, no wrong byte where success is reported, everything that it took given back."""
+    """Told within 5 s, no wrong byte where success is reported, everything that it took given back."""
     killing = Killing(cluster, f"ipc://{tmp_path}/victim", name, role)
     usual_s = min(killing.whole() for _ in range(2))
     before = killing.survivor.ask("footprint")

@@ -65,7 +65,6 @@ def test_one_rank_alone_decides_at_once() -> None:
 
 
 def test_success_needs_every_rank_and_each_hears_it_in_its_own_generation() -> None:
-    """C8."""
     one = leader()
     one.vote(key(1), None, "", 0.0)
     assert verdicts(one.on_ballot(ballot(1, 11, None), 0.0)) == [(E[1], 11, None)]
@@ -94,7 +93,7 @@ def test_ballots_of_strangers_and_to_other_ranks_are_dropped() -> None:
 
 
 def test_a_ballot_is_repeated_until_it_is_decided_and_rarely_once_it_is_known() -> None:
-    """E2: should a verdict be lost, the room is not open until its deadline."""
+    """Should a verdict be lost, the room is not open until its deadline."""
     one = follower()
     assert said(one.vote(key(1), None, "", 0.0)) == [(1, None)]
     assert said(one.tick(0.2)) == [(1, None)]
@@ -153,7 +152,7 @@ def test_a_rank_that_succeeded_and_then_was_lost_does_not_fail_the_room() -> Non
 
 
 def test_another_life_of_a_rank_that_comes_before_its_end_is_noticed_is_the_end_of_the_first() -> None:
-    """E10, E16: at another address nothing else says so; what needs the first would wait until its deadline."""
+    """At another address nothing else says so; what needs the first would wait until its deadline."""
     one = leader()
     one.vote(key(1), None, "", 0.0)
     effects = one.joined(E[3], Rank(1), 1.0)
@@ -165,7 +164,7 @@ def test_another_life_of_a_rank_that_comes_before_its_end_is_noticed_is_the_end_
 
 
 def test_a_life_that_another_has_followed_is_told_that_what_it_begins_has_failed() -> None:
-    """E1, E16: rank 0 answers it the same however often it asks, and nobody's room pairs with its own."""
+    """Rank 0 answers it the same however often it asks, and nobody's room pairs with its own."""
     one = leader()
     one.joined(E[3], Rank(1), 1.0)
     one.followed(E[1], Rank(1))
@@ -182,7 +181,7 @@ def test_a_life_that_another_has_followed_is_told_that_what_it_begins_has_failed
 
 
 def test_a_life_that_another_has_followed_hears_how_a_room_ends_that_it_voted_for() -> None:
-    """E16, I6: its success was counted, so it is no failure of its rank that another life has come."""
+    """Its success was counted, so it is no failure of its rank that another life has come."""
     one = leader()
     one.vote(key(1), True, "", 0.0)
     one.on_ballot(ballot(1, 11, True), 0.0)
@@ -195,7 +194,7 @@ def test_a_life_that_another_has_followed_hears_how_a_room_ends_that_it_voted_fo
 
 
 def test_a_life_that_another_has_followed_counts_again_when_that_one_is_lost() -> None:
-    """E10: late echoes of what it began meanwhile pair with nothing; once lost itself it is answered no more."""
+    """Late echoes of what it began meanwhile pair with nothing; once lost itself it is answered no more."""
     one = leader(2)
     one.joined(E[3], Rank(1), 1.0)
     one.followed(E[1], Rank(1))
@@ -212,7 +211,7 @@ def test_a_life_that_another_has_followed_counts_again_when_that_one_is_lost() -
 
 
 def test_what_lives_that_others_have_followed_begin_is_bounded() -> None:
-    """E14: it is answered, however much it is, and forgotten like any room that is decided."""
+    """It is answered, however much it is, and forgotten like any room that is decided."""
     one = leader(options=Options(tombstones=4))
     one.joined(E[3], Rank(1), 1.0)
     one.followed(E[1], Rank(1))
@@ -224,7 +223,7 @@ def test_what_lives_that_others_have_followed_begin_is_bounded() -> None:
 
 
 def test_another_life_of_rank_0_that_comes_before_the_end_of_the_first_is_noticed_leads() -> None:
-    """E10, E16: what the first had fails, what it did not have goes to the next one, or fails soon."""
+    """What the first had fails, what it did not have goes to the next one, or fails soon."""
     one = follower()
     for n in (1, 2, 3):
         one.vote(key(n, RoomId(b"%d" % n)), None, "", 0.0)
@@ -247,7 +246,7 @@ def test_a_life_that_is_there_already_joins_once() -> None:
 
 
 def test_without_rank_0_open_rooms_fail_and_it_hears_of_that_when_it_is_heard_again() -> None:
-    """E16: it may have counted a success of ours that is none any more."""
+    """It may have counted a success of ours that is none any more."""
     one = follower()
     one.vote(key(1), None, "", 0.0)
     one.on_verdict(verdict(1, None, shared=True), 0.0)
@@ -276,7 +275,7 @@ def test_another_life_of_rank_0_hears_nothing_of_the_rooms_that_the_first_took_w
 
 
 def test_a_room_that_no_life_of_rank_0_has_opened_waits_for_the_next_one() -> None:
-    """E10, E16: it began when rank 0 had restarted and nobody had noticed yet."""
+    """It began when rank 0 had restarted and nobody had noticed yet."""
     one = follower()
     one.vote(key(1), None, "", 0.0)
     assert one.on_verdict(verdict(1, None), 0.0) == []
@@ -291,7 +290,7 @@ def test_a_room_that_no_life_of_rank_0_has_opened_waits_for_the_next_one() -> No
 
 
 def test_a_room_that_the_next_life_of_rank_0_does_not_have_is_voted_against() -> None:
-    """E1: within ``closed_s``; rank 0 may have counted our success, so it has the last word."""
+    """Within ``closed_s``; rank 0 may have counted our success, so it has the last word."""
     one = follower()
     one.vote(key(1), None, "", 0.0)
     one.vote(key(1), True, "", 0.0)
@@ -304,7 +303,6 @@ def test_a_room_that_the_next_life_of_rank_0_does_not_have_is_voted_against() ->
 
 
 def test_a_room_fails_when_no_life_of_rank_0_comes_and_the_one_that_comes_later_hears_of_it() -> None:
-    """E1, E16."""
     one = follower()
     one.vote(key(1), None, "", 0.0)
     one.lost(E[0], 1.0)
@@ -316,7 +314,7 @@ def test_a_room_fails_when_no_life_of_rank_0_comes_and_the_one_that_comes_later_
 
 
 def test_a_room_that_begins_while_rank_0_is_lost_waits_for_it_as_long_as_for_anybody_silent() -> None:
-    """E10: within ``silence_s`` it is there again and has the room, or the room fails."""
+    """Within ``silence_s`` it is there again and has the room, or the room fails."""
     one = follower()
     one.lost(E[0], 1.0)
     for n in (1, 2):
@@ -328,7 +326,7 @@ def test_a_room_that_begins_while_rank_0_is_lost_waits_for_it_as_long_as_for_any
 
 
 def test_a_failure_that_the_lost_life_of_rank_0_did_not_answer_is_told_to_the_next() -> None:
-    """E16: else the next one would wait for our vote until its deadline."""
+    """Else the next one would wait for our vote until its deadline."""
     one = follower()
     one.vote(key(1), None, "", 0.0)
     one.vote(key(1), False, "why", 0.0)
@@ -356,7 +354,7 @@ def test_a_room_that_fails_before_rank_0_is_known_fails_at_once_and_a_success_wa
 
 
 def test_a_later_life_of_a_room_is_not_spoken_of_before_the_earlier_one_is_decided() -> None:
-    """E11: else rank 0 would pair the wrong lives when ballots overtake each other."""
+    """Else rank 0 would pair the wrong lives when ballots overtake each other."""
     one = follower(met=False)
     one.vote(key(1), None, "", 0.0)
     one.vote(key(1), False, "why", 0.0)
@@ -367,7 +365,6 @@ def test_a_later_life_of_a_room_is_not_spoken_of_before_the_earlier_one_is_decid
 
 
 def test_lives_of_one_room_are_paired_in_order() -> None:
-    """E11."""
     one = leader(2)
     one.vote(key(1), False, "why", 0.0)
     one.vote(key(5), True, "", 0.0)
@@ -376,7 +373,7 @@ def test_lives_of_one_room_are_paired_in_order() -> None:
 
 
 def test_a_life_that_rank_0_never_opened_does_not_fail_all_later_ones() -> None:
-    """E11, E16: for a while what rank 0 opens may be the life that failed elsewhere; then it is the next one."""
+    """For a while what rank 0 opens may be the life that failed elsewhere; then it is the next one."""
     soon, later = leader(2), leader(2)
     for one in (soon, later):
         one.on_ballot(ballot(1, 1, False), 0.0)
@@ -388,7 +385,7 @@ def test_a_life_that_rank_0_never_opened_does_not_fail_all_later_ones() -> None:
 
 
 def test_a_life_that_another_rank_never_opened_does_not_fail_all_later_ones() -> None:
-    """E11, E16: the same holds for every rank."""
+    """The same holds for every rank."""
     soon, later = leader(2), leader(2)
     for one in (soon, later):
         one.vote(key(1), False, "why", 0.0)
@@ -400,7 +397,7 @@ def test_a_life_that_another_rank_never_opened_does_not_fail_all_later_ones() ->
 
 
 def test_a_life_that_was_opened_in_time_and_is_heard_of_late_is_none_of_the_next_room() -> None:
-    """E11, E16: its success must not count for a room that began after it."""
+    """Its success must not count for a room that began after it."""
     one = leader(2)
     one.vote(key(1), False, "why", 0.0)
     one.vote(key(2), None, "", 39.0)
@@ -409,7 +406,7 @@ def test_a_life_that_was_opened_in_time_and_is_heard_of_late_is_none_of_the_next
 
 
 def test_a_ballot_says_how_long_its_room_has_been_open_whenever_it_is_sent() -> None:
-    """E11: that may be long after it was opened, to another life of rank 0, or behind an earlier life of the room."""
+    """That may be long after it was opened, to another life of rank 0, or behind an earlier life of the room."""
     one = follower(met=False)
     one.vote(key(1), None, "", 1.0)
 
@@ -424,7 +421,7 @@ def test_a_ballot_says_how_long_its_room_has_been_open_whenever_it_is_sent() -> 
 
 
 def test_a_new_life_of_a_rank_is_not_taken_for_its_old_one() -> None:
-    """E10: its generations begin again."""
+    """Its generations begin again."""
     one = leader(2)
     one.vote(key(1), True, "", 0.0)
     one.on_ballot(ballot(1, 1, True), 0.0)
@@ -434,7 +431,6 @@ def test_a_new_life_of_a_rank_is_not_taken_for_its_old_one() -> None:
 
 
 def test_what_is_remembered_is_bounded_and_late_ballots_of_forgotten_lives_pair_with_nothing() -> None:
-    """E14, E11."""
     one = leader(2, Options(tombstones=4))
     for n in range(1, 30):
         one.vote(key(n), True, "", 0.0)
@@ -452,7 +448,7 @@ def test_what_is_remembered_is_bounded_and_late_ballots_of_forgotten_lives_pair_
 
 
 def test_an_old_life_of_a_room_that_goes_on_is_recognised() -> None:
-    """E11: a ballot of a life that was trimmed does not join a later one."""
+    """A ballot of a life that was trimmed does not join a later one."""
     one = leader(2)
     for n in range(1, 30):
         one.vote(key(n), True, "", 0.0)
@@ -470,7 +466,7 @@ def test_open_rooms_are_never_forgotten_by_rank_0() -> None:
 
 
 def test_rooms_that_wait_for_an_absent_rank_0_stay_and_those_that_ended_are_bounded() -> None:
-    """E14: what the next rank 0 is told of; a room that waits is never given up for the number of others."""
+    """What the next rank 0 is told of; a room that waits is never given up for the number of others."""
     one = follower(met=False, options=Options(tombstones=2))
     keys = [key(n, RoomId(b"%d" % n)) for n in range(1, 9)]
     assert not [e for k in keys for e in one.vote(k, None, "", 0.0)]

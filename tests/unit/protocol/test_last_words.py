@@ -69,7 +69,7 @@ def test_a_room_that_is_finished_after_its_last_notice_says_done_at_once() -> No
     "step", ["planned", "asked", "granted", "writing", "to be tried again"], ids=lambda s: str(s).replace(" ", "_")
 )
 def test_done_waits_for_what_is_not_written(step: str) -> None:
-    """E1: pages that were exposed are decode's own again when it hears ``Done``."""
+    """Pages that were exposed are decode's own again when it hears ``Done``."""
     room = prefill.Room(ready=False) if step == "planned" else prefill.Room()
     room.expect(given=plan(exposed=step == "planned"))
     if step == "planned":
@@ -98,7 +98,6 @@ def test_done_waits_for_long_aux_data_and_not_for_acknowledgements() -> None:
 
 
 def test_notices_are_repeated_beside_done_until_each_is_acknowledged() -> None:
-    """E2."""
     room = announced()
     assert sent(room.machine.tick(0.2)) == [ChunkReady, ChunkReady, Done]
     assert room.say(landed(A)) == []
@@ -163,7 +162,7 @@ def test_a_write_that_is_not_quiet_keeps_done_back_for_good() -> None:
 
 @pytest.mark.parametrize("exposed", [False, True], ids=["leased", "exposed"])
 def test_done_may_come_before_the_notices(exposed: bool) -> None:
-    """E2: what was lost is said again, what came late counts, and a repeated ``Done`` changes nothing."""
+    """What was lost is said again, what came late counts, and a repeated ``Done`` changes nothing."""
     room = decode.Room(exposed=exposed)
     lease = None if exposed else LEASE
     other = None if exposed else OTHER_LEASE
@@ -184,7 +183,7 @@ def test_done_may_come_before_the_notices(exposed: bool) -> None:
 
 
 def test_a_done_writer_that_is_lost_before_its_notices_fails_the_room() -> None:
-    """C8: nobody else says that its parts are there."""
+    """Nobody else says that its parts are there."""
     room = decode.Room()
     room.lease(A)
     room.say(done(0, 1), chunk(1), Lost(P[0], PeerLostError("silent")))
@@ -239,7 +238,7 @@ def test_a_lease_that_nobody_used_keeps_a_room_from_success() -> None:
 
 
 def test_exposed_pages_are_quiet_once_all_are_done_although_notices_are_missing() -> None:
-    """E1: ``Done`` is said when nothing of the room is written any more."""
+    """``Done`` is said when nothing of the room is written any more."""
     room = decode.Room(exposed=True)
     room.say(done(0, 2), Cancel(AbortedError("engine")))
     assert not released(room)
@@ -249,7 +248,6 @@ def test_exposed_pages_are_quiet_once_all_are_done_although_notices_are_missing(
 
 
 def test_a_late_request_after_done_is_answered_like_any_other() -> None:
-    """E4."""
     room = decode.Room()
     room.lease(A)
     room.say(chunk(0), done(0, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disagg_kv.ids import Epoch, Generation
-from disagg_kv.protocol import RoomOutcome, Options, Send, Tombstones
+from disagg_kv.protocol import Options, RoomOutcome, Send, Tombstones
 from disagg_kv.protocol.frames import Heartbeat
 from disagg_kv.protocol.retry import Repeater
 from disagg_kv.protocol.tombstones import BLOCK, GENERATIONS
@@ -23,7 +23,7 @@ def times(repeater: Repeater, until: float) -> list[float]:
 
 
 def test_a_request_is_repeated_ever_more_slowly_until_it_is_answered() -> None:
-    """E2: a lost frame costs one bounded retry."""
+    """A lost frame costs one bounded retry."""
     repeater = Repeater(Options())
     assert repeater.next_at() is None
     assert repeater.start("a", BEAT, 0.0) is BEAT
@@ -55,7 +55,7 @@ def test_a_request_that_is_known_is_repeated_rarely() -> None:
 
 
 def test_an_outcome_is_remembered_per_peer_and_generation_and_the_first_stands() -> None:
-    """E11: a room id that is used again is another room."""
+    """A room id that is used again is another room."""
     tombs = Tombstones()
     tombs.remember(PEER, Generation(3), RoomOutcome.DONE)
     tombs.remember(PEER, Generation(3), RoomOutcome.FAILED)
@@ -79,7 +79,7 @@ def test_a_generation_that_waits_is_not_forgotten_while_very_many_end() -> None:
 
 
 def test_what_a_peer_can_make_us_remember_is_bounded_and_what_is_older_is_refused() -> None:
-    """E14: whatever generations it names; below what is remembered nothing is taken for a new room."""
+    """Whatever generations it names; below what is remembered nothing is taken for a new room."""
     tombs = Tombstones()
     for g in range(0, 4 * GENERATIONS, BLOCK // 2):
         tombs.remember(PEER, Generation(g), RoomOutcome.DONE)
@@ -102,7 +102,7 @@ def test_evicted_generations_never_go_back_though_rooms_end_out_of_order() -> No
 
 
 def test_peers_are_bounded_too() -> None:
-    """E6, E14: epochs of endpoints that came and went do not add up."""
+    """Epochs of endpoints that came and went do not add up."""
     tombs = Tombstones(peers=2)
     for p in range(5):
         tombs.remember(Epoch(bytes([p] * 16)), Generation(2), RoomOutcome.DONE)

@@ -24,7 +24,6 @@ def test_times_that_contradict_each_other_are_refused() -> None:
 
 
 def test_aux_data_in_one_frame_are_bounded() -> None:
-    """E14."""
     with pytest.raises(ConfigurationError, match="option aux_part: 65537 bytes in one frame; at most 65536"):
         Options(aux_part=65537)
 

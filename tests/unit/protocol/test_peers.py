@@ -163,7 +163,7 @@ def test_our_own_hello_is_no_peer() -> None:
 
 
 def test_another_life_at_the_address_retires_the_first_for_ever() -> None:
-    """E10: a restarted peer under its old address; a retired epoch never returns."""
+    """A restarted peer under its old address; a retired epoch never returns."""
     a = met()
     lost, up, answer = a.on_hello(hello(epoch(3), b"", "b", born=2), 1.0)
     assert losses([lost])[0][0] == epoch(2)
@@ -183,7 +183,7 @@ def test_a_life_that_was_lost_already_is_not_lost_again_when_its_address_is_take
 
 
 def test_a_late_hello_of_an_older_life_does_not_take_the_address_back() -> None:
-    """E10: else the newer life would be retired, and never heard again."""
+    """Else the newer life would be retired, and never heard again."""
     a = table(1, "a")
     a.on_hello(hello(epoch(3), epoch(1), "b", born=5), 0.0)
     assert a.on_hello(hello(epoch(2), b"", "b", born=4), 1.0) == []
@@ -196,7 +196,7 @@ def test_a_late_hello_of_an_older_life_does_not_take_the_address_back() -> None:
 
 
 def test_a_process_that_was_there_before_may_follow_one_that_began_after_it() -> None:
-    """E10: a spare that waited takes the address at once, and a late greeting of the first does not take it back."""
+    """A spare that waited takes the address at once, and a late greeting of the first does not take it back."""
     a = table(1, "a")
     a.on_hello(hello(epoch(2), epoch(1), "b", born=7, started=5), 0.0)
     assert Up(spare := hello(epoch(3), epoch(1), "b", born=8, started=4)) in a.on_hello(spare, 1.0)
@@ -219,7 +219,7 @@ def test_heartbeats_go_to_everybody_every_second() -> None:
 
 
 def test_who_missed_heartbeats_is_greeted_so_that_another_life_there_can_answer() -> None:
-    """E10: a restarted peer does not know us, but it can answer a Hello; no need to wait for the silence to end."""
+    """A restarted peer does not know us, but it can answer a Hello; no need to wait for the silence to end."""
     a, restarted = met(), table(3, "b")
     (sent,) = a.tick(3.5)
     assert isinstance(sent, SendTo)
@@ -231,7 +231,7 @@ def test_who_missed_heartbeats_is_greeted_so_that_another_life_there_can_answer(
 
 
 def test_a_peer_that_missed_three_heartbeats_gets_nothing_new() -> None:
-    """E9: frozen, not dead."""
+    """Frozen, not dead."""
     a = met()
     assert a.lively(epoch(2), 3.0)
     assert not a.lively(epoch(2), 3.1)
@@ -240,7 +240,7 @@ def test_a_peer_that_missed_three_heartbeats_gets_nothing_new() -> None:
 
 
 def test_a_lost_peer_that_may_never_have_heard_of_us_still_hears_who_we_are() -> None:
-    """E2: our only Hello may have been lost; without one it could never say that a failed room is drained."""
+    """Our only Hello may have been lost; without one it could never say that a failed room is drained."""
     a = table(1, "a")
     a.on_hello(hello(epoch(2), b"", "b"), 0.0)
     assert losses(a.tick(30.0)) == [
@@ -310,7 +310,7 @@ def test_a_transports_report_is_loss_once() -> None:
 
 
 def test_a_life_that_has_ended_is_not_revived_by_what_of_it_is_still_under_way() -> None:
-    """E10: lost by silence or not, known or forgotten by now; another life at its address is welcome."""
+    """Lost by silence or not, known or forgotten by now; another life at its address is welcome."""
     a = met()
     assert losses(a.tick(40.0)) != []
     assert a.lose(epoch(2), PeerLostError("it has ended"), ended=True) == []
@@ -324,7 +324,7 @@ def test_a_life_that_has_ended_is_not_revived_by_what_of_it_is_still_under_way()
 
 
 def test_a_peer_that_stays_lost_is_forgotten_and_may_come_back() -> None:
-    """E6: nobody is kept for ever; a long partition is no death."""
+    """Nobody is kept for ever; a long partition is no death."""
     a = met()
     a.tick(30.0)
     assert a.tick(30.0 * FORGET_AFTER - 1) == []
@@ -334,7 +334,6 @@ def test_a_peer_that_stays_lost_is_forgotten_and_may_come_back() -> None:
 
 
 def test_lives_and_addresses_that_came_and_went_are_bounded() -> None:
-    """E14."""
     a = table(1, "a")
     a.MAX_RETIRED = 8
     for n in range(2, 60):
@@ -354,7 +353,7 @@ def crowd(peers: int = 4) -> PeerTable:
 
 
 def test_a_flood_of_introductions_is_bounded_and_newcomers_still_get_in() -> None:
-    """E14: who never named our epoch makes room, the oldest first."""
+    """Who never named our epoch makes room, the oldest first."""
     a = crowd()
     effects = a.on_hello(hello(epoch(50), b"", "new"), 1.0)
     assert losses(effects) == [
@@ -370,7 +369,7 @@ def test_a_flood_of_introductions_is_bounded_and_newcomers_still_get_in() -> Non
 
 
 def test_whoever_has_named_our_epoch_keeps_its_place() -> None:
-    """E14: by a Hello or by any other frame. A newcomer is refused by name when all have."""
+    """By a Hello or by any other frame. A newcomer is refused by name when all have."""
     a = crowd()
     a.on_hello(hello(epoch(100), epoch(1), "p0"), 1.0)
     for n in range(1, 4):
@@ -394,7 +393,7 @@ def test_the_lost_make_room_before_anybody_else() -> None:
 
 
 def test_a_life_says_the_same_of_itself_for_ever() -> None:
-    """E10: another address, rank or memory under a known epoch is somebody else's word."""
+    """Another address, rank or memory under a known epoch is somebody else's word."""
     a = met()
     first = a.hello(epoch(2))
     for change in ({"address": "c"}, {"rank": 1}, {"descriptor": b"other"}, {"pid": 2}, {"regions": (1,)}):
@@ -408,7 +407,7 @@ def unreachable(effects: list[PeerEffect]) -> list[str]:
 
 
 def test_who_asks_again_for_a_lost_peer_is_told_soon() -> None:
-    """E10: within the time that a broken connection may take to come back; a life that has come answers at once."""
+    """Within the time that a broken connection may take to come back; a life that has come answers at once."""
     a, o = met(), Options()
     a.lose(epoch(2), PeerLostError("its process has ended"))
     a.dial("b", 1.0)
@@ -433,7 +432,6 @@ def test_where_nobody_answered_once_the_next_is_told_soon() -> None:
 
 
 def test_addresses_where_nobody_is_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E14."""
     monkeypatch.setattr(PeerTable, "MAX_RETIRED", 2)
     a, o = table(1, "a"), Options()
     for address in "bcd":
@@ -474,7 +472,7 @@ def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
 
 
 def test_a_lost_peer_whose_connection_is_broken_is_forgotten_soon() -> None:
-    """E6: with its address, for which the channel holds descriptors."""
+    """With its address, for which the channel holds descriptors."""
     a, o = met(), Options()
     a.on_closed("b", 1.0)
     (lost,) = [e for e in a.tick(1.0 + o.closed_s) if isinstance(e, Lost)]
@@ -485,7 +483,7 @@ def test_a_lost_peer_whose_connection_is_broken_is_forgotten_soon() -> None:
 
 
 def test_whoever_is_refused_from_ever_new_addresses_leaves_a_bounded_number_of_connections() -> None:
-    """E13, E14: an answer opens a connection; one to a peer that was admitted since is not dropped."""
+    """An answer opens a connection; one to a peer that was admitted since is not dropped."""
     a = table(1, "a")
     connected: set[str] = set()
     for n in range(3 * PeerTable.MAX_REFUSED):
@@ -498,7 +496,7 @@ def test_whoever_is_refused_from_ever_new_addresses_leaves_a_bounded_number_of_c
 
 
 def test_a_hello_that_is_repeated_is_admitted_once_and_one_that_differs_is_looked_at() -> None:
-    """E14: who repeats its ``Hello`` costs a comparison; who says something else of itself is looked at again."""
+    """Who repeats its ``Hello`` costs a comparison; who says something else of itself is looked at again."""
     asked: list[Hello] = []
     a = PeerTable(epoch(1), "a", lambda dst: hello(epoch(1), dst, "a"), asked.append, Options())
     a.on_hello(hello(epoch(2), b"", "b"), 0.0)

@@ -81,7 +81,6 @@ def test_a_room_begins_when_wishes_and_writers_are_known_in_any_order(order: int
 
 
 def test_expect_is_repeated_to_each_rank_until_it_is_expected_and_not_only_parked() -> None:
-    """E2."""
     room = Room()
     room.say(Expected(**head(0), parked=True), Expected(**head(1), parked=False))
     assert room.machine.next_at() == 10.0
@@ -101,7 +100,6 @@ def test_frames_of_strangers_and_frames_before_the_beginning_only_count() -> Non
 
 
 def test_distinct_writers_are_counted_and_a_repeated_notice_is_only_acknowledged() -> None:
-    """E3."""
     room = Room()
     room.lease()
     assert sent(room.say(chunk(0))) == [(0, Landed)]
@@ -125,7 +123,7 @@ def test_a_request_reserves_once_for_the_first_asker_and_grants_each_its_part() 
 
 
 def test_a_lost_grant_is_given_again_for_the_same_lease() -> None:
-    """E2, E4: a repeated request is queued or gets its live lease, never a second one."""
+    """A repeated request is queued or gets its live lease, never a second one."""
     room = Room()
     room.say(request(0))
     effects = room.say(request(0))
@@ -145,7 +143,7 @@ def test_look_ahead_that_became_ready_is_promoted() -> None:
 
 
 def test_a_lease_that_all_its_askers_give_back_is_free_and_is_asked_for_afresh() -> None:
-    """E12: the ring gets the bytes of a preempted room back as soon as nobody has them."""
+    """The ring gets the bytes of a preempted room back as soon as nobody has them."""
     room = Room()
     room.lease()
     effects = room.say(back(0))
@@ -198,7 +196,7 @@ def test_what_another_writer_has_written_is_kept() -> None:
 
 
 def test_late_and_repeated_returns_and_requests_change_nothing() -> None:
-    """E4: a request that was given back leaks no lease, and a ``Return`` of the past frees none."""
+    """A request that was given back leaks no lease, and a ``Return`` of the past frees none."""
     room = Room()
     room.lease()
     room.say(back(0))
@@ -224,7 +222,7 @@ def test_what_was_given_back_needs_no_evidence() -> None:
 
 @pytest.mark.parametrize("when", ["arrived", "scattered", "landed", "closed"])
 def test_a_late_request_for_what_has_landed_is_answered_without_a_lease(when: str) -> None:
-    """E4: a late request leaks no lease."""
+    """A late request leaks no lease."""
     room = Room()
     if when == "arrived":
         room.lease()
@@ -248,7 +246,7 @@ def test_done_alone_proves_nothing() -> None:
 
 
 def test_a_rank_succeeds_when_all_has_landed_all_are_done_and_all_ranks_agree() -> None:
-    """C8: the engine sees no success before the instance agrees."""
+    """The engine sees no success before the instance agrees."""
     room = Room()
     room.land(A)
     room.lease(B)
@@ -331,7 +329,7 @@ def test_tags_that_differ_are_an_integrity_error_and_one_that_is_missing_is_not(
 
 
 def test_a_writer_above_the_window_waits_and_fails_nothing() -> None:
-    """E14: what a room holds of a peer is bounded; a peer with a larger window is only slowed down."""
+    """What a room holds of a peer is bounded; a peer with a larger window is only slowed down."""
     room = Room(window=1)
     room.say(request(0, A))
     effects = room.say(request(0, B))
@@ -355,7 +353,7 @@ def taken(effects: Sequence[Effect]) -> list[int]:
 
 
 def test_aux_data_in_parts_are_put_together_whatever_is_lost_or_doubled() -> None:
-    """B5, E2: a part that is not the next is answered with what is there; the lowest rank's data count."""
+    """A part that is not the next is answered with what is there; the lowest rank's data count."""
     room = Room(stop=0)
     assert taken(room.say(aux_part(0, 3, b"def"))) == [0]
     assert taken(room.say(aux_part(0, 0, b"abc"))) == [3]
@@ -388,7 +386,7 @@ def test_aux_data_that_the_engine_does_not_want_are_not_kept() -> None:
     ],
 )
 def test_aux_data_that_cannot_be_are_the_peers_error(events: list[RoomFrame], message: str) -> None:
-    """E14: decode keeps no more than its own row holds, and no row that is not whole."""
+    """Decode keeps no more than its own row holds, and no row that is not whole."""
     room = Room(stop=0)
     room.say(*events)
     assert isinstance(room.machine.error, RemoteProtocolError)

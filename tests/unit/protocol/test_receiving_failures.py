@@ -85,7 +85,7 @@ def test_after_any_failure_all_hear_abort_until_there_is_evidence(event: object,
 
 
 def test_a_leased_segment_stays_in_quarantine_until_each_asker_gives_evidence() -> None:
-    """E1: silence and loss free nothing."""
+    """Silence and loss free nothing."""
     room = Room()
     room.lease()
     room.say(chunk(1))
@@ -100,7 +100,6 @@ def test_a_leased_segment_stays_in_quarantine_until_each_asker_gives_evidence() 
 
 @pytest.mark.parametrize("evidence", [chunk(0), drained(0), Gone(P[0])], ids=str)
 def test_landed_drained_and_gone_are_evidence(evidence: object) -> None:
-    """E1."""
     room = Room()
     room.say(request(0), Leased(A, LEASE), Cancel(AbortedError("engine")))
     assert only(room.say(evidence), Free) == [Free(A)]
@@ -111,7 +110,6 @@ def test_landed_drained_and_gone_are_evidence(evidence: object) -> None:
 
 @pytest.mark.parametrize("no_evidence", [chunk(0, A, OTHER_LEASE), chunk(0, B), chunk(0, A, None), chunk(1)], ids=str)
 def test_a_late_notice_of_something_else_is_no_evidence(no_evidence: object) -> None:
-    """E1."""
     room = Room()
     room.say(request(0), Leased(A, LEASE), Cancel(AbortedError("engine")))
     assert only(room.say(no_evidence, done(0)), Free) == []
@@ -126,7 +124,7 @@ def test_a_lease_that_no_writer_was_told_of_is_free_at_once() -> None:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("kernel")])
 def test_pages_and_lease_are_held_while_a_scatter_runs(error: Exception | None) -> None:
-    """E1: a scatter reads the lease and writes the pages."""
+    """A scatter reads the lease and writes the pages."""
     room = Room()
     room.lease()
     room.say(chunk(0), chunk(1), Cancel(AbortedError("engine")), drained(0), drained(1))
@@ -144,7 +142,7 @@ def test_a_scatter_that_fails_fails_the_room_and_names_the_segment() -> None:
 
 
 def test_exposed_pages_are_released_on_evidence_only() -> None:
-    """E1: each writer may write to them until its Done, its Drained or its observed end."""
+    """Each writer may write to them until its Done, its Drained or its observed end."""
     room = Room(exposed=True)
     room.say(Cancel(AbortedError("engine")), Lost(P[0], PeerLostError("silent")))
     assert not released(room)
@@ -227,7 +225,6 @@ def test_a_writer_lost_while_all_has_landed_is_not_waited_for_if_the_room_fails_
 def test_doubt_after_landing_asks_the_others_and_the_agreement_stands(
     event: object, answer: type[RoomFrame] | None
 ) -> None:
-    """E16."""
     room = Room()
     room.landed()
     effects = room.say(event)
@@ -263,7 +260,7 @@ def test_the_deadline_names_who_is_missing() -> None:
 
 
 def test_a_deadline_before_the_writers_are_known_is_told_once_they_are_or_ends_if_nobody_comes() -> None:
-    """C8: prefill does not wait for its own deadline."""
+    """Prefill does not wait for its own deadline."""
     room = Room(begun=False)
     room.say(Tick(), now=300.0)
     assert (state_of(room), room.machine.released) == (Receiving.DRAINING, True)
@@ -275,7 +272,6 @@ def test_a_deadline_before_the_writers_are_known_is_told_once_they_are_or_ends_i
 
 
 def test_no_agreement_in_time_is_a_vote_against_and_is_said_again() -> None:
-    """E2."""
     room = Room()
     room.landed()
     assert room.say(Tick(), now=299.0) == []

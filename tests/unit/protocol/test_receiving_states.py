@@ -27,7 +27,7 @@ def hybrid() -> Room:
 
 
 def test_a_room_with_states_succeeds_only_when_they_have_landed_too() -> None:
-    """B7: ``Done`` alone proves nothing; states need a lease, writers and a scatter like rows."""
+    """``Done`` alone proves nothing; states need a lease, writers and a scatter like rows."""
     room = hybrid()
     room.land(A)
     room.land(B, OTHER_LEASE)

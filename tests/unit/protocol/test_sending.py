@@ -112,7 +112,6 @@ def test_a_rank_that_was_not_elected_says_done_only() -> None:
 
 
 def test_requests_notices_and_done_are_repeated_until_answered() -> None:
-    """E2."""
     room = Room(chunks=1)
     room.expect()
     assert sent(room.machine.tick(0.2)) == [StagingRequest]
@@ -134,7 +133,6 @@ def test_the_window_bounds_what_is_under_way() -> None:
 
 
 def test_a_request_that_is_answered_landed_is_over() -> None:
-    """E4."""
     room = Room(chunks=1)
     room.expect()
     room.say(landed())
@@ -152,7 +150,6 @@ def test_answers_about_unknown_segments_only_count(event: object) -> None:
 
 
 def test_a_repeated_grant_or_acknowledgement_moves_nothing_twice() -> None:
-    """E3, E5."""
     room = Room(chunks=1)
     room.expect()
     assert transfers(room.say(grant(), grant())) == [A]
@@ -210,7 +207,7 @@ def test_withdrawn_pages_are_not_read_until_they_are_given_again() -> None:
 
 
 def test_what_was_granted_for_withdrawn_pages_goes_back() -> None:
-    """E12: a preempted room holds no bytes of the ring; it says so until that is known, and asks afresh."""
+    """A preempted room holds no bytes of the ring; it says so until that is known, and asks afresh."""
     room = Room(chunks=1)
     room.expect()
     room.say(grant())
@@ -295,7 +292,6 @@ def test_rows_that_came_by_two_calls_are_final_when_both_are() -> None:
 
 
 def test_a_segment_is_final_when_all_its_layers_are() -> None:
-    """B1."""
     room = Room(chunks=1, ready=False)
     room.expect(given=plan(exposed=True))
     assert room.ready(1, {LayerId(1)}) == []
@@ -315,7 +311,7 @@ def test_rows_that_are_known_are_not_added_twice() -> None:
 
 
 def test_aux_data_that_no_frame_takes_go_in_parts_before_done() -> None:
-    """B5: eight parts are on their way at a time, each is repeated until it is taken, and ``Done`` follows the last."""
+    """Eight parts are on their way at a time, each is repeated until it is taken, and ``Done`` follows the last."""
     aux = bytes(range(100))
     room = Room(chunks=0, aux_part=9)
     room.expect()

@@ -92,7 +92,7 @@ def test_an_error_that_will_not_pass_fails_the_room_at_once(error: Exception) ->
 
 @pytest.mark.parametrize("last", [Quiet(B), Wrote(B), WriteFailed(B, FINAL, True)], ids=str)
 def test_drained_is_said_only_when_every_write_is_quiet(last: object) -> None:
-    """E1: a failed write that may still be under way is waited for, and so is one that has not ended."""
+    """A failed write that may still be under way is waited for, and so is one that has not ended."""
     room = Room()
     room.expect()
     room.say(grant(A), grant(B))
@@ -129,7 +129,7 @@ def test_their_abort_is_answered_drained_once_all_is_quiet() -> None:
 @pytest.mark.parametrize("event", [Lost(D[0], PeerLostError("silent")), Gone(D[0])], ids=str)
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_lost_peer_ends_the_flow_once_our_own_memory_is_quiet(event: object, busy: bool) -> None:
-    """E1: whatever became of the peer, a posted write reads our memory."""
+    """Whatever became of the peer, a posted write reads our memory."""
     room = Room(chunks=1)
     room.expect()
     room.say(grant())
@@ -173,7 +173,6 @@ def test_expect_is_answered_in_every_state(made: str) -> None:
 
 
 def test_success_needs_complete_from_every_decode_rank_and_the_agreement() -> None:
-    """C8."""
     room = Room(chunks=0)
     room.machine.finish(0, None, b"", 0.0)
     room.expect(0, 2)
@@ -204,7 +203,6 @@ def test_the_failure_of_one_flow_fails_the_others() -> None:
 
 
 def test_a_failure_elsewhere_fails_the_room_though_all_here_is_complete() -> None:
-    """E16."""
     room = finished()
     room.complete()
     room.machine.decided(Decided(False, "rank 1 lost its peer"), 0.0)

@@ -42,7 +42,7 @@ print(answers)
 def test_all_ranks_get_the_smallest_number_in_whatever_order_they_come(
     numbers: list[int], order: random.Random
 ) -> None:
-    """C3; and the store is as empty as before, however many questions there were (E14)."""
+    """The store is as empty as before, however many questions there were."""
     store = HashStore()
     world = len(numbers)
     ranks = [StoreMinimum(store, "decode", Rank(rank), world) for rank in range(world)]
@@ -57,7 +57,7 @@ def test_all_ranks_get_the_smallest_number_in_whatever_order_they_come(
 
 
 def test_ranks_of_other_processes_agree_again_and_again() -> None:
-    """C3: three processes, twenty questions, through a TCPStore that keeps nothing of them."""
+    """Three processes, twenty questions, through a TCPStore that keeps nothing of them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = store.num_keys()
     arguments = [sys.executable, "-c", CHILD, str(store.port)]
@@ -72,7 +72,7 @@ def test_ranks_of_other_processes_agree_again_and_again() -> None:
     order=st.randoms(use_true_random=False),
 )
 def test_what_a_request_asked_that_ended_does_not_stay(told: list[str], order: random.Random) -> None:
-    """C3, E14: some ranks still get an answer, alike, the others drop the question; the store is as empty as before."""
+    """Some ranks still get an answer, alike, the others drop the question; the store is as empty as before."""
     store = HashStore()
     ranks = [StoreMinimum(store, "decode", Rank(rank), len(told)) for rank in range(len(told))]
     for number, rank in enumerate(ranks):
@@ -90,7 +90,7 @@ def test_what_a_request_asked_that_ended_does_not_stay(told: list[str], order: r
 
 @pytest.mark.parametrize("does", ["asks", "drops", "drops at once"])
 def test_a_question_is_dropped_once(does: str) -> None:
-    """E14: to drop it again, or after its answer, writes nothing that nobody would clear away."""
+    """To drop it again, or after its answer, writes nothing that nobody would clear away."""
     store = HashStore()
     ranks = [StoreMinimum(store, "decode", Rank(rank), 2) for rank in range(2)]
     ranks[1].say("room", 5)
@@ -108,7 +108,7 @@ def test_a_question_is_dropped_once(does: str) -> None:
 
 
 def test_finished_questions_are_remembered_within_bounds() -> None:
-    """E14: of many, the last ones."""
+    """Of many, the last ones."""
     ranks = StoreMinimum(HashStore(), "decode", Rank(0), 1)
     for number in range(4100):
         ranks.drop(f"{number}")
@@ -116,7 +116,7 @@ def test_finished_questions_are_remembered_within_bounds() -> None:
 
 
 def test_instances_and_questions_are_told_apart() -> None:
-    """A7: two instances over one store, two questions at once."""
+    """Two instances over one store, two questions at once."""
     store = HashStore()
     a, b = (StoreMinimum(store, name, Rank(0), 1) for name in ("a", "b"))
     a.say("one", 1)
@@ -144,7 +144,7 @@ def test_questions_out_of_order_are_refused() -> None:
 
 @pytest.mark.parametrize("value", ["", "x", "-1", "true", "1.5", "9" * 30, "[]"])
 def test_a_strange_number_is_refused(value: str) -> None:
-    """E13: a store is open to everyone who reaches it."""
+    """A store is open to everyone who reaches it."""
     store = HashStore()
     ranks = StoreMinimum(store, "decode", Rank(0), 2)
     ranks.say("room", 5)
@@ -220,7 +220,7 @@ def said(ranks: StoreMinimum, number: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_tries_again_gets_the_answer(seed: int) -> None:
-    """C3, E7, E14: a store that fails in the middle of any call keeps no rank from the answer, nor anything itself."""
+    """A store that fails in the middle of any call keeps no rank from the answer, nor anything itself."""
     chance = random.Random(seed)
     numbers = [chance.randrange(99) for _ in range(1 + seed % 4)]
     store = Flaky(chance)
@@ -240,7 +240,7 @@ def test_whoever_tries_again_gets_the_answer(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_tries_again_to_drop_a_question_leaves_nothing(seed: int) -> None:
-    """C3, E14: drawn ranks say, ask and drop over a store that fails in any call; none is told another number."""
+    """Drawn ranks say, ask and drop over a store that fails in any call; none is told another number."""
     chance = random.Random(seed)
     store = Flaky(chance)
     ranks = [StoreMinimum(store, "decode", Rank(rank), 1 + seed % 4) for rank in range(1 + seed % 4)]

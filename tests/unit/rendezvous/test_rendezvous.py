@@ -46,7 +46,6 @@ class TestEveryRendezvous:
         assert rendezvous.lookup(Source("prefill")) == ("zero", "one")
 
     def test_more_ranks_than_an_instance_may_have_are_refused(self, rendezvous: Rendezvous) -> None:
-        """E14."""
         with pytest.raises(ConfigurationError, match="4097 ranks; at most 4096"):
             rendezvous.publish("prefill", Rank(0), 4097, "address")
 
@@ -56,7 +55,6 @@ class TestEveryRendezvous:
         assert rendezvous.lookup(Source("prefill")) == ("new",)
 
     def test_instances_are_told_apart_whatever_their_names(self, rendezvous: Rendezvous) -> None:
-        """A7."""
         names = ["a", "a/0", 'a", 0', "ä b"]
         for name in names:
             rendezvous.publish(name, Rank(0), 1, f"address of {name}")
@@ -177,7 +175,7 @@ class TestStore:
         ids=lambda value: value[:8].decode("latin1"),
     )
     def test_a_strange_number_of_ranks_is_refused(self, value: bytes) -> None:
-        """E13: nothing is unpickled, and nothing is believed."""
+        """Nothing is unpickled, and nothing is believed."""
         store = HashStore()
         store.set('disagg_kv/["prefill"]', value.decode("latin1"))
         with pytest.raises(RemoteProtocolError, match="'prefill'"):
@@ -185,7 +183,6 @@ class TestStore:
 
     @pytest.mark.parametrize("value", ["", "1", "{", "[]"])
     def test_a_strange_address_is_refused(self, value: str) -> None:
-        """E13."""
         store = HashStore()
         store.set('disagg_kv/["prefill"]', "1")
         store.set('disagg_kv/["prefill", 0]', value)
@@ -193,7 +190,6 @@ class TestStore:
             StoreRendezvous(store).lookup(Source("prefill"))
 
     def test_what_is_written_is_json(self) -> None:
-        """E13."""
         store = HashStore()
         StoreRendezvous(store).publish("prefill", Rank(0), 1, "tcp://127.0.0.1:1")
         assert json.loads(store.get('disagg_kv/["prefill", 0]'))[0] == "tcp://127.0.0.1:1"

@@ -15,7 +15,6 @@ CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*/*"))
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_bytes_from_the_corpus_make_an_object_or_the_peers_error(path: Path) -> None:
-    """E13, E14."""
     TARGETS[path.parent.name](path.read_bytes())
 
 
@@ -25,7 +24,7 @@ def test_every_target_has_seeds() -> None:
 
 @pytest.mark.parametrize("path", [p for p in CORPUS if p.parent.name == "frame"], ids=lambda path: path.name)
 def test_every_beginning_of_a_frame_is_refused_or_a_frame(path: Path) -> None:
-    """E13: in pieces."""
+    """In pieces."""
     data = path.read_bytes()
     for cut in range(len(data)):
         frame(data[:cut])

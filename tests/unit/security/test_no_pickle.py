@@ -52,7 +52,6 @@ def offences(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT / "src")))
 def test_no_module_unpickles_or_runs_what_it_reads(path: Path) -> None:
-    """E13."""
     package = path.relative_to(ROOT / "src" / "disagg_kv").parts[0]
     found = set(offences(ast.parse(path.read_text())))
     if package in OWN_CHILDREN:
@@ -98,7 +97,7 @@ def unpicklings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ["inproc", "shm", pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)],
 )
 def test_nothing_is_unpickled_while_a_cache_crosses(name: str, unpicklings: list[str]) -> None:
-    """E13: through a real store, ZeroMQ, and every transport that runs here."""
+    """Through a real store, ZeroMQ, and every transport that runs here."""
     spec = CacheSpec.kv(2, 4, 8, "float16")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rig = Rig(spec, threaded=True)

@@ -45,13 +45,12 @@ class TestOneRequest:
         assert granted(queue) == []
 
     def test_a_repeated_request_returns_the_same_lease(self, queue: Queue) -> None:
-        """E4: it leaks nothing."""
+        """It leaks nothing."""
         first, second = ready(queue, "p", "a", "a")
         assert first is second is not None
         assert queue.waiting == 0
 
     def test_a_repeated_request_waits_once(self, queue: Queue) -> None:
-        """E4."""
         keys = fill(queue)
         assert ready(queue, "p", "a", "a", "a") == [None] * 3
         assert queue.waiting == 1
@@ -60,7 +59,6 @@ class TestOneRequest:
         assert granted(queue) == ["a"]
 
     def test_more_than_an_eighth_of_the_ring_is_refused_with_both_sizes(self, queue: Queue) -> None:
-        """A3."""
         assert queue.lease_limit == EIGHTH
         with pytest.raises(OversizeError, match=f"{EIGHTH + 1} bytes asked, but there are only {EIGHTH}"):
             ready(queue, "p", "a", nbytes=EIGHTH + 1)
@@ -79,7 +77,6 @@ class TestOneRequest:
             ready(queue, "q", "b", nbytes=1)
 
     def test_release_gives_the_bytes_back_once(self, queue: Queue) -> None:
-        """A3."""
         keys = fill(queue)
         ready(queue, "p", "a", "b")
         queue.release(keys[0])
@@ -114,7 +111,7 @@ class TestOneRequest:
 
 class TestOrder:
     def test_peers_take_turns_and_each_peers_requests_keep_their_order(self, queue: Queue) -> None:
-        """A14: a peer with much to send does not delay one with little."""
+        """A peer with much to send does not delay one with little."""
         keys = fill(queue)
         ready(queue, "p", "p1", "p2", "p3")
         ready(queue, "q", "q1", "q2")
@@ -123,7 +120,6 @@ class TestOrder:
         assert granted(queue) == ["p1", "q1", "p2", "q2", "p3"]
 
     def test_ready_data_goes_before_look_ahead(self, queue: Queue) -> None:
-        """A4."""
         keys = fill(queue)
         queue.request("p", "ahead", EIGHTH, lookahead=True)
         ready(queue, "q", "q1")
@@ -132,7 +128,7 @@ class TestOrder:
         assert granted(queue) == ["q1", "ahead"]
 
     def test_look_ahead_gets_nothing_while_ready_data_waits_for_bytes(self, queue: Queue) -> None:
-        """A4: a small look-ahead does not take the gap that ready data is waiting to see grow."""
+        """A small look-ahead does not take the gap that ready data is waiting to see grow."""
         keys = fill(queue)
         queue.request("p", "ahead", PLACE, lookahead=True)
         queue.release(keys[0])
@@ -168,7 +164,7 @@ class TestOrder:
 
 class TestLimits:
     def test_look_ahead_holds_a_quarter_at_most(self, queue: Queue) -> None:
-        """A4, E12: so ready data always moves."""
+        """So ready data always moves."""
         for key in ("a", "b", "c"):
             queue.request("p", key, EIGHTH, lookahead=True)
         assert queue.waiting == 1
@@ -185,7 +181,7 @@ class TestLimits:
         assert None not in ready(queue, "p", *keys)
 
     def test_one_peer_holds_half_while_several_are_connected(self, queue: Queue) -> None:
-        """E2: the other half stays for the others."""
+        """The other half stays for the others."""
         queue.connect("q")
         keys = [str(index) for index in range(5)]
         assert [lease is not None for lease in ready(queue, "p", *keys)] == [True] * 4 + [False]
@@ -196,7 +192,6 @@ class TestLimits:
         assert granted(queue) == ["4"]
 
     def test_a_suspended_peer_gets_nothing_and_keeps_its_place(self, queue: Queue) -> None:
-        """E9."""
         queue.suspend("p")
         assert ready(queue, "p", "p1", "p2") == [None, None]
         ready(queue, "q", "q1")
@@ -206,7 +201,7 @@ class TestLimits:
         assert granted(queue) == ["p1", "p2"]
 
     def test_a_forgotten_peer_waits_no_more_and_its_leases_stay(self, queue: Queue) -> None:
-        """E6: forgetting is no evidence."""
+        """Forgetting is no evidence."""
         keys = fill(queue)
         ready(queue, "full", "late")
         queue.request("full", "later", EIGHTH, lookahead=True)
@@ -221,7 +216,6 @@ class TestLimits:
 
 class TestQuarantine:
     def test_it_is_counted_per_peer_and_in_all_until_released(self, queue: Queue) -> None:
-        """E1."""
         ready(queue, "p", "p1", "p2")
         ready(queue, "q", "q1", nbytes=PLACE)
         for key in ("p1", "p1", "q1"):
@@ -238,7 +232,7 @@ class TestQuarantine:
                 queue.quarantine(key)
 
     def test_a_frozen_peer_does_not_stop_the_others(self, queue: Queue) -> None:
-        """E2: a request of 20 rings passes in segments while half the ring waits for evidence."""
+        """A request of 20 rings passes in segments while half the ring waits for evidence."""
         for key in ("f1", "f2", "f3", "f4"):
             ready(queue, "frozen", key)
             queue.quarantine(key)
@@ -260,7 +254,7 @@ class TestNobodyStarves:
         return keys
 
     def test_a_large_request_is_passed_a_few_times_and_then_waited_for(self, queue: Queue) -> None:
-        """A3: small requests, always there, do not starve a large one."""
+        """Small requests, always there, do not starve a large one."""
         held = self.crumbs(queue)
         ready(queue, "large", "large")
         passed = 0
@@ -278,7 +272,7 @@ class TestNobodyStarves:
 
     @pytest.mark.parametrize("why", ["quarantined", "suspended", "look-ahead"])
     def test_nobody_waits_for_a_gap_that_may_never_come(self, queue: Queue, why: str) -> None:
-        """E2, E12: leases that stay for long leave no gap for the large request; the others go on."""
+        """Leases that stay for long leave no gap for the large request; the others go on."""
         for index in range(CAPACITY // PLACE // 4):
             stuck = f"stuck{index}"
             queue.request("stuck", stuck, PLACE, lookahead=why == "look-ahead")

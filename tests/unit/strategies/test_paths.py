@@ -10,7 +10,7 @@ from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import Intake, PartView, RowRange, Segment, Writes, direct_count, runs, slice_count
-from disagg_kv.strategies import DirectPlanner, Job, TransferPlanner, SlicePlanner, StagedPlanner
+from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 KV = GroupId("kv")

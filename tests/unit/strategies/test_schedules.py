@@ -16,7 +16,7 @@ def run(tokens: int = 8000, *, uses: frozenset[str] = frozenset(), layered: bool
 
 
 def test_the_order_of_rules() -> None:
-    """B2, B3: a fixed size outranks all thresholds, a known pace the formula; rows that come at once are one group."""
+    """A fixed size outranks all thresholds, a known pace the formula; rows that come at once are one group."""
     assert LayerPipelined().groups(run()).reason.startswith("the adaptive formula")
     assert "ms of wire" in LayerPipelined(pace=PACE).groups(run()).reason
     fixed = LayerPipelined(fixed=3, pace=PACE)
@@ -29,7 +29,6 @@ def test_the_order_of_rules() -> None:
 
 @pytest.mark.parametrize("feature", Feature)
 def test_a_declared_conflict_falls_back_to_per_chunk_with_its_reason(feature: Feature) -> None:
-    """B4."""
     groups = LayerPipelined(fixed=1).groups(run(uses=frozenset({feature})))
     assert groups.count == 1
     assert groups.reason == f"the engine uses {feature}: {feature.why}"

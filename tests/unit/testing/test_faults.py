@@ -12,7 +12,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import WriteEnded, Heard, InprocTransport, Settled, ShmTransport, Transport
+from disagg_kv.transports import Heard, InprocTransport, Settled, ShmTransport, Transport, WriteEnded
 
 N = 1000
 
@@ -72,7 +72,7 @@ def test_half_of_a_partial_batch_lands_to_the_byte() -> None:
 
 
 def test_an_unacknowledged_batch_has_landed_but_is_not_quiet_before_release() -> None:
-    """Its source stays registered until then (E1)."""
+    """Its source stays registered until then."""
     rig = Rig(Fault.UNACKNOWLEDGED)
     ticket = rig.submit()
     assert rig.told() == [("TransportError", ticket, False)]
@@ -85,7 +85,7 @@ def test_an_unacknowledged_batch_has_landed_but_is_not_quiet_before_release() ->
 
 
 def test_a_late_batch_lands_after_its_error() -> None:
-    """As a write that nobody can cancel does (E1); also when the peer was disconnected meanwhile."""
+    """As a write that nobody can cancel does; also when the peer was disconnected meanwhile."""
     rig = Rig(Fault.LATE)
     ticket = rig.submit()
     assert rig.told() == [("TransportError", ticket, False)]

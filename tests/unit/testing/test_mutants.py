@@ -15,14 +15,25 @@ from tests.mutants.bugs import BUGS
 from tests.mutants.hunt import Hunt, Kill, Tally, hunt, timed
 from tests.mutants.planting import Mutant
 
-QUICK = [bug for bug in BUGS if bug.item in ("E1", "E5", "E6", "E14", "E15", "E16")]
+QUICK_NAMES = {
+    "pages are freed on abort while a write is in flight",
+    "a segment is sent again to a destination that has it",
+    "links to dead subscribers are kept for ever",
+    "flows of ended rooms are never forgotten",
+    "heads are swapped where the two sides differ, and nobody looks",
+    "the first success of a rank counts for all",
+    "a rank that is lost takes no room with it",
+    "a rank's failure is counted as a success",
+    "a rank is told of a failure as if it were none",
+}
+QUICK = [bug for bug in BUGS if bug.name in QUICK_NAMES]
 
 
-def test_every_promise_has_a_bug() -> None:
-    """At least 20 bugs, and one for each of E1 to E16."""
-    assert len(BUGS) >= 20
+def test_bugs_have_names_of_their_own() -> None:
+    """There are many, and a few of them die within seconds."""
+    assert len(BUGS) >= 80
     assert len({bug.name for bug in BUGS}) == len(BUGS)
-    assert {f"E{number}" for number in range(1, 17)} <= {bug.item for bug in BUGS}
+    assert len(QUICK) == len(QUICK_NAMES)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -44,15 +55,13 @@ def test_bugs_are_found(bug: Mutant) -> None:
 
 def test_a_bug_that_is_none_survives() -> None:
     """A change that changes nothing is not found."""
-    harmless = Mutant(
-        "nothing", "I2", "protocol.retry:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key, 0)"
-    )
+    harmless = Mutant("nothing", "protocol.retry:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key, 0)")
     assert hunt(harmless, range(2)) is None
 
 
 def test_a_hunt_says_what_it_cost() -> None:
     """Seeds up to the one that found the bug, or all of them; CPU time of the process that ran them."""
-    survives = Mutant("nothing", "I2", "protocol.retry:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key)")
+    survives = Mutant("nothing", "protocol.retry:Repeater.stop", "self._due.pop(key, None)", "self._due.pop(key)")
     found, nothing = timed(QUICK[0], range(40)), timed(survives, ())
     assert found.kill is not None
     assert found.seeds == found.kill.seed + 1

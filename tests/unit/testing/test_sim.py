@@ -88,7 +88,7 @@ def test_a_frame_out_of_turn_must_be_counted(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("frames", [[], [b""] * (MAX_TOGETHER + 1), [b"x", b"x" * MAX_FRAME]])
 def test_the_simulated_channel_refuses_what_no_channel_sends_together(frames: list[bytes]) -> None:
-    """E14: as the contract says; an endpoint that tried would count an error that it did not foresee."""
+    """As the contract says; an endpoint that tried would count an error that it did not foresee."""
     world = World(next(s for s in (Scenario.draw(seed, EVERY) for seed in range(100)) if s.together))
     channel = world.nodes[0].channel
     assert isinstance(channel, SupportsBatches)

@@ -23,7 +23,7 @@ def worlds(*faults: FaultClass) -> Iterator[World]:
 
 
 def test_whoever_was_replaced_serves_again() -> None:
-    """E10, I4: on every rank, the one that has come included; here beside ranks that lived on."""
+    """On every rank, the one that has come included; here beside ranks that lived on."""
     crashed = worlds(FaultClass.REPLACED, FaultClass.DECODE_CRASH)
     world = next(w for w in crashed if last_requests(w) and any(m.startswith("replaced:") for m in w.marks))
     requests = last_requests(world)

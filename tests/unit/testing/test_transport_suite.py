@@ -18,7 +18,7 @@ from disagg_kv.testing.pair import Log, Pair, _stacks, same
 from disagg_kv.testing.transport_cases import NBYTES, TransportCases
 from disagg_kv.testing.transport_data import DataCases
 from disagg_kv.testing.transport_peers import MemoryCases, PeerCases
-from disagg_kv.transports import Capabilities, WriteEnded, Heard, InprocTransport, Settled, Transport
+from disagg_kv.transports import Capabilities, Heard, InprocTransport, Settled, Transport, WriteEnded
 from tests.support.transports import faultless_inproc
 
 data, memory, peers = DataCases(), MemoryCases(), PeerCases()
@@ -68,7 +68,11 @@ class NeverTold(Changed):
 
 class UnclaimedLateWrites(Changed):
     def tell(self, event: WriteEnded | Settled | Heard) -> Sequence[WriteEnded | Settled | Heard]:
-        return [WriteEnded(event.ticket, TransportError("late"), quiesced=False)] if isinstance(event, WriteEnded) else [event]
+        return (
+            [WriteEnded(event.ticket, TransportError("late"), quiesced=False)]
+            if isinstance(event, WriteEnded)
+            else [event]
+        )
 
 
 class Clamps(Changed):

@@ -1,4 +1,4 @@
-"""The transport that the documentation builds passes the conformance suite (D2)."""
+"""The transport that the documentation builds passes the conformance suite."""
 
 from __future__ import annotations
 

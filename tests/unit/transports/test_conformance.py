@@ -1,4 +1,4 @@
-"""The transports of this package pass the suite that they are judged by (D1, D3)."""
+"""The transports of this package pass the suite that they are judged by."""
 
 from __future__ import annotations
 

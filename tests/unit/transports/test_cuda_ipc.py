@@ -73,7 +73,7 @@ def _buffer(nbytes: int = 4096, device: str = "cuda:0") -> Buffer:
 def test_memory_that_is_mapped_piecewise_is_refused_with_the_setting_to_change(
     made: CudaIpcTransport, cuda: FakeCuda
 ) -> None:
-    """D3: VMM memory would register and then crawl; nothing of the call is registered."""
+    """VMM memory would register and then crawl; nothing of the call is registered."""
     good = _buffer()
     cuda.piecewise = True
     with pytest.raises(RegistrationError, match=r"4096 bytes at 0x.*expandable_segments:True.*cudaMallocAsync"):
@@ -83,14 +83,14 @@ def test_memory_that_is_mapped_piecewise_is_refused_with_the_setting_to_change(
 
 
 def test_memory_beyond_its_allocation_is_refused(made: CudaIpcTransport) -> None:
-    """D3: peers would write to whatever lies behind it."""
+    """Peers would write to whatever lies behind it."""
     one = _buffer(4096)
     with pytest.raises(RegistrationError, match="beyond its allocation of 4096 bytes"):
         made.register([evolve(one, nbytes=4097)])
 
 
 def test_memory_that_the_driver_does_not_know_is_refused(made: CudaIpcTransport, cuda: FakeCuda) -> None:
-    """D3: an address of no allocation, and one that cannot be exported; the driver's word is in the error."""
+    """An address of no allocation, and one that cannot be exported; the driver's word is in the error."""
     with pytest.raises(RegistrationError, match="CUDA_ERROR_INVALID_VALUE"):
         made.register([Buffer(4096, 4096, "cuda:0")])
     cuda.broken = {"export"}
@@ -196,7 +196,7 @@ def test_an_event_may_be_made_of_the_gpus_and_of_others(pair: Pair, cuda: FakeCu
 
 
 def test_an_event_lives_until_the_copies_that_wait_for_it_are_queued(pair: Pair, cuda: FakeCuda) -> None:
-    """C3: the driver's handle of one that nobody keeps is soon another event's."""
+    """The driver's handle of one that nobody keeps is soon another event's."""
     gpu, host = CudaFlag(cuda, 5), Flag()
     lives = weakref.ref(gpu)
     writes = batch(pair.local, pair.remote, [(0, 0, 100)])

@@ -1,4 +1,4 @@
-"""cuda_ipc passes the suite that every transport is judged by (D1, D3); on GPUs ``tests/gpu`` runs the same."""
+"""cuda_ipc passes the suite that every transport is judged by; on GPUs ``tests/gpu`` runs the same."""
 
 from __future__ import annotations
 

@@ -38,6 +38,6 @@ def test_a_descriptor_survives_the_wire() -> None:
     ],
 )
 def test_what_is_no_descriptor_is_refused_with_the_reason(bad: bytes, says: str) -> None:
-    """Garbage, other versions, other transports, values that cannot be (E13)."""
+    """Garbage, other versions, other transports, values that cannot be."""
     with pytest.raises(RemoteProtocolError, match=says):
         decode(bad, "x")

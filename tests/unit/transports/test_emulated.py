@@ -13,7 +13,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import FakeClock, Fault, FaultyTransport
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import Pair, batch
-from disagg_kv.transports import EmulatedWire, WriteEnded, InprocTransport, SupportsAllocate, Transport, emulate
+from disagg_kv.transports import EmulatedWire, InprocTransport, SupportsAllocate, Transport, WriteEnded, emulate
 from tests.support.transports import emulated_shm
 
 N = 1000
@@ -78,7 +78,7 @@ class Broken:
 
 
 def test_a_batch_takes_the_wire_when_its_event_has_happened_and_nothing_overtakes_it() -> None:
-    """A wire cannot bring what is not computed yet, however early it was asked to (B1)."""
+    """A wire cannot bring what is not computed yet, however early it was asked to."""
     clock, computed = FakeClock(), HostEvent()
     pair, wire = _pair(clock, Eager())
     first = wire.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 500)]), after=computed)

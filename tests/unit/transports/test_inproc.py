@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.errors import PeerLostError, RegistrationError
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
-from disagg_kv.transports import WriteEnded, Heard, InprocTransport
+from disagg_kv.transports import Heard, InprocTransport, WriteEnded
 
 
 def test_a_closed_peer_is_lost_and_fenced_once() -> None:

@@ -23,7 +23,7 @@ def test_items_come_in_their_order_and_none_is_none() -> None:
 
 
 def test_a_wait_ends_although_its_time_passes_while_it_begins() -> None:
-    """A14: after an item was put and taken; ``queue.SimpleQueue`` stands still here, after some hundred rounds."""
+    """After an item was put and taken; ``queue.SimpleQueue`` stands still here, after some hundred rounds."""
     box = Mailbox[int]()
     for item in range(20_000):
         box.put(item)

@@ -27,7 +27,7 @@ from disagg_kv.protocol import Phase
 from disagg_kv.testing import FakeClock
 from disagg_kv.testing.ends import Child, End, HostMemory, plain
 from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait
-from disagg_kv.transports import WriteEnded, Heard, Settled
+from disagg_kv.transports import Heard, Settled, WriteEnded
 from disagg_kv.transports.descriptor import decode, encode, unpack
 from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport, loopback
 from disagg_kv.transports.mooncake_flight import ADDRESS, Address
@@ -89,7 +89,7 @@ def test_2500_scattered_descriptors_to_one_peer_arrive(pair: Pair) -> None:
 
 
 def test_a_write_that_the_peer_refuses_is_never_called_quiet(pair: Pair, clock: FakeClock) -> None:
-    """It is gone for good, and so is the use of its source: the library has no evidence (E1)."""
+    """It is gone for good, and so is the use of its source: the library has no evidence."""
     pair.put((0, 0, 100))
     pair.target.drop(pair.remote)
     ticket = pair.submit((0, 0, 1000))
@@ -130,7 +130,7 @@ def test_a_closed_peer_is_lost_at_the_next_write(pair: Pair) -> None:
 def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_after_its_end(
     end: End, clock: FakeClock
 ) -> None:
-    """A14, E1, E9: late bytes land; that all have landed settles a write, and so do the process's end and the drain."""
+    """Late bytes land; that all have landed settles a write, and so do the process's end and the drain."""
     with closing(_Children(2)) as children:
         frozen, lively = children.all
         pairs = [Pair(end, child, 1 << 22, TIMEOUT_S) for child in (frozen, lively)]
@@ -180,7 +180,7 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_
 def test_a_write_that_the_library_still_has_is_not_quiet_however_long_its_peer_has_ended(
     end: End, clock: FakeClock
 ) -> None:
-    """E1: it still reads its source, and lands; as where a process has ended and left its sockets to a child of it."""
+    """It still reads its source, and lands; as where a process has ended and left its sockets to a child of it."""
     assert isinstance(end.transport, MooncakeTransport)
     singles = end.transport._singles
     assert singles is not None
@@ -304,7 +304,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for(end: End) -> None:
 
 
 def test_a_peer_that_cannot_be_worked_with_is_refused(end: End) -> None:
-    """With an address that is none, another protocol, or the address of an earlier peer (E10, E13)."""
+    """With an address that is none, another protocol, or the address of an earlier peer."""
     other = MooncakeTransport()
     good = other.local_descriptor()
     changes: tuple[Callable[[Address], Address], ...] = (
@@ -325,7 +325,7 @@ def test_a_peer_that_cannot_be_worked_with_is_refused(end: End) -> None:
 
 
 def test_each_engine_of_a_host_has_an_address_of_its_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E10: the library forgets none, and ports repeat after some fifty peers; unless it is to listen at one address."""
+    """The library forgets none, and ports repeat after some fifty peers; unless it is to listen at one address."""
     hosts = {whereabouts(end).host for end in (pair.source, pair.target)}
     assert len(hosts) == 2
     assert all(ip_address(host).is_loopback for host in hosts)
@@ -340,7 +340,7 @@ def test_each_engine_of_a_host_has_an_address_of_its_own(pair: Pair, monkeypatch
 
 
 def test_another_engine_under_the_name_of_a_peer_is_refused(pair: Pair) -> None:
-    """Bad input: nothing is written to either, and the peer that has the name stays (E10)."""
+    """Bad input: nothing is written to either, and the peer that has the name stays."""
     pair.put((0, 0, 100))
     second = End(MooncakeTransport, HostMemory())
     with pytest.raises(RemoteProtocolError, match="takes its name"):
@@ -475,7 +475,7 @@ def test_events_come_once(pair: Pair) -> None:
 @pytest.mark.parametrize("path", ["staged", "slice"])
 @pytest.mark.parametrize("ways", [(2, 1), (1, 2)])
 def test_requests_arrive_byte_for_byte(ways: tuple[int, int], path: str) -> None:
-    """A6: endpoints with threads of their own, several rooms at once."""
+    """Endpoints with threads of their own, several rooms at once."""
     rig, memory = Rig(KV, threaded=True), Memory(transport=MooncakeTransport)
     prefills = rig.prefill(tp_shards(KV, ways[0]), memory=memory, strategy=path)
     decodes = rig.decode(tp_shards(KV, ways[1]), memory=memory, strategy=path)

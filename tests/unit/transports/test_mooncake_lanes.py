@@ -12,7 +12,7 @@ import torch
 
 from disagg_kv.errors import TransportError
 from disagg_kv.ids import Peer, Ticket
-from disagg_kv.transports import WriteEnded, Extents, Process, Settled
+from disagg_kv.transports import Extents, Process, Settled, WriteEnded
 from disagg_kv.transports.mooncake_flight import Address, Flight, One, Remote, Shared
 from disagg_kv.transports.mooncake_lanes import WorkerPool
 from disagg_kv.transports.mooncake_library import Engine
@@ -37,7 +37,7 @@ def test_jobs_for_one_destination_run_in_order_and_never_side_by_side() -> None:
 
 
 def test_a_slow_destination_delays_no_other() -> None:
-    """A14: as long as there are more threads than slow ones."""
+    """As long as there are more threads than slow ones."""
     lanes, free, done = WorkerPool(2, "test"), threading.Event(), threading.Event()
     lanes.put("slow", lambda: not free.wait(120.0))
     for number in range(10):
@@ -129,7 +129,7 @@ class Library:
 
 @pytest.mark.parametrize("where", ["before the call", "in it"])
 def test_a_flight_that_meets_an_error_ends_and_the_next_one_flies(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E8: quiet only if the library was not asked; the thread lives on."""
+    """Quiet only if the library was not asked; the thread lives on."""
     broken, asked = [RuntimeError("a broken context")], where == "in it"
 
     def set_device(device: int) -> None:

@@ -23,10 +23,10 @@ from disagg_kv.testing.pair import Log, batch, noise, same, wait
 from disagg_kv.testing.transport_events import Flag
 from disagg_kv.transports import (
     Descriptor,
-    WriteEnded,
     Extents,
     Heard,
     Process,
+    WriteEnded,
     decode,
     encode,
     nixl_library,
@@ -110,7 +110,7 @@ def forged_name(descriptor: bytes) -> bytes:
 
 
 def test_an_idle_peer_that_is_killed_is_reported_without_any_write(source: End, victim: Child) -> None:
-    """Nothing is in flight and nothing is posted; the same peer is then refused (E10)."""
+    """Nothing is in flight and nothing is posted; the same peer is then refused."""
     descriptor = victim.descriptor()
     peer = source.connect(descriptor, WAIT_S)
     victim.kill()
@@ -140,7 +140,7 @@ def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: En
 
 
 def test_writes_to_a_killed_peer_end_unquiet_and_settle_when_its_end_was_seen(source: End, victim: Child) -> None:
-    """Each ends once; the source is not given back before the proof (E1, E10)."""
+    """Each ends once; the source is not given back before the proof."""
     log = Log(source.transport.caps)
     here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
     peer = source.connect(victim.descriptor(), WAIT_S)
@@ -167,7 +167,7 @@ def test_writes_to_a_killed_peer_end_unquiet_and_settle_when_its_end_was_seen(so
 def test_a_write_that_is_under_way_for_long_is_told_once(
     source: End, victim: Child, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """E9: in the log, with the peer, the ticket and the bytes; here long is at once."""
+    """In the log, with the peer, the ticket and the bytes; here long is at once."""
     monkeypatch.setattr(nixl_worker, "STALLED_S", 0.0)
     log = Log(source.transport.caps)
     here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
@@ -188,7 +188,7 @@ def test_a_write_that_is_under_way_for_long_is_told_once(
 
 
 def test_close_names_what_is_in_flight_to_a_frozen_peer(source: End, victim: Child) -> None:
-    """It returns in time; the memory stays as it is, and later calls find nothing (E9)."""
+    """It returns in time; the memory stays as it is, and later calls find nothing."""
     here, there = source.add(noise(8 * MIB)), victim.add(np.zeros(8 * MIB, np.uint8))
     peer = source.connect(victim.descriptor(), WAIT_S)
     victim.pause()
@@ -361,7 +361,7 @@ def test_only_who_copies_in_the_call_that_begins_a_write_asks_at_once_whether_it
     monkeypatch.setattr(nixl_library.Agent, "done", answer)
     monkeypatch.setattr(nixl_library.Agent, "release", lambda *_: None)
     place = (kind, 0)
-    part = nixl_library.Part(place, [(0, 1, 0)], place, [(0, 1, 0)])
+    part = nixl_library.DescriptorList(place, [(0, 1, 0)], place, [(0, 1, 0)])
     worker = transport._worker
     job = nixl_worker.Job(Ticket(1), Peer(bytes(16)), deque([part]), None, None, 1, True)
     with worker._lock:
@@ -395,7 +395,7 @@ def test_a_notification_needs_no_data(source: End, target: End) -> None:
 
 
 def test_cuda_memory_is_refused_where_there_is_none(source: End) -> None:
-    """And the good memory of the same call is not registered (D3)."""
+    """And the good memory of the same call is not registered."""
     array = np.zeros(4096, np.uint8)
     good = Buffer(array.ctypes.data, array.nbytes, "cpu", array)
     with pytest.raises(RegistrationError, match="cuda:63"):
@@ -438,13 +438,13 @@ def test_30000_writes_are_posted_by_threads_of_the_library_if_asked(child: Child
 
 
 def test_a_peer_of_another_version_is_refused(source: End, target: End) -> None:
-    """Both are named (E13)."""
+    """Both are named."""
     with pytest.raises(RemoteProtocolError, match=r"0\.9"):
         source.connect(forged(target.descriptor(), version="0.9"), WAIT_S)
 
 
 def test_metadata_that_is_damaged_or_no_metadata_or_anothers_is_refused(source: End, target: End) -> None:
-    """Damage never reaches the library, which trusts its input; what does is refused by it (E13)."""
+    """Damage never reaches the library, which trusts its input; what does is refused by it."""
     good = target.descriptor()
     _, found = contact(good)
     metadata = found["metadata"]
@@ -465,7 +465,7 @@ def test_metadata_that_is_damaged_or_no_metadata_or_anothers_is_refused(source: 
 
 
 def test_another_process_under_the_name_of_a_peer_is_refused(source: End, target: End) -> None:
-    """Bad input: nothing is written to either, and the peer that has the name stays (E10)."""
+    """Bad input: nothing is written to either, and the peer that has the name stays."""
     here, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
     peer = source.connect(target.descriptor(), WAIT_S)
     another = attrs.asdict(attrs.evolve(Process.own(), pid=1))

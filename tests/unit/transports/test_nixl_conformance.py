@@ -1,4 +1,4 @@
-"""NIXL passes the suite that every transport is judged by (D1, D3)."""
+"""NIXL passes the suite that every transport is judged by."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def cells(pool: PagedPool, table: PageTable) -> dict[RowCell, bytes]:
 @pytest.mark.parametrize("path", ["staged", "slice"])
 @pytest.mark.parametrize(("prefills", "decodes"), [(2, 1), (1, 2)])
 def test_every_byte_arrives(prefills: int, decodes: int, path: str) -> None:
-    """Between splits and page sizes that differ; all agents live in this process (A1)."""
+    """Between splits and page sizes that differ; all agents live in this process."""
     book = StaticRendezvous()
     theirs = PageTable(KV, [6, 1, 4, 2, 0, 3, 7])
     ours = PageTable(KV, [3, 0, 2, 1])

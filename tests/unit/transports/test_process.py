@@ -40,7 +40,7 @@ def test_the_end_of_a_process_is_seen_before_anybody_waits_for_it() -> None:
 
 
 def test_a_reused_process_id_is_another_process() -> None:
-    """The start time tells (E10)."""
+    """The start time tells."""
     with pytest.raises(PeerLostError, match="another has its id"):
         attrs.evolve(Process.own(), started=_started(os.getpid()) - 1).watch()
 

@@ -43,7 +43,7 @@ def test_each_change_has_a_serial() -> None:
 
 
 def test_a_region_that_an_unquiet_ticket_reads_stays() -> None:
-    """The error names the ticket; nothing of the call happens (E1)."""
+    """The error names the ticket; nothing of the call happens."""
     table = RegionTable(CPU)
     used, idle = table.add([plain(np.zeros(100, np.uint8)), plain(np.zeros(100, np.uint8))])
     table.hold(Ticket(7), Writes.one(used, 0, 0, 0, 1))

@@ -68,7 +68,7 @@ def test_an_unknown_option_lists_the_known_ones() -> None:
 
 
 def test_an_installed_package_names_its_transports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the entry-point group, loaded only when asked for (D2)."""
+    """Through the entry-point group, loaded only when asked for."""
     module = "from disagg_kv.transports import InprocTransport as Made\n"
     entry_points(tmp_path, monkeypatch, "theirs = third_party_transport:Made", module)
     assert "third_party_transport" not in sys.modules

@@ -21,7 +21,7 @@ from disagg_kv.ids import Peer, RegionId
 from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
-from disagg_kv.transports import WriteEnded, Heard, Process, Region, ShmTransport, decode, encode
+from disagg_kv.transports import Heard, Process, Region, ShmTransport, WriteEnded, decode, encode
 from disagg_kv.transports.process import LOOK_S
 from disagg_kv.transports.shm import _Place
 from tests.support.leftovers import abandoned

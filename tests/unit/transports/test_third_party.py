@@ -1,4 +1,4 @@
-"""Transports of others are held to the same contract and carry the same requests (D2)."""
+"""Transports of others are held to the same contract and carry the same requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def made() -> Transport:
 
 
 def test_an_installed_transport_is_found_by_its_entry_point() -> None:
-    """D2: nobody has to import or register it."""
+    """Nobody has to import or register it."""
     side = made()
     assert type(side).__module__ == MODULE
     side.close(0.0)
@@ -68,7 +68,7 @@ def test_an_installed_transport_is_found_by_its_entry_point() -> None:
 
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_endpoints_move_requests_over_an_installed_transport(path: str) -> None:
-    """D2, A6: two ranks to one, pages of other sizes, in batches no larger than it takes."""
+    """Two ranks to one, pages of other sizes, in batches no larger than it takes."""
     spec = CacheSpec.kv(4, 4, 8, "bfloat16")
     rig = Rig(spec, threaded=True)
     try:
@@ -94,7 +94,7 @@ def carried(capsys: pytest.CaptureFixture[str], *options: str) -> None:
 def test_an_installed_transport_carries_the_demo(
     capsys: pytest.CaptureFixture[str], on_the_path: Callable[[Path], None]
 ) -> None:
-    """D2: by its name alone, between processes that each find it by themselves."""
+    """By its name alone, between processes that each find it by themselves."""
     on_the_path(PACKAGE)
     carried(capsys, "--transport", "third-party")
 
@@ -105,7 +105,7 @@ def test_the_transport_of_the_documentation_carries_the_demo(
     monkeypatch: pytest.MonkeyPatch,
     on_the_path: Callable[[Path], None],
 ) -> None:
-    """D2: the page's module, and the two lines of it that give it a name."""
+    """The page's module, and the two lines of it that give it a name."""
     name = 'from disagg_kv.transports import register_transport\n\nregister_transport("documented", make)\n'
     (tmp_path / "documented_transport.py").write_text(f"{marked(PAGE, 'transport')}\n{name}")
     on_the_path(tmp_path)

@@ -46,7 +46,9 @@ class CancelledBeforeOpen:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def add(self, key: RoomKey, instance: str, reason: str, remotes: Iterable[RemoteEndpoint], now: float) -> list[Send]:
+    def add(
+        self, key: RoomKey, instance: str, reason: str, remotes: Iterable[RemoteEndpoint], now: float
+    ) -> list[Send]:
         """Decode gives a room of this prefill instance up: what its ranks are told that are there."""
         self.forget(key.room)
         room = self._rooms[key.room] = _Room(key, instance, words(reason), now + self._options.silence_s)

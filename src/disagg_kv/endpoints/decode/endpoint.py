@@ -40,7 +40,7 @@ from ..runtime.incarnation import Incarnation
 from ..runtime.staging_memory import exposable, new_staging, ready_kernels
 from ..runtime.succession import check_counts
 from ..runtime.thread import EndpointThread
-from .handle import ReceptionHandle, Expectation
+from .handle import Expectation, ReceptionHandle
 from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
 from .rooms import ALL_QUARANTINE, DecodeSide
 
@@ -152,14 +152,16 @@ class DecodeEndpoint:
         self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
         self._changes: ChangeQueue[ReceptionHandle] = ChangeQueue()
 
-        def side(node: EventLoop) -> DecodeSide:
-            self._role = DecodeSide(node, pool, memory, queue, movers, exposed, self._changes, verify, pace)
+        def side(loop: EventLoop) -> DecodeSide:
+            self._role = DecodeSide(loop, pool, memory, queue, movers, exposed, self._changes, verify, pace)
             return self._role
 
-        self._node = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
+        self._loop = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
         role = self._role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = EndpointThread(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
+        self.driver = EndpointThread(
+            self._loop, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread
+        )
 
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
@@ -174,11 +176,11 @@ class DecodeEndpoint:
                     f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
                 )
             check_room(room, self._open.get(room))
-            check_counts(self._node.succession)
+            check_counts(self._loop.succession)
             key = RoomKey(room, Generation(next(self._lives)))
             handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
             self._open[room] = handle
-            self._node.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
+            self._loop.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
         return handle
 
     def poll(self) -> Sequence[ReceptionHandle]:
@@ -191,7 +193,7 @@ class DecodeEndpoint:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
         with self.admission.enter("confirm_terminated"):
-            self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(named)))
+            self._loop.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
 
     def _break_down(self, error: DisaggKVError) -> None:
         """Endpoint's thread, as it ends: what has not ended, of what the engine still has a handle of, has failed."""
@@ -200,7 +202,7 @@ class DecodeEndpoint:
 
     def peers(self) -> Sequence[PeerInfo]:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.peers`."""
-        return self._node.roster.listed()
+        return self._loop.peer_registry.listed()
 
     @property
     def open_rooms(self) -> int:
@@ -239,11 +241,11 @@ class DecodeEndpoint:
 
     def expect(self, key: RoomKey, wanted: Expectation) -> None:
         """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
-        self._node.post(partial(self._role.expect, key, wanted))
+        self._loop.post(partial(self._role.expect, key, wanted))
 
     def abort(self, key: RoomKey, error: AbortedError) -> None:
         """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
-        self._node.post(partial(self._role.abort, key, error))
+        self._loop.post(partial(self._role.abort, key, error))
 
 
 def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:

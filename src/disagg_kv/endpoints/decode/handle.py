@@ -56,7 +56,9 @@ class DecodeCommands(Protocol):
 class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, office: DecodeCommands, selection: str, verify: Verify = "off") -> None:
+    def __init__(
+        self, key: RoomKey, pool: MemoryPool, office: DecodeCommands, selection: str, verify: Verify = "off"
+    ) -> None:
         super().__init__(key.room)
         self._verify: Verify = verify
         self._selection = selection

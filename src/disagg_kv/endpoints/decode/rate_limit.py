@@ -1,4 +1,4 @@
-"""How fast arriving bytes may be scattered while an engine is decoding (C7)."""
+"""How fast arriving bytes may be scattered while an engine is decoding."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.plan_cache import PlanCache
-from .handle import ReceptionHandle, Expectation
+from .handle import Expectation, ReceptionHandle
 
 
 @define(eq=False)

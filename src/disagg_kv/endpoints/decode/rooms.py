@@ -28,7 +28,6 @@ from ...protocol import (
     Cancel,
     Decided,
     Effect,
-    RoomOutcome,
     Free,
     Gone,
     Introduced,
@@ -41,6 +40,7 @@ from ...protocol import (
     Reserve,
     RoomFrame,
     RoomKey,
+    RoomOutcome,
     Scatter,
     Send,
     Store,
@@ -69,8 +69,7 @@ from ...rendezvous import Source
 from ...staging import GrantQueue
 from ...strategies import TransferPlanner
 from ...trace import Span
-from ...transports import RoomOutcome as TicketEnded
-from ...transports import Settled
+from ...transports import Settled, WriteEnded
 from ..kept_pages import CachedPagesCheck
 from ..runtime.directory import LookupResult
 from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, EventLoop
@@ -80,7 +79,7 @@ from ..runtime.peer_registry import HeldMemory
 from ..runtime.plan_cache import PlanCache
 from ..runtime.silence import Silences
 from .cancelled import CancelledBeforeOpen
-from .handle import ReceptionHandle, Expectation
+from .handle import Expectation, ReceptionHandle
 from .rate_limit import RateLimiter
 from .room import DecodeRoom, PrefillInstance, check_ranks
 from .scatter import ScatterQueue
@@ -103,7 +102,7 @@ class DecodeSide:
 
     def __init__(
         self,
-        node: EventLoop,
+        loop: EventLoop,
         pool: MemoryPool,
         ring: Buffer,
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]],
@@ -113,7 +112,7 @@ class DecodeSide:
         verify: Verify,
         pace: RateLimiter | None,
     ) -> None:
-        self._node = node
+        self._loop = loop
         self._pool = pool
         self._ring = ring
         self._queue = queue
@@ -121,18 +120,18 @@ class DecodeSide:
         self._exposed = exposed
         self._changes = changes
         self._verify: Verify = verify
-        self._paths: dict[str, TransferPlanner] = {p.name: p for p in node.me.paths}
+        self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._instances: dict[Source, PrefillInstance] = {}
         self._routes: dict[tuple[Epoch, ...], PlanCache] = {}
         self._paces: dict[Epoch, WirePace] = {}
-        self._scatters = ScatterQueue(node, pool, ring, kernels, pace, self._rooms, self._handle)
+        self._scatters = ScatterQueue(loop, pool, ring, kernels, pace, self._rooms, self._handle)
         self._checking: list[DecodeRoom] = []
-        self._declined = CancelledBeforeOpen(node.me.epoch, node.options)
+        self._cancelled = CancelledBeforeOpen(loop.me.epoch, loop.options)
         self._page_bytes = pool.site.page_bytes
         self._noted_pages = False
         self._timers: Timers[RoomKey] = Timers()
-        self._silences = Silences(node.peers, node.options.silence_s)
+        self._silences = Silences(loop.peers, loop.options.silence_s)
         self._lively_at = 0.0
         self.quarantined = 0
 
@@ -145,17 +144,17 @@ class DecodeSide:
 
     def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, silence_s: float, total_s: float) -> None:
         """Begin a room: find its prefill ranks."""
-        now = self._node.now
-        machine = ReceiveRoom(key.room, key.generation, self._node.me.epoch, self._node.options, now, total_s)
+        now = self._loop.now
+        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, self._loop.options, now, total_s)
         room = DecodeRoom(key, machine, handle, source, silence_s, now)
         self._rooms[key] = room
-        self._declined.forget(key.room)
-        self._node.vote(key, None, "")
+        self._cancelled.forget(key.room)
+        self._loop.vote(key, None, "")
         instance = self._instances.setdefault(source, PrefillInstance())
         instance.waiting[key] = room
         instance.look_at = now
         self._find(source, instance)
-        if (error := self._node.succession.error()) is not None:
+        if (error := self._loop.succession.error()) is not None:
             self._handle(room, Cancel(error))
         self._publish(room)
 
@@ -178,7 +177,7 @@ class DecodeSide:
         for room in list(self._checking):
             assert room.checking is not None
             assert room.wanted is not None
-            began = self._node.clock()
+            began = self._loop.clock()
             error: DisaggKVError | None = None
             try:
                 if not room.checking.done():
@@ -187,7 +186,7 @@ class DecodeSide:
                 error = exc
             self._checking.remove(room)
             room.checking = None
-            room.handle.report.spend("checksum", self._node.clock() - began)
+            room.handle.report.spend("checksum", self._loop.clock() - began)
             if error is not None:
                 self._handle(room, Cancel(error))
             elif room.machine.error is None:
@@ -198,7 +197,7 @@ class DecodeSide:
         named = 4 * sum(len(t.pages) for t in wanted.tables.values())
         exposed = self._exposed and named <= MAX_TABLES
         if self._exposed and not exposed:
-            self._node.observer.count("rooms.too_many_pages")
+            self._loop.observer.count("rooms.too_many_pages")
             self._note_pages(room, named)
         paths = tuple(p.name for p in self._paths.values() if exposed or not p.exposes_pages)
         if not paths:
@@ -230,19 +229,19 @@ class DecodeSide:
 
         It is also asked now and then while they live, since an instance may move. No room waits for that.
         """
-        node = self._node
+        loop = self._loop
         instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
-        instance.look_at = node.now + instance.pause_s
-        if not self._connected(source) or not node.directory.fresh(source):
-            node.look_up(source)
+        instance.look_at = loop.now + instance.pause_s
+        if not self._connected(source) or not loop.directory.fresh(source):
+            loop.look_up(source)
         if instance.waiting and self._connected(source):
-            instance.addresses = node.directory.known(source)
+            instance.addresses = loop.directory.known(source)
             self._introduce(instance)
 
     def _connected(self, source: Source) -> bool:
         """Whether all ranks of an instance live where it was last seen."""
-        known = self._node.directory.known(source)
-        return known is not None and all(self._node.peers.at(address) is not None for address in known)
+        known = self._loop.directory.known(source)
+        return known is not None and all(self._loop.peers.at(address) is not None for address in known)
 
     def on_answer(self, answer: LookupResult) -> None:
         """The rendezvous says where an instance is. Its failure harms no room: those that wait ask again."""
@@ -254,12 +253,12 @@ class DecodeSide:
             self._unreachable(instance, answer.error)
             return
         if answer.error is not None:
-            instance.look_at = self._node.now + LOOKUP_FAILED_S
+            instance.look_at = self._loop.now + LOOKUP_FAILED_S
         if answer.addresses is not None:
             instance.addresses = answer.addresses
             for address in answer.addresses:
-                if self._node.peers.at(address) is None:
-                    self._node.dial(address)
+                if self._loop.peers.at(address) is None:
+                    self._loop.dial(address)
             self._introduce(instance)
 
     def _introduce(self, instance: PrefillInstance) -> None:
@@ -287,13 +286,13 @@ class DecodeSide:
             room.routes = self._routes[writers]
             pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
             for epoch in writers:
-                self._silences.watch(epoch, room.key, room.silence_s, self._node.now)
+                self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
             self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
 
     def _there(self, instance: PrefillInstance) -> list[RemoteEndpoint]:
         """Those of its ranks that we know."""
-        epochs = [self._node.peers.at(address) for address in instance.addresses or ()]
-        remotes = [self._node.remotes.get(epoch) for epoch in epochs if epoch is not None]
+        epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
+        remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
         return [remote for remote in remotes if remote is not None]
 
     def _check_quarantine(self, remotes: Sequence[RemoteEndpoint]) -> None:
@@ -306,7 +305,7 @@ class DecodeSide:
         """A prefill rank is there."""
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
-        self._say(self._declined.met(remote, self._node.now))
+        self._say(self._cancelled.met(remote, self._loop.now))
         for instance in list(self._instances.values()):
             if instance.addresses and remote.hello.address in instance.addresses:
                 self._introduce(instance)
@@ -365,26 +364,26 @@ class DecodeSide:
             # Also from a rank that was told that the room is declined, and is not one of those that were found then.
             self._answer_ended(frame, epoch, key)
         else:
-            self._node.observer.count("frames.not_a_writer")
+            self._loop.observer.count("frames.not_a_writer")
 
     def _answer_ended(self, frame: RoomFrame, epoch: Epoch, key: RoomKey) -> None:
         """A late frame is answered from the tombstone, and nothing revives the room."""
-        node = self._node
-        head = room_head(node.me.epoch, epoch, key.room, key.generation)
-        ended = node.tombstones.outcome(epoch, key.generation)
+        loop = self._loop
+        head = room_head(loop.me.epoch, epoch, key.room, key.generation)
+        ended = loop.tombstones.outcome(epoch, key.generation)
         if isinstance(frame, Abort):
-            node.send(Send(epoch, AbortAck(**head)))
+            loop.send(Send(epoch, AbortAck(**head)))
         elif isinstance(frame, Drained):
-            self._declined.answered(key, epoch)
-            node.send(Send(epoch, DrainedAck(**head)))
+            self._cancelled.answered(key, epoch)
+            loop.send(Send(epoch, DrainedAck(**head)))
         elif ended is None or ended is RoomOutcome.EVICTED:
-            node.observer.count("frames.unknown_room")
+            loop.observer.count("frames.unknown_room")
         elif ended is RoomOutcome.FAILED:
-            node.send(Send(epoch, Abort(**head, reason="the room has failed")))
+            loop.send(Send(epoch, Abort(**head, reason="the room has failed")))
         elif isinstance(frame, StagingRequest | ChunkReady):
-            node.send(Send(epoch, Landed(**head, segment=frame.segment)))
+            loop.send(Send(epoch, Landed(**head, segment=frame.segment)))
         elif isinstance(frame, Done):
-            node.send(Send(epoch, Complete(**head)))
+            loop.send(Send(epoch, Complete(**head)))
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -392,19 +391,19 @@ class DecodeSide:
         if room is not None:
             self._handle(room, decided)
 
-    def on_ticket(self, event: TicketEnded | Settled) -> None:
+    def on_ticket(self, event: WriteEnded | Settled) -> None:
         """Decode posts nothing."""
         raise LocalProtocolError(f"a decode endpoint has no write {event.ticket}")
 
     def _say(self, sends: Sequence[Send]) -> None:
         for send in sends:
-            self._node.send(send)
+            self._loop.send(send)
 
     # Effects.
 
     def _handle(self, room: DecodeRoom, event: object) -> None:
         if room.machine.state is not Receiving.CLOSED:
-            self._apply(room, room.machine.handle(event, self._node.now))
+            self._apply(room, room.machine.handle(event, self._loop.now))
 
     def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
         moved = freed = False
@@ -412,7 +411,7 @@ class DecodeSide:
         for effect in effects:
             match effect:
                 case Send():
-                    self._node.send(effect)
+                    self._loop.send(effect)
                 case Vote():
                     votes.append(effect)
                 case Reserve():
@@ -444,11 +443,11 @@ class DecodeSide:
         # May be decided, and told to the engine, at once: not before everything else has been done.
         for vote in votes:
             if not vote.ok and not room.machine.writers:
-                remotes = self._node.remotes.values()
-                self._say(self._declined.add(room.key, room.source.instance, vote.reason, remotes, self._node.now))
+                remotes = self._loop.remotes.values()
+                self._say(self._cancelled.add(room.key, room.source.instance, vote.reason, remotes, self._loop.now))
             if vote.ok and room.handle.report.placed is None:
-                room.handle.report.placed = self._node.clock()
-            self._node.vote(room.key, vote.ok, vote.reason)
+                room.handle.report.placed = self._loop.clock()
+            self._loop.vote(room.key, vote.ok, vote.reason)
 
     def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:
         key = (room.key, effect.segment)
@@ -495,10 +494,10 @@ class DecodeSide:
         report.path = machine.path or ("exposed pages" if machine.segments_landed else "")
         released = machine.released and room.checking is None
         if released and "total" not in report.seconds:
-            report.spend("total", self._node.now - room.opened)
+            report.spend("total", self._loop.now - room.opened)
         phase, handle = machine.phase, room.handle
         if not handle.shows(phase, released):
-            handle.publish(phase, released, machine.error, self._node.clock())
+            handle.publish(phase, released, machine.error, self._loop.clock())
             self._changes.add(handle)
         if self._rooms.get(room.key) is not room:
             return
@@ -510,8 +509,8 @@ class DecodeSide:
             self._silences.forget(room.key)
             self._instances.get(room.source, PrefillInstance()).waiting.pop(room.key, None)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
-            self._node.remember(machine.writers, room.key, ended)
-            self._node.observer.span(Span("room", room.key.room, room.opened, self._node.now, report.nbytes))
+            self._loop.remember(machine.writers, room.key, ended)
+            self._loop.observer.span(Span("room", room.key.room, room.opened, self._loop.now, report.nbytes))
 
     def _hold(self, room: DecodeRoom) -> None:
         """Say whose evidence the room waits for, before its engine is told that it failed."""
@@ -520,13 +519,13 @@ class DecodeSide:
             pages = sum(len(t.pages) * self._page_bytes[t.group] for t in room.wanted.tables.values())
         owed = room.machine.owed()
         held = {epoch: HeldMemory(ring, pages if exposed else 0) for epoch, (ring, exposed) in owed.items()}
-        self._node.roster.hold(room.key, held, [remote.hello for remote in room.remotes])
+        self._loop.peer_registry.hold(room.key, held, [remote.hello for remote in room.remotes])
 
     # Time.
 
     def tick(self) -> None:
         """Deadlines, repeats, silence, and prefill ranks that are looked for."""
-        now, peers = self._node.now, self._node.peers
+        now, peers = self._loop.now, self._loop.peers
         for source, instance in list(self._instances.items()):
             if not instance.waiting:
                 del self._instances[source]
@@ -537,7 +536,7 @@ class DecodeSide:
             if room is not None:
                 self._handle(room, Tick())
                 self._check_found(room, now)
-        self._say(self._declined.tick(now))
+        self._say(self._cancelled.tick(now))
         for key, lost in self._silences.due(now):
             room = self._rooms.get(key)
             if room is not None and room.machine.error is None:
@@ -545,7 +544,7 @@ class DecodeSide:
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in peers.epochs():
-                if epoch in self._node.remotes:
+                if epoch in self._loop.remotes:
                     (self._queue.resume if peers.lively(epoch, now) else self._queue.suspend)(epoch)
             self._grant()
 
@@ -566,7 +565,7 @@ class DecodeSide:
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = [self._timers.next_at(), self._silences.next_at(), self._scatters.ready_at, self._declined.next_at()]
+        times = [self._timers.next_at(), self._silences.next_at(), self._scatters.ready_at, self._cancelled.next_at()]
         times += [instance.look_at for instance in self._instances.values()]
         if self._queue.waiting:
             times.append(self._lively_at)

@@ -63,7 +63,7 @@ class ScatterQueue:
     A segment is prepared when its parts' places are known, one in a turn and after all that is urgent. A prepared
     launch belongs to the segment's lease: :meth:`drop` is told when that ends.
 
-    Arrivals must not hold up what is being decoded (C7), so each waits until the pace allows it. What may begin in one
+    Arrivals must not hold up what is being decoded, so each waits until the pace allows it. What may begin in one
     turn is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
     gets its bytes back as early as it can.
 
@@ -74,7 +74,7 @@ class ScatterQueue:
 
     def __init__(
         self,
-        node: EventLoop,
+        loop: EventLoop,
         pool: MemoryPool,
         ring: Buffer,
         kernels: Kernels,
@@ -82,7 +82,7 @@ class ScatterQueue:
         rooms: Mapping[RoomKey, DecodeRoom],
         ended: Callable[[DecodeRoom, Scattered], None],
     ) -> None:
-        self._node = node
+        self._loop = loop
         self._pool = pool
         self._ring = ring
         self._kernels = kernels
@@ -91,7 +91,7 @@ class ScatterQueue:
         self._pace = pace
         self._rooms = rooms
         self._ended = ended
-        self._paths: dict[str, TransferPlanner] = {p.name: p for p in node.me.paths}
+        self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
         self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
         self._running: list[_Scattering] = []
         self._over: deque[tuple[_Scattering, Exception | None]] = deque()
@@ -123,7 +123,7 @@ class ScatterQueue:
             ready.prepared.drop()
         except Exception:
             # What the kernels kept for it is lost to them; no room depends on it.
-            self._node.observer.count("scatters.not_dropped")
+            self._loop.observer.count("scatters.not_dropped")
 
     @property
     def ready_at(self) -> float | None:
@@ -136,7 +136,7 @@ class ScatterQueue:
             return False
         # First, so that the GPU has something to do while those that have ended are told of.
         running = list(self._running)
-        budget = Budget(self._node.clock, self._node.most)
+        budget = Budget(self._loop.clock, self._loop.most)
         while budget.take() and (begun := self._next()):
             self._begin(begun)
         for one in running:
@@ -151,7 +151,7 @@ class ScatterQueue:
         self._finish_over()
         if self._unprepared:
             # What was granted just now goes out before: bytes may come the sooner.
-            self._node.flush(self._node.now)
+            self._loop.flush(self._loop.now)
             self._prepare_one()
         return bool(self._running or self._unprepared) or budget.spent
 
@@ -167,12 +167,12 @@ class ScatterQueue:
             key, effect = self._waiting[0]
             room = self._rooms.get(key)
             failed = room is None or room.machine.error is not None
-            if not failed and self._pace is not None and not self._pace.ready(self._node.now):
+            if not failed and self._pace is not None and not self._pace.ready(self._loop.now):
                 break
             self._waiting.popleft()
             if room is None:
                 continue
-            one = _Scattering(room, effect.segment, self._node.clock())
+            one = _Scattering(room, effect.segment, self._loop.clock())
             if failed:
                 self._over.append((one, None))
                 continue
@@ -187,7 +187,7 @@ class ScatterQueue:
                 self._over.append((one, exc))
                 continue
             if self._pace is not None:
-                self._pace.begin(sum([move.layout.nbytes for move in moves]), self._node.now)
+                self._pace.begin(sum([move.layout.nbytes for move in moves]), self._loop.now)
             begun.append((one, effect, moves))
             entries += sum([len(move.layout.plane) for move in moves])
         return begun
@@ -203,7 +203,7 @@ class ScatterQueue:
 
     def _launch(self, one: _Scattering, effect: Scatter, ready: _Ready) -> None:
         if self._pace is not None:
-            self._pace.begin(ready.nbytes, self._node.now)
+            self._pace.begin(ready.nbytes, self._loop.now)
         event: Event | None = None
         error: Exception | None = None
         try:
@@ -222,14 +222,14 @@ class ScatterQueue:
             moves = [self._move(room, segment, rank, base) for rank, base in effect.parts.items()]
             prepared = self._preparing.prepare_scatter(self._pool, moves, self._ring)
         except Exception:
-            self._node.observer.count("scatters.not_prepared")
+            self._loop.observer.count("scatters.not_prepared")
             return
         if prepared is not None:
             nbytes = sum([move.layout.nbytes for move in moves])
             self._prepared[key, segment] = _Ready(effect.parts, nbytes, prepared)
 
     def _begin(self, begun: Sequence[_Begun]) -> None:
-        self._node.flush()
+        self._loop.flush()
         moves = [move for _, _, some in begun for move in some]
         event: Event | None = None
         error: Exception | None = None
@@ -262,11 +262,11 @@ class ScatterQueue:
             self._running.append(one)
 
     def _finish(self, one: _Scattering, error: Exception | None) -> None:
-        now = self._node.clock()
+        now = self._loop.clock()
         one.room.handle.report.spend("scatter", now - one.started - one.comparing)
-        if self._node.traced:
+        if self._loop.traced:
             labels = one.segment.labels()
-            self._node.observer.span(Span("scatter", one.room.key.room, one.started, now, labels=labels))
+            self._loop.observer.span(Span("scatter", one.room.key.room, one.started, now, labels=labels))
         if error is None and one.check is not None:
             try:
                 error = one.check()
@@ -278,11 +278,11 @@ class ScatterQueue:
         """Sum our pages behind the scatter; compared is when the sums are there."""
         room = one.room
         assert room.wanted is not None
-        began = self._node.clock()
+        began = self._loop.clock()
         site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
         layouts = {rank: self._view(room, rank)[1].layout(segment) for rank in effect.sums}
         sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
-        one.comparing = self._node.clock() - began
+        one.comparing = self._loop.clock() - began
         room.handle.report.spend("checksum", one.comparing)
         exposing = " or ".join(name for name, path in self._paths.items() if path.exposes_pages)
         paths = {rank: room.machine.paths.get(rank, exposing) for rank in effect.sums}

@@ -39,7 +39,7 @@ from ..runtime.incarnation import Incarnation
 from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
 from ..runtime.succession import check_counts
 from ..runtime.thread import EndpointThread
-from .handle import Act, LayerGroups, DeliveryHandle, ForwardPass, SubmittedChunk
+from .handle import Act, DeliveryHandle, ForwardPass, LayerGroups, SubmittedChunk
 from .rooms import PrefillSide
 from .transfers import TransferQueue
 
@@ -141,15 +141,19 @@ class PrefillEndpoint:
         self._open: WeakValueDictionary[RoomId, DeliveryHandle] = WeakValueDictionary()
         self._changes: ChangeQueue[DeliveryHandle] = ChangeQueue()
 
-        def side(node: EventLoop) -> PrefillSide:
-            self._role = role = PrefillSide(node, pool, chosen, self._schedule, usable, self._changes, verify)
-            self._mover = role.mover = TransferQueue(pool, movers, transport, staging, regions[-1], slot_bytes, role, clock)
+        def side(loop: EventLoop) -> PrefillSide:
+            self._role = role = PrefillSide(loop, pool, chosen, self._schedule, usable, self._changes, verify)
+            self._transfers = role.transfers = TransferQueue(
+                pool, movers, transport, staging, regions[-1], slot_bytes, role, clock
+            )
             return role
 
-        self._node = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
+        self._loop = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
         role = self._role
         name = f"disagg_kv {instance}/{rank}"
-        self.driver = EndpointThread(self._node, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread)
+        self.driver = EndpointThread(
+            self._loop, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread
+        )
 
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
@@ -162,11 +166,11 @@ class PrefillEndpoint:
                     f"room {room.hex()}: {stuck} of {self._slots} staging slots wait for evidence"
                 )
             check_room(room, self._open.get(room))
-            check_counts(self._node.succession)
+            check_counts(self._loop.succession)
             key = RoomKey(room, Generation(next(self._lives)))
             handle = DeliveryHandle(key, self._pool, self)
             self._open[room] = handle
-            self._node.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
+            self._loop.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
         return handle
 
     def step(
@@ -184,11 +188,11 @@ class PrefillEndpoint:
         tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
         batch = Batch(tokens, used, layered)
         with self.admission.enter("a forward pass"):
-            handed = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-            cuts = LayerGroups([one.key for one in handed], self._role.row_layers)
-            self._node.post(partial(self._role.announce, handed, self._node.clock(), cuts))
-        layers, traced = self._pool.site.shard.layers(), self._node.traced
-        return ForwardPass(handed, layers, self, cuts, layered=layered, traced=traced)
+            submitted = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
+            cuts = LayerGroups([one.key for one in submitted], self._role.row_layers)
+            self._loop.post(partial(self._role.announce, submitted, self._loop.clock(), cuts))
+        layers, traced = self._pool.site.shard.layers(), self._loop.traced
+        return ForwardPass(submitted, layers, self, cuts, layered=layered, traced=traced)
 
     def poll(self) -> Sequence[DeliveryHandle]:
         """See :meth:`~disagg_kv.endpoints.api.Sender.poll`."""
@@ -200,7 +204,7 @@ class PrefillEndpoint:
         """See :meth:`~disagg_kv.endpoints.api.Sender.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
         with self.admission.enter("confirm_terminated"):
-            self._node.post(partial(self._node.confirm_terminated, self._node.roster.find(named)))
+            self._loop.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
 
     def _break_down(self, error: DisaggKVError) -> None:
         """Endpoint's thread, as it ends: what has not ended, of what the engine still has a handle of, has failed."""
@@ -209,7 +213,7 @@ class PrefillEndpoint:
 
     def peers(self) -> Sequence[PeerInfo]:
         """See :meth:`~disagg_kv.endpoints.api.Sender.peers`."""
-        return self._node.roster.listed()
+        return self._loop.peer_registry.listed()
 
     @property
     def open_rooms(self) -> int:
@@ -219,7 +223,7 @@ class PrefillEndpoint:
     @property
     def pinned_slots(self) -> int:
         """Staging slots that are being filled or that a write may still read."""
-        return self._mover.pinned_slots
+        return self._transfers.pinned_slots
 
     @property
     def staging(self) -> Buffer:
@@ -243,32 +247,34 @@ class PrefillEndpoint:
 
     def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        node, role = self._node, self._role
-        node.post(lambda: node.when(ready, lambda: role.change(key, act), lambda exc: role.broken([key], exc)))
+        loop, role = self._loop, self._role
+        loop.post(lambda: loop.when(ready, lambda: role.change(key, act), lambda exc: role.broken([key], exc)))
 
-    def send(self, handed: SubmittedChunk, ready: Event | None) -> None:
+    def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._node.post(partial(self._role.send, handed, ready))
+        self._loop.post(partial(self._role.send, submitted, ready))
 
-    def final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+    def final(
+        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None
+    ) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._node.post(partial(self._role.final_at, handed, layers, ready, self._node.clock()), wake=False)
+        self._loop.post(partial(self._role.final_at, submitted, layers, ready, self._loop.clock()), wake=False)
 
-    def begun(self, handed: Sequence[SubmittedChunk]) -> None:
+    def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._node.post(partial(self._role.begun, handed, self._node.clock()), wake=False)
+        self._loop.post(partial(self._role.begun, submitted, self._loop.clock()), wake=False)
 
     def wake(self) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._node.channel.wake()
+        self._loop.channel.wake()
 
-    def closed(self, handed: Sequence[SubmittedChunk], ready: Event | None) -> None:
+    def closed(self, submitted: Sequence[SubmittedChunk], ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._node.post(partial(self._role.closed_at, handed, ready, self._node.clock()))
+        self._loop.post(partial(self._role.closed_at, submitted, ready, self._loop.clock()))
 
     def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._node.post(partial(self._role.withdraw, key, fired))
+        self._loop.post(partial(self._role.withdraw, key, fired))
 
 
 def _chunks(

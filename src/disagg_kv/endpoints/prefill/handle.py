@@ -55,15 +55,17 @@ class PrefillCommands(Protocol):
         """Have a room's machine do something on the endpoint's thread, once ``ready`` has happened."""
         ...
 
-    def send(self, handed: SubmittedChunk, ready: Event | None) -> None:
+    def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
         """These rows are final once ``ready`` has happened."""
         ...
 
-    def final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None) -> None:
+    def final(
+        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None
+    ) -> None:
         """These layers (None: all) of what was handed over are final once ``ready`` has happened; wakes nobody."""
         ...
 
-    def begun(self, handed: Sequence[SubmittedChunk]) -> None:
+    def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
         """The first layer of what was handed over is computed, or asked of the device that does; wakes nobody."""
         ...
 
@@ -71,7 +73,7 @@ class PrefillCommands(Protocol):
         """Have the endpoint look at what it was told."""
         ...
 
-    def closed(self, handed: Sequence[SubmittedChunk], ready: Event | None) -> None:
+    def closed(self, submitted: Sequence[SubmittedChunk], ready: Event | None) -> None:
         """The forward pass that computes what was handed over has ended once ``ready`` has happened."""
         ...
 
@@ -267,7 +269,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        handed: Sequence[SubmittedChunk],
+        submitted: Sequence[SubmittedChunk],
         layers: Sequence[LayerId],
         office: PrefillCommands,
         cuts: LayerGroups,
@@ -275,7 +277,7 @@ class ForwardPass:
         layered: bool,
         traced: bool,
     ) -> None:
-        self._handed = handed
+        self._handed = submitted
         self._layers = frozenset(layers)
         self._office = office
         self._cuts = cuts

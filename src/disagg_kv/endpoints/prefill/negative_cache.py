@@ -13,7 +13,7 @@ from ...protocol import Options
 
 K = TypeVar("K")
 V = TypeVar("V")
-M = TypeVar("M", bound="Unmet | Declined")
+M = TypeVar("M", bound="UnmetRoom | CancelledRoom")
 
 
 @define

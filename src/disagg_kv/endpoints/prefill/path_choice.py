@@ -1,4 +1,4 @@
-"""Which path a request takes towards one decode rank, and why (A10, A16)."""
+"""Which path a request takes towards one decode rank, and why."""
 
 from __future__ import annotations
 
@@ -65,7 +65,13 @@ class RankPair:
 
 
 def choose_path(
-    wanted: str, known: Sequence[TransferPlanner], allowed: Sequence[str], exposed: bool, pair: RankPair, rows: int, costs: CostModel
+    wanted: str,
+    known: Sequence[TransferPlanner],
+    allowed: Sequence[str],
+    exposed: bool,
+    pair: RankPair,
+    rows: int,
+    costs: CostModel,
 ) -> tuple[TransferPlanner, str]:
     """The path, and one sentence that says why.
 

@@ -13,7 +13,7 @@ from ...protocol import RoomKey, SendRoom, Transfer
 from ...trace import Span
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import HostEvent
-from .handle import LayerGroups, DeliveryHandle
+from .handle import DeliveryHandle, LayerGroups
 from .prepared import Planned
 from .ready_events import ReadyEvents
 from .routes import Route
@@ -30,9 +30,9 @@ class PrefillRoom:
     handle: DeliveryHandle
     silence_s: float
     opened: float
-    ways: dict[Epoch, Route] = field(factory=dict)
+    routes: dict[Epoch, Route] = field(factory=dict)
     withdrawn: list[HostEvent] = field(factory=list)
-    gates: ReadyEvents = field(factory=ReadyEvents)
+    ready_events: ReadyEvents = field(factory=ReadyEvents)
     passes: dict[int, LayerGroups] = field(factory=dict)
 
     def account(self, now: float) -> None:
@@ -46,13 +46,13 @@ class PrefillRoom:
         if machine.released and "total" not in report.seconds:
             report.spend("total", now - self.opened)
 
-    def grouped(self, node: EventLoop, run: range, groups: Groups) -> None:
+    def grouped(self, loop: EventLoop, run: range, groups: Groups) -> None:
         """Tell how the layers of a chunk are cut, and why."""
-        report, now = self.handle.report, node.now
+        report, now = self.handle.report, loop.now
         report.groups, report.schedule = groups.count, groups.reason
         labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
-        node.observer.count("groups", groups.count)
-        node.observer.span(Span("groups", self.key.room, now, now, labels=labels))
+        loop.observer.count("groups", groups.count)
+        loop.observer.span(Span("groups", self.key.room, now, now, labels=labels))
 
     def foresee(self, transfer: Transfer, plan: Plan, clock: Callable[[], float]) -> Planned | None:
         """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""
@@ -60,8 +60,8 @@ class PrefillRoom:
         if segment.state or not self.machine.flows[transfer.to].awaits(transfer):
             return None
         tables = self.machine.rows.chunk(segment).tables
-        planned = None if tables is None else plan(self.ways[transfer.to], transfer, tables)
+        planned = None if tables is None else plan(self.routes[transfer.to], transfer, tables)
         if tables is None or not isinstance(planned, StagedLayout):
             return None
         destinations = sum(flow.has(segment) for flow in self.machine.flows.values())
-        return Planned(planned, tables, self.ways[transfer.to].share, destinations, clock() - started)
+        return Planned(planned, tables, self.routes[transfer.to].share, destinations, clock() - started)

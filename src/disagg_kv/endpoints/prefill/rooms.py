@@ -19,7 +19,6 @@ from ...planning import Writes
 from ...protocol import (
     Decided,
     Effect,
-    RoomOutcome,
     Gone,
     Granted,
     Lost,
@@ -27,6 +26,7 @@ from ...protocol import (
     Quiet,
     RoomFrame,
     RoomKey,
+    RoomOutcome,
     Send,
     SendRoom,
     Transfer,
@@ -40,34 +40,33 @@ from ...protocol.flow import room_head
 from ...protocol.frames import Abort, Drained, Expect, Expected
 from ...protocol.machine import ours
 from ...protocol.timers import Timers
-from ...strategies import TransferPlanner, Schedule, Strategy
+from ...strategies import Schedule, Strategy, TransferPlanner
 from ...trace import Span
-from ...transports import RoomOutcome as TicketEnded
-from ...transports import Settled
+from ...transports import Settled, WriteEnded
 from ..runtime.directory import LookupResult
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue, HostEvent
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.silence import Silences
 from .early import EarlyArrivals
-from .handle import LayerGroups, DeliveryHandle, SubmittedChunk
+from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
 from .negative_cache import NegativeCache
 from .prepared import Planned
 from .room import PrefillRoom
 from .routes import Router, taken
 from .throughput import EventFifo, ThroughputEstimator
-from .transfers import TransferSpec, TransferQueue
+from .transfers import TransferQueue, TransferSpec
 
 
 class PrefillSide:
     """Everything here runs on the endpoint's thread."""
 
-    mover: TransferQueue
+    transfers: TransferQueue
     """Set by whoever makes both: each needs the other."""
 
     def __init__(
         self,
-        node: EventLoop,
+        loop: EventLoop,
         pool: MemoryPool,
         strategy: Strategy,
         schedule: Schedule,
@@ -75,13 +74,13 @@ class PrefillSide:
         changes: ChangeQueue[DeliveryHandle],
         verify: Verify,
     ) -> None:
-        self._node = node
+        self._loop = loop
         self._pool = pool
         self._changes = changes
-        self._pacer = ThroughputEstimator(node.clock, len(pool.site.shard.layers()), traced=node.traced)
-        self._ways = Router(node.me, pool, strategy, schedule, paths, self._stuck, self._pacer.pace)
-        self._parked = EarlyArrivals(node.options)
-        self._missed = NegativeCache(node.options)
+        self._throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
+        self._router = Router(loop.me, pool, strategy, schedule, paths, self._stuck, self._throughput.pace)
+        self._early = EarlyArrivals(loop.options)
+        self._negative = NegativeCache(loop.options)
         self._verify: Verify = verify
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
@@ -91,9 +90,9 @@ class PrefillSide:
         self._rooms: dict[RoomKey, PrefillRoom] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
-        self._lines = EventFifo(node.clock)
+        self._lines = EventFifo(loop.clock)
         self._timers: Timers[RoomKey] = Timers()
-        self._silences = Silences(node.peers, node.options.silence_s)
+        self._silences = Silences(loop.peers, loop.options.silence_s)
         self.quarantined_slots = 0
 
     @property
@@ -105,18 +104,18 @@ class PrefillSide:
 
     def open(self, key: RoomKey, handle: DeliveryHandle, silence_s: float, total_s: float) -> None:
         """Begin a room, and whatever was parked for it."""
-        now = self._node.now
-        me, options = self._node.me.epoch, self._node.options
+        now = self._loop.now
+        me, options = self._loop.me.epoch, self._loop.options
         machine = SendRoom(key.room, key.generation, me, options, now, total_s, self._tokenless)
         room = PrefillRoom(key, machine, handle, silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
-        self._node.vote(key, None, "")
-        gone = self._missed.declined(key.room)
+        self._loop.vote(key, None, "")
+        gone = self._negative.declined(key.room)
         declined = None if gone is None else AbortedError(f"room {key.room.hex()}: decode gave up: {gone}")
-        if (error := self._node.succession.error() or declined) is not None:
+        if (error := self._loop.succession.error() or declined) is not None:
             self._apply(room, machine.cancel(error, now))
-        for expect in self._parked.take(key.room):
+        for expect in self._early.take(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
             self._on_expect(expect, parked=True)
 
@@ -124,12 +123,12 @@ class PrefillSide:
         """Have a room's machine do something, if the room is still there."""
         room = self._rooms.get(key)
         if room is not None:
-            self._apply(room, act(room.machine, self._node.now))
+            self._apply(room, act(room.machine, self._loop.now))
 
-    def announce(self, handed: Sequence[SubmittedChunk], at: float, cuts: LayerGroups) -> None:
-        """Rows that are computed from now on: their grants are asked for already (A4). ``cuts`` hear of groups."""
-        self._pacer.begin(handed, at)
-        for one in handed:
+    def announce(self, submitted: Sequence[SubmittedChunk], at: float, cuts: LayerGroups) -> None:
+        """Rows that are computed from now on: their grants are asked for already. ``cuts`` hear of groups."""
+        self._throughput.begin(submitted, at)
+        for one in submitted:
             self._add(one, ready=False)
             room = self._rooms.get(one.key)
             if room is not None and one.batch.layered:
@@ -139,94 +138,98 @@ class PrefillSide:
     def _cut(self, room: PrefillRoom, cuts: LayerGroups) -> None:
         cuts.add(room.key, room.machine.groups(), decided=room.machine.phase is not Phase.CONNECTING)
 
-    def begun(self, handed: Sequence[SubmittedChunk], at: float) -> None:
+    def begun(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
         """The engine has its first layer behind it."""
-        self._pacer.first(handed, at)
+        self._throughput.first(submitted, at)
 
-    def send(self, handed: SubmittedChunk, ready: Event | None) -> None:
+    def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
         """Rows that are final once ``ready`` has happened; until then they are looked ahead to."""
-        if ready is not None and self._gated([handed], None, ready):
-            self._add(handed, ready=True)
+        if ready is not None and self._gated([submitted], None, ready):
+            self._add(submitted, ready=True)
             return
         try:
             final = ready is None or bool(ready.query())
         except Exception as exc:
-            self.broken([handed.key], exc)
+            self.broken([submitted.key], exc)
             return
-        self._add(handed, ready=final)
+        self._add(submitted, ready=final)
         if not final:
-            self.final_at([handed], None, ready, self._node.now)
+            self.final_at([submitted], None, ready, self._loop.now)
 
     def _add(self, one: SubmittedChunk, *, ready: bool) -> None:
         room = self._rooms.get(one.key)
         if room is not None:
-            now = self._node.now
+            now = self._loop.now
             self._apply(
                 room, room.machine.add(one.turn, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch)
             )
 
     def final_at(
-        self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None, said: float
+        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None, said: float
     ) -> None:
         """The engine ``said`` when these layers (None: all) of what was handed over are final: at ``ready``, or now."""
-        gated = ready is not None and self._gated(handed, layers, ready)
-        broken = partial(self.broken, [one.key for one in handed])
+        gated = ready is not None and self._gated(submitted, layers, ready)
+        broken = partial(self.broken, [one.key for one in submitted])
         if gated:
-            self._final(handed, layers)
+            self._final(submitted, layers)
         else:
-            self._node.when(ready, partial(self._final, handed, layers), broken)
-        if layers is None or not self._node.traced or not handed or not handed[0].batch.layered:
+            self._loop.when(ready, partial(self._final, submitted, layers), broken)
+        if layers is None or not self._loop.traced or not submitted or not submitted[0].batch.layered:
             return
         if ready is None:
-            self._computed(handed, layers, said)
+            self._computed(submitted, layers, said)
         else:
-            self._lines.add((handed[0].key, handed[0].turn), ready, partial(self._computed, handed, layers), broken)
+            self._lines.add(
+                (submitted[0].key, submitted[0].turn), ready, partial(self._computed, submitted, layers), broken
+            )
 
-    def closed_at(self, handed: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
+    def closed_at(self, submitted: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
         """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
-        self._pacer.asked(handed)
-        for one in handed:
+        self._throughput.asked(submitted)
+        for one in submitted:
             room = self._rooms.get(one.key)
             if room is not None:
                 room.passes.pop(one.turn, None)
-        broken = partial(self.broken, [one.key for one in handed])
-        self._node.when(ready, partial(self._ended, handed, said if ready is None else None), broken)
+        broken = partial(self.broken, [one.key for one in submitted])
+        self._loop.when(ready, partial(self._ended, submitted, said if ready is None else None), broken)
 
-    def _computed(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> None:
-        start = self._pacer.computed(handed, layers, at)
+    def _computed(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> None:
+        start = self._throughput.computed(submitted, layers, at)
         if start is not None and layers:
-            self._span_of("compute", handed, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
+            self._span_of("compute", submitted, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
 
-    def _ended(self, handed: Sequence[SubmittedChunk], said: float | None) -> None:
-        at = self._node.clock() if said is None else said
-        start = self._pacer.closed(handed, at, queued=said is None)
+    def _ended(self, submitted: Sequence[SubmittedChunk], said: float | None) -> None:
+        at = self._loop.clock() if said is None else said
+        start = self._throughput.closed(submitted, at, queued=said is None)
         if start is not None:
-            self._span_of("pass", handed, start, at)
+            self._span_of("pass", submitted, start, at)
 
-    def _span_of(self, name: str, handed: Sequence[SubmittedChunk], start: float, stop: float, **labels: str) -> None:
+    def _span_of(
+        self, name: str, submitted: Sequence[SubmittedChunk], start: float, stop: float, **labels: str
+    ) -> None:
         """Tell of work on all rooms of a forward pass."""
-        for one in handed:
+        for one in submitted:
             rows = {"rows": f"{one.start}-{one.stop}"}
-            self._node.observer.span(Span(name, one.key.room, start, stop, labels={**labels, **rows}))
+            self._loop.observer.span(Span(name, one.key.room, start, stop, labels={**labels, **rows}))
 
-    def _gated(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
+    def _gated(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
-        if not self.mover.orders(ready):
+        if not self.transfers.orders(ready):
             return False
-        for one in handed:
+        for one in submitted:
             room = self._rooms.get(one.key)
             if room is not None:
                 try:
-                    room.gates.add(one.start, one.stop, layers, ready)
+                    room.ready_events.add(one.start, one.stop, layers, ready)
                 except Exception as exc:
                     self.broken([one.key], exc)
         return True
 
-    def _final(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId] | None) -> None:
-        for one in handed:
+    def _final(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None) -> None:
+        for one in submitted:
             room = self._rooms.get(one.key)
             if room is not None:
-                self._apply(room, room.machine.ready(one.turn, layers, self._node.now))
+                self._apply(room, room.machine.ready(one.turn, layers, self._loop.now))
 
     def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
         """The engine's event raised: nobody knows whether the bytes are final."""
@@ -234,7 +237,7 @@ class PrefillSide:
             room = self._rooms.get(key)
             if room is not None:
                 error = ours(exc, f"room {key.room.hex()}: the engine's event raised")
-                self._apply(room, room.machine.cancel(error, self._node.now))
+                self._apply(room, room.machine.cancel(error, self._loop.now))
 
     def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
         """Take the pages of a room away; fires when they are not read any more."""
@@ -243,8 +246,8 @@ class PrefillSide:
             fired.set()
             return
         room.withdrawn.append(fired)
-        self.mover.ahead.forget(key)
-        self._apply(room, room.machine.withdraw(self._node.now))
+        self.transfers.prepared.forget(key)
+        self._apply(room, room.machine.withdraw(self._loop.now))
 
     # Frames.
 
@@ -254,96 +257,96 @@ class PrefillSide:
         room = self._flows.get((RoomId(frame.room), epoch, frame.generation))
         if room is not None:
             try:
-                self._apply(room, room.machine.handle(epoch, frame, self._node.now))
+                self._apply(room, room.machine.handle(epoch, frame, self._loop.now))
             except RemoteProtocolError as exc:
-                self._apply(room, room.machine.cancel(exc, self._node.now))
+                self._apply(room, room.machine.cancel(exc, self._loop.now))
         elif isinstance(frame, Expect):
             self._on_expect(frame)
         elif isinstance(frame, Abort):
             self._on_abort(frame)
         else:
-            self._node.observer.count("frames.unknown_room")
+            self._loop.observer.count("frames.unknown_room")
 
     def _on_expect(self, frame: Expect, *, parked: bool = False) -> None:
-        node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
-        head = room_head(node.me.epoch, epoch, name, Generation(frame.generation))
-        ended = node.tombstones.outcome(epoch, Generation(frame.generation))
+        loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
+        head = room_head(loop.me.epoch, epoch, name, Generation(frame.generation))
+        ended = loop.tombstones.outcome(epoch, Generation(frame.generation))
         if ended is RoomOutcome.EVICTED:
             # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
-            node.observer.count("frames.evicted_room")
-            ended = None if parked or (name, epoch) in self._parked else ended
-        unmet = self._missed.unmet(name)
+            loop.observer.count("frames.evicted_room")
+            ended = None if parked or (name, epoch) in self._early else ended
+        unmet = self._negative.unmet(name)
         if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
             if unmet is not None:
                 unmet.answered.add(epoch)
-                node.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
+                loop.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
             reason = "the room has ended" if unmet is None else unmet.reason
-            node.send(Send(epoch, Abort(**head, reason=reason)))
+            loop.send(Send(epoch, Abort(**head, reason=reason)))
             return
-        self._missed.awaited(name, epoch, Generation(frame.generation))
+        self._negative.awaited(name, epoch, Generation(frame.generation))
         room = self._newest.get(name)
         if room is not None and not room.machine.released and epoch not in room.machine.flows:
             self._begin(room, frame)
-        elif self._parked.add(frame, node.now + node.options.silence_s, alone=len(node.remotes) == 1):
-            node.send(Send(epoch, Expected(**head, parked=True)))
+        elif self._early.add(frame, loop.now + loop.options.silence_s, alone=len(loop.remotes) == 1):
+            loop.send(Send(epoch, Expected(**head, parked=True)))
         else:
-            node.observer.count("frames.not_parked")
+            loop.observer.count("frames.not_parked")
 
     def _on_abort(self, frame: Abort) -> None:
-        node, name, epoch = self._node, RoomId(frame.room), Epoch(frame.src)
+        loop, name, epoch = self._loop, RoomId(frame.room), Epoch(frame.src)
         generation = Generation(frame.generation)
-        self._parked.pop(name, epoch)
+        self._early.pop(name, epoch)
         room = self._newest.get(name)
-        if node.tombstones.outcome(epoch, generation) is None:
-            unmet = self._missed.unmet(name)
+        if loop.tombstones.outcome(epoch, generation) is None:
+            unmet = self._negative.unmet(name)
             earlier = unmet is not None and epoch not in unmet.answered
             if room is not None and not earlier and not room.machine.released and epoch not in room.machine.flows:
                 self._flows[(name, epoch, generation)] = room
-                self._silences.watch(epoch, room.key, room.silence_s, node.now)
-                self._apply(room, room.machine.decline(epoch, generation, frame, node.now))
+                self._silences.watch(epoch, room.key, room.silence_s, loop.now)
+                self._apply(room, room.machine.decline(epoch, generation, frame, loop.now))
                 return
-            node.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
+            loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
             if unmet is not None:
                 unmet.answered.add(epoch)
             elif room is None:
-                self._missed.decline(name, frame.reason, epoch, generation, node.now)
-        head = room_head(node.me.epoch, epoch, name, generation)
-        node.send(Send(epoch, Drained(**head, reason=frame.reason)))
+                self._negative.decline(name, frame.reason, epoch, generation, loop.now)
+        head = room_head(loop.me.epoch, epoch, name, generation)
+        loop.send(Send(epoch, Drained(**head, reason=frame.reason)))
 
     def _begin(self, room: PrefillRoom, frame: Expect) -> None:
         """A decode rank awaits an open room: decide how its bytes cross."""
-        node, epoch, name = self._node, Epoch(frame.src), room.key.room
-        remote = node.remotes.get(epoch)
+        loop, epoch, name = self._loop, Epoch(frame.src), room.key.room
+        remote = loop.remotes.get(epoch)
         if remote is None:
-            node.observer.count("frames.unknown_peer")
+            loop.observer.count("frames.unknown_peer")
             return
         generation = Generation(frame.generation)
-        head = room_head(node.me.epoch, epoch, name, generation)
-        other = taken(tuple(room.ways.values()), remote)
+        head = room_head(loop.me.epoch, epoch, name, generation)
+        other = taken(tuple(room.routes.values()), remote)
         if other is not None:
             # Remembered, or its answer would be taken for a word about the room that the others have.
-            node.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
-            node.send(Send(epoch, Abort(**head, reason=other)))
+            loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
+            loop.send(Send(epoch, Abort(**head, reason=other)))
             return
         self._flows[(name, epoch, frame.generation)] = room
-        self._silences.watch(epoch, room.key, room.silence_s, node.now)
-        unmet = self._missed.unmet(name)
+        self._silences.watch(epoch, room.key, room.silence_s, loop.now)
+        unmet = self._negative.unmet(name)
         if unmet is not None:
             unmet.answered.add(epoch)
-        node.send(Send(epoch, Expected(**head, parked=False)))
+        loop.send(Send(epoch, Expected(**head, parked=False)))
         try:
-            way, plan = self._ways.find(
-                name, remote, frame, tuple(room.ways.values()), self.mover.quota, partial(room.grouped, node)
+            route, plan = self._router.find(
+                name, remote, frame, tuple(room.routes.values()), self.transfers.quota, partial(room.grouped, loop)
             )
         except Exception as exc:
             # A path may be somebody else's code: its errors fail this room alone.
-            error = ours(exc, f"room {name.hex()}: no way to send it to {node.roster.name(epoch)}")
-            self._apply(room, room.machine.refuse(epoch, generation, error, node.now))
+            error = ours(exc, f"room {name.hex()}: no way to send it to {loop.peer_registry.name(epoch)}")
+            self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
             return
-        room.ways[epoch] = way
-        room.handle.report.path, room.handle.report.reason = way.path.name, way.reason
+        room.routes[epoch] = route
+        room.handle.report.path, room.handle.report.reason = route.path.name, route.reason
         room.handle.hold({g.id: frame.start for g in self._pool.site.token_groups})
-        self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), node.now))
+        self._apply(room, room.machine.expect(epoch, generation, plan, len(remote.shards), loop.now))
         for cuts in room.passes.values():
             self._cut(room, cuts)
 
@@ -364,17 +367,17 @@ class PrefillSide:
     def on_lost(self, lost: Lost) -> None:
         """Its flows end."""
         self._to_flows(lost.peer, lost)
-        self._ways.forget(lost.peer)
+        self._router.forget(lost.peer)
 
     def on_gone(self, epoch: Epoch) -> None:
         """Nothing moves between us any more."""
-        self.mover.gone(epoch)
+        self.transfers.gone(epoch)
         self._to_flows(epoch, Gone(epoch))
 
     def _to_flows(self, epoch: Epoch, event: Lost | Gone) -> None:
         for room in [r for (_, e, _), r in self._flows.items() if e == epoch]:
             if epoch in room.machine.flows:
-                self._apply(room, room.machine.handle(epoch, event, self._node.now))
+                self._apply(room, room.machine.handle(epoch, event, self._loop.now))
 
     def on_decided(self, key: RoomKey, decided: Decided) -> None:
         """The ranks of our instance agree."""
@@ -385,82 +388,82 @@ class PrefillSide:
     def work(self) -> bool:
         """Gather and post."""
         waiting = self._lines.look()
-        moving = self.mover.work()
-        if self.mover.ahead.waiting:
-            self._node.flush()
-            moving |= self.mover.ahead.work()
-        if self._node.idle.linger_s:
-            for epoch in self.mover.crossing():
-                self._node.nudge(epoch)
+        moving = self.transfers.work()
+        if self.transfers.prepared.waiting:
+            self._loop.flush()
+            moving |= self.transfers.prepared.work()
+        if self._loop.idle.linger_s:
+            for epoch in self.transfers.crossing():
+                self._loop.nudge(epoch)
         return moving or waiting
 
     @property
     def patience_s(self) -> float:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
-        return self._pacer.patience_s
+        return self._throughput.patience_s
 
-    def on_ticket(self, event: TicketEnded | Settled) -> None:
+    def on_ticket(self, event: WriteEnded | Settled) -> None:
         """A write ended."""
-        self.mover.on_ticket(event)
+        self.transfers.on_ticket(event)
 
     def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         room = self._rooms.get(key)
-        return None if room is None else room.gates.before(transfer.segment)
+        return None if room is None else room.ready_events.before(transfer.segment)
 
     def sharing(self, key: RoomKey, transfer: Transfer) -> Hashable:
         """Equal parts of one segment are gathered once."""
         room = self._rooms.get(key)
-        return None if room is None else room.ways[transfer.to].share
+        return None if room is None else room.routes[transfer.to].share
 
     def plan(self, key: RoomKey, transfer: Transfer) -> Planned | None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        return self._rooms[key].foresee(transfer, self._ways.plan, self._node.clock)
+        return self._rooms[key].foresee(transfer, self._router.plan, self._loop.clock)
 
     def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> TransferSpec | None:
         """Plan a transfer, if it still makes sense."""
         room = self._rooms.get(key)
-        self._node.flush()
+        self._loop.flush()
         if room is None or not room.machine.flows[transfer.to].begin(transfer):
             return None
         after = self.after(key, transfer)
-        self._pacer.began((key, transfer.to, transfer.segment), queued=after is not None)
-        way = room.ways[transfer.to]
+        self._throughput.began((key, transfer.to, transfer.segment), queued=after is not None)
+        route = room.routes[transfer.to]
         tables = room.machine.rows.chunk(transfer.segment).tables
         assert tables is not None
         if planned is not None and planned.tables is not tables:
             planned = None
-        started = self._node.clock() - (0.0 if planned is None else planned.seconds)
+        started = self._loop.clock() - (0.0 if planned is None else planned.seconds)
         try:
-            plan = self._ways.plan(way, transfer, tables) if planned is None else planned.plan
-            compared = verified(key.room, transfer.segment, self._verify, way.verify)
-            summed = way.pair.view.layout(transfer.segment) if compared else None
+            plan = self._router.plan(route, transfer, tables) if planned is None else planned.plan
+            compared = verified(key.room, transfer.segment, self._verify, route.verify)
+            summed = route.pair.view.layout(transfer.segment) if compared else None
         except Exception as exc:
-            error = ours(exc, f"room {key.room.hex()} towards {self._node.roster.name(transfer.to)}")
+            error = ours(exc, f"room {key.room.hex()} towards {self._loop.peer_registry.name(transfer.to)}")
             self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
-        took = self._node.clock() - started
+        took = self._loop.clock() - started
         room.handle.report.spend("plan", took)
-        self._pacer.planned(took)
-        return TransferSpec(plan, tables, after, way.ring, room.handle.report, summed)
+        self._throughput.planned(took)
+        return TransferSpec(plan, tables, after, route.ring, room.handle.report, summed)
 
     def count(self, name: str) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        self._node.observer.count(name)
+        self._loop.observer.count(name)
 
     def launched(self, seconds: float) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        self._pacer.launched(seconds)
+        self._throughput.launched(seconds)
 
     def crossing(self, key: RoomKey, transfer: Transfer, at: float) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        self._pacer.crossing((key, transfer.to, transfer.segment), at)
+        self._throughput.crossing((key, transfer.to, transfer.segment), at)
 
     def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        if self._node.traced:
+        if self._loop.traced:
             labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
-            self._node.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
+            self._loop.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
 
     def reading(self, key: RoomKey, by: int) -> None:
         """Count reads of a room's pages."""
@@ -475,25 +478,25 @@ class PrefillSide:
         if not isinstance(event, Quiet):
             nbytes = 0
             if room is not None and isinstance(event, Wrote):
-                nbytes = room.ways[to].pair.intake.part_bytes(event.segment, self._node.me.rank)
-            self._pacer.ended((key, to, event.segment), nbytes)
+                nbytes = room.routes[to].pair.intake.part_bytes(event.segment, self._loop.me.rank)
+            self._throughput.ended((key, to, event.segment), nbytes)
         self.change(key, lambda machine, now: machine.handle(to, event, now))
 
     def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:
         """Post to a destination."""
-        link = self._node.links.of(to)
-        if link is None or to not in self._node.remotes:
+        link = self._loop.connections.of(to)
+        if link is None or to not in self._loop.remotes:
             # Evidence counts from the moment when a peer's end was seen: nothing may begin to read or write after it.
-            raise TransportError(f"{self._node.roster.name(to)} is lost")
-        self._node.nudge(to)
-        return self._node.me.transport.submit(link, writes, after=after)
+            raise TransportError(f"{self._loop.peer_registry.name(to)} is lost")
+        self._loop.nudge(to)
+        return self._loop.me.transport.submit(link, writes, after=after)
 
     def submitted(self) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
         try:
-            self._node.poll_transport()
+            self._loop.poll_transport()
         except Exception as exc:
-            self._node.defer(exc)
+            self._loop.defer(exc)
 
     # Effects and time.
 
@@ -502,31 +505,31 @@ class PrefillSide:
         for effect in effects:
             match effect:
                 case Send():
-                    self._node.send(effect)
+                    self._loop.send(effect)
                 case Vote():
                     votes.append(effect)
                 case Transfer():
-                    self.mover.add(room.key, effect)
+                    self.transfers.add(room.key, effect)
                 case Granted(transfer):
-                    self.mover.ahead.add(room.key, transfer)
+                    self.transfers.prepared.add(room.key, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
         # May be decided, and told to the engine, at once: not before everything else has been done.
         for vote in votes:
-            self._node.vote(room.key, vote.ok, vote.reason)
+            self._loop.vote(room.key, vote.ok, vote.reason)
 
     def _publish(self, room: PrefillRoom) -> None:
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
-            self.mover.ahead.forget(room.key)
-            hellos = [way.remote.hello for way in room.ways.values()]
-            self._node.roster.hold(room.key, self.mover.owed(room.key), hellos)
-        room.account(self._node.now)
+            self.transfers.prepared.forget(room.key)
+            hellos = [route.remote.hello for route in room.routes.values()]
+            self._loop.peer_registry.hold(room.key, self.transfers.owed(room.key), hellos)
+        room.account(self._loop.now)
         phase, handle, released = machine.phase, room.handle, machine.released
         if not handle.shows(phase, released):
-            handle.publish(phase, released, machine.error, self._node.clock())
+            handle.publish(phase, released, machine.error, self._loop.clock())
             self._changes.add(handle)
         if self._rooms.get(room.key) is not room:
             return
@@ -536,55 +539,55 @@ class PrefillSide:
             self._timers.by(room.key, machine.next_at())
 
     def _close(self, room: PrefillRoom) -> None:
-        node, name, machine = self._node, room.key.room, room.machine
-        self.mover.forget(room.key)
-        self._pacer.room_ended(room.key)
+        loop, name, machine = self._loop, room.key.room, room.machine
+        self.transfers.forget(room.key)
+        self._throughput.room_ended(room.key)
         del self._rooms[room.key]
         self._timers.schedule(room.key, None)
         self._silences.forget(room.key)
         self._failed.discard(room.key)
         if self._newest.get(name) is room:
             del self._newest[name]
-            self._missed.met(name)
+            self._negative.met(name)
         ended = RoomOutcome.DONE if machine.done else RoomOutcome.FAILED
         for epoch, flow in machine.flows.items():
             self._flows.pop((name, epoch, flow.generation), None)
-            node.remember([epoch], RoomKey(name, flow.generation), ended)
+            loop.remember([epoch], RoomKey(name, flow.generation), ended)
         incomplete = machine.world is None or len(machine.flows) < machine.world
         if machine.error is not None and incomplete:
-            self._missed.miss(name, str(machine.error)[:1000], set(machine.flows), node.now)
-            for expect in self._parked.take(name):
+            self._negative.miss(name, str(machine.error)[:1000], set(machine.flows), loop.now)
+            for expect in self._early.take(name):
                 # It came when the room had failed, and was not yet forgotten: it is answered now.
                 self._on_expect(expect, parked=True)
-        node.observer.span(Span("room", name, room.opened, node.now, room.handle.report.nbytes))
+        loop.observer.span(Span("room", name, room.opened, loop.now, room.handle.report.nbytes))
 
     def tick(self) -> None:
         """Deadlines, repeats, silence, and what was parked for too long: of rooms for which something is due."""
-        now = self._node.now
+        now = self._loop.now
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
         for key, lost in self._silences.due(now):
             room = self._rooms.get(key)
             if room is not None:
                 self._apply(room, room.machine.handle(lost.peer, lost, now))
-        self._parked.expire(now)
-        self._missed.expire(now)
-        self.quarantined_slots = self.mover.slots_of(self._failed)
+        self._early.expire(now)
+        self._negative.expire(now)
+        self.quarantined_slots = self.transfers.slots_of(self._failed)
 
     def _stuck(self, to: Epoch) -> int:
         """Slots that writes of failed rooms may still read."""
-        return self.mover.slots_of(self._failed, to)
+        return self.transfers.slots_of(self._failed, to)
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = (self._timers.next_at(), self._silences.next_at(), self._parked.next_at(), self._missed.next_at())
+        times = (self._timers.next_at(), self._silences.next_at(), self._early.next_at(), self._negative.next_at())
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         for room in list(self._rooms.values()):
             if not (unmet and room.machine.flows):
-                self._apply(room, room.machine.cancel(error, self._node.now))
+                self._apply(room, room.machine.cancel(error, self._loop.now))
 
     def abort_all(self, reason: str) -> None:
         """The endpoint closes."""
@@ -592,8 +595,8 @@ class PrefillSide:
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
-        self.mover.check_integrity()
-        self.mover.ahead.check_integrity(self._rooms.keys() - self._failed)
+        self.transfers.check_integrity()
+        self.transfers.prepared.check_integrity(self._rooms.keys() - self._failed)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
         assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():

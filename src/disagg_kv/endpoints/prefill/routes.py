@@ -29,9 +29,9 @@ from ...planning import (
 from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
 from ...protocol.wire import tables_from_wire
-from ...strategies import PER_CHUNK, Job, TransferPlanner, Schedule, Strategy, Tables
+from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner
 from ..runtime.cached_prefix import check_start
-from ..runtime.handshake import RemoteEndpoint, EndpointInfo
+from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.plan_cache import PlanCache
 from .negative_cache import bound
 from .path_choice import RankPair, choose_path
@@ -123,7 +123,9 @@ class Router:
         self._routes: dict[Epoch, PlanCache] = {}
         self._shares: OrderedDict[tuple[Share, ...], int] = OrderedDict()
         self._numbers = count()
-        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[TransferPlanner, str]] = OrderedDict()
+        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[TransferPlanner, str]] = (
+            OrderedDict()
+        )
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
@@ -148,7 +150,7 @@ class Router:
             RemoteProtocolError: it awaits what cannot be.
         """
         me, hello = self._me, remote.hello
-        starts = {Rank(way.remote.hello.rank): way.start for way in others if way.remote.site.token_groups}
+        starts = {Rank(route.remote.hello.rank): route.start for route in others if route.remote.site.token_groups}
         check_start(f"room {room.hex()}", frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
         if remote.epoch not in self._routes:
             self._routes[remote.epoch] = PlanCache(me.shards, remote.site)
@@ -166,7 +168,7 @@ class Router:
         share = self._share(tuple(pair.parts))
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
-        way = Route(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
+        route = Route(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, told, pace)
         plan = FlowPlan(
@@ -182,7 +184,7 @@ class Router:
             grouping,
             self._measured,
         )
-        return way, plan
+        return route, plan
 
     def _share(self, parts: tuple[Share, ...]) -> int:
         """A number for these parts, never used for others: what was forgotten is only gathered once more."""
@@ -222,12 +224,12 @@ class Router:
             bound(self._choices, CHOICES)
         return self._choices[key]
 
-    def plan(self, way: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
+    def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
         """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
-        hello, name, segment = way.remote.hello, way.path.name, transfer.segment
-        pair = way.pair
-        job = Job(pair.source, pair.target, pair.parts, pair.view, segment, tables, way.tables, pair.intake.room)
-        plan = way.path.send(job)
+        hello, name, segment = route.remote.hello, route.path.name, transfer.segment
+        pair = route.pair
+        job = Job(pair.source, pair.target, pair.parts, pair.view, segment, tables, route.tables, pair.intake.room)
+        plan = route.path.send(job)
         if transfer.offset is None and isinstance(plan, Writes):
             return plan.renamed(self._regions, np.array(hello.regions, np.int32))
         if transfer.offset is None or isinstance(plan, Writes) or plan.nbytes != transfer.nbytes:
@@ -236,14 +238,14 @@ class Router:
         if transfer.offset + transfer.nbytes > hello.ring_bytes:
             end = transfer.offset + transfer.nbytes
             granted = f"granted bytes {transfer.offset}-{end} of a ring of {hello.ring_bytes}"
-            raise RemoteProtocolError(f"{way.remote.name}: {granted}")
+            raise RemoteProtocolError(f"{route.remote.name}: {granted}")
         return plan
 
 
-def taken(ways: Sequence[Route], theirs: RemoteEndpoint) -> str | None:
+def taken(routes: Sequence[Route], theirs: RemoteEndpoint) -> str | None:
     """Why a decode rank cannot have a room: another instance has it, or another life of this rank."""
-    for way in ways:
-        ours = way.remote
+    for route in routes:
+        ours = route.remote
         if ours.hello.instance != theirs.hello.instance or len(ours.shards) != len(theirs.shards):
             return f"decode instance {ours.hello.instance!r} has this room already"
         if ours.hello.rank == theirs.hello.rank:

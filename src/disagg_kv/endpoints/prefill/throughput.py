@@ -79,9 +79,9 @@ class ThroughputEstimator:
             return 0.0
         return min(max((self._layer_token_s or 0.0) * self._layers * max(tokens) / LOOKS, LEAST_S), MOST_S)
 
-    def asked(self, handed: Sequence[SubmittedChunk]) -> None:
+    def asked(self, submitted: Sequence[SubmittedChunk]) -> None:
         """All of a pass was asked of the device that computes it."""
-        known = self._passes.get(_name(handed)) if handed else None
+        known = self._passes.get(_name(submitted)) if submitted else None
         if known is not None:
             known.asked = True
 
@@ -91,36 +91,36 @@ class ThroughputEstimator:
             return None
         return Pace(self._layer_token_s, self._bytes_per_s, (self._plan_s or 0.0) + (self._launch_s or 0.0) + FRAMES_S)
 
-    def begin(self, handed: Sequence[SubmittedChunk], at: float) -> None:
+    def begin(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
         """A forward pass begins."""
-        if handed:
-            self._passes[_name(handed)] = _Pass(sum(handed[0].batch.tokens), at, at, self._told)
+        if submitted:
+            self._passes[_name(submitted)] = _Pass(sum(submitted[0].batch.tokens), at, at, self._told)
             bound(self._passes, PASSES)
 
-    def first(self, handed: Sequence[SubmittedChunk], at: float) -> None:
+    def first(self, submitted: Sequence[SubmittedChunk], at: float) -> None:
         """The engine has computed the first layer of a pass, or asked a device for it."""
-        known = self._passes.get(_name(handed)) if handed else None
+        known = self._passes.get(_name(submitted)) if submitted else None
         if known is not None:
             known.first = at
 
-    def computed(self, handed: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> float | None:
+    def computed(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> float | None:
         """Layers of a pass became final; since when they can have been computed (None: the pass is not known)."""
-        known = self._passes.get(_name(handed)) if handed else None
+        known = self._passes.get(_name(submitted)) if submitted else None
         if known is None:
             return None
         before, known.last = known.last, at
         known.left -= len(layers)
-        self._forget(handed, known)
+        self._forget(submitted, known)
         return before
 
-    def closed(self, handed: Sequence[SubmittedChunk], at: float, *, queued: bool) -> float | None:
+    def closed(self, submitted: Sequence[SubmittedChunk], at: float, *, queued: bool) -> float | None:
         """A pass has ended; when it began, if it is known.
 
         What came before its first layer is not counted: the pass may have been announced early. Nor is what came
         before the end of the pass before it, as a device computes one after the other. ``queued``: a device computed
         it, and was only asked for the first layer when that was told.
         """
-        known = self._passes.get(_name(handed)) if handed else None
+        known = self._passes.get(_name(submitted)) if submitted else None
         if known is None:
             return None
         layers = self._layers if queued else self._layers - 1
@@ -130,13 +130,13 @@ class ThroughputEstimator:
                 self._layer_token_s = _mixed(self._layer_token_s, (at - since) / (layers * known.tokens))
         self._computed_at = max(self._computed_at, at)
         known.closed = True
-        self._forget(handed, known)
+        self._forget(submitted, known)
         return known.began
 
-    def _forget(self, handed: Sequence[SubmittedChunk], known: _Pass) -> None:
+    def _forget(self, submitted: Sequence[SubmittedChunk], known: _Pass) -> None:
         """A pass of which nothing more can be told: the events of its layers may happen after it was closed."""
         if known.closed and known.left <= 0:
-            del self._passes[_name(handed)]
+            del self._passes[_name(submitted)]
 
     def room_ended(self, key: RoomKey) -> None:
         """Passes that began with a room and were never closed, as their engine gave up, are none any more."""
@@ -186,7 +186,7 @@ class ThroughputEstimator:
 @frozen
 class _Look:
     event: Event
-    happened: Callable[[float], None]
+    occurred: Callable[[float], None]
     broken: Callable[[Exception], None]
 
 
@@ -201,10 +201,10 @@ class EventFifo:
         self._lines: OrderedDict[Hashable, deque[_Look]] = OrderedDict()
 
     def add(
-        self, line: Hashable, event: Event, happened: Callable[[float], None], broken: Callable[[Exception], None]
+        self, line: Hashable, event: Event, occurred: Callable[[float], None], broken: Callable[[Exception], None]
     ) -> None:
-        """Put an event behind those of the same line; ``happened`` is told when that was seen."""
-        self._lines.setdefault(line, deque()).append(_Look(event, happened, broken))
+        """Put an event behind those of the same line; ``occurred`` is told when that was seen."""
+        self._lines.setdefault(line, deque()).append(_Look(event, occurred, broken))
         bound(self._lines, PASSES)
 
     def look(self) -> bool:
@@ -220,14 +220,14 @@ class EventFifo:
                 except Exception as exc:
                     line.popleft().broken(exc)
                 else:
-                    line.popleft().happened(self._clock())
+                    line.popleft().occurred(self._clock())
             if not line:
                 del self._lines[name]
         return bool(self._lines)
 
 
-def _name(handed: Sequence[SubmittedChunk]) -> tuple[RoomKey, int]:
-    return handed[0].key, handed[0].turn
+def _name(submitted: Sequence[SubmittedChunk]) -> tuple[RoomKey, int]:
+    return submitted[0].key, submitted[0].turn
 
 
 def _mixed(before: float | None, new: float) -> float:

@@ -15,12 +15,12 @@ from ...kernels import Kernels, Move, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import StagedLayout, Writes
 from ...protocol import Quiet, RoomKey, Transfer, WriteFailed, Wrote
-from ...transports import WriteEnded, Settled, Transport
+from ...transports import Settled, Transport, WriteEnded
 from ..api import Report
 from ..runtime.budget import Budget
 from ..runtime.checksums import PendingChecksums, layer_sums
 from ..runtime.peer_registry import HeldMemory
-from .prepared import PreparedGathers, PlannedGather, SlotLayout, Planned
+from .prepared import Planned, PlannedGather, PreparedGathers, SlotLayout
 from .waiting import PendingTransfers
 
 
@@ -162,7 +162,7 @@ class TransferQueue:
     """Transfers in, writes out. Runs on the endpoint's thread only.
 
     A slot is reusable when all its posts are quiet; one destination pins at most a quarter of the slots, so a slow one
-    never delays the others (A14). Destinations granted by then are served by one gather (A8). Events of a GPU are left
+    never delays the others. Destinations granted by then are served by one gather. Events of a GPU are left
     to its streams where kernels or transport wait for them; this thread only asks whether others have happened.
     """
 
@@ -197,7 +197,7 @@ class TransferQueue:
         self._posts: dict[Ticket, _Post] = {}
         self._number = 0
         self._looked = clock()
-        self.ahead = PreparedGathers(pool, kernels, staging, slot_bytes, rooms.plan, rooms.count)
+        self.prepared = PreparedGathers(pool, kernels, staging, slot_bytes, rooms.plan, rooms.count)
 
     @property
     def quota(self) -> int:
@@ -238,7 +238,7 @@ class TransferQueue:
     def forget(self, room: RoomKey) -> None:
         """Drop what is queued for a room that has ended."""
         self._queue.forget(room)
-        self.ahead.forget(room)
+        self.prepared.forget(room)
 
     def work(self) -> bool:
         """Start what can start, finish gathers; True while something is in flight."""
@@ -324,7 +324,7 @@ class TransferQueue:
         """One gather for all destinations of the same segment that are granted by now and fit the slot."""
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
         self._rooms.reading(room, 1)
-        foreseen, begun = self.ahead.gather(room, first.segment), False
+        foreseen, begun = self.prepared.gather(room, first.segment), False
         try:
             loads = self._loads(room, first, foreseen)
             begun = bool(loads)
@@ -334,9 +334,11 @@ class TransferQueue:
             if not begun:
                 self._rooms.reading(room, -1)
             # Unless it is launched by now, it was prepared for a gather that is another one now.
-            self.ahead.drop(foreseen)
+            self.prepared.drop(foreseen)
 
-    def _loads(self, room: RoomKey, first: Transfer, foreseen: PlannedGather | None) -> list[tuple[Transfer, TransferSpec, int]]:
+    def _loads(
+        self, room: RoomKey, first: Transfer, foreseen: PlannedGather | None
+    ) -> list[tuple[Transfer, TransferSpec, int]]:
         """Begin what one gather can carry, each with its place in the slot."""
         loads: list[tuple[Transfer, TransferSpec, int]] = []
         places = SlotLayout()
@@ -345,11 +347,11 @@ class TransferQueue:
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slot_bytes):
                 continue
             self._queue.remove(room, transfer.to, transfer.segment)
-            planned = self.ahead.take(room, transfer)
+            planned = self.prepared.take(room, transfer)
             load = self._rooms.begin(room, transfer, planned)
             if planned is not None and (load is None or load.tables is not planned.tables):
                 # Its pages were taken away meanwhile, or it has become void.
-                self.ahead.drop(foreseen)
+                self.prepared.drop(foreseen)
             if load is not None:
                 loads.append((transfer, load, places.add(share, transfer.nbytes)))
         return loads

@@ -2,8 +2,8 @@
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
 *linking*: no room uses it, and its frames about rooms wait here, bounded. The endpoint's thread begins with
-:meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it happened, so that
-the next frame of that epoch does not begin another attempt at once.
+:meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
+happened, so that the next frame of that epoch does not begin another attempt at once.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from ...protocol import (
     Agreement,
     AnyFrame,
     Codec,
-    RoomOutcome,
     Forget,
     Greeted,
     Hello,
@@ -38,6 +37,7 @@ from ...protocol import (
     PeerEffect,
     PeerTable,
     RoomKey,
+    RoomOutcome,
     Send,
     SendTo,
     Tombstones,
@@ -55,13 +55,12 @@ from ...protocol.frames import (
 )
 from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent
-from ...transports import RoomOutcome as TicketEnded
-from ...transports import Heard, Home, Settled
+from ...transports import Heard, Home, Settled, WriteEnded
 from .background import Background
 from .budget import MOST, Budget
-from .connections import ConnectResult, Connections
-from .directory import LookupResult, Directory
-from .handshake import RemoteEndpoint, EndpointInfo, check_key
+from .connections import Connections, ConnectResult
+from .directory import Directory, LookupResult
+from .handshake import EndpointInfo, RemoteEndpoint, check_key
 from .idle import IDLE_S, RECEIPT_S, TARGET_S, IdlePolicy
 from .limited_log import LimitedLog
 from .peer_registry import PeerRegistry
@@ -120,7 +119,7 @@ class EventLoop:
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
-        self._outbox = SendBuffer(channel, self.observer, LimitedLog(clock), self.defer)
+        self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.defer)
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
         self._prompt = self._naps is not None
@@ -138,21 +137,21 @@ class EventLoop:
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
-        self.links = Connections(me.transport, helpers, channel.wake, clock, self.observer, options)
-        self.roster = PeerRegistry(self.peers, self.links, options, clock)
+        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options)
+        self.peer_registry = PeerRegistry(self.peers, self.connections, options, clock)
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
         self._commands: deque[Callable[[], None]] = deque()
         self._deferred: list[Exception] = []
-        self._inbox = ReceiveBuffer(channel, self._deaf, clock)
+        self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
-        self._exits = ProcessMonitor(clock, me.life.process, me.life.watch)
+        self._process_monitor = ProcessMonitor(clock, me.life.process, me.life.watch)
         self._look_at: float | None = None if len(me.shards) == 1 else self.now
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
         self.siblings = Siblings(self, self.succession)
-        self.role = side(self)
+        self.side = side(self)
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
         if before is not None:
             self.post(partial(self.dial, before), wake=False)
@@ -185,11 +184,11 @@ class EventLoop:
     def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""
         try:
-            happened = event is None or bool(event.query())
+            occurred = event is None or bool(event.query())
         except Exception as exc:
             failed(exc)
             return
-        if happened or event is None:
+        if occurred or event is None:
             command()
         else:
             self._later.append((event, command, failed))
@@ -206,11 +205,11 @@ class EventLoop:
         except Exception as exc:
             self._met(exc)
             busy = True
-        more, rooms = self.behind or bool(self._inbox), self.role.open_rooms > 0
+        more, rooms = self.behind or bool(self._receive_buffer), self.side.open_rooms > 0
         rest = self.idle.rest(
-            self.now, timeout_s, busy=busy, told=told, more=more, rooms=rooms, in_pass_s=self.role.patience_s
+            self.now, timeout_s, busy=busy, told=told, more=more, rooms=rooms, in_pass_s=self.side.patience_s
         )
-        if self._outbox.unsent:
+        if self._send_buffer.unsent:
             self._guard(self.flush, self.now if rest.polls else inf)
         self._napped = rest.pause_s > 0 and self._naps is not None
         if self._napped and self._naps is not None:
@@ -218,8 +217,8 @@ class EventLoop:
         elif self._hear(self._wait(rest.block_s) if rest.block_s else 0.0):
             self.idle.hurry()
             self._guard(self.poll_transport)
-            self._guard(self.role.work)
-            if self._outbox.unsent:
+            self._guard(self.side.work)
+            if self._send_buffer.unsent:
                 self._guard(self.flush, self.now if rest.polls else inf)
             return
         self.idle.rested(rest)
@@ -228,16 +227,16 @@ class EventLoop:
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in what comes in; False: nothing."""
-        arrived = self._inbox.fetch(timeout_s)
+        arrived = self._receive_buffer.fetch(timeout_s)
         if arrived:
             self.now = self.clock()
             self.idle.heard(self.now)
-            for event in self._inbox.take(Budget(self.clock, self.most)):
+            for event in self._receive_buffer.take(Budget(self.clock, self.most)):
                 try:
                     self._on_channel(event)
                 except Exception as exc:
                     self._met(exc)
-        if (at := self._inbox.caught_up) is not None:
+        if (at := self._receive_buffer.caught_up) is not None:
             self.peers.caught_up(at)
         return arrived
 
@@ -247,7 +246,7 @@ class EventLoop:
             self._guard(self.flush)
         self._guard(self._take_links)
         self.take_answers()
-        if self._exits.awaited:
+        if self._process_monitor.awaited:
             self._guard(self._notice_exits)
         budget = Budget(self.clock, self.most)
         while self._commands and budget.take():
@@ -256,10 +255,10 @@ class EventLoop:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
-        ticks = self._handle_deferred, self._tick_peers, self._tick_agreement, self._find_leader, self.role.tick
+        ticks = self._handle_deferred, self._tick_peers, self._tick_agreement, self._find_leader, self.side.tick
         for tick in ticks:
             self._guard(tick)
-        busy = bool(self._guard(self.role.work))
+        busy = bool(self._guard(self.side.work))
         # A transport that writes while it is told to has ended by now.
         self._guard(self.poll_transport)
         return busy or bool(self._later)
@@ -306,7 +305,7 @@ class EventLoop:
         error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
         error.__cause__ = exc
         try:
-            self.role.integrity_failure(error)
+            self.side.integrity_failure(error)
         except Exception as second:
             raise _Broken(self._broken_by(second)) from second
 
@@ -328,15 +327,15 @@ class EventLoop:
         self._sleep(IDLE_S)
 
     def _wait(self, timeout_s: float) -> float:
-        times = [self.peers.next_at(), self.agreement.next_at(), self.role.next_at(), self._look_at]
-        most = TARGET_S if self.me.transport.caps.needs_target_polling and self.role.open_rooms else IDLE_S
+        times = [self.peers.next_at(), self.agreement.next_at(), self.side.next_at(), self._look_at]
+        most = TARGET_S if self.me.transport.caps.needs_target_polling and self.side.open_rooms else IDLE_S
         until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])
         return max(0.0, until - self.now)
 
     def _notice_exits(self) -> None:
-        for epoch in self._exits.ended(at_once=bool(self._commands)):
-            self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: its process has ended"), ended=True)
-        for epoch in self._exits.drained(self.me.transport.caps.drain_s):
+        for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
+            self.lose(epoch, PeerLostError(f"{self.peer_registry.name(epoch)}: its process has ended"), ended=True)
+        for epoch in self._process_monitor.drained(self.me.transport.caps.drain_s):
             self._gone(epoch)
 
     def _tick_peers(self) -> None:
@@ -390,7 +389,7 @@ class EventLoop:
                 for address in others:
                     if address != self.me.address:
                         self.dial(address)
-        self.role.on_answer(answer)
+        self.side.on_answer(answer)
 
     # What comes in.
 
@@ -434,21 +433,21 @@ class EventLoop:
         elif isinstance(frame, RoomFrame):
             if frame.src in self.siblings:
                 raise RemoteProtocolError(f"{type(frame).__name__} from a rank of our own instance")
-            if not self.links.hold(frame, nbytes):
-                self.role.on_frame(frame)
+            if not self.connections.hold(frame, nbytes):
+                self.side.on_frame(frame)
         else:
             self.siblings.beat(Epoch(frame.src))
 
-    def _on_transport(self, event: TicketEnded | Settled | Heard) -> None:
+    def _on_transport(self, event: WriteEnded | Settled | Heard) -> None:
         if not isinstance(event, Heard):
-            self.role.on_ticket(event)
+            self.side.on_ticket(event)
             return
-        epoch = self.links.epoch(event.peer)
+        epoch = self.connections.epoch(event.peer)
         if epoch is None or event.data is not None:
             self.observer.count("transport.unexpected")
             return
-        error = PeerLostError(f"{self.roster.name(epoch)}: {self.me.transport.name} reports its end")
-        self.links.lose(epoch, error)
+        error = PeerLostError(f"{self.peer_registry.name(epoch)}: {self.me.transport.name} reports its end")
+        self.connections.lose(epoch, error)
         self.lose(epoch, error)
         if event.fenced:
             self._gone(epoch)
@@ -459,33 +458,33 @@ class EventLoop:
         for effect in effects:
             match effect:
                 case SendTo(address, frame):
-                    self._outbox.put(address, self.codec.encode(frame))
+                    self._send_buffer.put(address, self.codec.encode(frame))
                 case Up():
                     self._up(effect)
                 case Greeted(epoch):
                     if epoch not in self.siblings:
-                        self.role.on_greeted(epoch)
+                        self.side.on_greeted(epoch)
                 case Lost():
                     self._on_lost(effect)
                 case Unreachable(address, error):
-                    self.role.on_unreachable(address, error)
+                    self.side.on_unreachable(address, error)
                 case Forget(address):
-                    self._outbox.unsent.pop(address, None)
+                    self._send_buffer.unsent.pop(address, None)
                     self.channel.forget(address)
         if any(isinstance(effect, Up | Lost) for effect in effects):
-            self.roster.refresh()
+            self.peer_registry.refresh()
 
     def _up(self, up: Up) -> None:
         hello = up.hello
         if hello.role == self.me.role:
             self.siblings.up(hello)
             return
-        if (linked := self.links.begin(up)) is not None:
+        if (linked := self.connections.begin(up)) is not None:
             self._on_linked(linked)
         self._take_links()
 
     def _take_links(self) -> None:
-        for linked in self.links.results():
+        for linked in self.connections.results():
             self._guard(self._on_linked, linked)
 
     def _on_linked(self, linked: ConnectResult) -> None:
@@ -493,14 +492,14 @@ class EventLoop:
         up, link = linked.up, linked.link
         if isinstance(link, DisaggKVError):
             self.lose(up.epoch, link)
-            self.role.on_unreachable(up.hello.address, link)
+            self.side.on_unreachable(up.hello.address, link)
         else:
             # Not before: who is never reached writes nothing here. An end meanwhile is noticed now.
-            self._exits.watch(up.epoch, up.hello)
+            self._process_monitor.watch(up.epoch, up.hello)
             self.remotes[up.epoch] = RemoteEndpoint.of(up.hello)
-            self.role.on_up(self.remotes[up.epoch])
+            self.side.on_up(self.remotes[up.epoch])
         for frame in linked.frames:
-            self._guard(self.role.on_frame, frame)
+            self._guard(self.side.on_frame, frame)
 
     def dial(self, address: str) -> None:
         """Get to know who is at an address."""
@@ -509,7 +508,7 @@ class EventLoop:
     def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> None:
         """A peer is lost for a reason that the peer table does not see by itself; ``ended``: for good."""
         if ended:
-            self.roster.ended(epoch)
+            self.peer_registry.ended(epoch)
         self._peer_effects(self.peers.lose(epoch, error, ended=ended))
 
     def _on_lost(self, lost: Lost) -> None:
@@ -519,30 +518,30 @@ class EventLoop:
             self._look_at = None if self.me.rank == 0 else self.now
             self.siblings.lost(lost.peer)
         else:
-            self.links.give_up(lost.peer)
-            self.role.on_lost(lost)
+            self.connections.give_up(lost.peer)
+            self.side.on_lost(lost)
             self.remotes.pop(lost.peer, None)
             self._nudged.pop(lost.peer, None)
-            idle = [epoch for epoch in self.links.linked() if epoch not in self.remotes]
+            idle = [epoch for epoch in self.connections.linked() if epoch not in self.remotes]
             for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
                 self._unlink(epoch)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator saw a process end: that is evidence once its last writes must have landed."""
-        self.lose(epoch, PeerLostError(f"{self.roster.name(epoch)}: its end was confirmed"), ended=True)
-        self._exits.confirm(epoch)
+        self.lose(epoch, PeerLostError(f"{self.peer_registry.name(epoch)}: its end was confirmed"), ended=True)
+        self._process_monitor.confirm(epoch)
 
     def _gone(self, epoch: Epoch) -> None:
-        self.role.on_gone(epoch)
+        self.side.on_gone(epoch)
         self.remotes.pop(epoch, None)
         self._nudged.pop(epoch, None)
         self._unlink(epoch)
 
     def _unlink(self, epoch: Epoch) -> None:
         """No evidence about this life is awaited any more."""
-        self._exits.forget(epoch)
+        self._process_monitor.forget(epoch)
         self._nudged.pop(epoch, None)
-        self.links.drop(epoch)
+        self.connections.drop(epoch)
 
     # What goes out.
 
@@ -553,7 +552,7 @@ class EventLoop:
             self.observer.count("frames.unroutable")
             return
         waits = self.idle.holds_receipts and isinstance(send.frame, Landed)
-        self._outbox.put(address, self.codec.encode(send.frame), self.now + RECEIPT_S if waits else -inf)
+        self._send_buffer.put(address, self.codec.encode(send.frame), self.now + RECEIPT_S if waits else -inf)
 
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
@@ -566,7 +565,7 @@ class EventLoop:
 
         Given the time, what nobody waits for yet may wait.
         """
-        self._outbox.flush(now)
+        self._send_buffer.flush(now)
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
         """Tell our instance how a room ends here."""
@@ -581,7 +580,7 @@ class EventLoop:
             self.flush(self.now)
         for effect in effects:
             if isinstance(effect, Outcome):
-                self.role.on_decided(effect.key, effect.decided)
+                self.side.on_decided(effect.key, effect.decided)
 
     def remember(self, epochs: Sequence[Epoch], key: RoomKey, ended: RoomOutcome) -> None:
         """A room has ended."""
@@ -594,8 +593,8 @@ class EventLoop:
         with ExitStack() as last:
             last.callback(self.directory.close, until)
             last.callback(self.channel.close)
-            last.callback(self._exits.close)
-            last.callback(self.links.close, until, partial(self._close_transport, until))
+            last.callback(self._process_monitor.close)
+            last.callback(self.connections.close, until, partial(self._close_transport, until))
             with suppress(_Broken):
                 self._guard(self.flush)
 

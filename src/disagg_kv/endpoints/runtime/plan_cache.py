@@ -23,7 +23,7 @@ class PlanCache:
     def __init__(self, writers: Sequence[Shard], target: Site) -> None:
         self.target = target
         self._writers = tuple(writers)
-        self._ways = _rotations(target.spec, self._writers, target.shard)
+        self._router = _rotations(target.spec, self._writers, target.shard)
         self._intakes: dict[int, Intake] = {}
         self._views: dict[tuple[int, Rank, bool], PartView] = {}
 
@@ -43,4 +43,4 @@ class PlanCache:
 
     def turn(self, room: RoomId) -> int:
         """The room's rotation: stable between processes, unlike Python's own hash."""
-        return int.from_bytes(hashlib.blake2b(room, digest_size=4).digest(), "big") % self._ways
+        return int.from_bytes(hashlib.blake2b(room, digest_size=4).digest(), "big") % self._router

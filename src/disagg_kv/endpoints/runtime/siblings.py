@@ -20,8 +20,8 @@ log = logging.getLogger("disagg_kv")
 class Siblings:
     """Tells the agreement which life of each rank counts, and lives that do not count that they do not."""
 
-    def __init__(self, node: EventLoop, succession: Succession) -> None:
-        self._node = node
+    def __init__(self, loop: EventLoop, succession: Succession) -> None:
+        self._loop = loop
         self._succession = succession
         self._ranks: dict[Epoch, Rank] = {}
 
@@ -41,38 +41,38 @@ class Siblings:
         """A rank of our instance is lost; another life of it may be there."""
         rank = self._ranks.pop(epoch)
         self._succession.lost(epoch)
-        self._node.agree(self._node.agreement.lost(epoch, self._node.now))
+        self._loop.agree(self._loop.agreement.lost(epoch, self._loop.now))
         self._join(rank)
 
     def beat(self, epoch: Epoch) -> None:
         """A life that another one has followed is still there: say so each time, as such a word may be lost."""
-        node, address = self._node, self._succession.successor(epoch)
+        loop, address = self._loop, self._succession.successor(epoch)
         if address is not None:
-            node.send(Send(epoch, Superseded(src=node.me.epoch, dst=epoch, address=address)))
+            loop.send(Send(epoch, Superseded(src=loop.me.epoch, dst=epoch, address=address)))
 
     def on_superseded(self, frame: Superseded) -> None:
         """Another rank knows a younger life of ours: that one tells by its own ``Hello`` whether it is."""
         if frame.src not in self._ranks:
             raise RemoteProtocolError(f"{type(frame).__name__} from no rank of our own instance")
-        if frame.address != self._node.me.address:
+        if frame.address != self._loop.me.address:
             self._succession.named(frame.address)
-            self._node.dial(frame.address)
-            self._join(self._node.me.rank)
+            self._loop.dial(frame.address)
+            self._join(self._loop.me.rank)
 
     def _join(self, rank: Rank) -> None:
         """Of the lives of a rank that are there, one counts."""
-        node = self._node
-        lives = [node.peers.hello(epoch) for epoch in node.peers.epochs() if self._ranks.get(epoch) == rank]
-        if rank == node.me.rank:
+        loop = self._loop
+        lives = [loop.peers.hello(epoch) for epoch in loop.peers.epochs() if self._ranks.get(epoch) == rank]
+        if rank == loop.me.rank:
             error = self._succession.of_our_rank(lives)
             if error is not None:
                 log.warning("%s; open rooms fail, and new ones are refused", error)
                 # Of an instance of one rank, rooms that both sides have met need nobody else.
-                node.role.integrity_failure(error, unmet=len(node.me.shards) == 1)
+                loop.side.integrity_failure(error, unmet=len(loop.me.shards) == 1)
         elif lives:
             youngest, *elders = self._succession.counts(lives)
-            node.agree(node.agreement.joined(Epoch(youngest.src), rank, node.now))
+            loop.agree(loop.agreement.joined(Epoch(youngest.src), rank, loop.now))
             for elder in elders:
-                node.agreement.followed(Epoch(elder.src), rank)
+                loop.agreement.followed(Epoch(elder.src), rank)
         for life in lives:
             self.beat(Epoch(life.src))

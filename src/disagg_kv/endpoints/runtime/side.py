@@ -8,7 +8,7 @@ from typing import Protocol
 from ...errors import DisaggKVError
 from ...ids import Epoch
 from ...protocol import Decided, Lost, RoomFrame, RoomKey
-from ...transports import WriteEnded, Settled
+from ...transports import Settled, WriteEnded
 from .directory import LookupResult
 from .handshake import RemoteEndpoint
 

@@ -10,7 +10,7 @@ from ...transports import SupportsAllocate, Transport
 
 
 def new_staging(transport: Transport, nbytes: int, device: str) -> Buffer:
-    """Staging memory: the transport's own where it has a say in that (A15), else plain memory on ``device``.
+    """Staging memory: the transport's own where it has a say in that, else plain memory on ``device``.
 
     Raises:
         ConfigurationError: the transport gives memory of another kind than the pages on ``device``.

@@ -46,18 +46,18 @@ class EndpointThread:
 
     def __init__(
         self,
-        node: EventLoop,
+        loop: EventLoop,
         name: str,
         abort_all: Callable[[str], None],
         open_rooms: Callable[[], int],
         break_down: Callable[[DisaggKVError], None],
         thread: bool,
     ) -> None:
-        self._node = node
+        self._loop = loop
         self._abort_all = abort_all
         self._open_rooms = open_rooms
         self._break_down = break_down
-        self._where = f"endpoint {node.me.instance}/{node.me.rank}"
+        self._where = f"endpoint {loop.me.instance}/{loop.me.rank}"
         self._asked: SimpleQueue[None] = SimpleQueue()  # to close; its ``put`` may interrupt itself
         self._until = inf
         self._over = Latch()
@@ -80,8 +80,8 @@ class EndpointThread:
         Raises:
             LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
-        self._node.home.check()
-        return self._node.broken
+        self._loop.home.check()
+        return self._loop.broken
 
     def turn(self, timeout_s: float = 0.0) -> None:
         """One turn, on the calling thread; only without a thread of our own.
@@ -98,14 +98,14 @@ class EndpointThread:
             self._turn(timeout_s)
         finally:
             self._turned_by = None
-        if self._node.broken is not None:
-            raise self._node.broken
+        if self._loop.broken is not None:
+            raise self._loop.broken
 
     def _run(self) -> None:
-        if self._node.idle.linger_s:
+        if self._loop.idle.linger_s:
             _sleep_exactly()
         self._turned_by = threading.get_ident()
-        while self._asked.empty() and self._node.broken is None:
+        while self._asked.empty() and self._loop.broken is None:
             self._turn(TURN_S)
         self._asked.get()
         self._finish()
@@ -113,9 +113,9 @@ class EndpointThread:
     def _turn(self, timeout_s: float) -> None:
         """One turn. Its errors are handled in it; one that is not ends every room, and then this endpoint."""
         try:
-            self._node.turn(timeout_s)
+            self._loop.turn(timeout_s)
         except BaseException as exc:
-            self._break_down(self._node.break_down(exc))
+            self._break_down(self._loop.break_down(exc))
 
     def close(self, drain_s: float) -> None:
         """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless.
@@ -127,15 +127,15 @@ class EndpointThread:
             LocalProtocolError: as :attr:`broken`, or the endpoint's own thread calls; nothing is closed then.
             TransportError: the transport could not be closed; all else is.
         """
-        self._node.home.check()
+        self._loop.home.check()
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
         if self._turned_by == threading.get_ident():
             raise LocalProtocolError(f"{self._where}: close was called by its own thread, which cannot wait for itself")
         self.admission.end()
-        self._until = min(self._until, self._node.clock() + drain_s)
+        self._until = min(self._until, self._loop.clock() + drain_s)
         if self._thread is not None:
             self._asked.put(None)
-            self._node.channel.wake()
+            self._loop.channel.wake()
             self._over.wait()
         elif not self._over.is_set:
             self._finish()
@@ -159,24 +159,24 @@ class EndpointThread:
 
     def _drain(self) -> None:
         """The last turns."""
-        node = self._node
+        loop = self._loop
         with suppress(EndpointBrokenError):
-            node.post(lambda: self._abort_all("the endpoint closes"))
-        if node.broken is None:
+            loop.post(lambda: self._abort_all("the endpoint closes"))
+        if loop.broken is None:
             self._turn(0.0)
-        while node.broken is None and node.behind:
+        while loop.broken is None and loop.behind:
             self._turn(0.0)
-        while node.broken is None and self._open_rooms() and node.clock() < self._until:
+        while loop.broken is None and self._open_rooms() and loop.clock() < self._until:
             self._turn(0.02)
 
     def _stop(self) -> None:
         """Whatever raises, everything is let go of, and what waits for the endpoint is told."""
-        node = self._node
+        loop = self._loop
         try:
             if self._thread is not None:
-                node.directory.withdraw(node.me.instance, node.me.rank)
+                loop.directory.withdraw(loop.me.instance, loop.me.rank)
         finally:
             try:
-                node.stop(max(0.0, self._until - node.clock()))
+                loop.stop(max(0.0, self._until - loop.clock()))
             finally:
                 self._break_down(AbortedError(f"{self._where} has closed"))

@@ -65,7 +65,7 @@ class Checks:
     # A room ends on one rank.
 
     def ended(self, entry: Entry) -> None:
-        """I2, I4, E16: it ended in time, for a reason that can be, with its bytes, as the other ranks did."""
+        """I2, I4, I9: it ended in time, for a reason that can be, with its bytes, as the other ranks did."""
         world, name = self._world, entry.room.name(entry)
         assert entry.handle is not None
         phase, error = entry.handle.phase, entry.handle.error
@@ -229,14 +229,14 @@ class Checks:
             )
 
     def agree(self, entry: Entry) -> None:
-        """E16: the ranks of one instance saw one outcome, unless one of them was lost to the others."""
+        """I9: the ranks of one instance saw one outcome, unless one of them was lost to the others."""
         for side in (entry.room.prefill, entry.room.decode):
             if any(not e.node.alive or e.node.followed or e.node.counters.of.get("peers.lost") for e in side):
                 continue
             seen = {e.phase for e in side if not e.refused}
             if len(seen) > 1:
                 ends = {e.node.address: (e.phase.name if e.phase else None, str(e.error)) for e in side}
-                self._fail("E16", f"room {entry.room.plan.room.hex()}: ranks disagree: {ends}")
+                self._fail("I9", f"room {entry.room.plan.room.hex()}: ranks disagree: {ends}")
 
     def told(self, node: SimNode) -> None:
         """I4: a life that has run beside the one that followed it for a second takes no more rooms."""
@@ -246,7 +246,7 @@ class Checks:
             return
         younger = same[0]
         world.mark("superseded:told")
-        if node.node.succession.error() is None:
+        if node.loop.succession.error() is None:
             self._fail("I4", f"{node.address}: was not told that {younger.address} has taken its place")
 
     # After every event.
@@ -254,7 +254,7 @@ class Checks:
     def node(self, node: SimNode) -> None:
         """The accounts of an endpoint agree with themselves."""
         node.turns += 1
-        since, node.checked_at = node.checked_at, node.node.now
+        since, node.checked_at = node.checked_at, node.loop.now
         self._integrity(node, since if node.turns % EVERYTHING else -inf)
         self.released(node)
         check_holders(self._world, node)
@@ -262,12 +262,12 @@ class Checks:
         if isinstance(role, DecodeSide):
             known = len(role._scatters._prepared)
         else:
-            assert role.mover is not None
-            known = len(role.mover.ahead.foreseen)
+            assert role.transfers is not None
+            known = len(role.transfers.prepared.foreseen)
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
         due = role.next_at()
-        if due is not None and due < node.node.now and not node.behind and not node.failing:
+        if due is not None and due < node.loop.now and not node.behind and not node.failing:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
         raised = FaultClass.POLL in self._world.hits or FaultClass.BROKEN in self._world.hits
         if not raised and not node.counters.of.keys().isdisjoint(MISTAKES):
@@ -315,11 +315,11 @@ class Checks:
                     "I3",
                     f"{node.address}: still connected to processes that have ended: {ghosts}",
                 )
-            endpoint, agreement = node.endpoint, node.node.agreement
+            endpoint, agreement = node.endpoint, node.loop.agreement
             left: dict[str, object] = {
                 "agreement": agreement.undecided,
-                "commands": len(node.node._commands),
-                "unsent": len(node.node._outbox.unsent),
+                "commands": len(node.loop._commands),
+                "unsent": len(node.loop._send_buffer.unsent),
             }
             if isinstance(endpoint, DecodeEndpoint):
                 role = endpoint._role
@@ -331,7 +331,7 @@ class Checks:
                     "prepared": len(node.prepared) + len(role._scatters._unprepared),
                 }
             elif isinstance(endpoint, PrefillEndpoint):
-                mover = endpoint._mover
+                mover = endpoint._transfers
                 left |= {
                     "slots": endpoint.pinned_slots,
                     "transfers": len(mover._queue),
@@ -339,7 +339,7 @@ class Checks:
                     "gathers": len(mover._gathering),
                     "flows": len(endpoint._role._flows),
                     "newest": len(endpoint._role._newest),
-                    "prepared": len(node.prepared) + len(mover.ahead.waiting) + len(mover.ahead.foreseen),
+                    "prepared": len(node.prepared) + len(mover.prepared.waiting) + len(mover.prepared.foreseen),
                 }
             if any(left.values()):
                 self._fail(

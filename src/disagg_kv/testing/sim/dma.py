@@ -13,7 +13,7 @@ from ...ids import Peer, RegionId, Ticket
 from ...memory import U8, Buffer, Event, bytes_of
 from ...planning import Writes
 from ...staging import Lease
-from ...transports import Capabilities, WriteEnded, Heard, Settled
+from ...transports import Capabilities, Heard, Settled, WriteEnded
 from .fault import FaultClass
 
 if TYPE_CHECKING:

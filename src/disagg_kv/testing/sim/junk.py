@@ -86,7 +86,7 @@ class Spoiled:
 
 def _remembered(world: World, node: SimNode) -> list[object]:
     """What is queued, how many rooms there are, and what their handles know of calls."""
-    known: list[object] = [len(node.node._commands), node.role.open_rooms]
+    known: list[object] = [len(node.loop._commands), node.role.open_rooms]
     for entry in world.entries.values():
         if entry.node is node and entry.handle is not None:
             known += [repr(getattr(entry.handle, name, None)) for name in OWN]

@@ -29,7 +29,7 @@ Piece = tuple[Epoch, RoomId, int, int, int]
 def check_holders(world: World, node: SimNode) -> None:
     """``peers()`` says exactly what memory waits for whom."""
     pieces = list(_decode(node, node.role) if isinstance(node.role, DecodeSide) else _prefill(node.role))
-    if not pieces and not node.node.roster._waiting:
+    if not pieces and not node.loop.peer_registry._waiting:
         return
     found = {peer.epoch: peer for peer in node.endpoint.peers()}
     said: dict[Epoch, Held] = {
@@ -47,12 +47,12 @@ def check_holders(world: World, node: SimNode) -> None:
 def _named(world: World, node: SimNode, epoch: Epoch) -> None:
     """An operator can name it, and it is counted as gone exactly where the peer table does so."""
     peer = next(p for p in node.endpoint.peers() if p.epoch == epoch)
-    known = node.node.peers.known(epoch)
+    known = node.loop.peers.known(epoch)
     world.mark("holder:forgotten" if known is None else f"holder:{peer.state}")
     if (peer.state in ("lost", "ended")) != (known is None or known.lost):
         world.violation("I5", f"{node.address}: {epoch.hex()} holds memory, and is said to be {peer.state}")
     try:
-        node.node.roster.find(epoch.hex())
+        node.loop.peer_registry.find(epoch.hex())
     except UnknownNameError as exc:
         world.violation("I5", f"{node.address}: no operator can free what it keeps: {exc}")
 
@@ -90,7 +90,7 @@ def _decode(node: SimNode, role: DecodeSide) -> Iterator[Piece]:
 
 
 def _prefill(role: PrefillSide) -> Iterator[Piece]:
-    mover = role.mover
+    mover = role.transfers
     failed = {key for key, room in role._rooms.items() if room.machine.error is not None}
     for slot in mover._slots:
         for post in slot.pins.values():

@@ -15,7 +15,7 @@ from ...endpoints.prefill.rooms import PrefillSide
 from ...endpoints.runtime.background import Background
 from ...errors import DisaggKVError, PeerLostError, TransportError
 from ...ids import Epoch
-from ...kernels import KERNELS, Move, Checksums
+from ...kernels import KERNELS, Checksums, Move
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...protocol import RoomKey
 from ...protocol.receive_room import ReceiveRoom
@@ -389,13 +389,13 @@ class SimNode:
             )  # fmt: skip
             self.endpoint, self.role = prefill, prefill._role
             self._live = {}
-            self._queue = prefill._mover._queue
-            self._ahead = prefill._mover.ahead.waiting
+            self._queue = prefill._transfers._queue
+            self._ahead = prefill._transfers.prepared.waiting
         self._end_rooms = self.role.integrity_failure
         self.role.integrity_failure = self._handle_error  # type: ignore[method-assign]
-        self.node = self.endpoint._node
-        self.counters = self.node.observer = Counters(self.node.observer)
-        self.node.most = scenario.pieces
+        self.loop = self.endpoint._loop
+        self.counters = self.loop.observer = Counters(self.loop.observer)
+        self.loop.most = scenario.pieces
         self.changes = self.endpoint._changes
 
     def _handle_error(self, error: DisaggKVError, *, unmet: bool = False) -> None:
@@ -413,20 +413,20 @@ class SimNode:
     @property
     def behind(self) -> bool:
         """Whether its last turn had no time for all that it was told."""
-        return bool(self.node._commands or self.node._inbox)
+        return bool(self.loop._commands or self.loop._receive_buffer)
 
     def turn(self) -> None:
         """One turn. Whatever waits for the process, it gets to its heartbeats and deadlines (I4)."""
         before = self._backlog()
         self.endpoint.driver.turn()
         commands, frames = (had - has for had, has in zip(before, self._backlog(), strict=True))
-        if max(commands, frames) > 2 * self.node.most:
+        if max(commands, frames) > 2 * self.loop.most:
             what = f"{commands} commands and {frames} frames in one turn"
             self.world.violation("I4", f"{self.address}: {what}, in which a heartbeat may be due")
 
     def _backlog(self) -> tuple[int, int]:
         """Commands of its engine, and frames, that it has not looked at."""
-        return len(self.node._commands), len(self.channel.inbox) + len(self.node._inbox)
+        return len(self.loop._commands), len(self.channel.inbox) + len(self.loop._receive_buffer)
 
     @property
     def failing(self) -> bool:
@@ -440,7 +440,7 @@ class SimNode:
 
     def hear(self, frame: bytes) -> None:
         """A frame is taken in, and nothing else is done: what follows from it is left to the next turn."""
-        self.node._guard(partial(self.node._on_channel, Arrived(frame)))
+        self.loop._guard(partial(self.loop._on_channel, Arrived(frame)))
 
     def clock(self) -> float:
         """This process's time."""
@@ -467,7 +467,7 @@ class SimNode:
 
     def due_at(self) -> float:
         """When, by the world's clock, it has something to do although nothing comes in."""
-        node = self.node
+        node = self.loop
         times = [node.peers.next_at(), node.agreement.next_at(), node._look_at]
         times.append(self.role.next_at())
         return min([t for t in times if t is not None]) - self.offset

@@ -12,7 +12,7 @@ from attrs import frozen
 from ...geometry import I32
 from ...ids import Rank
 from ...memory import U8
-from ...prefix import HashPrefixIndex, CachedChecksums, PrefixCache, blake, namespace_of
+from ...prefix import CachedChecksums, HashPrefixIndex, PrefixCache, blake, namespace_of
 from ...rendezvous import StoreMinimum
 from .conversations import MOST, Conversation
 from .fault import FaultClass

@@ -15,7 +15,7 @@ from ...memory.paged import Layout
 from ...planning import Adaptive, Pace
 from ...protocol import Options, Verify
 from ...strategies import LayerPipelined
-from .conversations import Prompt, Conversation, converse
+from .conversations import Conversation, Prompt, converse
 from .fault import FaultClass, outside, survives, swarm
 from .model import Model, States, draw_model, fits, slot_row_of, spec_of
 

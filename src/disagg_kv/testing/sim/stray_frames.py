@@ -158,7 +158,7 @@ class StrayFrames:
         if lost == node.losses:
             return
         node.losses = lost
-        peers = node.node.peers
+        peers = node.loop.peers
         for address, epoch in list(peers._at.items()):
             there = peers._peers[epoch]
             if not there.lost or there.ended:
@@ -188,7 +188,7 @@ class StrayFrames:
             return ()
         alive = {other.epoch for other in self._world.places.values() if not other.paused}
         known = [
-            e for e in node.node.remotes if e in alive and node.node.peers.at(node.node.peers.hello(e).address) == e
+            e for e in node.loop.remotes if e in alive and node.loop.peers.at(node.loop.peers.hello(e).address) == e
         ]
         pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
         if isinstance(role, DecodeSide):

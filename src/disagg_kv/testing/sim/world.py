@@ -486,7 +486,7 @@ class World:
         if self._waiting or self.entries or any(not room.over for room in self.rooms):
             return False
         for node in self.places.values():
-            if node.paused or node.endpoint.open_rooms or node.node.agreement.undecided:
+            if node.paused or node.endpoint.open_rooms or node.loop.agreement.undecided:
                 return False
         return True
 
@@ -531,7 +531,7 @@ class World:
                 f"{node.address}: an error that would have ended the endpoint's thread: {exc!r}",
             )
             return
-        if node.node._outbox.unsent:
+        if node.loop._send_buffer.unsent:
             self.mark("receipts:one waits")
         if node.changes:
             for handle in node.endpoint.poll():

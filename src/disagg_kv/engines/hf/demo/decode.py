@@ -13,11 +13,11 @@ from attrs import define, field
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ....endpoints import DecodeEndpoint, CachedPages
+from ....endpoints import CachedPages, DecodeEndpoint
 from ....geometry import PageTable
 from ....ids import Rank
 from ....memory import PagedPool
-from ....prefix import Claim, HashPrefixIndex, CachedChecksums, PrefixCache, namespace_of
+from ....prefix import CachedChecksums, Claim, HashPrefixIndex, PrefixCache, namespace_of
 from ....rendezvous import StoreMinimum
 from ....strategies import strategy
 from .. import PageAllocator, PagedHFCache
@@ -104,7 +104,7 @@ class _Rank:
         return table, claim.rows, claim.kept
 
     def _agreed(self, question: str, rows: int) -> int:
-        """The rows that all ranks of the group hold (C3)."""
+        """The rows that all ranks of the group hold."""
         self._minimum.say(question, rows)
         while (agreed := self._minimum.agreed(question)) is None:
             time.sleep(wire.PAUSE_S)
