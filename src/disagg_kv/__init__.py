@@ -25,6 +25,7 @@ from .memory import Buffer, Event, MemoryPool, PagedPool
 from .prefix import HashPrefixIndex, PrefixCache, PrefixIndex
 from .protocol import Options, Phase
 from .rendezvous import Rendezvous, Source, StoreMinimum
+from .staging import StagingAllocator
 from .strategies import Strategy, TransferPlanner, register, strategy
 from .trace import Observer, Recorder, Span
 from .transports import Capabilities, Transport, register_transport, transport
@@ -72,6 +73,7 @@ __all__ = [
     "Site",
     "Source",
     "Span",
+    "StagingAllocator",
     "Step",
     "StoreMinimum",
     "Strategy",

@@ -22,6 +22,7 @@ from disagg_kv.memory import Buffer, PagedPool
 from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Options
 from disagg_kv.rendezvous import Source, StaticRendezvous, StoreMinimum, StoreRendezvous
+from disagg_kv.staging import RingStagingAllocator
 from disagg_kv.strategies import LayerPipelined, register, strategy
 from disagg_kv.transports import InprocTransport, register_transport, transport
 from tests.support.rig import KV
@@ -172,10 +173,11 @@ def _prefill(bench: Bench) -> Ready:
     return endpoints.PrefillEndpoint, {**_endpoint(bench), **more}
 
 
-@covers("DecodeEndpoint.__init__", **ENDPOINT, ring_bytes="count or none", scatter_bytes_per_s="number or none",
-        arrivals_per_poll="count or none")  # fmt: skip
+@covers("DecodeEndpoint.__init__", **ENDPOINT, ring_bytes="count or none", allocator="function",
+        scatter_bytes_per_s="number or none", arrivals_per_poll="count or none")  # fmt: skip
 def _decode(bench: Bench) -> Ready:
-    more = {"ring_bytes": 4096, "scatter_bytes_per_s": None, "arrivals_per_poll": None}
+    more = {"ring_bytes": 4096, "allocator": RingStagingAllocator}
+    more |= {"scatter_bytes_per_s": None, "arrivals_per_poll": None}
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
 
 

@@ -26,6 +26,7 @@ from disagg_kv.memory import Buffer, Event, PagedPool, bytes_of
 from disagg_kv.memory.paged import Layout
 from disagg_kv.protocol import Options, Phase, Verify
 from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous
+from disagg_kv.staging import StagingAllocator
 from disagg_kv.strategies import Feature, Schedule
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
@@ -82,6 +83,7 @@ class DecodeOptions(TypedDict, total=False):
     strategy: str
     verify: Verify
     ring_bytes: int
+    allocator: Callable[[int], StagingAllocator]
     scatter_bytes_per_s: float | None
     arrivals_per_poll: int | None
     kernels: Kernels

@@ -1,4 +1,4 @@
-"""Handing out one staging buffer in a circle."""
+"""Leases: ranges of one staging buffer, handed out and taken back."""
 
 from __future__ import annotations
 
@@ -60,15 +60,20 @@ class StagingAllocator(Protocol):
         ...
 
     @property
+    def live_bytes(self) -> int:
+        """Bytes that live leases occupy, rounding included."""
+        ...
+
+    @property
     def tail(self) -> VirtualOffset:
         """Start of the oldest live lease, or the head where there is none; for telemetry."""
         ...
 
     def reserve(self, nbytes: int) -> Lease | None:
-        """The next ``nbytes`` free bytes at or after the head, going round once; None: wait for a release.
+        """``nbytes`` consecutive free bytes; None: wait for a release. A lease's ``start`` is unique for ever.
 
         Raises:
-            OversizeError: more than the whole ring.
+            OversizeError: more than a lease can ever have.
             ConfigurationError: not a positive number.
         """
         ...

@@ -18,7 +18,7 @@ from ...memory import Buffer, MemoryPool
 from ...planning import Segment
 from ...protocol import Options, RoomKey, Verify, check_verify
 from ...rendezvous import Rendezvous, Source
-from ...staging import GrantQueue, RingStagingAllocator
+from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
 from ...strategies import AUTO, TransferPlanner, paths
 from ...strategies import strategy as named
 from ...trace import Observer, Silent
@@ -37,7 +37,7 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue, check_room
 from ..runtime.handshake import EndpointInfo
 from ..runtime.incarnation import Incarnation
-from ..runtime.staging_memory import exposable, new_staging, ready_kernels
+from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
 from ..runtime.succession import check_counts
 from ..runtime.thread import EndpointThread
 from .handle import Expectation, ReceptionHandle
@@ -61,6 +61,7 @@ class DecodeEndpoint:
             ``"+incremental"``, :meth:`~disagg_kv.endpoints.api.Reception.expect` takes held prefixes.
         ring_bytes: bytes of the staging ring, of which a segment takes an eighth at most; None: 256 MiB on a CPU, 4 GiB
             on a GPU.
+        allocator: makes what hands out the ring's bytes, given how many there are.
         verify: how many segments we compare with checksums of prefill's, ``"off"``, ``"sampled"`` or ``"full"``;
             those that prefill's own wish makes it send are compared too. With ``"full"`` a room that builds on held
             rows needs ``kept`` at ``expect``; with ``"sampled"`` about one in 16 of those that have it is compared.
@@ -94,6 +95,7 @@ class DecodeEndpoint:
         shards: Sequence[Shard] | None = None,
         strategy: str = AUTO,
         ring_bytes: int | None = None,
+        allocator: Callable[[int], StagingAllocator] = RingStagingAllocator,
         verify: Verify = "off",
         scatter_bytes_per_s: float | None = SCATTER_BYTES_PER_S,
         arrivals_per_poll: int | None = ARRIVALS_PER_POLL,
@@ -124,7 +126,7 @@ class DecodeEndpoint:
         if ring_bytes is None:
             ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
         ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
-        ring = RingStagingAllocator(ring_bytes)
+        ring = made_by(allocator, ring_bytes)
         memory = new_staging(transport, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
         region, *regions = transport.register([memory, *(pool.buffers if exposed else ())])

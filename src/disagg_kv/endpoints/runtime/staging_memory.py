@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ...errors import ConfigurationError
+from collections.abc import Callable
+
+from ... import arguments
+from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...kernels import Kernels, SupportsWarmUp, kernels_for
 from ...memory import Buffer, MemoryPool, new_buffer
-from ...staging import ALIGNMENT
+from ...staging import ALIGNMENT, StagingAllocator
 from ...transports import SupportsAllocate, Transport
 
 
@@ -52,3 +55,20 @@ def staging_slots(slots: int, slot_bytes: int) -> int:
             f"{slots} staging slots of {slot_bytes} bytes: a positive multiple of {ALIGNMENT} each"
         )
     return slots * slot_bytes
+
+
+def made_by(allocator: Callable[[int], StagingAllocator], nbytes: int) -> StagingAllocator:
+    """What hands out a ring of so many bytes.
+
+    Raises:
+        ConfigurationError: the maker raises, or makes something else.
+    """
+    arguments.function(allocator, "allocator")
+    try:
+        made = allocator(nbytes)
+    except DisaggKVError:
+        raise
+    except Exception as exc:
+        raise ConfigurationError(f"allocator: {text_of(exc)}") from exc
+    arguments.methods(made, "allocator", "a maker of staging allocators", "reserve", "release", "check_integrity")
+    return made

@@ -19,7 +19,7 @@ from ...kernels import KERNELS, Checksums, Move
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...protocol import RoomKey
 from ...protocol.receive_room import ReceiveRoom
-from ...staging import Lease
+from ...staging import Lease, RingStagingAllocator
 from ...trace import Observer, Span
 from ...transports.process import Process
 from .dma import SimTransport
@@ -374,6 +374,7 @@ class SimNode:
                 clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers,
             )  # fmt: skip
             self.endpoint, self.role = decode, decode._role
+            assert isinstance(decode._ring, RingStagingAllocator)
             self._live = decode._ring._live
             self._queue = decode._role._scatters._unprepared
             self.exposes = decode._role._exposed
