@@ -199,7 +199,7 @@ BUGS: Sequence[Mutant] = (
            "endpoints.runtime.thread:EndpointThread._turn", "self._break_down(self._loop.break_down(exc))",
            "self._loop.break_down(exc)"),
     Mutant("a broken endpoint takes calls",
-           LOOP + "post", "if self.broken is not None:", "if False:"),
+           "endpoints.runtime.admission:Admission.check", "if error is not None:", "if False:"),
     Mutant("a peer that is lost while it is linked is there once it is linked",
            LINKS + "give_up", "link.wanted = False", "link.wanted = True"),
     Mutant("a link that is not wanted any more stays",

@@ -44,6 +44,12 @@ def test_worlds_are_large_enough(summary: Summary) -> None:
     assert len(summary.missing()) < 40
 
 
+@pytest.mark.parametrize("seed", [3065339, 3125778, 3195063])
+def test_a_room_that_a_peer_gives_up_which_cannot_be_connected_is_forgotten(seed: int) -> None:
+    """Such a peer acknowledges nothing; the room was kept, and the peer told again and again, for ever."""
+    assert not simulate(seed).violations
+
+
 def test_the_same_seed_is_the_same_run_in_any_process() -> None:
     """I8: not even the hashes of strings matter, which differ from process to process."""
     found = {

@@ -38,7 +38,7 @@ import numpy as np
 from disagg_kv.memory import Buffer
 from disagg_kv.planning import Writes
 from disagg_kv.transports.mooncake import MooncakeTransport
-from disagg_kv.transports import Ended
+from disagg_kv.transports import WriteEnded
 
 sides = [MooncakeTransport({options}) for _ in range(2)]
 memory = [np.full(1 << 20, i, np.uint8) for i in range(2)]
@@ -50,7 +50,7 @@ def write():
     ticket = sides[0].submit(peer, Writes.one(0, 0, 0, 0, 1 << 20))
     while True:
         for event in sides[0].poll():
-            if isinstance(event, Ended) and event.ticket == ticket:
+            if isinstance(event, WriteEnded) and event.ticket == ticket:
                 return event.error
 
 assert write() is None
@@ -115,7 +115,7 @@ where = np.arange(0, 1 << 20, 1 << 16)
 ones, many = np.zeros(len(where), np.int32), np.full(len(where), 100)
 memory[0][:] = 7
 ticket = sides[0].submit(peer, Writes(ones, where, ones, where, many))
-while not any(isinstance(e, Ended) and e.ticket == ticket and e.error is None for e in sides[0].poll()):
+while not any(isinstance(e, WriteEnded) and e.ticket == ticket and e.error is None for e in sides[0].poll()):
     pass
 assert all((memory[1][at : at + 100] == 7).all() and memory[1][at + 100] == 0 for at in where)
 """

@@ -10,6 +10,7 @@ from ...errors import (
     AbortedError,
     DisaggKVError,
     LocalProtocolError,
+    PeerLostError,
     RemoteProtocolError,
     TransportError,
 )
@@ -304,6 +305,10 @@ class PrefillSide:
                 self._flows[(name, epoch, generation)] = room
                 self._silences.watch(epoch, room.key, room.silence_s, loop.now)
                 self._apply(room, room.machine.decline(epoch, generation, frame, loop.now))
+                if epoch not in loop.remotes:
+                    # Lost already, or it could not be connected: it acknowledges nothing.
+                    lost = PeerLostError(f"{loop.peer_registry.name(epoch)} is lost")
+                    self._apply(room, room.machine.handle(epoch, Lost(epoch, lost), loop.now))
                 return
             loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
             if unmet is not None:

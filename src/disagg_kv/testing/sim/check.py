@@ -19,6 +19,7 @@ from ...errors import (
     TransportError,
 )
 from ...protocol import Phase
+from .environment import POLL_S
 from .fault import FaultClass, survives
 from .memory_holders import check_holders
 from .workload import Entry
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 SLACK_S = 0.6
 """After its deadline a room ends within this; a process that stood still needs as much longer."""
+
+OVERDUE = 3
+"""What a turn's frames bring may be due at once, so the next turn handles it; more turns in a row are in vain."""
 
 EVERYTHING = 8
 """After so many turns of a process all of its rooms are looked at, after the others those that took an event."""
@@ -73,6 +77,7 @@ class Checks:
         most = entry.room.plan.total_s + SLACK_S + world.stood_still
         if entry.node.split.world > 1 and world.unheard:
             most += world.scenario.options.silence_s
+            most += POLL_S[-1] if FaultClass.POLL in world.hits else 0.0  # a rank that is mute, and then ends
         if isinstance(error, DeadlineError):
             # Its own deadline, for which it needs no other rank.
             most = entry.room.plan.total_s + SLACK_S + entry.node.stood_still
@@ -267,7 +272,9 @@ class Checks:
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
         due = role.next_at()
-        if due is not None and due < node.loop.now and not node.behind and not node.failing:
+        overdue = due is not None and due < node.loop.now and not node.behind and not node.failing
+        node.overdue = node.overdue + 1 if overdue else 0
+        if node.overdue > OVERDUE:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
         raised = FaultClass.POLL in self._world.hits or FaultClass.BROKEN in self._world.hits
         if not raised and not node.counters.of.keys().isdisjoint(MISTAKES):

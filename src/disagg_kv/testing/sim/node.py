@@ -338,6 +338,8 @@ class SimNode:
         self.helping = False
         self.poll_raises = False
         self.polls_left = 0
+        self.overdue = 0
+        self.must_break = False
         self.send_raises = False
         self.handling_raises = False
         self.turns = 0
@@ -404,6 +406,7 @@ class SimNode:
         if not self.handling_raises or self.world.outside.random.random() < 0.5:
             self._end_rooms(error, unmet=unmet)
         if self.handling_raises:
+            self.must_break = True
             raise RuntimeError("sim: the handling of an error failed")
 
     @property

@@ -531,6 +531,8 @@ class World:
                 f"{node.address}: an error that would have ended the endpoint's thread: {exc!r}",
             )
             return
+        if node.must_break:
+            self.violation("I7", f"{node.address}: goes on although the handling of an error has failed")
         if node.loop._send_buffer.unsent:
             self.mark("receipts:one waits")
         if node.changes:
