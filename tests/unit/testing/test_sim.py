@@ -44,6 +44,12 @@ def test_worlds_are_large_enough(summary: Summary) -> None:
     assert len(summary.missing()) < 40
 
 
+@pytest.mark.parametrize("seed", [4106285, 4039386])
+def test_a_room_that_prefill_ends_for_its_own_silence_is_told_to_decode(seed: int) -> None:
+    """Only that room had lost the peer, which heard no more of it, and waited for its deadline."""
+    assert not simulate(seed).violations
+
+
 @pytest.mark.parametrize("seed", [3065339, 3125778, 3195063])
 def test_a_room_that_a_peer_gives_up_which_cannot_be_connected_is_forgotten(seed: int) -> None:
     """Such a peer acknowledges nothing; the room was kept, and the peer told again and again, for ever."""

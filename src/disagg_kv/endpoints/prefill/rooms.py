@@ -18,6 +18,7 @@ from ...ids import Epoch, Generation, LayerId, RoomId, Ticket
 from ...memory import Event, MemoryPool
 from ...planning import Writes
 from ...protocol import (
+    Cancel,
     Decided,
     Effect,
     Gone,
@@ -40,6 +41,7 @@ from ...protocol import (
 from ...protocol.flow import room_head
 from ...protocol.frames import Abort, Drained, Expect, Expected
 from ...protocol.machine import ours
+from ...protocol.tables import Sending
 from ...protocol.timers import Timers
 from ...strategies import Schedule, Strategy, TransferPlanner
 from ...trace import Span
@@ -573,8 +575,10 @@ class PrefillSide:
             self.change(key, SendRoom.tick)
         for key, lost in self._silences.due(now):
             room = self._rooms.get(key)
-            if room is not None:
-                self._apply(room, room.machine.handle(lost.peer, lost, now))
+            flow = None if room is None else room.machine.flows.get(lost.peer)
+            if room is not None and flow is not None and flow.state is not Sending.COMPLETE:
+                # Other rooms may go on with this peer: it is told, unlike one that is lost.
+                self._apply(room, room.machine.handle(lost.peer, Cancel(lost.error), now))
         self._early.expire(now)
         self._negative.expire(now)
         self.quarantined_slots = self.transfers.slots_of(self._failed)
