@@ -202,7 +202,7 @@ class Flow(Machine[Sending]):
             self._runs[segment.layers] += not segment.state
 
     def begin(self, transfer: Transfer) -> bool:
-        """The mover starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
+        """The transfer queue starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
         if not self.awaits(transfer) or self._readiness(transfer.segment) is not Readiness.READY:
             return False
         self._parts[transfer.segment].step = _SegmentStep.WRITING
@@ -285,7 +285,7 @@ class Flow(Machine[Sending]):
         self._repeat.stop(("return", Segment(*event.segment)))
 
     def _transfer(self, segment: Segment, part: _OutboundSegment) -> None:
-        """The mover drops what it has already, so a repeated Transfer is harmless."""
+        """The transfer queue drops what it has already, so a repeated Transfer is harmless."""
         self._out.append(self._of(segment, part))
 
     def _of(self, segment: Segment, part: _OutboundSegment) -> Transfer:

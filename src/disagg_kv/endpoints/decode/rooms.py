@@ -560,7 +560,7 @@ class DecodeSide:
 
     @property
     def patience_s(self) -> float:
-        """See :class:`~disagg_kv.endpoints.runtime.side.Side`: nobody says when decode computes."""
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`: decode's forward passes are not announced."""
         return 0.0
 
     def next_at(self) -> float | None:

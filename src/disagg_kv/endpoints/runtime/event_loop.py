@@ -1,6 +1,6 @@
 """What both kinds of endpoint do alike: introduce themselves, beat, notice ends, pass frames on, and keep going.
 
-A :class:`EventLoop` is driven by :meth:`turn`, either by its own thread (:class:`Driver`) or by whoever simulates it.
+:meth:`EventLoop.turn` is one step. An ``EndpointThread`` calls it again and again, or the simulator does.
 """
 
 from __future__ import annotations
@@ -563,7 +563,7 @@ class EventLoop:
     def flush(self, now: float = inf) -> None:
         """Hand over what was said: when a turn ends, and before this thread does something that may take long.
 
-        Given the time, what nobody waits for yet may wait.
+        Given the time, frames that are not due by then stay.
         """
         self._send_buffer.flush(now)
 

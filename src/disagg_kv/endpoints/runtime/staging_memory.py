@@ -58,7 +58,7 @@ def staging_slots(slots: int, slot_bytes: int) -> int:
 
 
 def made_by(allocator: Callable[[int], StagingAllocator], nbytes: int) -> StagingAllocator:
-    """What hands out a ring of so many bytes.
+    """An allocator for a ring of ``nbytes`` bytes.
 
     Raises:
         ConfigurationError: the maker raises, or makes something else.
