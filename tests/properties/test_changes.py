@@ -85,6 +85,28 @@ def test_every_change_is_told_and_none_twice(rooms: int, order: list[int], pause
         assert sum(released for _, released in handle.told) <= 1
 
 
+def test_a_room_that_waited_and_is_released_while_it_is_looked_at_is_taken_once() -> None:
+    """Its second entry is looked at in the same ``take``."""
+    changes: ChangeQueue[RoomHandle] = ChangeQueue()
+    handles = [Watched(b"%d" % number, lambda: None) for number in range(2)]
+    for handle in handles:
+        handle.publish(Phase.DONE, False, None, 1.0)
+        changes.add(handle)
+    assert changes.take(1) == handles[:1]
+    second = handles[1]
+    at_first_look = iter((False, True))
+
+    def release() -> None:
+        if next(at_first_look, False):
+            second.publish(Phase.DONE, True, None, 1.0)
+            changes.add(second)
+
+    second.before = release
+    assert changes.take(2) == [second]
+    assert second.told == list(LIFE[2:])
+    assert not changes
+
+
 def test_thirty_thousand_rooms_that_end_before_the_engine_polls_are_all_told() -> None:
     """More rooms than any bound, with three changes each."""
     changes: ChangeQueue[RoomHandle] = ChangeQueue()

@@ -127,10 +127,11 @@ class ChangeQueue(Generic[H]):
         """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
 
         A state that was told of before is skipped. That happens where a handle changes between its entry's being taken
-        and its being looked at: the endpoint's thread adds a second entry for a state that the first one showed.
+        and its being looked at: the endpoint's thread adds a second entry for a state that the first one showed. A
+        handle that waited here may have changed again before its second entry is looked at: it is taken once.
         """
         left = inf if done is None else done
-        taken: list[H] = []
+        taken: dict[H, None] = {}
         for entries in (self._later, self._changed):
             for _ in range(len(entries)):
                 if entries is self._later and not left:
@@ -144,14 +145,14 @@ class ChangeQueue(Generic[H]):
                 state = handle.state
                 if not handle.news(state):
                     continue
-                if state[0] is Phase.DONE:
+                if state[0] is Phase.DONE and handle not in taken:
                     if not left:
                         self._later.append(handle)
                         continue
                     left -= 1
                 handle.tell(state)
-                taken.append(handle)
-        return taken
+                taken[handle] = None
+        return list(taken)
 
 
 class HostEvent:
