@@ -276,6 +276,10 @@ class Checks:
         node.overdue = node.overdue + 1 if overdue else 0
         if node.overdue > OVERDUE:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
+        there = node.loop.peers.epochs()
+        lost = [epoch for epoch in node.loop.remotes if epoch not in there]
+        if lost and not node.failing:
+            self._fail("I4", f"{node.address}: new rooms may be bound to {len(lost)} peers that are lost")
         raised = FaultClass.POLL in self._world.hits or FaultClass.BROKEN in self._world.hits
         if not raised and not node.counters.of.keys().isdisjoint(MISTAKES):
             self._fail("I7", f"{node.address}: {node.counters.of}: {self._world.errors}")

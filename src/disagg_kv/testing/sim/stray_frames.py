@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
@@ -56,6 +56,9 @@ LATE = (Sending.FINISHED, Sending.ABORTING, Sending.DRAINING)
 
 ENDS, ENDS_LANDED = 0.05, 0.2
 """Shares of the rumours that end a room, and one that has landed; none does once faults have stopped."""
+
+MISDIRECTED = 0.1
+"""Share of the rumours before which an earlier life of the process is spoken to."""
 
 STEADY = ("expect_again", "answer_abort", "their_late_abort")
 """What is done with a frame that is answered, and changes nothing."""
@@ -132,6 +135,8 @@ class StrayFrames:
         ends = [Abort, Drained] if machine.state is Receiving.OPENED else [Abort]
         ends = [kind for kind in ends if _action(machine.state, kind)]
         rng = self._world.random
+        if rng.random() < MISDIRECTED:
+            self._misdirect(node, machine, epoch, head)
         if (
             ends
             and not self._world.healed
@@ -151,6 +156,17 @@ class StrayFrames:
         if steady and (machine.state, machine.ignored) != (before, after):
             then = f"{machine.state}, {machine.ignored} ignored instead of {after}"
             self._world.violation("I7", f"{node.address}: {type(frame).__name__} out of turn in {before}: {then}")
+
+    def _misdirect(self, node: SimNode, machine: ReceiveRoom | Flow, epoch: Epoch, head: Head) -> None:
+        """What a peer says, late, to an earlier life at this address ends nothing, and is no sign that we are heard."""
+        self._world.hit(FaultClass.STALE)
+        peer = node.loop.peers.known(epoch)
+        assert peer is not None
+        before = machine.state, machine.ignored, peer.heard, peer.proved
+        earlier = {**head, "dst": b"old" + head["dst"][3:]}
+        node.hear(self._codec.encode(_frame(Abort, cast("Head", earlier))))
+        if (machine.state, machine.ignored, peer.heard, peer.proved) != before:
+            self._world.violation("I7", f"{node.address}: takes what is said to an earlier life of it")
 
     def greet(self, node: SimNode) -> None:
         """Somebody was lost who may be heard again: an older life of that address says, late, who it is."""
