@@ -27,7 +27,7 @@ def straight(name: Name) -> bool:
 @given(steps, st.sets(st.sampled_from(PEERS)))
 def test_it_is_a_list_that_is_searched_without_a_search(given: list[tuple[str, Name, int]], full: set[Epoch]) -> None:
     """The oracle is a plain dict in the order of arrival."""
-    waiting, model = PendingTransfers(), dict[Name, Transfer]()
+    waiting, model = PendingTransfers[RoomKey](), dict[Name, Transfer]()
     for what, name, lease in given:
         room, to, segment = name
         if what == "add":

@@ -149,7 +149,7 @@ def test_transfers_that_wait_for_a_slot_cost_nothing_while_no_write_ends() -> No
 
         def act() -> None:
             for _ in range(50):
-                member.endpoint._transfers.work()
+                member.endpoint._role.work()
 
         return lines(act)
 

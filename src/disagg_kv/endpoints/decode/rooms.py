@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from math import inf
 
@@ -71,6 +72,7 @@ from ...strategies import TransferPlanner
 from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..kept_pages import CachedPagesCheck
+from ..runtime.budget import Budget
 from ..runtime.directory import LookupResult
 from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, EventLoop
 from ..runtime.handle import ChangeQueue
@@ -125,8 +127,11 @@ class DecodeSide:
         self._instances: dict[Source, PrefillInstance] = {}
         self._routes: dict[tuple[Epoch, ...], PlanCache] = {}
         self._paces: dict[Epoch, WirePace] = {}
-        self._scatters = ScatterQueue(loop, pool, ring, kernels, pace, self._rooms, self._handle)
+        self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._checking: list[DecodeRoom] = []
+        self._events: deque[tuple[DecodeRoom, object]] = deque()
+        self._votes: deque[tuple[DecodeRoom, Vote]] = deque()
+        self._handling = False
         self._cancelled = CancelledBeforeOpen(loop.me.epoch, loop.options)
         self._page_bytes = pool.site.page_bytes
         self._noted_pages = False
@@ -402,18 +407,30 @@ class DecodeSide:
     # Effects.
 
     def _handle(self, room: DecodeRoom, event: object) -> None:
-        if room.machine.state is not Receiving.CLOSED:
-            self._apply(room, room.machine.handle(event, self._loop.now))
+        """Have a room take an event, and all events that come of its effects, one after the other; votes come last."""
+        self._events.append((room, event))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events or self._votes:
+                if not self._events:
+                    self._cast(*self._votes.popleft())
+                    continue
+                room, event = self._events.popleft()
+                if room.machine.state is not Receiving.CLOSED:
+                    self._apply(room, room.machine.handle(event, self._loop.now))
+        finally:
+            self._handling = False
 
     def _apply(self, room: DecodeRoom, effects: Sequence[Effect]) -> None:
         moved = freed = False
-        votes: list[Vote] = []
         for effect in effects:
             match effect:
                 case Send():
                     self._loop.send(effect)
                 case Vote():
-                    votes.append(effect)
+                    self._votes.append((room, effect))
                 case Reserve():
                     self._reserve(room, effect)
                 case Free(segment):
@@ -427,9 +444,9 @@ class DecodeSide:
                     moved = True
                     self.quarantined = self._queue.quarantined_bytes()
                 case Prepare():
-                    self._scatters.prepare(room.key, effect)
+                    self._scatters.prepare(room, effect)
                 case Scatter():
-                    self._scatters.add(room.key, effect)
+                    self._scatters.add(room, effect)
                 case Store(data):
                     if room.wanted is not None and room.wanted.aux is not None:
                         self._store(room, room.wanted.aux, data)
@@ -440,14 +457,17 @@ class DecodeSide:
         if freed:
             self._grant()
         self._publish(room)
-        # May be decided, and told to the engine, at once: not before everything else has been done.
-        for vote in votes:
-            if not vote.ok and not room.machine.writers:
-                remotes = self._loop.remotes.values()
-                self._say(self._cancelled.add(room.key, room.source.instance, vote.reason, remotes, self._loop.now))
-            if vote.ok and room.handle.report.placed is None:
-                room.handle.report.placed = self._loop.clock()
-            self._loop.vote(room.key, vote.ok, vote.reason)
+
+    def _cast(self, room: DecodeRoom, vote: Vote) -> None:
+        """May be decided, and published to the engine, at once: not before everything else has been done."""
+        if vote.ok and any(other is room and not later.ok for other, later in self._votes):
+            return  # what had to be done before has failed, and this rank votes against itself
+        if not vote.ok and not room.machine.writers:
+            remotes = self._loop.remotes.values()
+            self._say(self._cancelled.add(room.key, room.source.instance, vote.reason, remotes, self._loop.now))
+        if vote.ok and room.handle.report.placed is None:
+            room.handle.report.placed = self._loop.clock()
+        self._loop.vote(room.key, vote.ok, vote.reason)
 
     def _reserve(self, room: DecodeRoom, effect: Reserve) -> None:
         key = (room.key, effect.segment)
@@ -481,10 +501,20 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Finish scatters, begin those whose time has come, and prepare one that is to come."""
-        scattering = self._scatters.work()
+        scatters, budget = self._scatters, Budget(self._loop.clock, self._loop.most)
+        scatters.look()
+        # First, so that a GPU has something to do while this thread acts on those that have ended.
+        while budget.take() and scatters.start():
+            self._take_scattered()
+        self._take_scattered()
+        scatters.prepare_one()
         if self._checking:
             self._check_kept()
-        return scattering or bool(self._checking)
+        return scatters.waits or budget.spent or bool(self._checking)
+
+    def _take_scattered(self) -> None:
+        while (ended := self._scatters.outcome()) is not None:
+            self._handle(*ended)
 
     def _publish(self, room: DecodeRoom) -> None:
         machine, report = room.machine, room.handle.report
@@ -587,7 +617,7 @@ class DecodeSide:
         for room in self._rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()
-        self._scatters.check_integrity(self._queue)
+        self._scatters.check_integrity(self._queue, self._rooms.values())
 
 
 def _key(frame: RoomFrame) -> RoomKey:

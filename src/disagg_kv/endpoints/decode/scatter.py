@@ -2,12 +2,15 @@
 
 What comes when the endpoint's thread has slept finds it cold: nearly all of what a launch costs the host is therefore
 done when the lease is granted, where kernels support it. What is not prepared and has come together is one launch.
+
+Calls go one way: the endpoint's side adds what has arrived, calls ``look``, ``start`` and ``prepare_one`` in each step
+of its loop, and takes what has ended (``outcome``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from attrs import define
 
@@ -21,7 +24,6 @@ from ...protocol import Prepare, RoomKey, Scatter, Scattered
 from ...staging import GrantQueue
 from ...strategies import Job, TransferPlanner
 from ...trace import Span
-from ..runtime.budget import Budget
 from ..runtime.checksums import compare, layer_sums
 from ..runtime.event_loop import EventLoop
 from .rate_limit import RateLimiter
@@ -45,13 +47,14 @@ class _Scattering:
 
 
 _Begun = tuple[_Scattering, Scatter, list[Move]]
-_Place = tuple[RoomKey, Segment]
+_At = tuple[RoomKey, Segment]
 
 
 @define(eq=False)
 class _Ready:
     """A prepared launch for parts that begin at these places and have ``nbytes`` together."""
 
+    room: DecodeRoom
     places: Mapping[Rank, int]
     nbytes: int
     prepared: Prepared
@@ -66,10 +69,6 @@ class ScatterQueue:
     Arrivals must not hold up what is being decoded, so each waits until the pace allows it. What may begin in one
     turn is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
     gets its bytes back as early as it can.
-
-    Args:
-        rooms: those that are not forgotten.
-        ended: told how each scatter went.
     """
 
     def __init__(
@@ -79,8 +78,6 @@ class ScatterQueue:
         ring: Buffer,
         kernels: Kernels,
         pace: RateLimiter | None,
-        rooms: Mapping[RoomKey, DecodeRoom],
-        ended: Callable[[DecodeRoom, Scattered], None],
     ) -> None:
         self._loop = loop
         self._pool = pool
@@ -89,25 +86,23 @@ class ScatterQueue:
         self._together = isinstance(kernels, SupportsStreams)
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
         self._pace = pace
-        self._rooms = rooms
-        self._ended = ended
         self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
-        self._waiting: deque[tuple[RoomKey, Scatter]] = deque()
+        self._waiting: deque[tuple[DecodeRoom, Scatter]] = deque()
         self._running: list[_Scattering] = []
         self._over: deque[tuple[_Scattering, Exception | None]] = deque()
-        self._unprepared: dict[_Place, Prepare] = {}
-        self._prepared: dict[_Place, _Ready] = {}
+        self._unprepared: dict[_At, tuple[DecodeRoom, Prepare]] = {}
+        self._prepared: dict[_At, _Ready] = {}
 
-    def prepare(self, room: RoomKey, effect: Prepare) -> None:
+    def prepare(self, room: DecodeRoom, effect: Prepare) -> None:
         """A segment will arrive there."""
         if self._preparing is not None:
-            self._unprepared[room, effect.segment] = effect
+            self._unprepared[room.key, effect.segment] = room, effect
 
-    def add(self, room: RoomKey, effect: Scatter) -> None:
+    def add(self, room: DecodeRoom, effect: Scatter) -> None:
         """A segment has arrived: what is prepared for it, and need not wait, is launched before this thread goes on."""
         first = not self._waiting
         self._waiting.append((room, effect))
-        ready = self._prepared.get((room, effect.segment)) if first and self._together else None
+        ready = self._prepared.get((room.key, effect.segment)) if first and self._together else None
         if ready is not None and ready.places == effect.parts:
             self._next()
 
@@ -130,16 +125,9 @@ class ScatterQueue:
         """When the pace lets the next one begin; None: nothing waits for it."""
         return self._pace.ready_at if self._waiting and self._pace is not None else None
 
-    def work(self) -> bool:
-        """Begin scatters whose time has come, finish others, and prepare one; True while something is under way."""
-        if not (self._running or self._waiting or self._over or self._unprepared):
-            return False
-        # First, so that the GPU has something to do while those that have ended are told of.
-        running = list(self._running)
-        budget = Budget(self._loop.clock, self._loop.most)
-        while budget.take() and (begun := self._next()):
-            self._begin(begun)
-        for one in running:
+    def look(self) -> None:
+        """See which of those that are under way have ended."""
+        for one in list(self._running):
             try:
                 if one.event is not None and not one.event.query():
                     continue
@@ -147,36 +135,39 @@ class ScatterQueue:
             except Exception as exc:
                 error = exc
             self._running.remove(one)
-            self._finish(one, error)
-        self._finish_over()
-        if self._unprepared:
-            # What was granted just now goes out before: bytes may come the sooner.
-            self._loop.flush(self._loop.now)
-            self._prepare_one()
-        return bool(self._running or self._unprepared) or budget.spent
+            self._over.append((one, error))
 
-    def _finish_over(self) -> None:
-        while self._over:
-            self._finish(*self._over.popleft())
+    def start(self) -> bool:
+        """Begin what may begin now, in one launch; False: nothing may."""
+        begun = self._next()
+        if begun:
+            self._begin(begun)
+        return bool(begun)
+
+    def outcome(self) -> tuple[DecodeRoom, Scattered] | None:
+        """How the next scatter went, of those that have ended; None: of all of them it is known."""
+        return self._finish(*self._over.popleft()) if self._over else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is under way, or to be prepared, of which nothing else tells this thread."""
+        return bool(self._running or self._unprepared)
 
     def _next(self) -> list[_Begun]:
         """Launch what may begin now and is prepared; the rest of what may begin now, in one launch, comes out."""
         begun: list[_Begun] = []
         entries = 0
         while self._waiting and (self._together or not begun) and entries < ENTRIES:
-            key, effect = self._waiting[0]
-            room = self._rooms.get(key)
-            failed = room is None or room.machine.error is not None
+            room, effect = self._waiting[0]
+            failed = room.machine.error is not None
             if not failed and self._pace is not None and not self._pace.ready(self._loop.now):
                 break
             self._waiting.popleft()
-            if room is None:
-                continue
             one = _Scattering(room, effect.segment, self._loop.clock())
             if failed:
                 self._over.append((one, None))
                 continue
-            ready = self._take(key, effect)
+            ready = self._take(room.key, effect)
             if ready is not None:
                 self._launch(one, effect, ready)
                 continue
@@ -212,13 +203,16 @@ class ScatterQueue:
             error = exc
         self._follow(one, effect, event, error)
 
-    def _prepare_one(self) -> None:
+    def prepare_one(self) -> None:
         """The one whose lease is the oldest: what is wrong with it now will be met again, and told, when it arrives."""
+        if not self._unprepared:
+            return
+        # What was granted just now goes out before: bytes may come the sooner.
+        self._loop.flush(self._loop.now)
         assert self._preparing is not None
-        (key, segment), effect = next(iter(self._unprepared.items()))
+        (key, segment), (room, effect) = next(iter(self._unprepared.items()))
         del self._unprepared[key, segment]
         try:
-            room = self._rooms[key]
             moves = [self._move(room, segment, rank, base) for rank, base in effect.parts.items()]
             prepared = self._preparing.prepare_scatter(self._pool, moves, self._ring)
         except Exception:
@@ -226,7 +220,7 @@ class ScatterQueue:
             return
         if prepared is not None:
             nbytes = sum([move.layout.nbytes for move in moves])
-            self._prepared[key, segment] = _Ready(effect.parts, nbytes, prepared)
+            self._prepared[key, segment] = _Ready(room, effect.parts, nbytes, prepared)
 
     def _begin(self, begun: Sequence[_Begun]) -> None:
         self._loop.flush()
@@ -245,7 +239,6 @@ class ScatterQueue:
             error = exc
         for one, effect, _ in begun:
             self._follow(one, effect, event, error)
-        self._finish_over()
 
     def _follow(self, one: _Scattering, effect: Scatter, event: Event | None, error: Exception | None) -> None:
         """A launch is under way, or has failed: compare behind it, and wait for its end, if it has not come."""
@@ -261,7 +254,7 @@ class ScatterQueue:
         else:
             self._running.append(one)
 
-    def _finish(self, one: _Scattering, error: Exception | None) -> None:
+    def _finish(self, one: _Scattering, error: Exception | None) -> tuple[DecodeRoom, Scattered]:
         now = self._loop.clock()
         one.room.handle.report.spend("scatter", now - one.started - one.comparing)
         if self._loop.traced:
@@ -272,7 +265,7 @@ class ScatterQueue:
                 error = one.check()
             except Exception as exc:
                 error = exc
-        self._ended(one.room, Scattered(one.segment, error))
+        return one.room, Scattered(one.segment, error)
 
     def _compare(self, one: _Scattering, effect: Scatter) -> None:
         """Sum our pages behind the scatter; compared is when the sums are there."""
@@ -307,15 +300,16 @@ class ScatterQueue:
             room.views[rank] = room.routes.intake(name).parts[rank], view
         return room.views[rank]
 
-    def check_integrity(self, leases: GrantQueue[Epoch, _Place]) -> None:
-        """Raise AssertionError unless all that is prepared, or will be, lies in a lease of a room that still hopes."""
+    def check_integrity(self, leases: GrantQueue[Epoch, _At], rooms: Collection[DecodeRoom]) -> None:
+        """Raise AssertionError unless all that is prepared, or will be, lies in a lease of one of these rooms."""
         if not self._unprepared and not self._prepared:
             return
         assert not self._unprepared.keys() & self._prepared.keys()
-        places = {at: effect.parts for at, effect in self._unprepared.items()}
-        for at, parts in (places | {at: ready.places for at, ready in self._prepared.items()}).items():
-            lease, room = leases.granted(at), self._rooms.get(at[0])
-            assert room is not None, f"prepared for a room that is over: {at}"
+        places = {at: (room, effect.parts) for at, (room, effect) in self._unprepared.items()}
+        places |= {at: (ready.room, ready.places) for at, ready in self._prepared.items()}
+        for at, (room, parts) in places.items():
+            lease = leases.granted(at)
+            assert room in rooms, f"prepared for a room that is over: {at}"
             assert room.machine.error is None, f"prepared for a room that has failed: {at}"
             assert lease is not None, f"prepared without a lease: {at}"
             assert all(lease.offset <= base < lease.offset + lease.nbytes for base in parts.values()), at

@@ -41,6 +41,8 @@ from ..runtime.succession import check_counts
 from ..runtime.thread import EndpointThread
 from .handle import Act, DeliveryHandle, ForwardPass, LayerGroups, SubmittedChunk
 from .rooms import PrefillSide
+from .routes import Router
+from .throughput import ThroughputEstimator
 from .transfers import TransferQueue
 
 
@@ -142,11 +144,13 @@ class PrefillEndpoint:
         self._changes: ChangeQueue[DeliveryHandle] = ChangeQueue()
 
         def side(loop: EventLoop) -> PrefillSide:
-            self._role = role = PrefillSide(loop, pool, chosen, self._schedule, usable, self._changes, verify)
-            self._transfers = role.transfers = TransferQueue(
-                pool, movers, transport, staging, regions[-1], slot_bytes, role, clock
+            throughput = ThroughputEstimator(clock, len(pool.site.shard.layers()), traced=loop.traced)
+            router = Router(me, pool, chosen, self._schedule, usable, throughput.pace)
+            self._transfers = TransferQueue(
+                loop, pool, movers, staging, regions[-1], slot_bytes, router, throughput, verify
             )
-            return role
+            self._role = PrefillSide(loop, pool, router, throughput, self._transfers, self._changes)
+            return self._role
 
         self._loop = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
         role = self._role

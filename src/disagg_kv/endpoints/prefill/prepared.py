@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable
 
 from attrs import define, field, frozen
 
-from ...geometry import PageTable
-from ...ids import Epoch, GroupId
+from ...ids import Epoch
 from ...kernels import Kernels, Move, PreparedGather, SupportsPreparing
 from ...memory import Buffer, Event, MemoryPool
-from ...planning import Segment, StagedLayout
-from ...protocol import RoomKey, Transfer
+from ...planning import Segment, StagedLayout, Writes
+from ...protocol import Transfer
 from ...staging import ALIGNMENT
+from ...strategies import Tables
+from ..runtime.event_loop import EventLoop
+from .room import PrefillRoom
+from .routes import Route
 
 
 @frozen(eq=False)
@@ -27,7 +30,7 @@ class Planned:
     """
 
     plan: StagedLayout
-    tables: Mapping[GroupId, PageTable]
+    tables: Tables
     share: Hashable
     destinations: int
     seconds: float
@@ -79,47 +82,48 @@ class PreparedGathers:
     destination of a segment the gather for all of them is prepared.
 
     Args:
+        loop: the endpoint's: its clock and observer.
+        pool, kernels, staging: what gathers from where, and to where.
         slot_bytes: the most that one gather fills.
-        plan: what a transfer will gather; None: nobody knows by now, or it will not.
-        count: told what went wrong.
+        plan: what a transfer gathers, or writes straight to pages.
     """
 
     def __init__(
         self,
+        loop: EventLoop,
         pool: MemoryPool,
         kernels: Kernels,
         staging: Buffer,
         slot_bytes: int,
-        plan: Callable[[RoomKey, Transfer], Planned | None],
-        count: Callable[[str], None],
+        plan: Callable[[Route, Transfer, Tables], Writes | StagedLayout],
     ) -> None:
+        self._loop = loop
         self._pool = pool
         self._preparing = kernels if isinstance(kernels, SupportsPreparing) else None
         self._staging = staging
         self._slot_bytes = slot_bytes
         self._plan = plan
-        self._count = count
-        self.waiting: dict[tuple[RoomKey, Epoch, Segment], Transfer] = {}
-        self.planned: dict[tuple[RoomKey, Segment], dict[Epoch, tuple[Transfer, Planned]]] = {}
-        self.foreseen: dict[tuple[RoomKey, Segment], PlannedGather] = {}
+        self.waiting: dict[tuple[PrefillRoom, Epoch, Segment], Transfer] = {}
+        self.planned: dict[tuple[PrefillRoom, Segment], dict[Epoch, tuple[Transfer, Planned]]] = {}
+        self.foreseen: dict[tuple[PrefillRoom, Segment], PlannedGather] = {}
 
-    def add(self, room: RoomKey, transfer: Transfer) -> None:
+    def add(self, room: PrefillRoom, transfer: Transfer) -> None:
         """A transfer has its grant, and not its rows; it takes the place of one whose grant was given back."""
         if self._preparing is not None:
             self._take(room, transfer)
             self.drop(self.foreseen.pop((room, transfer.segment), None))
             self.waiting[room, transfer.to, transfer.segment] = transfer
 
-    def gather(self, room: RoomKey, segment: Segment) -> PlannedGather | None:
+    def gather(self, room: PrefillRoom, segment: Segment) -> PlannedGather | None:
         """What is prepared for a segment; the caller launches or drops it."""
         return self.foreseen.pop((room, segment), None)
 
-    def take(self, room: RoomKey, transfer: Transfer) -> Planned | None:
+    def take(self, room: PrefillRoom, transfer: Transfer) -> Planned | None:
         """What is planned for exactly this transfer, whose rows are there now."""
         found = self._take(room, transfer)
         return None if found is None or found[0] != transfer else found[1]
 
-    def _take(self, room: RoomKey, transfer: Transfer) -> tuple[Transfer, Planned] | None:
+    def _take(self, room: PrefillRoom, transfer: Transfer) -> tuple[Transfer, Planned] | None:
         self.waiting.pop((room, transfer.to, transfer.segment), None)
         key = room, transfer.segment
         members = self.planned.get(key, {})
@@ -128,7 +132,7 @@ class PreparedGathers:
             self.planned.pop(key, None)
         return found
 
-    def forget(self, room: RoomKey) -> None:
+    def forget(self, room: PrefillRoom) -> None:
         """A room has failed or ended."""
         for waiting in [key for key in self.waiting if key[0] == room]:
             del self.waiting[waiting]
@@ -146,7 +150,7 @@ class PreparedGathers:
             found.gather.drop()
         except Exception:
             # What the kernels kept for it is lost to them; no room depends on it.
-            self._count("gathers.not_dropped")
+            self._loop.observer.count("gathers.not_dropped")
 
     def work(self) -> bool:
         """Plan one; True while others wait for that."""
@@ -155,7 +159,7 @@ class PreparedGathers:
         room, to, segment = next(iter(self.waiting))
         transfer = self.waiting.pop((room, to, segment))
         try:
-            planned = self._plan(room, transfer)
+            planned = self._foresee(room, transfer)
             if planned is not None:
                 members = self.planned.setdefault((room, segment), {})
                 members[to] = transfer, planned
@@ -163,10 +167,22 @@ class PreparedGathers:
                     self._prepare(room, segment, list(members.values()))
         except Exception:
             # The same is done again when the rows are there: what is wrong is met then, and fails the room.
-            self._count("gathers.not_prepared")
+            self._loop.observer.count("gathers.not_prepared")
         return bool(self.waiting)
 
-    def _prepare(self, room: RoomKey, segment: Segment, members: list[tuple[Transfer, Planned]]) -> None:
+    def _foresee(self, room: PrefillRoom, transfer: Transfer) -> Planned | None:
+        """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""
+        segment, started = transfer.segment, self._loop.clock()
+        if segment.state or not room.machine.flows[transfer.to].awaits(transfer):
+            return None
+        tables, route = room.machine.rows.chunk(segment).tables, room.routes[transfer.to]
+        plan = None if tables is None else self._plan(route, transfer, tables)
+        if tables is None or not isinstance(plan, StagedLayout):
+            return None
+        destinations = sum(flow.has(segment) for flow in room.machine.flows.values())
+        return Planned(plan, tables, route.share, destinations, self._loop.clock() - started)
+
+    def _prepare(self, room: PrefillRoom, segment: Segment, members: list[tuple[Transfer, Planned]]) -> None:
         places, moves, where = SlotLayout(), dict[int, Move](), list[tuple[Transfer, int]]()
         for transfer, planned in members:
             if not places.room_for(planned.share, transfer.nbytes, self._slot_bytes):
@@ -180,7 +196,7 @@ class PreparedGathers:
             self.drop(self.foreseen.pop((room, segment), None))
             self.foreseen[room, segment] = PlannedGather(where, gather)
 
-    def check_integrity(self, rooms: Container[RoomKey]) -> None:
+    def check_integrity(self, rooms: Container[PrefillRoom]) -> None:
         """Raise AssertionError unless all of it is for these rooms, which still hope."""
         if not self.waiting and not self.planned and not self.foreseen:
             return

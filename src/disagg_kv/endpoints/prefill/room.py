@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from attrs import define, field
 
-from ...geometry import PageTable
-from ...ids import Epoch, GroupId
-from ...planning import Groups, StagedLayout, Writes
-from ...protocol import RoomKey, SendRoom, Transfer
+from ...ids import Epoch
+from ...planning import Groups
+from ...protocol import RoomKey, SendRoom
 from ...trace import Span
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import HostEvent
 from .handle import DeliveryHandle, LayerGroups
-from .prepared import Planned
 from .ready_events import ReadyEvents
 from .routes import Route
-
-Plan = Callable[[Route, Transfer, Mapping[GroupId, PageTable]], Writes | StagedLayout]
 
 
 @define(eq=False)
@@ -53,15 +47,3 @@ class PrefillRoom:
         labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}
         loop.observer.count("groups", groups.count)
         loop.observer.span(Span("groups", self.key.room, now, now, labels=labels))
-
-    def foresee(self, transfer: Transfer, plan: Plan, clock: Callable[[], float]) -> Planned | None:
-        """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""
-        segment, started = transfer.segment, clock()
-        if segment.state or not self.machine.flows[transfer.to].awaits(transfer):
-            return None
-        tables = self.machine.rows.chunk(segment).tables
-        planned = None if tables is None else plan(self.routes[transfer.to], transfer, tables)
-        if tables is None or not isinstance(planned, StagedLayout):
-            return None
-        destinations = sum(flow.has(segment) for flow in self.machine.flows.values())
-        return Planned(planned, tables, self.routes[transfer.to].share, destinations, clock() - started)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
 
@@ -12,11 +12,9 @@ from ...errors import (
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
-    TransportError,
 )
-from ...ids import Epoch, Generation, LayerId, RoomId, Ticket
+from ...ids import Epoch, Generation, LayerId, RoomId
 from ...memory import Event, MemoryPool
-from ...planning import Writes
 from ...protocol import (
     Cancel,
     Decided,
@@ -25,27 +23,22 @@ from ...protocol import (
     Granted,
     Lost,
     Phase,
-    Quiet,
     RoomFrame,
     RoomKey,
     RoomOutcome,
     Send,
     SendRoom,
     Transfer,
-    Verify,
     Vote,
-    WriteFailed,
-    Wrote,
-    verified,
 )
 from ...protocol.flow import room_head
 from ...protocol.frames import Abort, Drained, Expect, Expected
 from ...protocol.machine import ours
 from ...protocol.tables import Sending
 from ...protocol.timers import Timers
-from ...strategies import Schedule, Strategy, TransferPlanner
 from ...trace import Span
 from ...transports import Settled, WriteEnded
+from ..runtime.budget import Budget
 from ..runtime.directory import LookupResult
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue, HostEvent
@@ -54,37 +47,32 @@ from ..runtime.silence import Silences
 from .early import EarlyArrivals
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
 from .negative_cache import NegativeCache
-from .prepared import Planned
 from .room import PrefillRoom
 from .routes import Router, taken
 from .throughput import EventFifo, ThroughputEstimator
-from .transfers import TransferQueue, TransferSpec
+from .transfers import Broken, TransferQueue, Unread
 
 
 class PrefillSide:
     """Everything here runs on the endpoint's thread."""
 
-    transfers: TransferQueue
-    """Set by whoever makes both: each needs the other."""
-
     def __init__(
         self,
         loop: EventLoop,
         pool: MemoryPool,
-        strategy: Strategy,
-        schedule: Schedule,
-        paths: Sequence[TransferPlanner],
+        router: Router,
+        throughput: ThroughputEstimator,
+        transfers: TransferQueue,
         changes: ChangeQueue[DeliveryHandle],
-        verify: Verify,
     ) -> None:
         self._loop = loop
         self._pool = pool
         self._changes = changes
-        self._throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
-        self._router = Router(loop.me, pool, strategy, schedule, paths, self._stuck, self._throughput.pace)
+        self._router = router
+        self._throughput = throughput
+        self.transfers = transfers
         self._early = EarlyArrivals(loop.options)
         self._negative = NegativeCache(loop.options)
-        self._verify: Verify = verify
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
         self._tokenless = frozenset(site.shard.layers()) - tokens
@@ -249,7 +237,7 @@ class PrefillSide:
             fired.set()
             return
         room.withdrawn.append(fired)
-        self.transfers.prepared.forget(key)
+        self.transfers.prepared.forget(room)
         self._apply(room, room.machine.withdraw(self._loop.now))
 
     # Frames.
@@ -343,7 +331,13 @@ class PrefillSide:
         loop.send(Send(epoch, Expected(**head, parked=False)))
         try:
             route, plan = self._router.find(
-                name, remote, frame, tuple(room.routes.values()), self.transfers.quota, partial(room.grouped, loop)
+                name,
+                remote,
+                frame,
+                tuple(room.routes.values()),
+                self.transfers.slots_of(self._failed, epoch),
+                self.transfers.quota,
+                partial(room.grouped, loop),
             )
         except Exception as exc:
             # A path may be somebody else's code: its errors fail this room alone.
@@ -378,7 +372,10 @@ class PrefillSide:
 
     def on_gone(self, epoch: Epoch) -> None:
         """Nothing moves between us any more."""
-        self.transfers.gone(epoch)
+        try:
+            self.transfers.gone(epoch)
+        finally:
+            self._take_outcomes()
         self._to_flows(epoch, Gone(epoch))
 
     def _to_flows(self, epoch: Epoch, event: Lost | Gone) -> None:
@@ -393,9 +390,18 @@ class PrefillSide:
     # Moving.
 
     def work(self) -> bool:
-        """Gather and post."""
+        """Gather and post; True while something is under way."""
         waiting = self._lines.look()
-        moving = self.transfers.work()
+        budget = Budget(self._loop.clock)
+        self._advance(self.transfers.look)
+        while self.transfers.pending:
+            # What others wait for leaves before this thread plans and launches.
+            self._loop.flush()
+            more = self._advance(partial(self.transfers.start, budget))
+            self._take_ends()
+            if not more:
+                break
+        moving = self.transfers.waits or budget.spent
         if self.transfers.prepared.waiting:
             self._loop.flush()
             moving |= self.transfers.prepared.work()
@@ -404,6 +410,30 @@ class PrefillSide:
                 self._loop.nudge(epoch)
         return moving or waiting
 
+    def _advance(self, act: Callable[[], bool | None]) -> bool:
+        """Have the transfers do something, then act on what came of it, also where it raised."""
+        try:
+            return bool(act())
+        finally:
+            self._take_outcomes()
+
+    def _take_outcomes(self) -> None:
+        while (happened := self.transfers.outcome()) is not None:
+            room = happened.room
+            if isinstance(happened, Broken):
+                self.broken([room.key], happened.error)
+            elif isinstance(happened, Unread):
+                self._publish(room)
+            elif self._rooms.get(room.key) is room:
+                self._apply(room, room.machine.handle(happened.to, happened.event, self._loop.now))
+
+    def _take_ends(self) -> None:
+        """A transport that copies while it is told to has ended before the next gather."""
+        try:
+            self._loop.poll_transport()
+        except Exception as exc:
+            self._loop.defer(exc)
+
     @property
     def patience_s(self) -> float:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
@@ -411,99 +441,10 @@ class PrefillSide:
 
     def on_ticket(self, event: WriteEnded | Settled) -> None:
         """A write ended."""
-        self.transfers.on_ticket(event)
-
-    def after(self, key: RoomKey, transfer: Transfer) -> Event | None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        room = self._rooms.get(key)
-        return None if room is None else room.ready_events.before(transfer.segment)
-
-    def sharing(self, key: RoomKey, transfer: Transfer) -> Hashable:
-        """Equal parts of one segment are gathered once."""
-        room = self._rooms.get(key)
-        return None if room is None else room.routes[transfer.to].share
-
-    def plan(self, key: RoomKey, transfer: Transfer) -> Planned | None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        return self._rooms[key].foresee(transfer, self._router.plan, self._loop.clock)
-
-    def begin(self, key: RoomKey, transfer: Transfer, planned: Planned | None) -> TransferSpec | None:
-        """Plan a transfer, if it still makes sense."""
-        room = self._rooms.get(key)
-        self._loop.flush()
-        if room is None or not room.machine.flows[transfer.to].begin(transfer):
-            return None
-        after = self.after(key, transfer)
-        self._throughput.began((key, transfer.to, transfer.segment), queued=after is not None)
-        route = room.routes[transfer.to]
-        tables = room.machine.rows.chunk(transfer.segment).tables
-        assert tables is not None
-        if planned is not None and planned.tables is not tables:
-            planned = None
-        started = self._loop.clock() - (0.0 if planned is None else planned.seconds)
         try:
-            plan = self._router.plan(route, transfer, tables) if planned is None else planned.plan
-            compared = verified(key.room, transfer.segment, self._verify, route.verify)
-            summed = route.pair.view.layout(transfer.segment) if compared else None
-        except Exception as exc:
-            error = ours(exc, f"room {key.room.hex()} towards {self._loop.peer_registry.name(transfer.to)}")
-            self.moved(key, transfer.to, WriteFailed(transfer.segment, error, True))
-            return None
-        took = self._loop.clock() - started
-        room.handle.report.spend("plan", took)
-        self._throughput.planned(took)
-        return TransferSpec(plan, tables, after, route.ring, room.handle.report, summed)
-
-    def count(self, name: str) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        self._loop.observer.count(name)
-
-    def launched(self, seconds: float) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        self._throughput.launched(seconds)
-
-    def crossing(self, key: RoomKey, transfer: Transfer, at: float) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        self._throughput.crossing((key, transfer.to, transfer.segment), at)
-
-    def span(self, name: str, key: RoomKey, transfer: Transfer, start: float, stop: float) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        if self._loop.traced:
-            labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
-            self._loop.observer.span(Span(name, key.room, start, stop, transfer.nbytes, labels=labels))
-
-    def reading(self, key: RoomKey, by: int) -> None:
-        """Count reads of a room's pages."""
-        room = self._rooms[key]
-        room.machine.reads += by
-        if not room.machine.reads:
-            self._publish(room)
-
-    def moved(self, key: RoomKey, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
-        """Tell the flow how its transfer went."""
-        room = self._rooms.get(key)
-        if not isinstance(event, Quiet):
-            nbytes = 0
-            if room is not None and isinstance(event, Wrote):
-                nbytes = room.routes[to].pair.intake.part_bytes(event.segment, self._loop.me.rank)
-            self._throughput.ended((key, to, event.segment), nbytes)
-        self.change(key, lambda machine, now: machine.handle(to, event, now))
-
-    def submit(self, to: Epoch, writes: Writes, after: Event | None) -> Ticket:
-        """Post to a destination."""
-        link = self._loop.connections.of(to)
-        if link is None or to not in self._loop.remotes:
-            # Evidence counts from the moment when a peer's end was seen: nothing may begin to read or write after it.
-            raise TransportError(f"{self._loop.peer_registry.name(to)} is lost")
-        self._loop.nudge(to)
-        return self._loop.me.transport.submit(link, writes, after=after)
-
-    def submitted(self) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.transfers.TransferOwner`."""
-        try:
-            self._loop.poll_transport()
-        except Exception as exc:
-            self._loop.defer(exc)
+            self.transfers.on_ticket(event)
+        finally:
+            self._take_outcomes()
 
     # Effects and time.
 
@@ -516,9 +457,9 @@ class PrefillSide:
                 case Vote():
                     votes.append(effect)
                 case Transfer():
-                    self.transfers.add(room.key, effect)
+                    self.transfers.add(room, effect)
                 case Granted(transfer):
-                    self.transfers.prepared.add(room.key, transfer)
+                    self.transfers.prepared.add(room, transfer)
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
@@ -530,9 +471,9 @@ class PrefillSide:
         machine = room.machine
         if machine.error is not None and room.key in self._rooms:
             self._failed.add(room.key)
-            self.transfers.prepared.forget(room.key)
+            self.transfers.prepared.forget(room)
             hellos = [route.remote.hello for route in room.routes.values()]
-            self._loop.peer_registry.hold(room.key, self.transfers.owed(room.key), hellos)
+            self._loop.peer_registry.hold(room.key, self.transfers.owed(room), hellos)
         room.account(self._loop.now)
         phase, handle, released = machine.phase, room.handle, machine.released
         if not handle.shows(phase, released):
@@ -547,7 +488,7 @@ class PrefillSide:
 
     def _close(self, room: PrefillRoom) -> None:
         loop, name, machine = self._loop, room.key.room, room.machine
-        self.transfers.forget(room.key)
+        self.transfers.forget(room)
         self._throughput.room_ended(room.key)
         del self._rooms[room.key]
         self._timers.schedule(room.key, None)
@@ -583,10 +524,6 @@ class PrefillSide:
         self._negative.expire(now)
         self.quarantined_slots = self.transfers.slots_of(self._failed)
 
-    def _stuck(self, to: Epoch) -> int:
-        """Slots that writes of failed rooms may still read."""
-        return self.transfers.slots_of(self._failed, to)
-
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
         times = (self._timers.next_at(), self._silences.next_at(), self._early.next_at(), self._negative.next_at())
@@ -605,7 +542,8 @@ class PrefillSide:
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self.transfers.check_integrity()
-        self.transfers.prepared.check_integrity(self._rooms.keys() - self._failed)
+        hopeful = {room for room in self._rooms.values() if room.machine.error is None}
+        self.transfers.prepared.check_integrity(hopeful)
         assert not [room for room in self._flows.values() if self._rooms.get(room.key) is not room]
         assert self._failed == {key for key, room in self._rooms.items() if room.machine.error is not None}
         for room in self._rooms.values():

@@ -96,7 +96,6 @@ class Router:
         strategy: which path to take.
         paths: those that are known here.
         schedule: when rows cross.
-        stuck: staging slots that wait for evidence of a destination.
         pace: how fast this rank is; None: nothing was measured yet.
     """
 
@@ -107,7 +106,6 @@ class Router:
         strategy: Strategy,
         schedule: Schedule,
         paths: Iterable[TransferPlanner],
-        stuck: Callable[[Epoch], int],
         pace: Callable[[], Pace | None],
     ) -> None:
         self._me = me
@@ -116,7 +114,6 @@ class Router:
         self._schedule = schedule
         self._pace = pace
         self._paths = tuple(paths)
-        self._stuck = stuck
         self._regions: I32 = np.array(me.regions, np.int32)
         caps = me.transport.caps
         self._costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
@@ -132,7 +129,14 @@ class Router:
         self._routes.pop(epoch, None)
 
     def find(
-        self, room: RoomId, remote: RemoteEndpoint, frame: Expect, others: Sequence[Route], quota: int, told: Told
+        self,
+        room: RoomId,
+        remote: RemoteEndpoint,
+        frame: Expect,
+        others: Sequence[Route],
+        stuck: int,
+        quota: int,
+        told: Told,
     ) -> tuple[Route, FlowPlan]:
         """Decide how the bytes cross.
 
@@ -141,6 +145,7 @@ class Router:
             remote: who awaits it.
             frame: what it awaits.
             others: of the ranks of its instance that asked before.
+            stuck: staging slots that wait for evidence of this destination.
             quota: staging slots that one destination may pin.
             told: hears how layers are grouped.
 
@@ -162,7 +167,7 @@ class Router:
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         path, reason = self._choose(remote, routes.turn(room), frame, pair)
-        if not path.exposes_pages and (stuck := self._stuck(remote.epoch)) >= quota:
+        if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         pair = pair.fitted()
         share = self._share(tuple(pair.parts))

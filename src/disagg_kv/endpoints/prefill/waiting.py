@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
+from typing import Generic, TypeVar
 
 from ...ids import Epoch
 from ...planning import Segment
-from ...protocol import RoomKey, Transfer
+from ...protocol import Transfer
+
+R = TypeVar("R", bound=Hashable)
+"""A room."""
 
 
-class PendingTransfers:
+class PendingTransfers(Generic[R]):
     """Those through a slot stand in a line per destination; those straight to pages in a line per room and destination.
 
     A line is served in the order in which its transfers came. Among destinations the transfer that came first is first.
@@ -19,16 +23,16 @@ class PendingTransfers:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._staged: dict[Epoch, dict[tuple[RoomKey, Segment], int]] = {}
-        self._together: dict[tuple[RoomKey, Segment], dict[Epoch, Transfer]] = {}
-        self._direct: dict[tuple[RoomKey, Epoch], dict[Segment, Transfer]] = {}
-        self._of: dict[RoomKey, dict[tuple[Epoch, Segment], None]] = {}
+        self._staged: dict[Epoch, dict[tuple[R, Segment], int]] = {}
+        self._together: dict[tuple[R, Segment], dict[Epoch, Transfer]] = {}
+        self._direct: dict[tuple[R, Epoch], dict[Segment, Transfer]] = {}
+        self._of: dict[R, dict[tuple[Epoch, Segment], None]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, room: RoomKey, transfer: Transfer) -> None:
+    def add(self, room: R, transfer: Transfer) -> None:
         """It waits from now on."""
         to, segment = transfer.to, transfer.segment
         of_room = self._of.setdefault(room, {})
@@ -40,7 +44,7 @@ class PendingTransfers:
         self._staged.setdefault(to, {}).setdefault((room, segment), next(self._numbers))
         self._together.setdefault((room, segment), {})[to] = transfer
 
-    def remove(self, room: RoomKey, to: Epoch, segment: Segment) -> None:
+    def remove(self, room: R, to: Epoch, segment: Segment) -> None:
         """It begins, or is not wanted any more."""
         of_room = self._of[room]
         del of_room[to, segment]
@@ -59,12 +63,12 @@ class PendingTransfers:
         if not self._together[room, segment]:
             del self._together[room, segment]
 
-    def forget(self, room: RoomKey) -> None:
+    def forget(self, room: R) -> None:
         """Nothing of a room is wanted any more."""
         for to, segment in list(self._of.get(room, ())):
             self.remove(room, to, segment)
 
-    def first(self, full: Callable[[Epoch], bool]) -> tuple[RoomKey, Transfer] | None:
+    def first(self, full: Callable[[Epoch], bool]) -> tuple[R, Transfer] | None:
         """Of those through a slot, the one that came first to a destination that is not full."""
         heads = [(next(iter(line.items())), to) for to, line in self._staged.items() if not full(to)]
         if not heads:
@@ -72,15 +76,15 @@ class PendingTransfers:
         (key, _), to = min(heads, key=lambda head: head[0][1])
         return key[0], self._together[key][to]
 
-    def same(self, room: RoomKey, segment: Segment) -> list[Transfer]:
+    def same(self, room: R, segment: Segment) -> list[Transfer]:
         """Those of one segment through a slot, in the order in which they came."""
         return list(self._together.get((room, segment), {}).values())
 
-    def lines(self) -> Sequence[tuple[RoomKey, Epoch]]:
+    def lines(self) -> Sequence[tuple[R, Epoch]]:
         """Rooms and destinations between which something waits that goes straight to pages."""
         return tuple(self._direct)
 
-    def direct(self, room: RoomKey, to: Epoch) -> Iterator[Transfer]:
+    def direct(self, room: R, to: Epoch) -> Iterator[Transfer]:
         """The first of such a line, again and again until the line is empty; the caller removes each or stops."""
         while line := self._direct.get((room, to)):
             yield next(iter(line.values()))

@@ -22,7 +22,7 @@ from ...errors import (
     TransportError,
     text_of,
 )
-from ...ids import Epoch, Rank
+from ...ids import Epoch, Peer, Rank
 from ...memory import Event
 from ...protocol import (
     Agreement,
@@ -559,6 +559,19 @@ class EventLoop:
         if self.idle.linger_s and epoch in self.remotes and self.now >= self._nudged.get(epoch, self.now):
             self._nudged[epoch] = self.now + self.idle.nudge_s
             self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
+
+    def reach(self, epoch: Epoch) -> Peer:
+        """The transport's name of a peer to which bytes go now; the peer is woken.
+
+        Raises:
+            TransportError: it is lost. Evidence counts from the moment when a peer's end was seen: nothing may begin
+                to read or write after it.
+        """
+        link = self.connections.of(epoch)
+        if link is None or epoch not in self.remotes:
+            raise TransportError(f"{self.peer_registry.name(epoch)} is lost")
+        self.nudge(epoch)
+        return link
 
     def flush(self, now: float = inf) -> None:
         """Hand over what was said: when a turn ends, and before this thread does something that may take long.

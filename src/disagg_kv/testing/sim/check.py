@@ -264,11 +264,7 @@ class Checks:
         self.released(node)
         check_holders(self._world, node)
         role = node.role
-        if isinstance(role, DecodeSide):
-            known = len(role._scatters._prepared)
-        else:
-            assert role.transfers is not None
-            known = len(role.transfers.prepared.foreseen)
+        known = len(role._scatters._prepared if isinstance(role, DecodeSide) else role.transfers.prepared.foreseen)
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
         due = role.next_at()

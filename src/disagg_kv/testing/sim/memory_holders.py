@@ -93,12 +93,12 @@ def _prefill(role: PrefillSide) -> Iterator[Piece]:
     mover = role.transfers
     failed = {key for key, room in role._rooms.items() if room.machine.error is not None}
     for slot in mover._slots:
-        for post in slot.pins.values():
-            if post.room in failed or post.room not in role._rooms:
-                yield post.transfer.to, post.room.room, 0, 0, mover._slot_bytes
+        for post in slot.pins:
+            if post.room.key in failed or post.room.key not in role._rooms:
+                yield post.transfer.to, post.room.key.room, 0, 0, mover._slots.slot_bytes
     for post in {id(post): post for post in mover._posts.values() if post.slot is None}.values():
-        if post.room in failed or post.room not in role._rooms:
-            yield post.transfer.to, post.room.room, 0, post.transfer.nbytes, 0
+        if post.room.key in failed or post.room.key not in role._rooms:
+            yield post.transfer.to, post.room.key.room, 0, post.transfer.nbytes, 0
 
 
 def _sums(pieces: list[Piece]) -> dict[Epoch, Held]:
