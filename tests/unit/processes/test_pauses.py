@@ -368,7 +368,8 @@ def test_bytes_of_a_failed_room_are_wrong_and_only_its_phase_tells(folder: Path)
     cluster = Cluster(folder)
     # A process that only waits for a core is not silent for that long.
     times = Options(silence_s=5.0, heartbeat_s=0.1, retry_s=0.1)
-    knobs = Knobs(ring_bytes=64 << 10, slot_bytes=8 << 10, held_from=2, options=times, aux_slots=2)
+    # In a ring that the room which is there first cannot fill alone.
+    knobs = Knobs(slot_bytes=8 << 10, held_from=2, options=times, aux_slots=2)
     try:
         dying, pausing = (cluster.start("prefill", name, 1, knobs, Engine)[0] for name in "PQ")
         (receiver,) = cluster.start("decode", "D", 1, evolve(knobs, held_from=None), Engine)
@@ -376,7 +377,10 @@ def test_bytes_of_a_failed_room_are_wrong_and_only_its_phase_tells(folder: Path)
         for room, node in rooms.items():
             assert receiver.ask("decode", room, TOKENS, [node.setup.instance])
             assert node.ask("prefill", room, TOKENS, 1, [])
-        wait(lambda: all(node.ask("held") > 0 for node in rooms.values()), lambda: "writes in flight")
+        wait(
+            lambda: all(node.ask("held") > 0 for node in rooms.values()),
+            lambda: f"writes in flight: {[node.ask('states') for node in (receiver, *rooms.values())]}",
+        )
         pausing.freeze()
         dying.kill()
         wait(
