@@ -19,7 +19,7 @@ from math import inf
 from attrs import define, frozen
 from msgspec import structs
 
-from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError
+from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch, peer_name
 from .base import Lost, Options
 from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
@@ -81,6 +81,8 @@ class KnownPeer:
         closed: when the connection to its address broke.
         greeted: when it last introduced itself although it knew us.
         greet_until: it was lost, and is greeted instead of sent heartbeats until then.
+        shut: its transport does not reach us, or ours does not reach it: it is told so, and is not revived until then.
+        shut_for: why.
         lost: it is silent, was reported lost, or is not in the table any more.
         ended: its process has ended: seen, or confirmed by an operator.
     """
@@ -91,6 +93,8 @@ class KnownPeer:
     closed: float | None = None
     greeted: float = -inf
     greet_until: float = -inf
+    shut: float = -inf
+    shut_for: DisaggKVError | None = None
     lost: bool = False
     ended: bool = False
 
@@ -106,6 +110,9 @@ FORGET_AFTER = 20
 
 GREETINGS = 4
 """As many heartbeats, about, are replaced by a ``Hello`` once a lost peer is heard again: one of them may get lost."""
+
+LINK = "link"
+"""The field of a ``Refused`` which says that nothing is wrong with the receiver but that a transport does not reach."""
 
 ROUNDING_S = 1e-6
 """So much earlier than it may be due a tick looks: a sum of times is rounded otherwise than a difference."""
@@ -239,12 +246,18 @@ class PeerTable:
             if known is not None or self._stale(hello):
                 self.dropped += 1
                 return []
+        if known is not None and now < known.shut:
+            self._dials.pop(hello.address, None)
+            return self._tell_shut(known, now)
         out: list[PeerEffect] = []
         if known is None:
             out += self._replace(hello.address, epoch)
             if not self._make_room(out):
                 return out + self._refuse(hello, IncompatiblePeerError("peers", f"at most {len(self._peers)}", 1), now)
-            self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
+            peer = self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
+            if peer.proved and hello.address not in self._dials:
+                # It knew us, and we had forgotten it: it may wait for what we gave up when we lost it.
+                peer.greet_until = now + GREETINGS * self._options.heartbeat_s
             self._at[hello.address] = epoch
             self._absent.pop(hello.address, None)
             out.append(Up(hello))
@@ -343,14 +356,21 @@ class PeerTable:
         return [] if oldest in self._at or oldest in self._dials else [Forget(oldest)]
 
     def on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
-        """Somebody that we dialled cannot work with us. Its own ``Hello`` may say so first; then this is late."""
+        """A peer cannot work with us, or does not reach us any more. Its own ``Hello`` may say so before."""
         if refused.dst != self._epoch:
             self.dropped += 1
             return []
-        error = IncompatiblePeerError(refused.field, refused.ours, refused.theirs)
-        if self._dials.pop(refused.address, None) is None:
-            return []
-        return [Unreachable(refused.address, error)]
+        error: DisaggKVError = IncompatiblePeerError(refused.field, refused.ours, refused.theirs)
+        out: list[PeerEffect] = []
+        if refused.field == LINK:
+            error = TransportError(
+                f"the transport of the peer at {refused.address} does not reach us: {refused.theirs}"
+            )
+            if self._at.get(refused.address) == refused.src:
+                out += self.lose(Epoch(refused.src), error)
+        if self._dials.pop(refused.address, None) is not None:
+            out.append(Unreachable(refused.address, error))
+        return out
 
     def on_frame(self, frame: Frame, now: float) -> tuple[bool, list[PeerEffect]]:
         """Any other frame: is it from a life we know, to this life of ours?"""
@@ -361,8 +381,28 @@ class PeerTable:
             if peer is not None and not peer.ended and self._may_answer(peer.hello.address, now):
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
             return False, []
+        if now < peer.shut:
+            # What it says of rooms counts: it may give up some of them. But it is not there for new ones.
+            return True, self._tell_shut(peer, now)
         peer.heard, peer.proved = now, True
         return True, self._revive(peer, now) if peer.lost else []
+
+    def shut(self, epoch: Epoch, error: DisaggKVError, now: float) -> list[PeerEffect]:
+        """The transport does not reach a life, whose frames do: it is lost, and told why, until a little later."""
+        peer = self._peers.get(epoch)
+        if peer is None:
+            return []
+        peer.shut, peer.shut_for = now + self._options.closed_s, error
+        return [*self._tell_shut(peer, now), *self.lose(epoch, error)]
+
+    def _tell_shut(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
+        """At most once a second."""
+        hello = peer.hello
+        if not self._may_answer(hello.address, now):
+            return []
+        why = words(peer.shut_for)
+        refused = Refused(src=self._epoch, dst=hello.src, address=self._address, field=LINK, ours="", theirs=why)
+        return [SendTo(hello.address, refused)]
 
     def _may_answer(self, address: str, now: float) -> bool:
         """At most one unasked ``Hello`` or ``Refused`` a second and address."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -217,7 +218,7 @@ def test_no_look_up_begins_after_close() -> None:
     for number in range(40):
         directory.ask(Source(f"{number}"))
     directory.close(-1.0)
-    begun = len(threads._begun)
+    begun = len(threads._places)
     Counting.gate.set()
     assert threads.close(60.0, nothing)
     assert Counting.begun == begun
@@ -293,6 +294,11 @@ def test_look_ups_that_never_return_are_few() -> None:
     (answer,) = directory.answers()
     assert isinstance(answer.error, CapacityError)
     assert "instance 'P': 4 of its look-ups and 4 in all have not returned" in str(answer.error)
+    clock.advance(3.0)
+    directory.ask(Source("P"))
+    assert len(later.jobs) == UNANSWERED + 1  # a rendezvous that has come back is noticed
+    later.jobs.pop()()
+    directory.answers()
     directory.ask(Source("Q"))
     directory.ask(Source("R"))
     (answer,) = directory.answers()
@@ -302,6 +308,44 @@ def test_look_ups_that_never_return_are_few() -> None:
     directory.answers()
     directory.ask(Source("P"))
     assert len(later.jobs) == UNANSWERED + 2
+
+
+def test_jobs_that_are_done_one_after_the_other_do_not_all_begin_at_once() -> None:
+    """A library may have one thread for all: those that wait in it for long would run into their time-outs."""
+    most = 4
+    lock, ended = threading.Lock(), threading.Semaphore(0)
+    waiting = Counter[str]()
+    threads = HelperThreads("one by one", most)
+
+    def job() -> None:
+        waiting["now"] += 1
+        waiting["most"] = max(waiting["most"], waiting["now"])
+        with lock:
+            threading.Event().wait(0.05)
+        waiting["now"] -= 1
+        ended.release()
+
+    for _ in range(30):
+        threads.start(job)
+    for _ in range(30):
+        assert ended.acquire(timeout=60)
+    assert waiting["most"] == most
+
+
+def test_jobs_that_never_return_give_their_places_up() -> None:
+    """All of them at once, when none has moved for a while."""
+    gate, ran = threading.Event(), threading.Event()
+    threads = HelperThreads("hung", 4)
+
+    def hang() -> None:
+        gate.wait(60)
+
+    for _ in range(9):
+        threads.start(hang)
+    threads.start(ran.set)
+    assert ran.wait(30)
+    gate.set()
+    assert threads.close(60.0, nothing)
 
 
 def test_a_withdrawal_needs_no_thread(no_thread: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -426,7 +470,29 @@ def test_a_peer_that_its_transport_has_lost_is_not_taken_for_one_that_was_silent
     rig.wait(3.0)
     assert counted(rig).connects == 1
     assert not node.remotes
-    assert prefills[0].observer.counters["peers.lost"] >= 2
+    # It is told, and each of its frames is no other loss.
+    assert not decodes[0].endpoint._loop.remotes
+    assert prefills[0].observer.counters["peers.lost"] == 1
+
+
+def test_decode_is_told_that_prefill_s_transport_does_not_reach_it() -> None:
+    """Soon, by the reason, for a room in flight and for new ones: both sides' frames arrive, so nobody is silent."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(transport=Counted), strategy="staged")
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    rig.request("before", prefills, decodes, 12).start(12).landed()
+    rooms = [rig.request("in flight", prefills, decodes, 12).open_prefill().open_decode().expect(12)]
+    rig.wait(1.0)
+    lost = prefills[0].endpoint._loop.connections.of(decodes[0].endpoint._loop.me.epoch)
+    assert lost is not None
+    counted(rig).reports.append(lost)
+    rig.wait(2.0)
+    rooms += [rig.request(f"{number}", prefills, decodes, 12).open_decode().expect(12) for number in range(3)]
+    rig.wait(2.0)
+    for room in rooms:
+        (received,) = room.receives
+        assert received.phase is Phase.FAILED
+        assert "does not reach us" in str(received.error)
 
 
 def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCaptureFixture) -> None:

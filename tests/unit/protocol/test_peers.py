@@ -57,8 +57,9 @@ def table(n: int, address: str) -> PeerTable:
 
 
 def met() -> PeerTable:
-    """``a`` that knows ``b``."""
+    """``a`` that has dialled ``b`` and knows it."""
     a = table(1, "a")
+    a.dial("b", 0.0)
     a.on_hello(hello(epoch(2), epoch(1), "b"), 0.0)
     return a
 
@@ -216,6 +217,41 @@ def test_heartbeats_go_to_everybody_every_second() -> None:
     assert beats(a.tick(0.9)) == []
     assert a.next_at() == 1.0
     assert beats(a.tick(1.0)) == ["b"]
+
+
+def test_a_life_that_knows_us_and_was_forgotten_is_greeted() -> None:
+    """It may wait for what we gave up when we lost it; a heartbeat would not say that we did."""
+    a = table(1, "a")
+    a.on_hello(hello(epoch(2), epoch(1), "b"), 0.0)
+    for second in range(4):
+        (sent,) = a.tick(float(second))
+        assert isinstance(sent, SendTo)
+        assert isinstance(sent.frame, Hello)
+        a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), second + 0.5)
+    assert beats(a.tick(4.0)) == ["b"]
+
+
+def test_a_life_that_a_transport_does_not_reach_is_told_so_and_stays_lost_for_a_while() -> None:
+    """Whatever it says meanwhile; else each of its frames would be another loss."""
+    a = met()
+    refused, lost = a.shut(epoch(2), TransportError("no route"), 10.0)
+    assert isinstance(refused, SendTo)
+    assert isinstance(refused.frame, Refused)
+    assert isinstance(lost, Lost)
+    assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 10.5) == (True, [])
+    assert a.on_hello(hello(epoch(2), epoch(1), "b"), 10.6) == []
+    assert a.on_hello(hello(epoch(2), epoch(1), "b"), 11.6) == [refused]
+    assert a.epochs() == ()
+    assert any(isinstance(e, Up) for e in a.on_hello(hello(epoch(2), epoch(1), "b"), 13.1))
+    b = table(2, "b")
+    b.on_hello(hello(epoch(1), epoch(2), "a"), 0.0)
+    stranger = msgspec.structs.replace(refused.frame, src=epoch(3))
+    assert b.on_refused(stranger, 1.0) == []
+    ((peer, why),) = losses(b.on_refused(refused.frame, 1.0))
+    assert (peer, why) == (epoch(1), "the transport of the peer at a does not reach us: no route")
+    b.dial("a", 2.0)
+    (unreachable,) = b.on_refused(refused.frame, 2.5)
+    assert isinstance(unreachable, Unreachable)
 
 
 def test_who_missed_heartbeats_is_greeted_so_that_another_life_there_can_answer() -> None:

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Protocol
 
 log = logging.getLogger("disagg_kv")
@@ -16,7 +17,7 @@ log = logging.getLogger("disagg_kv")
 Job = Callable[[], None]
 
 SLOW_S = 0.5
-"""A job that runs for longer waits for something outside, and takes no other job's place."""
+"""When no job has begun or ended for so long, those that run wait for something outside, and give their places up."""
 
 
 class Background(Protocol):
@@ -39,7 +40,9 @@ class HelperThreads:
 
     Args:
         name: of the threads.
-        most: how many jobs run at a time. Those that have run for ``SLOW_S`` do not count, and no job waits for longer.
+        most: how many jobs have a place. The others wait until one of those ends, or until none has for ``SLOW_S``:
+            then as many more begin. So jobs that never return delay the others by little, and jobs that their library
+            does one after the other do not all begin at once, which would let most of them run into their time-outs.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -48,7 +51,8 @@ class HelperThreads:
         lock = threading.Lock()
         self._free, self._ended = threading.Condition(lock), threading.Condition(lock)
         self._threads = 0
-        self._begun: dict[int, float] = {}
+        self._places: set[int] = set()
+        self._moved = -inf  # when a job has begun or ended
         self._closed = False
         self._then: Job | None = None
 
@@ -77,16 +81,23 @@ class HelperThreads:
         then()
         return True
 
-    def _may_begin(self) -> bool:
-        since = time.monotonic() - SLOW_S
-        return self._closed or sum(at > since for at in self._begun.values()) < self._most
+    def _wait(self) -> None:
+        """Wait for a place, or for the end of all."""
+        while not self._closed and len(self._places) >= self._most:
+            left_s = self._moved + SLOW_S - time.monotonic()
+            if left_s > 0.0:
+                self._free.wait(left_s)
+            else:
+                self._places.clear()
+                self._free.notify(self._most)
 
     def _run(self, job: Job) -> None:
         with self._free:
-            self._free.wait_for(self._may_begin, SLOW_S)
+            self._wait()
             begins = not self._closed
             if begins:
-                self._begun[threading.get_ident()] = time.monotonic()
+                self._places.add(threading.get_ident())
+                self._moved = time.monotonic()
         if begins:
             self._guard(job)
         self._end()
@@ -94,7 +105,8 @@ class HelperThreads:
     def _end(self) -> None:
         """One thread less; after the last one comes what :meth:`close` left to it."""
         with self._free:
-            self._begun.pop(threading.get_ident(), None)
+            self._places.discard(threading.get_ident())
+            self._moved = time.monotonic()
             self._threads -= 1
             self._free.notify()
             last = not self._threads

@@ -34,7 +34,8 @@ FRESH_S = 1.0
 """An answer is used for good while its ranks live; one that is older than this is asked for again meanwhile."""
 
 UNANSWERED = 4
-"""Look-ups of one instance that are under way at a time: those that never return leave the others their threads."""
+"""Look-ups of one instance that are under way at a time. Where none returns, another one begins ever more seldom: they
+leave the others their threads, and a rendezvous that has come back is noticed."""
 
 
 @frozen
@@ -86,6 +87,7 @@ class Directory:
         self._options = options
         self._asked: dict[Source, _Ask] = {}
         self._under_way: Counter[Source] = Counter()
+        self._begun: dict[Source, float] = {}
         self._returned: deque[tuple[_Ask, LookupResult]] = deque()
         self._known: OrderedDict[Source, tuple[float, tuple[str, ...]]] = OrderedDict()
 
@@ -107,10 +109,13 @@ class Directory:
         many = (self._under_way[source], self._under_way.total())
         self._under_way[source] += 1
         try:
-            if many[0] >= UNANSWERED or many[1] >= self._options.peers:
+            pause_s = self._options.closed_s * 2.0 ** min(many[0] - UNANSWERED + 1, 32)
+            early = many[0] >= UNANSWERED and ask.at - self._begun[source] < pause_s
+            if early or many[1] >= self._options.peers:
                 what = f"{many[0]} of its look-ups and {many[1]} in all have not returned"
                 raise CapacityError(f"instance {source.instance!r}: {what}, and no more may be under way")
             self._background.start(partial(self._look_up, ask))
+            self._begun[source] = ask.at
         except Exception as exc:
             error = ours(exc, f"instance {source.instance!r} could not be looked up")
             self._returned.append((ask, LookupResult(source, None, error)))
@@ -133,6 +138,8 @@ class Directory:
         while self._returned:
             ask, answer = self._returned.popleft()
             self._under_way -= Counter({ask.source: 1})
+            if not self._under_way[ask.source]:
+                self._begun.pop(ask.source, None)
             if self._counts(ask, answer):
                 out.append(answer)
         now = self._clock()

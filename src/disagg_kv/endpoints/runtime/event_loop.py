@@ -317,9 +317,12 @@ class EventLoop:
     def break_down(self, exc: BaseException) -> EndpointBrokenError:
         """The endpoint cannot go on: every later call raises the error that is returned."""
         error = self.broken = exc.error if isinstance(exc, _Broken) else self._broken_by(exc)
-        self._commands.clear()
         log.critical("%s; it takes no calls any more", error, exc_info=exc)
         return error
+
+    def drop_commands(self) -> None:
+        """The endpoint has broken, and every room has ended: nothing of what was posted is done any more."""
+        self._commands.clear()
 
     def _deaf(self, exc: Exception) -> None:
         """Perhaps the channel works again later; if not, this thread must be there to end rooms, without spinning."""
@@ -448,7 +451,7 @@ class EventLoop:
             return
         error = PeerLostError(f"{self.peer_registry.name(epoch)}: {self.me.transport.name} reports its end")
         self.connections.lose(epoch, error)
-        self.lose(epoch, error)
+        self._peer_effects(self.peers.shut(epoch, error, self.now))
         if event.fenced:
             self._gone(epoch)
 
@@ -491,7 +494,7 @@ class EventLoop:
         """The transport has reached a peer, or has not; the frames that waited for that come next."""
         up, link = linked.up, linked.link
         if isinstance(link, DisaggKVError):
-            self.lose(up.epoch, link)
+            self._peer_effects(self.peers.shut(up.epoch, link, self.now))
             self.side.on_unreachable(up.hello.address, link)
         else:
             # Not before: who is never reached writes nothing here. An end meanwhile is noticed now.

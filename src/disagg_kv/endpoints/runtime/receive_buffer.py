@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ...channels import Channel, News
+from ...channels import Arrived, Channel, News
 from .budget import Budget
+
+STALLED_S = 0.5
+"""A thread that has not asked the channel for so long was stopped, perhaps with its whole process."""
+
+GRACE_S = 0.05
+"""After that a channel gets so long to hand over what lies in its sockets: another thread may have to read them."""
+
+MUCH = 32 << 20
+"""What gives so many bytes at a time may have stopped at a bound of its own, and have more."""
 
 
 class ReceiveBuffer:
@@ -23,7 +32,8 @@ class ReceiveBuffer:
         self._failed = failed
         self._clock = clock
         self._left: deque[News] = deque()
-        self._asked = clock()
+        self._asked = self._polled = clock()
+        self._awake_at = self._asked
 
     def __len__(self) -> int:
         return len(self._left)
@@ -31,16 +41,27 @@ class ReceiveBuffer:
     def fetch(self, wait_s: float) -> bool:
         """Ask the channel, which waits so many seconds, unless something is left; False: there is nothing."""
         if not self._left:
+            before = self._clock()
+            if before - self._polled > STALLED_S:
+                self._awake_at = before + GRACE_S
             try:
                 self._left.extend(self._channel.poll(wait_s))
             except Exception as exc:
                 self._failed(exc)
-            self._asked = self._clock()
+            self._polled = self._clock()
+            if self._polled - before > wait_s + STALLED_S:
+                self._awake_at = self._polled + GRACE_S
+            if before >= self._awake_at and not self._bounded():
+                self._asked = before
         return bool(self._left)
+
+    def _bounded(self) -> bool:
+        """Whether the channel may have more of what had come when it was asked."""
+        return len(self._left) > 16 and sum(len(one.frame) for one in self._left if isinstance(one, Arrived)) > MUCH
 
     @property
     def caught_up(self) -> float | None:
-        """When the channel was last asked; None: some of what it gave then is left."""
+        """Up to when all that had come has been taken in; None: some of it is left."""
         return None if self._left else self._asked
 
     def take(self, budget: Budget) -> Iterator[News]:

@@ -70,5 +70,11 @@ def made_by(allocator: Callable[[int], StagingAllocator], nbytes: int) -> Stagin
         raise
     except Exception as exc:
         raise ConfigurationError(f"allocator: {text_of(exc)}") from exc
-    arguments.methods(made, "allocator", "a maker of staging allocators", "reserve", "release", "check_integrity")
+    what = "a maker of staging allocators"
+    arguments.methods(made, "allocator", what, "reserve", "release", "check_integrity")
+    arguments.attributes(made, "allocator", what, "capacity", "alignment", "live_bytes", "tail")
+    if made.capacity != nbytes or made.alignment < 1 or made.alignment % ALIGNMENT:
+        made_of = f"{made.capacity} bytes, aligned to {made.alignment}"
+        wanted = f"{nbytes} bytes are needed, aligned to a multiple of {ALIGNMENT}"
+        raise ConfigurationError(f"allocator: {made_of}: {wanted}")
     return made

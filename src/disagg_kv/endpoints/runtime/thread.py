@@ -116,6 +116,7 @@ class EndpointThread:
             self._loop.turn(timeout_s)
         except BaseException as exc:
             self._break_down(self._loop.break_down(exc))
+            self._loop.drop_commands()
 
     def close(self, drain_s: float) -> None:
         """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless.
