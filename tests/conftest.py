@@ -35,8 +35,7 @@ def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     from disagg_kv.transports import registry as transports
 
     monkeypatch.setattr(transports, "_registered", dict(transports._registered))
-    monkeypatch.setattr(strategies, "_paths", dict(strategies._paths))
-    monkeypatch.setattr(strategies, "_schedules", dict(strategies._schedules))
+    monkeypatch.setattr(strategies, "_parts", {axis: dict(parts) for axis, parts in strategies._parts.items()})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

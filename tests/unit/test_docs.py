@@ -47,7 +47,7 @@ def module(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module for a page's blocks to live in; what they register is gone after the test."""
     made = ModuleType(f"page_{page.stem.replace('-', '_').lower()}")
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    monkeypatch.setattr(strategies, "_paths", dict(strategies._paths))
+    monkeypatch.setattr(strategies, "_parts", {axis: dict(parts) for axis, parts in strategies._parts.items()})
     monkeypatch.setattr(transports, "_registered", dict(transports._registered))
     return made
 

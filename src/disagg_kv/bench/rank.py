@@ -341,7 +341,7 @@ def _options(shape: TransferShape) -> Options:
 
 def _schedule(shape: TransferShape, name: str) -> Schedule | None:
     """In place of the one that a run's name chooses."""
-    if shape.group is None or name == WIRE or strategy(name).schedule != LayerPipelined().name:
+    if shape.group is None or name == WIRE or not isinstance(strategy(name).schedule, LayerPipelined):
         return None
     return LayerPipelined(fixed=shape.group)
 

@@ -1,19 +1,23 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
-from .base import Feature, Job, Schedule, Tables, TransferPlanner
+from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
-from .registry import AUTO, PER_CHUNK, Strategy, paths, register, schedules, strategy
+from .registry import AUTO, PER_CHUNK, Strategy, paths, register, schedules, selections, strategy
 from .schedules import LayerPipelined, PerChunk
+from .selections import Full, Incremental
 
 __all__ = [
     "AUTO",
     "PER_CHUNK",
     "DirectPlanner",
     "Feature",
+    "Full",
+    "Incremental",
     "Job",
     "LayerPipelined",
     "PerChunk",
     "Schedule",
+    "Selection",
     "SlicePlanner",
     "StagedPlanner",
     "Strategy",
@@ -22,5 +26,6 @@ __all__ = [
     "paths",
     "register",
     "schedules",
+    "selections",
     "strategy",
 ]

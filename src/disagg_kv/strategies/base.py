@@ -98,6 +98,35 @@ _WHY = {
 }
 
 
+class Selection(Protocol):
+    """Which rows of a request cross. Pure.
+
+    Decode asks where to begin, from what its engine holds already; prefill asks whether it begins there. All ranks of
+    an instance must come to the same row, so the answers may depend on nothing but their arguments.
+    """
+
+    @property
+    def name(self) -> str:
+        """A plain word."""
+        ...
+
+    def start(self, held: Mapping[GroupId, int], page_rows: int) -> int:
+        """Decode: the first row that crosses.
+
+        Args:
+            held: leading rows that the request's pages hold already, for every group of pages of tokens.
+            page_rows: the answer is a multiple of it, and at most what every group holds.
+
+        Raises:
+            ConfigurationError: it does not take what is held.
+        """
+        ...
+
+    def accepts(self, start: int) -> bool:
+        """Prefill: whether a decode rank may leave out the rows before ``start``."""
+        ...
+
+
 class Schedule(Protocol):
     """When the rows of a chunk cross. Pure.
 

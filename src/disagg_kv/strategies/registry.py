@@ -6,26 +6,38 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import Any
 
 from attrs import frozen
 
 from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
-from .base import Schedule, TransferPlanner
+from .base import Schedule, Selection, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
+from .selections import Full, Incremental
 
 ENTRY_POINTS = "disagg_kv.strategies"
-"""Installed packages name paths and schedules here; each entry point is such an object or a callable that makes one."""
+"""Installed packages name paths, schedules and selections here; an entry point is such an object, or makes one."""
 
 AUTO = "auto"
 PER_CHUNK = "per_chunk"
-SELECTIONS = ("full", "incremental")
 
-_paths: dict[str, TransferPlanner] = {path.name: path for path in (DirectPlanner(), SlicePlanner(), StagedPlanner())}
 _loading = threading.RLock()
-_schedules: dict[str, Schedule] = {one.name: one for one in (PerChunk(), LayerPipelined())}
+
+
+_parts: dict[str, dict[str, Any]] = {
+    "path": {one.name: one for one in (DirectPlanner(), SlicePlanner(), StagedPlanner())},
+    "schedule": {one.name: one for one in (PerChunk(), LayerPipelined())},
+    "selection": {one.name: one for one in (Full(), Incremental())},
+}
+"""What is known on each axis, by name."""
+
+_METHODS = {
+    "path": ("send", "receive", "count", "refuse"),
+    "schedule": ("groups",),
+    "selection": ("start", "accepts"),
+}
 
 
 @frozen
@@ -39,33 +51,36 @@ class Strategy:
     """
 
     path: str = AUTO
-    schedule: str = "per_chunk"
-    selection: str = "full"
+    schedule: Schedule = PerChunk()  # noqa: RUF009 - immutable
+    selection: Selection = Full()  # noqa: RUF009 - immutable
 
     def __str__(self) -> str:
-        return f"{self.path}+{self.schedule}+{self.selection}"
+        return f"{self.path}+{self.schedule.name}+{self.selection.name}"
 
 
-def register(part: TransferPlanner | Schedule) -> None:
-    """Make a path or a schedule known by its name.
+Part = TransferPlanner | Schedule | Selection
+
+
+def register(part: Part) -> None:
+    """Make a path, a schedule or a selection known by its name.
 
     Raises:
         ConfigurationError: the name is taken by another part, or is not a plain word.
     """
-    arguments.attributes(part, "part", "a path or a schedule", "name")
-    name, scheduling = arguments.text(part.name, "part: name"), hasattr(part, "groups")
-    if not scheduling:
-        arguments.methods(part, "part", "a path or a schedule", "send", "receive", "count", "refuse")
+    what = "a path, a schedule or a selection"
+    arguments.attributes(part, "part", what, "name")
+    name = arguments.text(part.name, "part: name")
+    kind = "schedule" if hasattr(part, "groups") else "selection" if hasattr(part, "accepts") else "path"
+    arguments.methods(part, "part", what, *_METHODS[kind])
     with _loading:
-        known = _paths.get(name, _schedules.get(name))
-        taken = {*_paths, *_schedules, *SELECTIONS, AUTO}
-        if not name.isidentifier() or (name in taken and known is not part):
-            kind = "schedule" if scheduling else "path"
+        known = _known(name)
+        if not name.isidentifier() or name == AUTO or (known is not None and known is not part):
             raise ConfigurationError(f"a {kind} cannot be called {name!r}: it must be a new plain word")
-        if scheduling:
-            _schedules[name] = cast("Schedule", part)
-        else:
-            _paths[name] = cast("TransferPlanner", part)
+        _parts[kind][name] = part
+
+
+def _known(name: str) -> object | None:
+    return next((axis[name] for axis in _parts.values() if name in axis), None)
 
 
 @cache
@@ -80,17 +95,17 @@ def _load() -> None:
     Nothing is imported under the lock: a module may call :func:`register` while another thread imports it.
     """
     for point in _installed():
-        if point.name not in _paths and point.name not in _schedules:
+        if _known(point.name) is None:
             part = _made(point)
             with _loading:
-                if point.name not in _paths and point.name not in _schedules:
+                if _known(point.name) is None:
                     register(part)
 
 
-def _made(point: EntryPoint) -> TransferPlanner | Schedule:
+def _made(point: EntryPoint) -> Part:
     try:
         found = point.load()
-        part: TransferPlanner | Schedule = found() if callable(found) else found
+        part: Part = found() if callable(found) else found
     except Exception as error:
         raise ConfigurationError(f"strategy {point.name!r}: {point.value} cannot be loaded: {error}") from error
     if part.name != point.name:
@@ -101,13 +116,19 @@ def _made(point: EntryPoint) -> TransferPlanner | Schedule:
 def paths() -> dict[str, TransferPlanner]:
     """Every known path by name, those of installed packages included."""
     _load()
-    return dict(_paths)
+    return dict(_parts["path"])
 
 
 def schedules() -> dict[str, Schedule]:
     """Every known schedule by name, those of installed packages included."""
     _load()
-    return dict(_schedules)
+    return dict(_parts["schedule"])
+
+
+def selections() -> dict[str, Selection]:
+    """Every known selection by name, those of installed packages included."""
+    _load()
+    return dict(_parts["selection"])
 
 
 def strategy(name: str) -> Strategy:
@@ -118,19 +139,18 @@ def strategy(name: str) -> Strategy:
         ConfigurationError: two parts for one axis.
     """
     arguments.text(name, "strategy")
-    known, known_schedules = paths(), schedules()
+    _load()
     chosen: dict[str, str] = {}
     for part in name.split("+"):
         word = part.strip().replace("-", "_")
-        if word == AUTO or word in known:
-            axis = "path"
-        elif word in known_schedules:
-            axis = "schedule"
-        elif word in SELECTIONS:
-            axis = "selection"
-        else:
-            raise UnknownNameError("strategy", part, {AUTO, *known, *known_schedules, *SELECTIONS})
+        axis = "path" if word == AUTO else next((kind for kind, known in _parts.items() if word in known), "")
+        if not axis:
+            raise UnknownNameError("strategy", part, {AUTO, *(known for axis in _parts.values() for known in axis)})
         if axis in chosen:
             raise ConfigurationError(f"strategy {name!r}: {chosen[axis]!r} and {word!r} are both a {axis}")
         chosen[axis] = word
-    return Strategy(**chosen)
+    return Strategy(
+        chosen.get("path", AUTO),
+        _parts["schedule"][chosen.get("schedule", PER_CHUNK)],
+        _parts["selection"][chosen.get("selection", "full")],
+    )

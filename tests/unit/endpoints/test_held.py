@@ -211,7 +211,7 @@ def test_a_selection_of_everything_takes_no_prefix() -> None:
     request = rig.request("room", rig.prefills, rig.decodes, 16).open_decode().expect(16, held=8).open_prefill()
     request.send(16).finish().failed()
     assert isinstance(request.sends[0].error, ConfigurationError)
-    assert "prefill's selection is 'full', not 'incremental'" in request.errors()
+    assert "prefill's selection 'full' sends them" in request.errors()
 
 
 def test_a_failed_suffix_leaves_the_prefix_alone() -> None:

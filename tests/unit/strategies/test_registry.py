@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
 
@@ -11,8 +11,25 @@ import pytest
 
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.planning import Groups, LayerRun
-from disagg_kv.strategies import AUTO, StagedPlanner, Strategy, paths, register, registry, schedules, strategy
+from disagg_kv.protocol import Phase
+from disagg_kv.rendezvous import Source
+from disagg_kv.strategies import (
+    AUTO,
+    Full,
+    Incremental,
+    LayerPipelined,
+    PerChunk,
+    StagedPlanner,
+    Strategy,
+    paths,
+    register,
+    registry,
+    schedules,
+    selections,
+    strategy,
+)  # fmt: skip
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(4, 4, 8, "float16")
@@ -45,15 +62,10 @@ class PairsOfLayers:
 
 @pytest.fixture(autouse=True)
 def _registry() -> Iterator[None]:
-    """What a test registers is gone afterwards."""
-    before, schedules_before = dict(registry._paths), dict(registry._schedules)
+    """What a test says is installed is gone afterwards."""
     registry._installed.cache_clear()
     yield
     registry._installed.cache_clear()
-    registry._paths.clear()
-    registry._paths.update(before)
-    registry._schedules.clear()
-    registry._schedules.update(schedules_before)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +74,10 @@ def _registry() -> Iterator[None]:
         ("auto", Strategy()),
         ("staged", Strategy("staged")),
         ("full+slice", Strategy("slice")),
-        (" direct + per-chunk + full ", Strategy("direct", "per_chunk", "full")),
-        ("staged+incremental", Strategy("staged", "per_chunk", "incremental")),
-        ("layer-pipelined", Strategy(AUTO, "layer_pipelined")),
-        ("staged+layer_pipelined+incremental", Strategy("staged", "layer_pipelined", "incremental")),
+        (" direct + per-chunk + full ", Strategy("direct", PerChunk(), Full())),
+        ("staged+incremental", Strategy("staged", PerChunk(), Incremental())),
+        ("layer-pipelined", Strategy(AUTO, LayerPipelined())),
+        ("staged+layer_pipelined+incremental", Strategy("staged", LayerPipelined(), Incremental())),
     ],
 )
 def test_names(name: str, want: Strategy) -> None:
@@ -93,11 +105,78 @@ def test_registering_a_schedule() -> None:
     register(mine)
     assert schedules()["pairs"] is mine
     assert "pairs" not in paths()
-    assert strategy("staged+pairs") == Strategy("staged", "pairs")
+    assert strategy("staged+pairs") == Strategy("staged", mine)
     with pytest.raises(ConfigurationError, match="a schedule cannot be called 'pairs'"):
         register(PairsOfLayers())
     with pytest.raises(ConfigurationError, match="a schedule cannot be called 'staged'"):
         register(PairsOfLayers("staged"))
+
+
+class AtLeast:
+    """Leaves out what decode holds only where that is many rows."""
+
+    name = "at_least"
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def start(self, held: Mapping[GroupId, int], page_rows: int) -> int:
+        """All of it, or none."""
+        rows = min(held.values(), default=0)
+        return rows // page_rows * page_rows if rows >= self.least else 0
+
+    def accepts(self, start: int) -> bool:
+        """Whatever it would say itself."""
+        return start == 0 or start >= self.least
+
+
+class Wrong(AtLeast):
+    """Leaves out rows that decode does not hold, or half a page."""
+
+    name = "wrong"
+
+    def start(self, held: Mapping[GroupId, int], page_rows: int) -> int:
+        """So many."""
+        return self.least
+
+
+def test_a_selection_of_one_s_own_carries_a_transfer() -> None:
+    """Fewer held rows than it asks for cross again; both sides have it, or the room fails."""
+    mine = AtLeast(8)
+    register(mine)
+    assert selections()["at_least"] is mine
+    with pytest.raises(ConfigurationError, match="a selection cannot be called 'full'"):
+        register(_named(AtLeast(1), "full"))
+    rig = Rig(CacheSpec.kv(2, 4, 8, "float16"))
+    prefills = rig.prefill(tp_shards(rig.spec, 1), strategy="staged+at_least")
+    decodes = rig.decode(tp_shards(rig.spec, 1), strategy="staged+at_least")
+    for held, start in ((4, 0), (8, 8)):
+        request = rig.request(f"{held}", prefills, decodes, 12).open_decode()
+        (handle,) = request.receives
+        rows = handle.expect(12, decodes[0].pages(decodes[0].take(12)), held={GroupId("kv"): held})
+        assert rows == {GroupId("kv"): start}
+        handle.abort("seen")
+    other = rig.decode(tp_shards(rig.spec, 1), "E", strategy="staged+incremental")
+    request = rig.request("other", prefills, other, 12).open_prefill().open_decode()
+    request.receives[0].expect(12, other[0].pages(other[0].take(12)), held={GroupId("kv"): 4})
+    rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the end")
+    assert "prefill's selection 'at_least' sends them" in str(request.sends[0].error)
+
+
+@pytest.mark.parametrize(("start", "problem"), [(6, "a multiple of 4"), (12, "at most 8"), (-4, "-4"), ("x", "'x'")])
+def test_a_selection_that_leaves_out_what_is_not_held_is_refused(start: int, problem: str) -> None:
+    """No row is left out that decode does not have, and no part of a page."""
+    register(_named(Wrong(start), f"wrong_{abs(hash(start))}"))
+    rig = Rig(CacheSpec.kv(2, 4, 8, "float16"))
+    decodes = rig.decode(tp_shards(rig.spec, 1), strategy=f"staged+wrong_{abs(hash(start))}")
+    handle = decodes[0].endpoint.open(RoomId(b"room"), Source("P"))
+    with pytest.raises(ConfigurationError, match=problem):
+        handle.expect(12, decodes[0].pages(decodes[0].take(12)), held={GroupId("kv"): 8})
+
+
+def _named(part: AtLeast, name: str) -> AtLeast:
+    part.name = name
+    return part
 
 
 def test_registering_a_path() -> None:

@@ -14,9 +14,10 @@ from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId
 from ...memory import MemoryPool
 from ...protocol import RoomKey, Verify
+from ...strategies import Selection
 from ..kept_pages import CachedPages, check_kept, kept_layers
 from ..runtime.admission import Admission
-from ..runtime.cached_prefix import after, rows_by_group, taken
+from ..runtime.cached_prefix import after, first_row, rows_by_group
 from ..runtime.handle import RoomHandle, check_states, check_tables, page_tables
 
 
@@ -57,7 +58,7 @@ class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
 
     def __init__(
-        self, key: RoomKey, pool: MemoryPool, office: DecodeCommands, selection: str, verify: Verify = "off"
+        self, key: RoomKey, pool: MemoryPool, office: DecodeCommands, selection: Selection, verify: Verify = "off"
     ) -> None:
         super().__init__(key.room)
         self._verify: Verify = verify
@@ -89,7 +90,7 @@ class ReceptionHandle(RoomHandle):
         kept = arguments.several(kept, f"{where}: kept", CachedPages)
         held = rows_by_group(where, held)
         site = self._pool.site
-        start = taken(where, site, held, self._selection)
+        start = first_row(where, site, held, self._selection)
         ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in pages]
         most = min(ends, default=start if site.token_groups else ENDLESS) if stop is None else stop
         beyond = {group: rows for group, rows in held.items() if stop is not None and rows > stop}

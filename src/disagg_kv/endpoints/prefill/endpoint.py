@@ -18,7 +18,7 @@ from ...memory import Buffer, Event, MemoryPool
 from ...planning import Batch
 from ...protocol import Options, RoomKey, Verify, check_verify
 from ...rendezvous import Rendezvous
-from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths, schedules
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
 from ...strategies import strategy as named
 from ...trace import Observer, Silent
 from ...transports import Transport
@@ -119,7 +119,7 @@ class PrefillEndpoint:
         staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
         regions = transport.register([*pool.buffers, staging])
         known = paths()
-        self._schedule = schedules()[chosen.schedule] if schedule is None else schedule
+        self._schedule = chosen.schedule if schedule is None else schedule
         self._uses = frozenset(arguments.several(uses, "uses", Feature))
         usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
         me = EndpointInfo(

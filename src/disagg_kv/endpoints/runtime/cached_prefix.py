@@ -10,9 +10,7 @@ from ...errors import ConfigurationError, GeometryError, RemoteProtocolError
 from ...geometry import PageTable, Site
 from ...ids import GroupId, Rank
 from ...protocol.frames import Expect
-
-INCREMENTAL = "incremental"
-"""The selection that sends only what decode lacks."""
+from ...strategies import Selection
 
 
 def page_multiple(site: Site) -> int:
@@ -36,21 +34,25 @@ def rows_by_group(where: str, held: Mapping[GroupId, int] | None) -> dict[GroupI
     }
 
 
-def taken(where: str, site: Site, given: Mapping[GroupId, int], selection: str) -> int:
-    """The rows that count as held: the fewest of any group, rounded down to its pages.
+def first_row(where: str, site: Site, given: Mapping[GroupId, int], selection: Selection) -> int:
+    """The first row that crosses.
 
     Raises:
         GeometryError: a group that the pool does not have.
-        ConfigurationError: rows are held, but the endpoint's selection is another.
+        ConfigurationError: the selection does not take what is held, or it leaves out what is not, or part of a page.
     """
     for group in given:
         site.group(group)
-    if any(given.values()) and selection != INCREMENTAL:
-        raise ConfigurationError(
-            f"{where}: a held prefix {dict(given)} needs the selection 'incremental', the endpoint has {selection!r}"
-        )
-    fewest = min((given.get(group.id, 0) for group in site.token_groups), default=0)
-    return fewest // page_multiple(site) * page_multiple(site)
+    held = {group.id: given.get(group.id, 0) for group in site.token_groups}
+    rows, fewest = page_multiple(site), min(held.values(), default=0)
+    try:
+        start = arguments.count(selection.start(held, rows), f"selection {selection.name!r}: start")
+    except ConfigurationError as exc:
+        raise ConfigurationError(f"{where}: {exc}") from exc
+    if start > fewest or start % rows:
+        wanted = f"a multiple of {rows}, and at most {fewest}, is needed"
+        raise ConfigurationError(f"{where}: selection {selection.name!r} begins at row {start}: {wanted}")
+    return start
 
 
 def after(site: Site, tables: Mapping[GroupId, PageTable], starts: Mapping[GroupId, int]) -> dict[GroupId, PageTable]:
@@ -63,7 +65,9 @@ def after(site: Site, tables: Mapping[GroupId, PageTable], starts: Mapping[Group
     return cut
 
 
-def check_start(room: str, frame: Expect, target: Site, selection: str, rank: Rank, others: Mapping[Rank, int]) -> None:
+def check_start(
+    room: str, frame: Expect, target: Site, selection: Selection, rank: Rank, others: Mapping[Rank, int]
+) -> None:
     """Raise unless we can begin where a decode rank wants us to.
 
     Args:
@@ -77,13 +81,12 @@ def check_start(room: str, frame: Expect, target: Site, selection: str, rank: Ra
 
     Raises:
         RemoteProtocolError: not at a page's end, beyond the last row, or not where its other ranks do.
-        ConfigurationError: rows are held, but our selection sends all.
+        ConfigurationError: rows are held that our selection sends.
     """
     start, rows = frame.start, page_multiple(target)
-    if start and selection != INCREMENTAL:
+    if start and not selection.accepts(start):
         raise ConfigurationError(
-            f"{room}: decode rank {rank} holds {start} rows, but prefill's selection is {selection!r}, "
-            f"not {INCREMENTAL!r}"
+            f"{room}: decode rank {rank} holds {start} rows, but prefill's selection {selection.name!r} sends them"
         )
     if start % rows:
         raise RemoteProtocolError(f"{room}: decode rank {rank} holds {start} rows, which is no multiple of {rows}")

@@ -19,7 +19,7 @@ from ....ids import Rank
 from ....memory import PagedPool
 from ....prefix import CachedChecksums, Claim, HashPrefixIndex, PrefixCache, namespace_of
 from ....rendezvous import StoreMinimum
-from ....strategies import strategy
+from ....strategies import Incremental, strategy
 from .. import PageAllocator, PagedHFCache
 from ..events import computed
 from . import wire
@@ -75,7 +75,7 @@ class _Rank:
         self._store = store
         self._endpoint = endpoint
         self._pool = pool
-        self._keeps = strategy(self.config.strategy).selection == "incremental"
+        self._keeps = isinstance(strategy(self.config.strategy).selection, Incremental)
         self._minimum = StoreMinimum(store, "decode", Rank(member.rank), member.world)
 
     def receive(self, turn: int) -> None:

@@ -110,7 +110,7 @@ def _options(config: DemoConfig) -> Options:
 
 def _schedule(config: DemoConfig) -> Schedule | None:
     """Prompts of a demo are too short for the schedule's own rules: the size of its groups is given."""
-    layered = strategy(config.strategy).schedule == LayerPipelined().name
+    layered = isinstance(strategy(config.strategy).schedule, LayerPipelined)
     return LayerPipelined(fixed=config.layer_group) if layered else None
 
 
