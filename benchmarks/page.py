@@ -448,6 +448,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_prefix_index.json": prefix_index,
     "cpu_prefix_workload.json": prefix_workload,
     "simulation.json": simulation,
+    "mutants.json": mutants,
     "h200_kernels.json": gpu_kernels,
     "h200_transfer.json": gpu_transfer,
     "h200_transfer_again.json": gpu_transfer,

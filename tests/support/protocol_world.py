@@ -215,7 +215,7 @@ class World:
         def adds(start: int, stop: int) -> Callable[[], None]:
             turn = next(turns)
             for layer in self.spec.layers if s.look_ahead else ():
-                readies.append(at(partial(SendRoom.ready, turn=turn, layers={layer}, now=self.now)))
+                readies.append(at(partial(SendRoom.ready, call_id=turn, layers={layer}, now=self.now)))
             return at(lambda room: room.add(turn, start, stop, tables, ready=not s.look_ahead, now=self.now))
 
         readies: list[Callable[[], None]] = []

@@ -315,7 +315,7 @@ class Rig:
         """Every endpoint that is neither frozen nor closed makes one turn, then time passes."""
         for member in self.members:
             if not (member.frozen or member.closed):
-                member.endpoint.driver.turn(0.0)
+                member.endpoint.driver.step(0.0)
                 member.endpoint.check_integrity()
         self.clock.advance(step_s)
 

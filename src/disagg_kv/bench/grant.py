@@ -13,7 +13,7 @@ import zmq
 from attrs import define, field, frozen
 
 from ..endpoints.prefill.handle import ForwardPass
-from ..endpoints.runtime.thread import TURN_S
+from ..endpoints.runtime.thread import STEP_S
 from ..errors import ConfigurationError, DeadlineError, IntegrityError
 from ..geometry import PageTable
 from ..protocol import Options
@@ -234,19 +234,19 @@ class Asker(PrefillRank):
         return granted[1:]
 
     def _until(self, good: Callable[[], bool], look_s: float = 0.0) -> None:
-        """Turn the endpoint until then; it waits by itself."""
+        """Step the endpoint until then; it waits by itself."""
 
-        def turned() -> bool:
+        def stepped() -> bool:
             if not good():
-                self._end.driver.turn(TURN_S)
+                self._end.driver.step(STEP_S)
             return good()
 
-        wait_until(turned, self._delivery, self._shape.timeout_s, 0.0)
+        wait_until(stepped, self._delivery, self._shape.timeout_s, 0.0)
 
     def idle(self) -> None:
         """Beat and answer between two requests of the parent."""
         for end in self._ends.values():
-            end.driver.turn()
+            end.driver.step()
 
     def bare(self, nbytes: int, pause_s: float) -> list[float]:
         """Seconds of as many bare round trips of a frame of that size."""

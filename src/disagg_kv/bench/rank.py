@@ -112,7 +112,7 @@ class Moved:
 
 
 class PrefillRank:
-    """Sends. Without ``threaded``, who waits turns the endpoint too."""
+    """Sends. Without ``threaded``, the caller that waits steps the endpoint, too."""
 
     polls = False
     threaded = True

@@ -25,7 +25,7 @@ class Readiness(Enum):
 
 
 @define(eq=False)
-class _Turn:
+class _Call:
     """Rows that the engine handed over by one call, and the layers of them that are final; ``whole``: all layers."""
 
     start: int
@@ -44,14 +44,14 @@ class Chunk:
     Args:
         start, stop: which rows.
         tables: their pages; None after a withdrawal, until they are given again.
-        turns: the calls that they came by.
+        calls: the calls that they came by.
         batch: the forward pass that computes them.
     """
 
     start: int
     stop: int
     tables: Mapping[GroupId, PageTable] | None
-    turns: tuple[_Turn, ...] = ()
+    calls: tuple[_Call, ...] = ()
     batch: Batch = field(factory=Batch)
 
 
@@ -69,8 +69,8 @@ class Rows:
         self._tokenless = frozenset(tokenless)
         self.chunks: list[Chunk] = []
         self.states: Chunk | None = None
-        self._turns: dict[int, _Turn] = {}
-        self._order: list[_Turn] = []
+        self._calls: dict[int, _Call] = {}
+        self._order: list[_Call] = []
         # As the two lists above: looked up many times for each segment.
         self._starts: list[int] = []
         self._stops: list[int] = []
@@ -83,7 +83,7 @@ class Rows:
 
     def add(
         self,
-        turn: int,
+        call_id: int,
         start: int,
         stop: int,
         tables: Mapping[GroupId, PageTable],
@@ -91,17 +91,17 @@ class Rows:
         ready: bool,
         batch: Batch | None = None,
     ) -> Chunk | None:
-        """The rows ``[start, stop)`` come by a call of number ``turn``; the new chunk, if there are new rows.
+        """The rows ``[start, stop)`` come by a call of number ``call_id``; the new chunk, if there are new rows.
 
         Args:
-            turn: never used before.
+            call_id: never used before.
             start: first row of this call.
             stop: one past its last.
             tables: pages of these rows and of those handed over since the last withdrawal.
             ready: True: all layers are final.
             batch: the forward pass that computes them.
         """
-        self._turns[turn] = one = _Turn(start, stop, whole=ready)
+        self._calls[call_id] = one = _Call(start, stop, whole=ready)
         self._order.append(one)
         self._stops.append(stop)
         # Rows are handed over in order, so chunks get their pages again in order: each is looked at once.
@@ -109,24 +109,24 @@ class Rows:
             chunk = self.chunks[self._given]
             if chunk.stop > stop or any(t.first > chunk.start for t in tables.values()):
                 break
-            chunk.tables, chunk.turns = tables, self._turns_of(chunk.start, chunk.stop)
+            chunk.tables, chunk.calls = tables, self._calls_of(chunk.start, chunk.stop)
             self._given += 1
         if stop <= self.stop:
             return None
-        chunk = Chunk(self.stop, stop, tables, self._turns_of(self.stop, stop), batch or Batch())
+        chunk = Chunk(self.stop, stop, tables, self._calls_of(self.stop, stop), batch or Batch())
         self.chunks.append(chunk)
         self._starts.append(chunk.start)
         self._given = len(self.chunks)
         return chunk
 
-    def _turns_of(self, start: int, stop: int) -> tuple[_Turn, ...]:
+    def _calls_of(self, start: int, stop: int) -> tuple[_Call, ...]:
         """The calls since the last withdrawal that rows came by; each begins where the one before ended."""
         first = bisect_right(self._stops, start)
-        return tuple(takewhile(lambda turn: turn.start < stop, self._order[first:]))
+        return tuple(takewhile(lambda call: call.start < stop, self._order[first:]))
 
-    def ready(self, turn: int, layers: Collection[LayerId] | None) -> None:
+    def ready(self, call_id: int, layers: Collection[LayerId] | None) -> None:
         """These layers (None: all) of the rows of a call are final; nothing, if its pages were withdrawn since."""
-        known = self._turns.get(turn)
+        known = self._calls.get(call_id)
         if known is None:
             return
         if layers is None:
@@ -144,19 +144,19 @@ class Rows:
 
     def withdraw(self) -> None:
         """Forget all pages, and what was final."""
-        self._turns.clear()
+        self._calls.clear()
         self._order.clear()
         self._stops.clear()
         self._given = 0
         for chunk in self._all():
-            chunk.tables, chunk.turns = None, ()
+            chunk.tables, chunk.calls = None, ()
 
     def _all(self) -> list[Chunk]:
         return self.chunks if self.states is None else [*self.chunks, self.states]
 
     def clear(self) -> None:
         """The room has ended."""
-        self._turns.clear()
+        self._calls.clear()
         self._order.clear()
         self._stops.clear()
         self._given = 0
@@ -179,7 +179,7 @@ class Rows:
         chunk = self.chunk(segment)
         if chunk.tables is None:
             return Readiness.WITHDRAWN
-        return Readiness.READY if all(t.final(segment, self._tokenless) for t in chunk.turns) else Readiness.AHEAD
+        return Readiness.READY if all(t.final(segment, self._tokenless) for t in chunk.calls) else Readiness.AHEAD
 
     def missing(self, layers: Collection[LayerId]) -> str:
         """The first rows that are not final, and in which of these layers; empty if there are none."""
@@ -190,8 +190,8 @@ class Rows:
                     if chunk is self.states
                     else f"rows {chunk.start}-{chunk.stop} were withdrawn"
                 )
-            for turn in chunk.turns:
-                late = [] if turn.whole else sorted(set(layers) - turn.layers - self._tokenless)
+            for call in chunk.calls:
+                late = [] if call.whole else sorted(set(layers) - call.layers - self._tokenless)
                 if late:
-                    return f"rows {turn.start}-{turn.stop} never became final in layers {late}"
+                    return f"rows {call.start}-{call.stop} never became final in layers {late}"
         return ""

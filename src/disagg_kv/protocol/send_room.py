@@ -88,7 +88,7 @@ class SendRoom:
 
     def add(
         self,
-        turn: int,
+        call_id: int,
         start: int,
         stop: int,
         tables: Mapping[GroupId, PageTable],
@@ -103,7 +103,7 @@ class SendRoom:
         end = self.rows.stop
         if self._finished is not None and stop > end:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after it was finished at {end}")
-        chunk = self.rows.add(turn, start, stop, tables, ready=ready, batch=batch)
+        chunk = self.rows.add(call_id, start, stop, tables, ready=ready, batch=batch)
         out: list[Effect] = []
         if chunk is not None:
             for flow in self._planned():
@@ -111,9 +111,9 @@ class SendRoom:
                 out += self._offer_states(flow, now)
         return self._reviewed(out, now) + self._all(Offered(changed=start < end), now)
 
-    def ready(self, turn: int, layers: Collection[LayerId] | None, now: float) -> list[Effect]:
+    def ready(self, call_id: int, layers: Collection[LayerId] | None, now: float) -> list[Effect]:
         """These layers (None: all) of the rows that came by a call are computed."""
-        self.rows.ready(turn, layers)
+        self.rows.ready(call_id, layers)
         return self._all(Offered(), now)
 
     def groups(self) -> Set[frozenset[LayerId]]:

@@ -357,8 +357,8 @@ def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], want
     send.finish(0, aux=0)
 
     def ended() -> bool:
-        send_end.driver.turn()
-        receive_end.driver.turn()
+        send_end.driver.step()
+        receive_end.driver.step()
         return send.released and receive.released
 
     rig.until(ended, "the end")
@@ -446,7 +446,7 @@ def test_the_life_of_an_endpoint_can_be_given() -> None:
         life=life,
     )
     endpoint.open(RoomId(b"room"), Source("ear"))
-    endpoint.driver.turn()
+    endpoint.driver.step()
     hello = next(Codec().decode(event.frame) for event in ear.poll(0.0) if isinstance(event, Arrived))
     assert isinstance(hello, Hello)
     assert (hello.src, hello.pid, hello.started, hello.born, hello.host) == (life.epoch, 7, 8, 9, "host")

@@ -36,7 +36,7 @@ def waiting(rooms: int, case: str) -> Rig:
 def turn(rig: Rig) -> None:
     """Every endpoint makes a turn, and 5 ms pass; nothing is checked, as that looks at every room."""
     for member in rig.members:
-        member.endpoint.driver.turn(0.0)
+        member.endpoint.driver.step(0.0)
     rig.clock.advance(0.005)
 
 

@@ -83,7 +83,7 @@ def waits(rig: Rig, channel: Listening, turns: int = 12, step_s: float = 0.0005)
     found = []
     for _ in range(turns):
         channel.waits.clear()
-        rig.decodes[0].endpoint.driver.turn(1.0)
+        rig.decodes[0].endpoint.driver.step(1.0)
         found.append(any(channel.waits))
         rig.clock.advance(step_s)
     return found

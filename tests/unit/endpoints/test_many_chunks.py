@@ -42,7 +42,7 @@ class Room:
     def turn(self) -> None:
         """Every endpoint makes a turn; nothing is checked, as that looks at everything."""
         for member in self.rig.members:
-            member.endpoint.driver.turn(0.0)
+            member.endpoint.driver.step(0.0)
         self.rig.clock.advance(0.001)
 
     def send(self) -> None:
@@ -210,7 +210,7 @@ def test_commands_that_take_long_are_not_begun_when_a_heartbeat_may_be_due() -> 
     for _ in range(5):
         beats.node.post(slow)
     for _ in range(5):
-        beats.node.turn(0.0)
+        beats.node.step(0.0)
     assert (beats.done, beats.most) == (5, 1)
     assert beats.beats >= 4
 

@@ -349,7 +349,7 @@ def test_a_peer_whose_heartbeats_wait_behind_a_flood_is_not_silent() -> None:
     rig.wait(1.5 * options.silence_s)
     decodes[0].frozen = False
     lost = decodes[0].observer.counters.get("peers.lost", 0)
-    decodes[0].endpoint.driver.turn(0.0)
+    decodes[0].endpoint.driver.step(0.0)
     assert decodes[0].observer.counters.get("peers.lost", 0) == lost
     request.failed()  # prefill has lost decode meanwhile
     rig.quiet()
@@ -429,7 +429,7 @@ def test_a_withdrawal_ends_with_its_endpoint() -> None:
     assert isinstance(transport, Failing)
     transport.error = SystemExit(1)
     with pytest.raises(EndpointBrokenError):
-        prefills[0].endpoint.driver.turn(0.0)
+        prefills[0].endpoint.driver.step(0.0)
     for wait in (fired.query, fired.synchronize):
         with pytest.raises(EndpointBrokenError):
             wait()

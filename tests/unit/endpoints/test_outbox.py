@@ -146,8 +146,8 @@ def until_landed(rig: Rig, request: Request, segments: int = 1, phase: Phase = P
     for _ in range(100):
         if request.receives[0].report.segments == segments and request.receives[0].phase is phase:
             return
-        rig.prefills[0].endpoint.driver.turn(1.0)
-        rig.decodes[0].endpoint.driver.turn(1.0)
+        rig.prefills[0].endpoint.driver.step(1.0)
+        rig.decodes[0].endpoint.driver.step(1.0)
     raise AssertionError("they have not landed")
 
 
@@ -164,7 +164,7 @@ def test_a_receipt_waits_only_where_bytes_are_fast_and_the_window_is_wide(
     until_landed(rig, request)
     assert decode.said(Landed) == (not waits)
     rig.clock.advance(RECEIPT_S)
-    rig.decodes[0].endpoint.driver.turn(1.0)
+    rig.decodes[0].endpoint.driver.step(1.0)
     assert decode.said(Landed) == 1
     request.send(16).finish().landed()
     rig.quiet()
@@ -178,7 +178,7 @@ def test_a_receipt_leaves_before_its_endpoint_sleeps() -> None:
     assert decode.said(Landed) == 0
     rig.clock.advance(1e-6)
     decode.log.clear()
-    rig.decodes[0].endpoint.driver.turn(1.0)
+    rig.decodes[0].endpoint.driver.step(1.0)
     assert decode.log == ["sleep"]
     assert decode.said(Landed) == 1
     request.send(16).finish().landed()
@@ -209,15 +209,15 @@ def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pyt
         return work()
 
     monkeypatch.setattr(endpoint._role, "work", noted)
-    endpoint.driver.turn(1.0)
+    endpoint.driver.step(1.0)
     decode.log.clear()
     for _ in range(3):
-        endpoint.driver.turn(1.0)
+        endpoint.driver.step(1.0)
     assert decode.log == ["hear", "work", "nap"] * 3
     rig.clock.advance(61.0)
     decode.log.clear()
     for _ in range(2):
-        endpoint.driver.turn(1.0)
+        endpoint.driver.step(1.0)
     assert decode.log == ["hear", "work", "sleep", "work", "sleep"]
 
 
@@ -229,13 +229,13 @@ def test_after_a_frame_naps_are_short_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode, "nap", naps.append)
     monkeypatch.setattr(endpoint._role, "work", lambda: True)
     for _ in range(6):
-        endpoint.driver.turn(1.0)
+        endpoint.driver.step(1.0)
     assert naps[0] < naps[1] < naps[-1] == LONGEST_PAUSE_S
     request.receives[0].abort("something to say")
     rig.prefills[0].channel.send(decode.address, b"not even a frame")
     naps.clear()
     for _ in range(2):
-        endpoint.driver.turn(1.0)
+        endpoint.driver.step(1.0)
     assert naps == [SHORTEST_PAUSE_S, 2 * SHORTEST_PAUSE_S]
 
 

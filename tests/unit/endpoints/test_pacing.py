@@ -174,13 +174,13 @@ def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
     step = end.step({room: (20, [PageTable(GroupId("kv"), [0, 1])])})
     step.layer_ready(LayerId(0), event)
     for _ in range(10):
-        end.driver.turn(1.0)
+        end.driver.step(1.0)
     assert channel.waits == [0.0] * SOON + [LEAST_S] * (10 - SOON)
     assert slept == [SOON_S] * SOON
     slept.clear()
     step.close(event)
     for _ in range(3):
-        end.driver.turn(1.0)
+        end.driver.step(1.0)
     assert slept == [SHORTEST_PAUSE_S] * 3
     assert channel.waits[-1] == 0.0
     event.fired = True

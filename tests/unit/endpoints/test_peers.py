@@ -482,7 +482,7 @@ def test_idle_endpoints_rest() -> None:
     turns, end = 0, rig.clock() + 20.0
     while rig.clock() < end:
         for member in rig.members:
-            member.endpoint.driver.turn(1.0)
+            member.endpoint.driver.step(1.0)
         turns += 1
         rig.clock.advance(min(one.slept[-1] for one in made))
     assert turns < 20 * 10
@@ -505,9 +505,9 @@ def test_a_target_that_has_to_poll_does_so_while_rooms_are_open() -> None:
 
     rig = Rig(SPEC)
     (member,) = rig.decode(tp_shards(SPEC, 1), memory=Memory(transport=Manual, channel=channel))
-    member.endpoint.driver.turn(1.0)
+    member.endpoint.driver.step(1.0)
     assert made[0].slept[-1] > 0.01
     member.endpoint.open(RoomId(b"room"), Source("P"))
     for _ in range(3):
-        member.endpoint.driver.turn(1.0)
+        member.endpoint.driver.step(1.0)
     assert made[0].slept[-1] <= 0.001

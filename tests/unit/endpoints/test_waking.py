@@ -89,7 +89,7 @@ class House:
             if not awake:
                 return
             for member in awake:
-                member.endpoint.driver.turn(1.0)
+                member.endpoint.driver.step(1.0)
                 member.endpoint.check_integrity()
         raise AssertionError("they do not come to rest")
 

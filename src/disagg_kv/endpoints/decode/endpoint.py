@@ -73,7 +73,7 @@ class DecodeEndpoint:
         kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
         clock, sleep: time.
-        thread: False: nobody drives the endpoint but ``driver.turn``; for simulations.
+        thread: False: nobody drives the endpoint but ``driver.step``; for simulations.
         life: its epoch and process; None: a new epoch in this process.
         background: makes what runs calls that may block, given a name and how many run at a time; None: threads, or
             the calling thread where the endpoint has none of its own.
@@ -231,7 +231,7 @@ class DecodeEndpoint:
         self.driver.close(drain_s)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the accounts contradict each other; on the thread that turns the endpoint."""
+        """Raise AssertionError if the accounts contradict each other; on the thread that steps the endpoint."""
         self._role.check_integrity()
 
     # For handles.

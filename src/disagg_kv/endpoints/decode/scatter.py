@@ -63,11 +63,11 @@ class _Ready:
 class ScatterQueue:
     """Runs on the endpoint's thread only.
 
-    A segment is prepared when its parts' places are known, one in a turn and after all that is urgent. A prepared
+    A segment is prepared when its parts' places are known, one in a step and after all that is urgent. A prepared
     launch belongs to the segment's lease: :meth:`drop` is told when that ends.
 
     Arrivals must not hold up what is being decoded, so each waits until the pace allows it. What may begin in one
-    turn is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
+    step is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
     gets its bytes back as early as it can.
     """
 

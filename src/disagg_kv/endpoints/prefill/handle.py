@@ -33,10 +33,10 @@ Act = Callable[[SendRoom, float], list[Effect]]
 
 @frozen
 class SubmittedChunk:
-    """Rows of a room that the engine handed over by one call; ``turn`` counts the calls. See :class:`Rows`."""
+    """Rows of a room that the engine handed over by one call; ``call_id`` counts the calls. See :class:`Rows`."""
 
     key: RoomKey
-    turn: int
+    call_id: int
     start: int
     stop: int
     tables: Mapping[GroupId, PageTable]

@@ -78,7 +78,7 @@ class PreparedGathers:
     """Runs on the endpoint's thread only. A room whose pages are taken away is forgotten: a grant may outlive them.
 
     Only kernels that prepare are worth it: others copy for longer than anybody plans. One transfer is planned in a
-    turn: an engine may be launching its own kernels meanwhile, and holds the same interpreter. With the last
+    step: an engine may be launching its own kernels meanwhile, and holds the same interpreter. With the last
     destination of a segment the gather for all of them is prepared.
 
     Args:

@@ -123,7 +123,7 @@ class PrefillSide:
             self._add(one, ready=False)
             room = self._rooms.get(one.key)
             if room is not None and one.batch.layered:
-                room.passes[one.turn] = cuts
+                room.passes[one.call_id] = cuts
                 self._cut(room, cuts)
 
     def _cut(self, room: PrefillRoom, cuts: LayerGroups) -> None:
@@ -152,7 +152,8 @@ class PrefillSide:
         if room is not None:
             now = self._loop.now
             self._apply(
-                room, room.machine.add(one.turn, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch)
+                room,
+                room.machine.add(one.call_id, one.start, one.stop, one.tables, ready=ready, now=now, batch=one.batch),
             )
 
     def final_at(
@@ -171,7 +172,7 @@ class PrefillSide:
             self._computed(submitted, layers, said)
         else:
             self._lines.add(
-                (submitted[0].key, submitted[0].turn), ready, partial(self._computed, submitted, layers), broken
+                (submitted[0].key, submitted[0].call_id), ready, partial(self._computed, submitted, layers), broken
             )
 
     def closed_at(self, submitted: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
@@ -180,7 +181,7 @@ class PrefillSide:
         for one in submitted:
             room = self._rooms.get(one.key)
             if room is not None:
-                room.passes.pop(one.turn, None)
+                room.passes.pop(one.call_id, None)
         broken = partial(self.broken, [one.key for one in submitted])
         self._loop.when(ready, partial(self._ended, submitted, said if ready is None else None), broken)
 
@@ -220,7 +221,7 @@ class PrefillSide:
         for one in submitted:
             room = self._rooms.get(one.key)
             if room is not None:
-                self._apply(room, room.machine.ready(one.turn, layers, self._loop.now))
+                self._apply(room, room.machine.ready(one.call_id, layers, self._loop.now))
 
     def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
         """The engine's event raised: nobody knows whether the bytes are final."""

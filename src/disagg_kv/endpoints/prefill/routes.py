@@ -166,7 +166,7 @@ class Router:
         pair = RankPair(me.rank, site, remote.site, intake, view, *limits)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
-        path, reason = self._choose(remote, routes.turn(room), frame, pair)
+        path, reason = self._choose(remote, routes.rotation(room), frame, pair)
         if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         pair = pair.fitted()
@@ -216,13 +216,15 @@ class Router:
         told(run, groups)
         return groups.cut(run)
 
-    def _choose(self, remote: RemoteEndpoint, turn: int, frame: Expect, pair: RankPair) -> tuple[TransferPlanner, str]:
+    def _choose(
+        self, remote: RemoteEndpoint, rotation: int, frame: Expect, pair: RankPair
+    ) -> tuple[TransferPlanner, str]:
         theirs = set(remote.hello.paths)
         known = [p for p in self._paths if (p.name, p.version) in theirs]
         most = max((g.rows_per_page * g.pages for g in self._pool.site.groups), default=1)
         length = 0 if frame.stop is None else min(_rounded(frame.stop - frame.start), most)
         exposed = frame.tables is not None
-        key = (remote.epoch, turn, frame.paths, exposed, length)
+        key = (remote.epoch, rotation, frame.paths, exposed, length)
         if key not in self._choices:
             chosen = _chosen(self._strategy.path, _Known(tuple(known)), frame.paths, exposed, pair, length, self._costs)
             self._choices[key] = chosen

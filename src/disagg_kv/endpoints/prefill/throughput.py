@@ -227,7 +227,7 @@ class EventFifo:
 
 
 def _name(submitted: Sequence[SubmittedChunk]) -> tuple[RoomKey, int]:
-    return submitted[0].key, submitted[0].turn
+    return submitted[0].key, submitted[0].call_id
 
 
 def _mixed(before: float | None, new: float) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 BUDGET_S = 0.01
-"""Seconds after which no further piece of work is begun in a turn; a piece under way is finished."""
+"""Seconds after which no further piece of work is begun in a step; a piece under way is finished."""
 
 MOST = 256
-"""Pieces of work of one kind in a turn, however fast they are."""
+"""Pieces of work of one kind in a step, however fast they are."""
 
 
 class Budget:
-    """One kind of work in one turn: commands of the engine, frames, gathers or scatters.
+    """One kind of work in one step: commands of the engine, frames, gathers or scatters.
 
     Args:
         clock: time, in seconds.
@@ -25,7 +25,7 @@ class Budget:
         self._left = most
 
     def take(self) -> bool:
-        """Whether another piece of work may begin in this turn; it counts as begun."""
+        """Whether another piece of work may begin in this step; it counts as begun."""
         if self._left <= 0 or self._clock() >= self._until:
             self._left = 0
             return False

@@ -1,6 +1,6 @@
 """What both kinds of endpoint do alike: introduce themselves, beat, notice ends, pass frames on, and keep going.
 
-:meth:`EventLoop.turn` is one step. An ``EndpointThread`` calls it again and again, or the simulator does.
+:meth:`EventLoop.step` is one step. An ``EndpointThread`` calls it again and again, or the simulator does.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class EventLoop:
         self.codec = Codec()
         self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.defer)
         self._naps = channel if isinstance(channel, SupportsNaps) else None
-        # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the turn.
+        # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the step.
         self._prompt = self._naps is not None
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
@@ -159,7 +159,7 @@ class EventLoop:
     # From any thread.
 
     def post(self, command: Callable[[], None], *, wake: bool = True) -> None:
-        """Have the endpoint's thread do something, in order; without ``wake`` when it next turns for any reason.
+        """Have the endpoint's thread do something, in order; without ``wake`` in its next step.
 
         Raises:
             EndpointBrokenError: the endpoint has failed. What is posted before that is failed by :meth:`break_down`.
@@ -178,7 +178,7 @@ class EventLoop:
 
     @property
     def behind(self) -> bool:
-        """Whether commands of the engine wait that did not fit into the last turn."""
+        """Whether commands of the engine wait that did not fit into the last step."""
         return bool(self._commands)
 
     def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
@@ -193,7 +193,7 @@ class EventLoop:
         else:
             self._later.append((event, command, failed))
 
-    def turn(self, timeout_s: float) -> None:
+    def step(self, timeout_s: float) -> None:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
         self.now = self.clock()
         # What ended a nap goes before what is less urgent: bytes may wait for it.
@@ -577,7 +577,7 @@ class EventLoop:
         return link
 
     def flush(self, now: float = inf) -> None:
-        """Hand over what was said: when a turn ends, and before this thread does something that may take long.
+        """Hand over what was said: when a step ends, and before this thread does something that may take long.
 
         Given the time, frames that are not due by then stay.
         """

@@ -23,24 +23,24 @@ class PlanCache:
     def __init__(self, writers: Sequence[Shard], target: Site) -> None:
         self.target = target
         self._writers = tuple(writers)
-        self._router = _rotations(target.spec, self._writers, target.shard)
+        self._rotations = _rotations(target.spec, self._writers, target.shard)
         self._intakes: dict[int, Intake] = {}
         self._views: dict[tuple[int, Rank, bool], PartView] = {}
 
     def intake(self, room: RoomId) -> Intake:
         """What the target gets from each writer for this room: the room decides which replica takes which piece."""
-        turn = self.turn(room)
-        if turn not in self._intakes:
-            self._intakes[turn] = intake_of(self.target.spec, self._writers, self.target.shard, turn)
-        return self._intakes[turn]
+        rotation = self.rotation(room)
+        if rotation not in self._intakes:
+            self._intakes[rotation] = intake_of(self.target.spec, self._writers, self.target.shard, rotation)
+        return self._intakes[rotation]
 
     def view(self, room: RoomId, writer: Rank, site: Site) -> PartView:
         """A writer's parts in the pool of ``site``: the writer's own or the target's."""
-        key = (self.turn(room), writer, site is self.target)
+        key = (self.rotation(room), writer, site is self.target)
         if key not in self._views:
             self._views[key] = part_view(site, tuple(self.intake(room).parts[writer]), site.spec)
         return self._views[key]
 
-    def turn(self, room: RoomId) -> int:
+    def rotation(self, room: RoomId) -> int:
         """The room's rotation: stable between processes, unlike Python's own hash."""
-        return int.from_bytes(hashlib.blake2b(room, digest_size=4).digest(), "big") % self._router
+        return int.from_bytes(hashlib.blake2b(room, digest_size=4).digest(), "big") % self._rotations

@@ -19,7 +19,7 @@ MUCH = 32 << 20
 
 
 class ReceiveBuffer:
-    """What one turn has no time for comes first in the next, before the channel is asked for more.
+    """What one step has no time for comes first in the next, before the channel is asked for more.
 
     Args:
         channel: where news come from.

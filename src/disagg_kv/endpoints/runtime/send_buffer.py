@@ -1,4 +1,4 @@
-"""What an endpoint has said in a turn, until it is handed over: what is for one address crosses together."""
+"""What an endpoint sends in a step, until it is handed over: what is for one address crosses together."""
 
 from __future__ import annotations
 

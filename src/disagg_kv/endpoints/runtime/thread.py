@@ -17,7 +17,7 @@ from .latch import Latch
 
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK, see prctl(2)
 
-TURN_S = 1.0
+STEP_S = 1.0
 """The longest single wait; whatever happens wakes the thread earlier."""
 
 
@@ -28,15 +28,15 @@ def _sleep_exactly() -> None:
 
 
 class EndpointThread:
-    """Turns a node until it is closed. With ``thread=False`` the caller turns it.
+    """Steps an event loop until it is closed. With ``thread=False`` the caller steps it.
 
-    The thread that turns the node also closes it, and :meth:`close` waits for that. So a ``close`` that an exception
+    The thread that steps the loop also closes it, and :meth:`close` waits for that. So a ``close`` that an exception
     interrupts, such as a ``KeyboardInterrupt``, loses nothing: the endpoint goes on to close, and the next ``close``
     waits again. A ``close`` in a signal handler waits for no lock that the interrupted call may hold: what the engine's
     thread shares with the endpoint's has none.
 
     Args:
-        node: what is turned.
+        loop: what is stepped.
         name: of the thread.
         abort_all: ends every room, with a reason.
         open_rooms: how many are not forgotten yet.
@@ -62,7 +62,7 @@ class EndpointThread:
         self._until = inf
         self._over = Latch()
         self._failed: BaseException | None = None
-        self._turned_by: int | None = None
+        self._stepped_by: int | None = None
         self.admission = Admission(lambda: self.broken)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True) if thread else None
         if self._thread is not None:
@@ -83,8 +83,8 @@ class EndpointThread:
         self._loop.home.check()
         return self._loop.broken
 
-    def turn(self, timeout_s: float = 0.0) -> None:
-        """One turn, on the calling thread; only without a thread of our own.
+    def step(self, timeout_s: float = 0.0) -> None:
+        """One step, on the calling thread; only without a thread of our own.
 
         Raises:
             EndpointBrokenError: the endpoint cannot go on.
@@ -93,27 +93,27 @@ class EndpointThread:
         assert self._thread is None
         if self.broken is not None:
             raise self.broken
-        self._turned_by = threading.get_ident()
+        self._stepped_by = threading.get_ident()
         try:
-            self._turn(timeout_s)
+            self._step(timeout_s)
         finally:
-            self._turned_by = None
+            self._stepped_by = None
         if self._loop.broken is not None:
             raise self._loop.broken
 
     def _run(self) -> None:
         if self._loop.idle.linger_s:
             _sleep_exactly()
-        self._turned_by = threading.get_ident()
+        self._stepped_by = threading.get_ident()
         while self._asked.empty() and self._loop.broken is None:
-            self._turn(TURN_S)
+            self._step(STEP_S)
         self._asked.get()
         self._finish()
 
-    def _turn(self, timeout_s: float) -> None:
-        """One turn. Its errors are handled in it; one that is not ends every room, and then this endpoint."""
+    def _step(self, timeout_s: float) -> None:
+        """One step. Its errors are handled in it; one that is not ends every room, and then this endpoint."""
         try:
-            self._loop.turn(timeout_s)
+            self._loop.step(timeout_s)
         except BaseException as exc:
             self._break_down(self._loop.break_down(exc))
             self._loop.drop_commands()
@@ -130,7 +130,7 @@ class EndpointThread:
         """
         self._loop.home.check()
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
-        if self._turned_by == threading.get_ident():
+        if self._stepped_by == threading.get_ident():
             raise LocalProtocolError(f"{self._where}: close was called by its own thread, which cannot wait for itself")
         self.admission.end()
         self._until = min(self._until, self._loop.clock() + drain_s)
@@ -146,7 +146,7 @@ class EndpointThread:
 
     def _finish(self) -> None:
         """What raises here is raised by ``close``."""
-        self._turned_by = threading.get_ident()
+        self._stepped_by = threading.get_ident()
         try:
             try:
                 self._drain()
@@ -155,20 +155,20 @@ class EndpointThread:
         except BaseException as exc:
             self._failed = exc
         finally:
-            self._turned_by = None
+            self._stepped_by = None
             self._over.set()
 
     def _drain(self) -> None:
-        """The last turns."""
+        """The last steps."""
         loop = self._loop
         with suppress(EndpointBrokenError):
             loop.post(lambda: self._abort_all("the endpoint closes"))
         if loop.broken is None:
-            self._turn(0.0)
+            self._step(0.0)
         while loop.broken is None and loop.behind:
-            self._turn(0.0)
+            self._step(0.0)
         while loop.broken is None and self._open_rooms() and loop.clock() < self._until:
-            self._turn(0.02)
+            self._step(0.02)
 
     def _stop(self) -> None:
         """Whatever raises, everything is let go of, and what waits for the endpoint is told."""

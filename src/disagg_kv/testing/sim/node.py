@@ -422,7 +422,7 @@ class SimNode:
     def turn(self) -> None:
         """One turn. Whatever waits for the process, it gets to its heartbeats and deadlines (I4)."""
         before = self._backlog()
-        self.endpoint.driver.turn()
+        self.endpoint.driver.step()
         commands, frames = (had - has for had, has in zip(before, self._backlog(), strict=True))
         if max(commands, frames) > 2 * self.loop.most:
             what = f"{commands} commands and {frames} frames in one turn"
