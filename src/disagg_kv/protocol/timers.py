@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Generic, TypeVar
@@ -50,12 +50,18 @@ class Timers(Generic[K]):
         if known is None or when is None or when < known[0]:
             self.schedule(key, when)
 
-    def due(self, now: float) -> Iterator[K]:
+    def due(self, now: float) -> Iterable[K]:
         """Keys that are due, those due first first; each has no time until it gets another.
 
         One at a time: where handling one raises, the others keep their times. What gets a time meanwhile comes with the
         next call, however early that time is.
         """
+        if not self._next_round and (not self._heap or self._heap[0][0] > now):
+            self._round = now
+            return ()
+        return self._pop(now)
+
+    def _pop(self, now: float) -> Iterator[K]:
         self._begin_round(now)
         while self._heap and self._heap[0][0] <= now:
             _, number, key = heappop(self._heap)

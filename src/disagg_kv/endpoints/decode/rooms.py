@@ -501,15 +501,18 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Finish scatters, begin those whose time has come, and prepare one that is to come."""
-        scatters, budget = self._scatters, Budget(self._loop.clock, self._loop.most)
+        if self._checking:
+            self._check_kept()
+        scatters = self._scatters
+        if not scatters.active:
+            return bool(self._checking)
+        budget = Budget(self._loop.clock, self._loop.most)
         scatters.look()
         # First, so that a GPU has something to do while this thread acts on those that have ended.
         while budget.take() and scatters.start():
             self._take_scattered()
         self._take_scattered()
         scatters.prepare_one()
-        if self._checking:
-            self._check_kept()
         return scatters.waits or budget.spent or bool(self._checking)
 
     def _take_scattered(self) -> None:

@@ -149,6 +149,11 @@ class ScatterQueue:
         return self._finish(*self._over.popleft()) if self._over else None
 
     @property
+    def active(self) -> bool:
+        """Whether there is anything to do, to prepare or to take."""
+        return bool(self._running or self._waiting or self._over or self._unprepared)
+
+    @property
     def waits(self) -> bool:
         """Whether something is under way, or to be prepared, of which nothing else tells this thread."""
         return bool(self._running or self._unprepared)

@@ -393,8 +393,12 @@ class PrefillSide:
     def work(self) -> bool:
         """Gather and post; True while something is under way."""
         waiting = self._lines.look()
+        if not self.transfers.active:
+            return waiting
         budget = Budget(self._loop.clock)
-        self._advance(self.transfers.look)
+        if self.transfers.waits:
+            self._advance(self.transfers.look)
+            self._take_ends()
         while self.transfers.pending:
             # What others wait for leaves before this thread plans and launches.
             self._loop.flush()
@@ -523,7 +527,7 @@ class PrefillSide:
                 self._apply(room, room.machine.handle(lost.peer, Cancel(lost.error), now))
         self._early.expire(now)
         self._negative.expire(now)
-        self.quarantined_slots = self.transfers.slots_of(self._failed)
+        self.quarantined_slots = self.transfers.slots_of(self._failed) if self._failed else 0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""

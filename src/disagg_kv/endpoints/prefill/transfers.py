@@ -241,6 +241,13 @@ class TransferQueue:
         return self._happened.popleft() if self._happened else None
 
     @property
+    def active(self) -> bool:
+        """Whether there is anything to do, to prepare or to take."""
+        return bool(self._queue or self._posts or self._gathering or self._summing or self._happened) or bool(
+            self.prepared.waiting
+        )
+
+    @property
     def pending(self) -> bool:
         """Whether a transfer has not begun."""
         return bool(self._queue)

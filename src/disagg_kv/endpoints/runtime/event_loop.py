@@ -259,8 +259,6 @@ class EventLoop:
         for tick in ticks:
             self._guard(tick)
         busy = bool(self._guard(self.side.work))
-        # A transport that writes while it is told to has ended by now.
-        self._guard(self.poll_transport)
         return busy or bool(self._later)
 
     def poll_transport(self) -> bool:

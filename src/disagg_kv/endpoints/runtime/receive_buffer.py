@@ -14,8 +14,9 @@ STALLED_S = 0.5
 GRACE_S = 0.05
 """After that a channel gets so long to hand over what lies in its sockets: another thread may have to read them."""
 
+FEW = 16
 MUCH = 32 << 20
-"""What gives so many bytes at a time may have stopped at a bound of its own, and have more."""
+"""A channel that gives more frames and bytes than these may have stopped at a bound of its own, and have more."""
 
 
 class ReceiveBuffer:
@@ -51,13 +52,13 @@ class ReceiveBuffer:
             self._polled = self._clock()
             if self._polled - before > wait_s + STALLED_S:
                 self._awake_at = self._polled + GRACE_S
-            if before >= self._awake_at and not self._bounded():
+            if before >= self._awake_at and (len(self._left) <= FEW or not self._bounded()):
                 self._asked = before
         return bool(self._left)
 
     def _bounded(self) -> bool:
         """Whether the channel may have more of what had come when it was asked."""
-        return len(self._left) > 16 and sum(len(one.frame) for one in self._left if isinstance(one, Arrived)) > MUCH
+        return sum(len(one.frame) for one in self._left if isinstance(one, Arrived)) > MUCH
 
     @property
     def caught_up(self) -> float | None:
