@@ -1,0 +1,207 @@
+"""The walk of one request in numbers: calls, files, and how often control goes between two files of prefill.
+
+One prefill endpoint and one decode endpoint in this process, without threads: this thread turns them, prefill first.
+The request has 2 layers and 100 rows, and crosses as one staged segment. The first request connects the endpoints and
+fills their caches. The second is counted. The clock stands still, so no heartbeat is due and each run counts the same.
+
+What the columns count:
+
+* turns: how often an endpoint was turned; an idle turn has rows of its own.
+* calls: Python functions of the library that began, or generators that went on. Before Python 3.12 a comprehension is
+  such a function. What attrs generates is in no file of the library and does not count.
+* files: files of the library with at least one such call.
+* changes: of the calls into the two files below, in their order, those that follow a call into the other file.
+
+    python benchmarks/walk.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+
+from attrs import define, field, frozen
+
+import disagg_kv
+from disagg_kv import (
+    CacheSpec,
+    DecodeEndpoint,
+    GroupId,
+    PagedPool,
+    PageTable,
+    Phase,
+    PrefillEndpoint,
+    RoomId,
+    Source,
+    shard,
+)
+from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.rendezvous import StaticRendezvous
+from disagg_kv.transports import InprocTransport
+
+LAYERS, ROWS = 2, 100
+BETWEEN = ("endpoints/prefill/transfers.py", "endpoints/prefill/rooms.py")
+LIBRARY = f"{Path(disagg_kv.__file__).parent}/"
+MOST_TURNS = 100
+
+
+@frozen
+class Counted:
+    """What a part of the walk took: the file of each call, in order, and how many turns."""
+
+    name: str
+    turns: int
+    calls: Sequence[str]
+
+    @property
+    def files(self) -> int:
+        """Files of the library with at least one call."""
+        return len(set(self.calls))
+
+    @property
+    def changes(self) -> int:
+        """How often control goes from one of the files in ``BETWEEN`` to the other."""
+        return sum(a != b for a, b in pairwise(file for file in self.calls if file in BETWEEN))
+
+    @property
+    def row(self) -> str:
+        """A row of a Markdown table."""
+        return f"| {self.name} | {self.turns} | {len(self.calls):,} | {self.files} | {self.changes} |"
+
+
+@define
+class Calls:
+    """The file of each call into the library, in order."""
+
+    files: list[str] = field(factory=list)
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        """As ``sys.setprofile`` wants it."""
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(LIBRARY):
+            self.files.append(path.removeprefix(LIBRARY))
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what the block calls."""
+        before = sys.getprofile()
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def _clock() -> float:
+    """Stands still; in this file, so that it does not count."""
+    return 0.0
+
+
+def _sleep(seconds: float) -> None:
+    """Takes no time."""
+
+
+class Walk:
+    """Two endpoints in one process, and requests from one to the other."""
+
+    def __init__(self) -> None:
+        hub, where = Hub(), StaticRendezvous()
+        spec = CacheSpec.kv(LAYERS, kv_heads=4, head_dim=64, dtype="bfloat16")
+        self.prefill = PrefillEndpoint(
+            PagedPool.allocate(spec, shard(spec), pages=8, page_size=16),
+            transport=InprocTransport(),
+            channel=InprocChannel(hub, "prefill"),
+            rendezvous=where,
+            instance="prefill",
+            strategy="staged",
+            clock=_clock,
+            sleep=_sleep,
+            thread=False,
+        )
+        self.decode = DecodeEndpoint(
+            PagedPool.allocate(spec, shard(spec), pages=4, page_size=32),
+            transport=InprocTransport(),
+            channel=InprocChannel(hub, "decode"),
+            rendezvous=where,
+            instance="decode",
+            strategy="staged",
+            clock=_clock,
+            sleep=_sleep,
+            thread=False,
+        )
+
+    def request(self, name: bytes) -> list[Counted]:
+        """Send one request; what its three parts took, and all of it."""
+        room, source = RoomId(name), Source("prefill")
+        theirs, ours = PageTable(GroupId("kv"), [3, 0, 2, 1]), PageTable(GroupId("kv"), [6, 1, 4, 2, 0, 3, 7])
+        calls = Calls()
+        with calls.counted():
+            reception = self.decode.open(room, source)
+            reception.expect(ROWS, [theirs])
+            delivery = self.prefill.open(room)
+        turns = self._turn(calls, lambda: delivery.phase is Phase.READY)
+        parts = [Counted("`open` and `expect`, until prefill has `Expect`", turns, calls.files)]
+        calls = Calls()
+        with calls.counted():
+            delivery.send_chunk(ROWS, [ours])
+        turns = self._turn(calls, lambda: delivery.report.segments == 1)
+        parts.append(Counted("`send_chunk`, until prefill has `Landed`", turns, calls.files))
+        calls = Calls()
+        with calls.counted():
+            delivery.finish(ROWS)
+        turns = self._turn(calls, lambda: delivery.released and reception.released)
+        parts.append(Counted("`finish`, until both sides are released", turns, calls.files))
+        assert delivery.phase is reception.phase is Phase.DONE, (delivery.error, reception.error)
+        self._turn(Calls(), lambda: not self.prefill.open_rooms and not self.decode.open_rooms)
+        every = [file for part in parts for file in part.calls]
+        return [*parts, Counted("the whole request", sum(part.turns for part in parts), every)]
+
+    def idle(self) -> list[Counted]:
+        """What a turn of each endpoint takes that has nothing to do."""
+        found = []
+        for name, endpoint in (("prefill", self.prefill), ("decode", self.decode)):
+            calls = Calls()
+            with calls.counted():
+                endpoint.driver.turn()
+            found.append(Counted(f"an idle turn of {name}", 1, calls.files))
+        return found
+
+    def close(self) -> None:
+        """Close both endpoints."""
+        self.prefill.close()
+        self.decode.close()
+
+    def _turn(self, calls: Calls, done: Callable[[], bool]) -> int:
+        """Turn both endpoints alternately until ``done()``; how many turns that took."""
+        for turns in range(MOST_TURNS):
+            if done():
+                return turns
+            with calls.counted():
+                (self.decode if turns % 2 else self.prefill).driver.turn()
+        raise AssertionError(f"the request has not gone on after {MOST_TURNS} turns")
+
+
+def measure() -> list[Counted]:
+    """The second request between two endpoints, then idle turns."""
+    walk = Walk()
+    try:
+        walk.request(b"first")
+        return [*walk.request(b"second"), *walk.idle()]
+    finally:
+        walk.close()
+
+
+def main() -> int:
+    """Measure and print a Markdown table."""
+    print("| part | turns | calls | files | changes |\n| --- | --: | --: | --: | --: |")
+    for counted in measure():
+        print(counted.row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
