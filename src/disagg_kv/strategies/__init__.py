@@ -2,7 +2,7 @@
 
 from .base import Feature, Job, Schedule, Tables, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
-from .registry import AUTO, PER_CHUNK, Strategy, paths, register, schedules, strategy
+from .registry import AUTO, PER_CHUNK, Strategy, auto_paths, other_paths, paths, register, schedules, strategy
 from .schedules import LayerPipelined, PerChunk
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "Strategy",
     "Tables",
     "TransferPlanner",
+    "auto_paths",
+    "other_paths",
     "paths",
     "register",
     "schedules",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from attrs import frozen
 
 from .. import arguments
-from ..errors import ConfigurationError, UnknownNameError
-from .base import Schedule, TransferPlanner
+from ..errors import ConfigurationError, DisaggKVError, UnknownNameError, text_of
+from ..planning import OtherPath, PairParts
+from .base import Job, Schedule, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 
@@ -24,6 +25,7 @@ PER_CHUNK = "per_chunk"
 SELECTIONS = ("full", "incremental")
 
 _paths: dict[str, TransferPlanner] = {path.name: path for path in (DirectPlanner(), SlicePlanner(), StagedPlanner())}
+_BUILT_IN = frozenset(_paths)
 _loading = threading.RLock()
 _schedules: dict[str, Schedule] = {one.name: one for one in (PerChunk(), LayerPipelined())}
 
@@ -49,13 +51,16 @@ class Strategy:
 def register(part: TransferPlanner | Schedule) -> None:
     """Make a path or a schedule known by its name.
 
+    ``auto`` takes a path only if it has an attribute ``joins_auto`` that is True; see :class:`TransferPlanner`.
+
     Raises:
-        ConfigurationError: the name is taken by another part, or is not a plain word.
+        ConfigurationError: the name is taken by another part, or is not a plain word; a path's version or another of
+            its attributes is of another type.
     """
     arguments.attributes(part, "part", "a path or a schedule", "name")
     name, scheduling = arguments.text(part.name, "part: name"), hasattr(part, "groups")
     if not scheduling:
-        arguments.methods(part, "part", "a path or a schedule", "send", "receive", "count", "refuse")
+        _check_path(cast("TransferPlanner", part))
     with _loading:
         known = _paths.get(name, _schedules.get(name))
         taken = {*_paths, *_schedules, *SELECTIONS, AUTO}
@@ -66,6 +71,18 @@ def register(part: TransferPlanner | Schedule) -> None:
             _schedules[name] = cast("Schedule", part)
         else:
             _paths[name] = cast("TransferPlanner", part)
+
+
+def _check_path(path: TransferPlanner) -> None:
+    arguments.methods(path, "part", "a path or a schedule", "send", "receive", "count", "refuse")
+    arguments.attributes(path, "part", "a path", "version", "exposes_pages")
+    arguments.count(path.version, "part: version")
+    arguments.flag(path.exposes_pages, "part: exposes_pages")
+    arguments.flag(_says_auto(path), "part: joins_auto")
+
+
+def _says_auto(path: TransferPlanner) -> object:
+    return getattr(path, "joins_auto", False)
 
 
 @cache
@@ -102,6 +119,35 @@ def paths() -> dict[str, TransferPlanner]:
     """Every known path by name, those of installed packages included."""
     _load()
     return dict(_paths)
+
+
+def auto_paths() -> tuple[TransferPlanner, ...]:
+    """The paths that ``auto`` compares: the library's own, and the registered ones that say ``joins_auto``."""
+    return tuple(path for path in paths().values() if path.name in _BUILT_IN or _says_auto(path) is True)
+
+
+def other_paths() -> tuple[OtherPath, ...]:
+    """The registered paths that are not the library's own, for :func:`disagg_kv.planning.explain`."""
+    return tuple(
+        OtherPath(path.name, path.exposes_pages, _says_auto(path) is True, partial(_count, path))
+        for path in paths().values()
+        if path.name not in _BUILT_IN
+    )
+
+
+def _count(path: TransferPlanner, pair: PairParts) -> int | str:
+    """How many writes a path takes for all that a prefill rank sends to a decode rank, or why it cannot."""
+    try:
+        reason = path.refuse(pair.source, pair.target, pair.parts)
+        if reason is not None:
+            return arguments.text(reason, f"path {path.name!r}: refuse(): its result")
+        what = pair.source, pair.target, pair.parts, pair.view
+        counts = [path.count(Job(*what, segment, {}, {}, pair.rows)) for segment in pair.segments]
+    except DisaggKVError as exc:
+        return text_of(exc)  # as a prefill endpoint takes it
+    except Exception as exc:
+        raise ConfigurationError(f"path {path.name!r}: {text_of(exc)}") from exc
+    return sum(arguments.count(number, f"path {path.name!r}: count(): its result") for number in counts)
 
 
 def schedules() -> dict[str, Schedule]:
