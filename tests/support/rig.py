@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Generic, TypedDict, TypeVar, Unpack
+from typing import Generic, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint, Receiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
@@ -421,6 +421,11 @@ class Request:
     def open_decode(self, total_s: float | None = None) -> Request:
         """Decode's engines open the room."""
         self.receives = [m.endpoint.open(self.room, self.source, total_s=total_s) for m in self.decodes]
+        return self
+
+    def open_through(self, receivers: Sequence[Receiver]) -> Request:
+        """The same, through layers over the endpoints."""
+        self.receives = [cast("ReceptionHandle", one.open(self.room, self.source)) for one in receivers]
         return self
 
     def expect(
