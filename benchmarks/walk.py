@@ -1,12 +1,12 @@
 """The walk of one request in numbers: calls, files, and how often control goes between two files of prefill.
 
-One prefill endpoint and one decode endpoint in this process, without threads: this thread turns them, prefill first.
+One prefill endpoint and one decode endpoint in this process, without threads: this thread steps them, prefill first.
 The request has 2 layers and 100 rows, and crosses as one staged segment. The first request connects the endpoints and
 fills their caches. The second is counted. The clock stands still, so no heartbeat is due and each run counts the same.
 
 What the columns count:
 
-* turns: how often an endpoint was turned; an idle turn has rows of its own.
+* steps: how often an endpoint was stepped; an idle step has rows of its own.
 * calls: Python functions of the library that began, or generators that went on. Before Python 3.12 a comprehension is
   such a function. What attrs generates is in no file of the library and does not count.
 * files: files of the library with at least one such call.
@@ -51,10 +51,10 @@ MOST_TURNS = 100
 
 @frozen
 class Counted:
-    """What a part of the walk took: the file of each call, in order, and how many turns."""
+    """What a part of the walk took: the file of each call, in order, and how many steps."""
 
     name: str
-    turns: int
+    steps: int
     calls: Sequence[str]
 
     @property
@@ -70,7 +70,7 @@ class Counted:
     @property
     def row(self) -> str:
         """A row of a Markdown table."""
-        return f"| {self.name} | {self.turns} | {len(self.calls):,} | {self.files} | {self.changes} |"
+        return f"| {self.name} | {self.steps} | {len(self.calls):,} | {self.files} | {self.changes} |"
 
 
 @define
@@ -143,31 +143,31 @@ class Walk:
             reception = self.decode.open(room, source)
             reception.expect(ROWS, [theirs])
             delivery = self.prefill.open(room)
-        turns = self._turn(calls, lambda: delivery.phase is Phase.READY)
-        parts = [Counted("`open` and `expect`, until prefill has `Expect`", turns, calls.files)]
+        steps = self._step(calls, lambda: delivery.phase is Phase.READY)
+        parts = [Counted("`open` and `expect`, until prefill has `Expect`", steps, calls.files)]
         calls = Calls()
         with calls.counted():
             delivery.send_chunk(ROWS, [ours])
-        turns = self._turn(calls, lambda: delivery.report.segments == 1)
-        parts.append(Counted("`send_chunk`, until prefill has `Landed`", turns, calls.files))
+        steps = self._step(calls, lambda: delivery.report.segments == 1)
+        parts.append(Counted("`send_chunk`, until prefill has `Landed`", steps, calls.files))
         calls = Calls()
         with calls.counted():
             delivery.finish(ROWS)
-        turns = self._turn(calls, lambda: delivery.released and reception.released)
-        parts.append(Counted("`finish`, until both sides are released", turns, calls.files))
+        steps = self._step(calls, lambda: delivery.released and reception.released)
+        parts.append(Counted("`finish`, until both sides are released", steps, calls.files))
         assert delivery.phase is reception.phase is Phase.DONE, (delivery.error, reception.error)
-        self._turn(Calls(), lambda: not self.prefill.open_rooms and not self.decode.open_rooms)
+        self._step(Calls(), lambda: not self.prefill.open_rooms and not self.decode.open_rooms)
         every = [file for part in parts for file in part.calls]
-        return [*parts, Counted("the whole request", sum(part.turns for part in parts), every)]
+        return [*parts, Counted("the whole request", sum(part.steps for part in parts), every)]
 
     def idle(self) -> list[Counted]:
-        """What a turn of each endpoint takes that has nothing to do."""
+        """What a step of each endpoint takes that has nothing to do."""
         found = []
         for name, endpoint in (("prefill", self.prefill), ("decode", self.decode)):
             calls = Calls()
             with calls.counted():
-                endpoint.driver.turn()
-            found.append(Counted(f"an idle turn of {name}", 1, calls.files))
+                endpoint.driver.step()
+            found.append(Counted(f"an idle step of {name}", 1, calls.files))
         return found
 
     def close(self) -> None:
@@ -175,18 +175,18 @@ class Walk:
         self.prefill.close()
         self.decode.close()
 
-    def _turn(self, calls: Calls, done: Callable[[], bool]) -> int:
-        """Turn both endpoints alternately until ``done()``; how many turns that took."""
-        for turns in range(MOST_TURNS):
+    def _step(self, calls: Calls, done: Callable[[], bool]) -> int:
+        """Turn both endpoints alternately until ``done()``; how many steps that took."""
+        for steps in range(MOST_TURNS):
             if done():
-                return turns
+                return steps
             with calls.counted():
-                (self.decode if turns % 2 else self.prefill).driver.turn()
-        raise AssertionError(f"the request has not gone on after {MOST_TURNS} turns")
+                (self.decode if steps % 2 else self.prefill).driver.step()
+        raise AssertionError(f"the request has not gone on after {MOST_TURNS} steps")
 
 
 def measure() -> list[Counted]:
-    """The second request between two endpoints, then idle turns."""
+    """The second request between two endpoints, then idle steps."""
     walk = Walk()
     try:
         walk.request(b"first")
@@ -197,7 +197,7 @@ def measure() -> list[Counted]:
 
 def main() -> int:
     """Measure and print a Markdown table."""
-    print("| part | turns | calls | files | changes |\n| --- | --: | --: | --: | --: |")
+    print("| part | steps | calls | files | changes |\n| --- | --: | --: | --: | --: |")
     for counted in measure():
         print(counted.row)
     return 0

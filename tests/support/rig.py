@@ -9,20 +9,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Generic, TypedDict, TypeVar, Unpack
+from typing import Generic, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint, Receiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import GroupId, RoomId
 from disagg_kv.kernels import Kernels
-from disagg_kv.memory import Buffer, Event, PagedPool, bytes_of
+from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool, bytes_of
 from disagg_kv.memory.paged import Layout
 from disagg_kv.protocol import Options, Phase, Verify
 from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous
@@ -54,7 +54,10 @@ def _plain(channel: Channel) -> Channel:
 
 @frozen
 class Memory:
-    """What a rank's pool lies in, and what carries its bytes and frames."""
+    """What a rank's pool lies in, and what carries its bytes and frames.
+
+    ``pool`` makes a pool of some other kind; its pages, ``pages`` of ``page_size`` rows, are looked at by its site.
+    """
 
     page_size: int = 4
     pages: int = 64
@@ -62,6 +65,7 @@ class Memory:
     fused: bool = False
     transport: Callable[[], Transport] = InprocTransport
     channel: Callable[[Channel], Channel] = _plain
+    pool: Callable[[CacheSpec, Shard, Memory], MemoryPool] | None = None
 
 
 class PrefillOptions(TypedDict, total=False):
@@ -89,6 +93,14 @@ class DecodeOptions(TypedDict, total=False):
     kernels: Kernels
     options: Options
     life: Incarnation
+
+
+def _seen(pool: MemoryPool) -> PagedPool:
+    """The same memory, for tests to look at."""
+    if isinstance(pool, PagedPool):
+        return pool
+    site = pool.site
+    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, pool.buffers)
 
 
 def _no_sleep(seconds: float) -> None:
@@ -235,7 +247,7 @@ class Rig:
                 sleep=time.sleep if self.threaded else _no_sleep,
                 **more,
             )
-            made.append(self._member(endpoint, pool, transport, channel, observer))
+            made.append(self._member(endpoint, _seen(pool), transport, channel, observer))
         self.prefills += made
         return made
 
@@ -271,12 +283,18 @@ class Rig:
                 sleep=time.sleep if self.threaded else _no_sleep,
                 **more,
             )
-            made.append(self._member(endpoint, pool, transport, channel, observer))
+            made.append(self._member(endpoint, _seen(pool), transport, channel, observer))
         self.decodes += made
         return made
 
-    def _pool(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
-        pool = PagedPool.allocate(
+    def _pool(self, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
+        pool = of.pool(self.spec, held, of) if of.pool else self._paged(held, of, transport)
+        for buffer in pool.buffers:
+            bytes_of(buffer)[:] = POISON
+        return pool
+
+    def _paged(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+        return PagedPool.allocate(
             self.spec,
             held,
             pages=of.pages,
@@ -288,9 +306,6 @@ class Rig:
             aux_bytes=AUX_BYTES,
             allocator=transport.allocate if isinstance(transport, SupportsAllocate) else None,
         )
-        for buffer in pool.buffers:
-            bytes_of(buffer)[:] = POISON
-        return pool
 
     def _member(
         self, endpoint: E, pool: PagedPool, transport: Transport, channel: Channel, observer: Recorder
@@ -406,6 +421,11 @@ class Request:
     def open_decode(self, total_s: float | None = None) -> Request:
         """Decode's engines open the room."""
         self.receives = [m.endpoint.open(self.room, self.source, total_s=total_s) for m in self.decodes]
+        return self
+
+    def open_through(self, receivers: Sequence[Receiver]) -> Request:
+        """The same, through layers over the endpoints."""
+        self.receives = [cast("ReceptionHandle", one.open(self.room, self.source)) for one in receivers]
         return self
 
     def expect(

@@ -12,7 +12,7 @@ from ..geometry import CacheSpec, Shard, shard
 from ..memory import Layout
 from ..planning import Explanation, explain
 from ..protocol import Verify, check_verify
-from ..strategies import strategy
+from ..strategies import other_paths, strategy
 
 Role = Literal["prefill", "decode"]
 
@@ -126,6 +126,7 @@ class TransferShape:
             self.tokens,
             (self.page_size, self.decode_page_size),
             order=(self.layout, self.decode_layout),
+            others=other_paths(),
         )
         for path in named:
             if path in found.refused:

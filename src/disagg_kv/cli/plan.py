@@ -12,7 +12,7 @@ from rich.text import Text
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, shard, stages
 from ..planning import Batch, CostModel, Explanation, Groups, LayerRun, Pace, PairPlan, explain
-from ..strategies import LayerPipelined
+from ..strategies import LayerPipelined, other_paths
 from .options import DecodePageSize, Layers, PageSize
 from .output import Json, JsonFlag, emit
 
@@ -61,6 +61,7 @@ def plan(
         order=(order, decode_order or order),
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
+        others=other_paths(),
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
     emit(

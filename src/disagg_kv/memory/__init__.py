@@ -5,6 +5,7 @@ from .devices import spread
 from .events import All, CudaEvent, parts
 from .paged import Layout, PagedPool, new_buffer
 from .raw import U8, bytes_of, plane_view
+from .soundness import check_memory
 
 __all__ = [
     "U8",
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryPool",
     "PagedPool",
     "bytes_of",
+    "check_memory",
     "new_buffer",
     "parts",
     "plane_view",

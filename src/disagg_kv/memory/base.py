@@ -59,7 +59,19 @@ class Buffer:
 
 
 class MemoryPool(Protocol):
-    """One rank's paged cache. Adopting an engine's tensors copies nothing."""
+    """One rank's paged cache. Adopting an engine's tensors copies nothing.
+
+    An endpoint checks the following when it is made, and raises a :class:`~disagg_kv.errors.GeometryError` or a
+    :class:`~disagg_kv.errors.ConfigurationError`:
+
+    * All pages of a plane lie in one buffer, at one stride. Planes may have a buffer each; pages may not.
+    * The buffers lie on one device, and no two cells share a byte.
+    * ``site`` and ``buffers`` give the same answer each time. Kernels and transports keep the addresses.
+    * A pool is compared by identity and can be weakly referenced. Kernels keep by it what they know of its planes. A
+      class with ``__slots__`` names ``__weakref__`` there; a data class has ``eq=False``.
+
+    The endpoint's thread and the engine's thread call; several endpoints may have one pool.
+    """
 
     @property
     def site(self) -> Site:
@@ -68,7 +80,7 @@ class MemoryPool(Protocol):
 
     @property
     def buffers(self) -> Sequence[Buffer]:
-        """The allocations, in the order in which planes number them."""
+        """The allocations, at least one, in the order in which planes number them; ``site.buffers`` bytes long."""
         ...
 
     @property
@@ -77,9 +89,17 @@ class MemoryPool(Protocol):
         ...
 
     def read_aux(self, slot: int) -> bytes:
-        """Copy out the aux row ``slot``."""
+        """Copy out the aux row ``slot``.
+
+        Raises:
+            GeometryError: there is no such row.
+        """
         ...
 
     def write_aux(self, slot: int, data: bytes) -> None:
-        """Copy ``data``, at most ``aux_bytes`` long, into the aux row ``slot``."""
+        """Copy ``data``, at most ``aux_bytes`` long, into the aux row ``slot``.
+
+        Raises:
+            GeometryError: there is no such row, or ``data`` is longer.
+        """
         ...

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from .. import arguments
 from ..errors import CapacityError, ConfigurationError, DisaggKVError, GeometryError, UnsupportedError
-from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, check_planes, item_bytes
+from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, item_bytes
 from ..ids import GroupId, LayerId
 from .base import Buffer
 from .raw import U8, plane_view
+from .soundness import check_memory
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,6 @@ Layout = Literal["NHD", "HND"]
 
 ALIGNMENT = 256
 """Bytes; every layer of a pool that allocates for itself begins at a multiple of this."""
-
-
-SITES = 64
-"""Sites that are known to be sound, by value: pools that are made alike need not be looked at again."""
 
 
 class PagedPool:
@@ -49,14 +45,9 @@ class PagedPool:
         buffers = arguments.several(buffers, "buffers", Buffer, GeometryError)
         aux_slots = arguments.count(aux_slots, "aux_slots", least=-arguments.MOST, error=GeometryError)
         aux_bytes = arguments.count(aux_bytes, "aux_bytes", least=-arguments.MOST, error=GeometryError)
-        if site.buffers != tuple(b.nbytes for b in buffers):
-            raise GeometryError(f"buffers of {[b.nbytes for b in buffers]} bytes, but the site says {site.buffers}")
-        if len({b.device for b in buffers}) != 1:
-            raise GeometryError(f"a pool's buffers lie on one device, not on {[b.device for b in buffers]}")
         if aux_slots < 0 or aux_bytes < 0 or (aux_slots == 0) != (aux_bytes == 0):
             raise GeometryError(f"{aux_slots} aux slots of {aux_bytes} bytes")
-        _check_site(site)
-        _check_apart(buffers)
+        check_memory(site, buffers)
         self._site = site
         self._buffers = tuple(buffers)
         try:
@@ -256,21 +247,6 @@ class PagedPool:
 
 def _aligned(offset: int, to: int) -> int:
     return -(-offset // to) * to
-
-
-@lru_cache(SITES)
-def _check_site(site: Site) -> None:
-    site.check()
-    check_planes(site)
-
-
-def _check_apart(buffers: Sequence[Buffer]) -> None:
-    """Raise a :class:`GeometryError` if two buffers of one device share memory: planes in them may overlap."""
-    by_start = sorted((b.addr, b.addr + b.nbytes, number) for number, b in enumerate(buffers))
-    for (_, end, number), (start, _, after) in itertools.pairwise(by_start):
-        if start < end:
-            first, second = sorted((number, after))
-            raise GeometryError(f"buffers {first} and {second} share memory: give them as one buffer")
 
 
 def _allocated(allocator: Callable[[int], Buffer], nbytes: int) -> Buffer:

@@ -13,7 +13,7 @@ from .descriptors import (
     slice_count,
     slice_writes,
 )
-from .explain import Explanation, PairPlan, explain, plain_site
+from .explain import Explanation, OtherPath, PairParts, PairPlan, explain, plain_site
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
 from .intake import Intake, intake_of
 from .staged import PartView, part_view
@@ -29,7 +29,9 @@ __all__ = [
     "Groups",
     "Intake",
     "LayerRun",
+    "OtherPath",
     "Pace",
+    "PairParts",
     "PairPlan",
     "PartView",
     "RowRange",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import frozen
 
@@ -13,9 +13,48 @@ from .base import RowRange, Segment
 from .cost import Choice, CostModel, Estimate, choose
 from .descriptors import direct_count, refuse_direct, runs, slice_count
 from .intake import Intake
+from .staged import PartView, part_view
 
 PATHS = ("staged", "direct", "slice")
-"""The paths that are compared; of equally fast ones the first is taken."""
+"""The library's own paths; of equally fast ones the first is taken."""
+
+
+@frozen
+class PairParts:
+    """What one prefill rank sends to one decode rank, as a path that is asked to count it sees it.
+
+    Args:
+        source: the prefill rank's pool.
+        target: the decode rank's pool.
+        parts: what the prefill rank was elected to send.
+        view: ``parts`` in its pool.
+        segments: the segments in which it has bytes.
+        rows: which rows of the room are awaited.
+    """
+
+    source: Site
+    target: Site
+    parts: Sequence[Share]
+    view: PartView
+    segments: Sequence[Segment]
+    rows: RowRange
+
+
+@frozen
+class OtherPath:
+    """A path that is not the library's own; :func:`disagg_kv.strategies.other_paths` has those that are registered.
+
+    Args:
+        name: its name.
+        exposes_pages: it writes from pages to pages; else it goes through staging.
+        joins_auto: ``auto`` may take it.
+        count: how many writes the segments of a pair take, or why it cannot move them.
+    """
+
+    name: str
+    exposes_pages: bool
+    joins_auto: bool
+    count: Callable[[PairParts], int | str]
 
 
 @frozen
@@ -104,6 +143,7 @@ def explain(
     lease_bytes: int = 512 << 20,
     rotation: int = 0,
     cost: CostModel | None = None,
+    others: Sequence[OtherPath] = (),
 ) -> Explanation:
     """Count what each path posts for one request of ``tokens`` tokens, all of them sent.
 
@@ -120,6 +160,7 @@ def explain(
         lease_bytes: the most that one lease may have.
         rotation: which replica takes which piece.
         cost: costs of the fabric; None: the defaults.
+        others: paths to explain beside the library's own.
 
     Raises:
         ConfigurationError: numbers that cannot be, or shards that do not fit together.
@@ -143,47 +184,57 @@ def explain(
         ]
         sizes = [intake.lease(segment)[0] for segment in cuts]
         for rank, parts in enumerate(intake.parts):
-            writer = Rank(rank)
-            nbytes = [of[writer][1] for of in sizes if writer in of]
-            if nbytes:
-                pairs.append(_pair(writer, Rank(number), sources[rank], site, parts, rows, nbytes))
-    return _sum_up(pairs, cost or CostModel())
+            writer, source = Rank(rank), sources[rank]
+            own = [(segment, of[writer][1]) for segment, of in zip(cuts, sizes, strict=True) if writer in of]
+            if own:
+                view = part_view(source, tuple(parts), spec).for_rows(rows)
+                pair = PairParts(source, site, parts, view, [segment for segment, _ in own], rows)
+                pairs.append(_pair(writer, Rank(number), pair, sum(nbytes for _, nbytes in own), others))
+    return _sum_up(pairs, cost or CostModel(), others)
 
 
-def _pair(
-    writer: Rank, target: Rank, source: Site, site: Site, parts: Sequence[Share], rows: RowRange, nbytes: Sequence[int]
-) -> PairPlan:
+def _pair(writer: Rank, target: Rank, pair: PairParts, nbytes: int, others: Sequence[OtherPath]) -> PairPlan:
+    source, site, parts, rows = pair.source, pair.target, pair.parts, pair.rows
     layers = [layer for part in parts for layer in part.layers]
     assert rows.stop is not None
     kinds = ((rows.stop, False), (source.spec.state_rows(), True))
     boxes = [Segment(0, stop, min(layers), max(layers) + 1, state) for stop, state in kinds]
     given = [run for box in boxes for run in runs(source, site, parts, box, rows)]
-    descriptors = {"staged": len(nbytes), "slice": sum(slice_count(run) for run in given)}
+    descriptors = {"staged": len(pair.segments), "slice": sum(slice_count(run) for run in given)}
     refused: dict[str, str] = {}
     if reason := refuse_direct(source, site, parts):
         refused["direct"] = reason
     else:
         descriptors["direct"] = sum(direct_count(run) for run in given)
-    return PairPlan(writer, target, sum(nbytes), descriptors, len(nbytes), refused)
+    for path in others:
+        found = path.count(pair)
+        if isinstance(found, str):
+            refused[path.name] = found
+        else:
+            descriptors[path.name] = found
+    return PairPlan(writer, target, nbytes, descriptors, len(pair.segments), refused)
 
 
-def _sum_up(pairs: Sequence[PairPlan], cost: CostModel) -> Explanation:
+def _sum_up(pairs: Sequence[PairPlan], cost: CostModel, others: Sequence[OtherPath]) -> Explanation:
     refused: dict[str, str] = {}
     for pair in pairs:
         for path, reason in pair.refused.items():
             refused.setdefault(path, f"prefill rank {pair.writer} to decode rank {pair.target}: {reason}")
-    able = [path for path in PATHS if path not in refused]
+    able = [path for path in (*PATHS, *(other.name for other in others)) if path not in refused]
     totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
-    slowest = [_slowest(pairs, path, cost) for path in able]
-    return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused, choose(slowest, refused))
+    staged = {"staged", *(other.name for other in others if not other.exposes_pages)}
+    left_out = {other.name for other in others if not other.joins_auto}
+    slowest = [_slowest(pairs, path, path in staged, cost) for path in able if path not in left_out]
+    refusals = {path: reason for path, reason in refused.items() if path not in left_out}
+    return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused, choose(slowest, refusals))
 
 
-def _slowest(pairs: Sequence[PairPlan], path: str, cost: CostModel) -> Estimate:
+def _slowest(pairs: Sequence[PairPlan], path: str, staged: bool, cost: CostModel) -> Estimate:
     """The estimate of the prefill rank that takes longest for all that it sends."""
     estimates: list[Estimate] = []
     for writer in sorted({pair.writer for pair in pairs}):
         mine = [pair for pair in pairs if pair.writer == writer]
         descriptors, nbytes = (sum(pair.descriptors[path] for pair in mine), sum(pair.nbytes for pair in mine))
-        segments = sum(pair.segments for pair in mine) if path == "staged" else 0
+        segments = sum(pair.segments for pair in mine) if staged else 0
         estimates.append(cost.estimate(path, descriptors, nbytes, segments))
     return max(estimates, key=lambda e: e.seconds)

@@ -2,7 +2,18 @@
 
 from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
-from .registry import AUTO, PER_CHUNK, Strategy, paths, register, schedules, selections, strategy
+from .registry import (
+    AUTO,
+    PER_CHUNK,
+    Strategy,
+    auto_paths,
+    other_paths,
+    paths,
+    register,
+    schedules,
+    selections,
+    strategy,
+)
 from .schedules import LayerPipelined, PerChunk
 from .selections import Full, Incremental
 
@@ -23,6 +34,8 @@ __all__ = [
     "Strategy",
     "Tables",
     "TransferPlanner",
+    "auto_paths",
+    "other_paths",
     "paths",
     "register",
     "schedules",

@@ -47,6 +47,16 @@ class TransferPlanner(Protocol):
     A path has code on both sides, so the endpoints agree on (name, version) before they use it. One that exposes
     pages writes straight into the receiver's pages and plans ``Writes``. One that does not goes through a lease of
     the receiver's ring: ``send`` says what to gather, ``receive`` what to scatter, with equal sizes and order.
+
+    A decode endpoint whose path is ``auto`` allows every path that it knows. A prefill endpoint whose path is ``auto``
+    compares the library's own paths, and of the others those with an attribute ``joins_auto`` that is True.
+
+    The same arguments give the same answer: endpoints keep answers. The endpoint's thread calls; nothing may block.
+
+    Args:
+        name: a plain word of its own.
+        version: a number, raised when both sides have to change at once.
+        exposes_pages: see above; never changes.
     """
 
     name: str

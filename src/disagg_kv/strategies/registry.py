@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, cast
 
 from attrs import frozen
 
 from .. import arguments
-from ..errors import ConfigurationError, UnknownNameError
-from .base import Schedule, Selection, TransferPlanner
+from ..errors import ConfigurationError, DisaggKVError, UnknownNameError, text_of
+from ..planning import OtherPath, PairParts
+from .base import Job, Schedule, Selection, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 from .selections import Full, Incremental
@@ -32,6 +33,8 @@ _parts: dict[str, dict[str, Any]] = {
     "selection": {one.name: one for one in (Full(), Incremental())},
 }
 """What is known on each axis, by name."""
+
+_BUILT_IN = frozenset(_parts["path"])
 
 _METHODS = {
     "path": ("send", "receive", "count", "refuse"),
@@ -64,14 +67,19 @@ Part = TransferPlanner | Schedule | Selection
 def register(part: Part) -> None:
     """Make a path, a schedule or a selection known by its name.
 
+    ``auto`` takes a path only if it has an attribute ``joins_auto`` that is True; see :class:`TransferPlanner`.
+
     Raises:
-        ConfigurationError: the name is taken by another part, or is not a plain word.
+        ConfigurationError: the name is taken by another part, or is not a plain word; a path's version or another of
+            its attributes is of another type.
     """
     what = "a path, a schedule or a selection"
     arguments.attributes(part, "part", what, "name")
     name = arguments.text(part.name, "part: name")
     kind = "schedule" if hasattr(part, "groups") else "selection" if hasattr(part, "accepts") else "path"
     arguments.methods(part, "part", what, *_METHODS[kind])
+    if kind == "path":
+        _check_path(cast("TransferPlanner", part))
     with _loading:
         known = _known(name)
         if not name.isidentifier() or name == AUTO or (known is not None and known is not part):
@@ -81,6 +89,17 @@ def register(part: Part) -> None:
 
 def _known(name: str) -> object | None:
     return next((axis[name] for axis in _parts.values() if name in axis), None)
+
+
+def _check_path(path: TransferPlanner) -> None:
+    arguments.attributes(path, "part", "a path", "version", "exposes_pages")
+    arguments.count(path.version, "part: version")
+    arguments.flag(path.exposes_pages, "part: exposes_pages")
+    arguments.flag(_says_auto(path), "part: joins_auto")
+
+
+def _says_auto(path: TransferPlanner) -> object:
+    return getattr(path, "joins_auto", False)
 
 
 @cache
@@ -117,6 +136,35 @@ def paths() -> dict[str, TransferPlanner]:
     """Every known path by name, those of installed packages included."""
     _load()
     return dict(_parts["path"])
+
+
+def auto_paths() -> tuple[TransferPlanner, ...]:
+    """The paths that ``auto`` compares: the library's own, and the registered ones that say ``joins_auto``."""
+    return tuple(path for path in paths().values() if path.name in _BUILT_IN or _says_auto(path) is True)
+
+
+def other_paths() -> tuple[OtherPath, ...]:
+    """The registered paths that are not the library's own, for :func:`disagg_kv.planning.explain`."""
+    return tuple(
+        OtherPath(path.name, path.exposes_pages, _says_auto(path) is True, partial(_count, path))
+        for path in paths().values()
+        if path.name not in _BUILT_IN
+    )
+
+
+def _count(path: TransferPlanner, pair: PairParts) -> int | str:
+    """How many writes a path takes for all that a prefill rank sends to a decode rank, or why it cannot."""
+    try:
+        reason = path.refuse(pair.source, pair.target, pair.parts)
+        if reason is not None:
+            return arguments.text(reason, f"path {path.name!r}: refuse(): its result")
+        what = pair.source, pair.target, pair.parts, pair.view
+        counts = [path.count(Job(*what, segment, {}, {}, pair.rows)) for segment in pair.segments]
+    except DisaggKVError as exc:
+        return text_of(exc)  # as a prefill endpoint takes it
+    except Exception as exc:
+        raise ConfigurationError(f"path {path.name!r}: {text_of(exc)}") from exc
+    return sum(arguments.count(number, f"path {path.name!r}: count(): its result") for number in counts)
 
 
 def schedules() -> dict[str, Schedule]:

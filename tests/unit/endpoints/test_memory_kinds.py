@@ -106,7 +106,7 @@ class DeviceRig(Rig):
 class HostRig(Rig):
     """Pools lie in plain memory, whatever the transport would give."""
 
-    def _pool(self, held: Shard, of: Memory, transport: Transport) -> PagedPool:
+    def _pool(self, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
         return super()._pool(held, of, InprocTransport())
 
 

@@ -18,7 +18,7 @@ from ...memory import Buffer, Event, MemoryPool
 from ...planning import Batch
 from ...protocol import Options, RoomKey, Verify, check_verify
 from ...rendezvous import Rendezvous
-from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, paths
+from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, auto_paths, paths
 from ...strategies import strategy as named
 from ...trace import Observer, Silent
 from ...transports import Transport
@@ -118,10 +118,9 @@ class PrefillEndpoint:
         slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
         staging = new_staging(transport, staging_slots(slots, slot_bytes), device)
         regions = transport.register([*pool.buffers, staging])
-        known = paths()
         self._schedule = chosen.schedule if schedule is None else schedule
         self._uses = frozenset(arguments.several(uses, "uses", Feature))
-        usable = tuple(known.values()) if chosen.path == AUTO else (known[chosen.path],)
+        usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
         me = EndpointInfo(
             life or Incarnation(),
             channel.address,

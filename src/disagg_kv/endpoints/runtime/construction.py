@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+from weakref import ref
 
 from ... import arguments
 from ...channels import Channel
+from ...errors import ConfigurationError
 from ...geometry import Shard, Site
 from ...kernels import Kernels
-from ...memory import MemoryPool
+from ...memory import Buffer, MemoryPool, check_memory
 from ...protocol import Options
 from ...rendezvous import Rendezvous
 from ...trace import Observer
@@ -22,10 +24,36 @@ T = TypeVar("T")
 
 
 def check_pool(pool: MemoryPool) -> None:
-    """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what is no pool."""
+    """Check what :class:`~disagg_kv.memory.MemoryPool` says of a pool.
+
+    Raises:
+        ConfigurationError: what is no pool, is compared by value, or gives another answer when it is asked again.
+        GeometryError: its memory is not what its site says.
+    """
     arguments.methods(pool, "pool", "a pool", "read_aux", "write_aux")
     arguments.attributes(pool, "pool", "a pool", "site", "buffers", "aux_bytes")
-    arguments.one(pool.site, "pool: site", Site)
+    _check_identity(pool)
+    site = arguments.one(pool.site, "pool: site", Site)
+    buffers = arguments.several(pool.buffers, "pool: buffers", Buffer)
+    if pool.site != site or tuple(pool.buffers) != buffers:
+        raise ConfigurationError("pool: site and buffers must stay the same, and differ between two looks at them")
+    arguments.count(pool.aux_bytes, "pool: aux_bytes")
+    check_memory(site, buffers)
+
+
+def _check_identity(pool: MemoryPool) -> None:
+    """Kernels keep by the pool what they know of its memory, as long as there is the pool."""
+    kind = type(pool)
+    if kind.__eq__ is not object.__eq__ or kind.__hash__ is not object.__hash__:
+        raise ConfigurationError(
+            f"pool: {kind.__name__} is compared by value: a pool is compared by identity, so of a data class eq=False"
+        )
+    try:
+        ref(pool)
+    except TypeError as exc:
+        raise ConfigurationError(
+            f"pool: {kind.__name__} allows no weak reference: name '__weakref__' in its __slots__"
+        ) from exc
 
 
 def check_carriers(transport: Transport, channel: Channel, rendezvous: Rendezvous) -> None:

@@ -1,0 +1,217 @@
+"""Planners that another project wrote against the Protocol alone: one logs what it is asked, one cuts its writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from disagg_kv.cli.main import run
+from disagg_kv.errors import ConfigurationError, GeometryError
+from disagg_kv.geometry import CacheSpec, Share, Site, shard
+from disagg_kv.planning import StagedLayout, Writes, explain
+from disagg_kv.strategies import (
+    Job,
+    SlicePlanner,
+    StagedPlanner,
+    TransferPlanner,
+    auto_paths,
+    other_paths,
+    paths,
+    register,
+)
+from tests.support.rig import Memory, Rig, tp_shards
+
+SPEC = CacheSpec.kv(3, 4, 8, "float16")
+PLAN = ["plan", "--layers", "2", "--kv-heads", "4", "--head-dim", "8", "--tokens", "40", "--prefill-tp", "2", "--json"]
+
+
+class Logged:
+    """Another path under a name of its own; ``asked`` has the questions, in order."""
+
+    version = 3
+
+    def __init__(self, name: str, inner: TransferPlanner) -> None:
+        self.name = name
+        self.exposes_pages = inner.exposes_pages
+        self.inner = inner
+        self.asked: list[str] = []
+
+    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+        self.asked.append("refuse")
+        return self.inner.refuse(source, target, parts)
+
+    def send(self, job: Job) -> Writes | StagedLayout:
+        self.asked.append("send")
+        return self.inner.send(job)
+
+    def receive(self, job: Job) -> StagedLayout:
+        self.asked.append("receive")
+        return self.inner.receive(job)
+
+    def count(self, job: Job) -> int:
+        self.asked.append("count")
+        return self.inner.count(job)
+
+
+class Eager(Logged):
+    """It says of itself that ``auto`` may take it, and that it takes no write at all."""
+
+    joins_auto = True
+
+    def count(self, job: Job) -> int:
+        return 0
+
+
+class Halves:
+    """Each write of the library's slices as two: a path that plans writes of its own."""
+
+    name = "halves"
+    version = 1
+    exposes_pages = True
+
+    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+        one = [c.name for layer in source.spec.layers.values() for c in layer if c.unit_bytes < 2]
+        return f"units of one byte: {one}" if one else None
+
+    def send(self, job: Job) -> Writes:
+        whole = SlicePlanner().send(job)
+        first = whole.nbytes // 2
+        return Writes(
+            np.concatenate([whole.local, whole.local]),
+            np.concatenate([whole.local_off, whole.local_off + first]),
+            np.concatenate([whole.remote, whole.remote]),
+            np.concatenate([whole.remote_off, whole.remote_off + first]),
+            np.concatenate([first, whole.nbytes - first]),
+        )
+
+    def receive(self, job: Job) -> StagedLayout:
+        raise AssertionError("pages are exposed")
+
+    def count(self, job: Job) -> int:
+        return 2 * SlicePlanner().count(job)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (Logged("logged_slices", SlicePlanner()), {"refuse", "send"}),
+        (Logged("logged_staging", StagedPlanner()), {"refuse", "send", "receive"}),
+        (Halves(), set()),
+    ],
+    ids=["logged_slices", "logged_staging", "halves"],
+)
+def test_a_planner_carries_a_transfer(path: TransferPlanner, asked: set[str]) -> None:
+    """Two ranks to one, pages of other sizes; the endpoints ask it, and every byte is there."""
+    register(path)
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2), strategy=path.name)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=Memory(8, 32), strategy=path.name)
+    request = rig.request("room", prefills, decodes, 37).start().landed()
+    rig.quiet()
+    assert {delivery.report.path for delivery in request.sends} == {path.name}
+    assert set(getattr(path, "asked", ())) == asked
+
+
+def carried(prefill: str, decode: str) -> tuple[str, str]:
+    """The path that a request took between endpoints of these strategies, and why."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy=prefill)
+    decodes = rig.decode(tp_shards(SPEC, 1), strategy=decode)
+    report = rig.request("room", prefills, decodes, 21).start().landed().sends[0].report
+    return report.path, report.reason
+
+
+def test_auto_leaves_out_a_planner_that_does_not_say_that_it_joins() -> None:
+    """It is not even asked, though both sides have it."""
+    path = Logged("quiet", SlicePlanner())
+    register(path)
+    assert path not in auto_paths()
+    chosen, reason = carried("auto", "auto")
+    assert chosen != "quiet"
+    assert "quiet" not in reason
+    assert path.asked == []
+
+
+def test_auto_takes_a_planner_that_joins_if_it_is_the_cheapest() -> None:
+    """The reason names it and what the others would take."""
+    register(Eager("eager", SlicePlanner()))
+    chosen, reason = carried("auto", "auto")
+    assert chosen == "eager"
+    assert "eager takes" in reason
+    assert "staged would take" in reason
+
+
+def test_decode_allows_with_auto_what_prefill_asks_for() -> None:
+    """Whether the path joins ``auto`` or not: prefill chooses."""
+    register(Logged("asked_for", SlicePlanner()))
+    assert carried("asked_for", "auto") == ("asked_for", "asked_for was asked for")
+
+
+def plan(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+    """What the command says, for two ranks and one."""
+    assert run(PLAN) == 0
+    found: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_plan_explains_registered_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    """By their own count or refusal; ``auto`` compares those that join."""
+    before = plan(capsys)
+    register(Halves())
+    register(Logged("logged", StagedPlanner()))
+    found = plan(capsys)
+    slices = found["paths"]["slice"]
+    assert isinstance(slices, dict)
+    assert found["paths"] == {
+        **before["paths"],
+        "halves": {**slices, "descriptors": 2 * slices["descriptors"]},
+        "logged": found["paths"]["staged"],
+    }
+    assert found["auto"] == before["auto"]
+    register(Eager("eager", SlicePlanner()))
+    assert plan(capsys)["auto"]["path"] == "eager"
+
+
+def test_plan_says_why_a_registered_planner_cannot() -> None:
+    """In its own words; one that raises is refused as an endpoint refuses it, or named."""
+
+    class Refusing(Logged):
+        def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+            raise GeometryError("not today")
+
+    class Broken(Logged):
+        def count(self, job: Job) -> int:
+            raise OSError("no count")
+
+    tiny = CacheSpec.kv(1, 2, 1, "int8")
+    register(Halves())
+    register(Refusing("refusing", SlicePlanner()))
+    sides = tiny, [shard(tiny)], [shard(tiny)], 4, (4, 4)
+    refused = explain(*sides, others=other_paths()).refused
+    assert refused["halves"] == "prefill rank 0 to decode rank 0: units of one byte: ['k', 'v']"
+    assert refused["refusing"] == "prefill rank 0 to decode rank 0: not today"
+    register(Broken("broken", SlicePlanner()))
+    with pytest.raises(ConfigurationError, match="path 'broken': no count"):
+        explain(*sides, others=other_paths())
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "says"),
+    [
+        ("version", "1", "part: version"),
+        ("exposes_pages", 1, "part: exposes_pages"),
+        ("joins_auto", "yes", "part: joins_auto"),
+        ("name", 3, "part: name"),
+        ("count", None, "count.* is missing"),
+    ],
+)
+def test_what_is_no_planner_is_refused_when_it_is_registered(attribute: str, value: object, says: str) -> None:
+    """With the name of the attribute."""
+    path = Logged("wrong", SlicePlanner())
+    setattr(path, attribute, value)
+    with pytest.raises(ConfigurationError, match=says):
+        register(path)
+    assert "wrong" not in paths()
