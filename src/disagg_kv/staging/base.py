@@ -47,6 +47,9 @@ class StagingAllocator(Protocol):
 
     A lease never straddles the end of the buffer. A quarantined lease is simply one that is not released yet; it is
     a hole that others go round.
+
+    A decode endpoint needs an alignment that is a multiple of :data:`ALIGNMENT`. It asks for at most an eighth of the
+    capacity, rounded down to the alignment; an allocator without live leases grants that.
     """
 
     @property

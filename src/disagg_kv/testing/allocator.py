@@ -1,4 +1,4 @@
-"""What every :class:`StagingAllocator` must do: a suite to inherit and a state machine to run.
+"""What every :class:`StagingAllocator` must do: a suite to inherit. A ring has one more, and a state machine to run.
 
 ::
 
@@ -6,9 +6,13 @@
         def allocator(self, capacity, alignment):
             return MyAllocator(capacity, alignment)
 
+    class TestMyRing(RingAllocatorSuite):
+        def allocator(self, capacity, alignment):
+            return MyRing(capacity, alignment)
+
     class MyMachine(AllocatorMachine):
         def allocator(self, capacity, alignment):
-            return MyAllocator(capacity, alignment)
+            return MyRing(capacity, alignment)
 
     TestMyMachine = MyMachine.TestCase
 
@@ -16,6 +20,8 @@ Needs pytest and hypothesis.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from hypothesis import strategies as st
@@ -26,6 +32,8 @@ from ..staging import Lease, StagingAllocator
 
 CAPACITY = 1024
 ALIGNMENT = 64
+LARGEST = CAPACITY // 8
+"""Bytes of the largest lease that a decode endpoint asks for: an eighth of the ring."""
 
 
 def reserve(allocator: StagingAllocator, nbytes: int) -> Lease:
@@ -37,11 +45,21 @@ def reserve(allocator: StagingAllocator, nbytes: int) -> Lease:
     return lease
 
 
+def filled(allocator: StagingAllocator) -> list[Lease]:
+    """Leases of the largest size, until there is no place for one more."""
+    live: list[Lease] = []
+    while (lease := allocator.reserve(LARGEST)) is not None:
+        live.append(lease)
+        allocator.check_integrity()
+        assert len(live) <= CAPACITY // LARGEST, "more leases than bytes"
+    return live
+
+
 class StagingAllocatorSuite:
-    """Promises that need no random order of calls. Subclasses give ``allocator``; test methods are inherited."""
+    """Promises of any allocator, whatever the places of its leases. Subclasses give ``allocator``."""
 
     def allocator(self, capacity: int, alignment: int) -> StagingAllocator:
-        """An empty allocator; ``capacity`` is a multiple of ``alignment``."""
+        """An empty allocator; ``capacity`` is a multiple of 8 times ``alignment``. It may align to more than that."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -50,8 +68,123 @@ class StagingAllocatorSuite:
         return self.allocator(CAPACITY, ALIGNMENT)
 
     def test_it_says_what_it_was_made_of(self, ring: StagingAllocator) -> None:
-        """Capacity and alignment are those asked for."""
-        assert (ring.capacity, ring.alignment) == (CAPACITY, ALIGNMENT)
+        """All of the capacity, aligned as was asked for or better; nothing is live."""
+        assert ring.capacity == CAPACITY
+        assert ring.alignment >= ALIGNMENT
+        assert ring.alignment % ALIGNMENT == 0
+        assert ring.live_bytes == 0
+
+    def test_starts_are_aligned_and_never_used_twice(self, ring: StagingAllocator) -> None:
+        """A late message about an ended lease is never taken for one about a live lease."""
+        seen = set()
+        for nbytes in (1, ALIGNMENT, ALIGNMENT + 1, LARGEST) * 50:
+            lease = reserve(ring, nbytes)
+            assert lease.start % ring.alignment == 0
+            seen.add(lease.start)
+            ring.release(lease)
+        assert len(seen) == 200
+
+    def test_live_leases_lie_apart_inside_the_buffer(self, ring: StagingAllocator) -> None:
+        """As many as there are; none straddles the end."""
+        for _ in range(20):
+            live = filled(ring)
+            spans = sorted((lease.offset, lease.offset + lease.nbytes) for lease in live)
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+            assert spans[-1][1] <= CAPACITY
+            for lease in live:
+                ring.release(lease)
+
+    def test_an_eighth_of_an_empty_buffer_is_one_lease(self, ring: StagingAllocator) -> None:
+        """The largest that endpoints ask for, again and again."""
+        for _ in range(50):
+            ring.release(reserve(ring, LARGEST))
+
+    def test_a_full_buffer_says_wait_and_goes_on_after_a_release(self, ring: StagingAllocator) -> None:
+        """Leases come back in any order, and their bytes at once."""
+        live = filled(ring)
+        assert len(live) >= 2
+        for index in (len(live) // 2, 0, len(live) - 1):
+            ring.release(live[index])
+            live[index] = reserve(ring, LARGEST)
+            assert ring.reserve(LARGEST) is None
+
+    def test_live_bytes_are_those_of_live_leases(self, ring: StagingAllocator) -> None:
+        """Rounding included; all come back."""
+        first = reserve(ring, 1)
+        assert 1 <= ring.live_bytes <= CAPACITY
+        second = reserve(ring, LARGEST)
+        assert LARGEST + 1 <= ring.live_bytes <= CAPACITY
+        ring.release(first)
+        ring.release(second)
+        assert ring.live_bytes == 0
+
+    def test_a_second_release_is_harmless(self, ring: StagingAllocator) -> None:
+        """Also when somebody else has the bytes by then."""
+        first = reserve(ring, LARGEST)
+        ring.release(first)
+        ring.release(first)
+        live = filled(ring)
+        before = ring.live_bytes
+        ring.release(first)
+        assert ring.live_bytes == before
+        for lease in live:
+            ring.release(lease)
+        assert ring.live_bytes == 0
+
+    def test_more_than_the_buffer_is_refused_with_both_sizes(self, ring: StagingAllocator) -> None:
+        """For good, full or not."""
+        with pytest.raises(OversizeError) as caught:
+            ring.reserve(CAPACITY + 1)
+        assert caught.value.asked == CAPACITY + 1
+        assert LARGEST <= caught.value.capacity <= CAPACITY
+
+    @pytest.mark.parametrize("nbytes", [0, -1])
+    def test_a_lease_of_nothing_is_refused(self, ring: StagingAllocator, nbytes: int) -> None:
+        """The number is in the message."""
+        with pytest.raises(ConfigurationError, match=str(nbytes)):
+            ring.reserve(nbytes)
+
+    def test_a_lease_of_another_buffer_is_refused(self, ring: StagingAllocator) -> None:
+        """Ours stays live."""
+        reserve(ring, LARGEST)
+        before = ring.live_bytes
+        foreign = reserve(self.allocator(2 * CAPACITY, ALIGNMENT), ALIGNMENT)
+        with pytest.raises(LocalProtocolError):
+            ring.release(foreign)
+        assert ring.live_bytes == before
+
+    def test_a_frozen_lease_never_stops_the_others(self, ring: StagingAllocator) -> None:
+        """It is a hole; twenty buffers of bytes pass beside it, some of them on their way at any time."""
+        frozen = reserve(ring, LARGEST)
+        moving: list[Lease] = []
+        moved = 0
+        while moved < 20 * CAPACITY:
+            lease = ring.reserve(LARGEST)
+            if lease is None:
+                done = moving.pop(0)
+                ring.release(done)
+                moved += done.nbytes
+            else:
+                assert abs(lease.offset - frozen.offset) >= LARGEST
+                moving.append(lease)
+            ring.check_integrity()
+        assert ring.tail == frozen.start
+
+    def test_the_tail_is_the_oldest_live_lease(self, ring: StagingAllocator) -> None:
+        """Whatever comes back in between."""
+        first, second, third = (reserve(ring, ALIGNMENT) for _ in range(3))
+        ring.release(second)
+        assert ring.tail == first.start
+        ring.release(first)
+        assert ring.tail == third.start
+
+
+class RingAllocatorSuite(StagingAllocatorSuite):
+    """Promises of a ring: any run of free bytes is a lease, and leases follow one another around."""
+
+    def test_leases_are_aligned_as_was_asked_for(self, ring: StagingAllocator) -> None:
+        """And not coarser, which would waste bytes."""
+        assert ring.alignment == ALIGNMENT
 
     def test_starts_only_grow_and_are_aligned(self, ring: StagingAllocator) -> None:
         """A start is unique for ever, over many laps."""
@@ -89,28 +222,11 @@ class StagingAllocatorSuite:
             ring.release(leases[index])
             assert reserve(ring, CAPACITY // 4).offset == leases[index].offset
 
-    def test_a_second_release_is_harmless(self, ring: StagingAllocator) -> None:
-        """Also when somebody else has the bytes by then."""
-        first = reserve(ring, CAPACITY)
-        ring.release(first)
-        ring.release(first)
-        second = reserve(ring, CAPACITY)
-        ring.release(first)
-        assert ring.reserve(1) is None
-        ring.release(second)
-        reserve(ring, CAPACITY)
-
-    def test_more_than_the_buffer_is_refused_with_both_sizes(self, ring: StagingAllocator) -> None:
-        """For good, full or not."""
+    def test_more_than_the_capacity_is_refused(self, ring: StagingAllocator) -> None:
+        """And nothing less; both sizes are in the message."""
         with pytest.raises(OversizeError, match=str(CAPACITY)) as caught:
             ring.reserve(CAPACITY + 1)
         assert (caught.value.asked, caught.value.capacity) == (CAPACITY + 1, CAPACITY)
-
-    @pytest.mark.parametrize("nbytes", [0, -1])
-    def test_a_lease_of_nothing_is_refused(self, ring: StagingAllocator, nbytes: int) -> None:
-        """The number is in the message."""
-        with pytest.raises(ConfigurationError, match=str(nbytes)):
-            ring.reserve(nbytes)
 
     def test_a_lease_of_another_ring_is_refused(self, ring: StagingAllocator) -> None:
         """Of another size, not granted yet, or in the place of one of ours; ours stays live."""
@@ -145,8 +261,8 @@ class StagingAllocatorSuite:
                 moving.append(lease)
             ring.check_integrity()
 
-    def test_the_tail_is_the_oldest_live_lease(self, ring: StagingAllocator) -> None:
-        """Or the head, where nothing is live."""
+    def test_the_tail_is_the_head_where_nothing_is_live(self, ring: StagingAllocator) -> None:
+        """Else the oldest live lease."""
         assert ring.tail == 0
         first, second, third = (reserve(ring, ALIGNMENT) for _ in range(3))
         ring.release(second)
@@ -158,7 +274,7 @@ class StagingAllocatorSuite:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Random calls against a list that names the owner of every byte. Subclasses give ``allocator``."""
+    """For rings: random calls against a list that names the owner of every byte. Subclasses give ``allocator``."""
 
     def allocator(self, capacity: int, alignment: int) -> StagingAllocator:
         """An empty allocator; ``capacity`` is a multiple of ``alignment``."""

@@ -6,10 +6,10 @@ import pytest
 
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.staging import ALIGNMENT, RingStagingAllocator, StagingAllocator
-from disagg_kv.testing.allocator import StagingAllocatorSuite
+from disagg_kv.testing.allocator import RingAllocatorSuite
 
 
-class TestRing(StagingAllocatorSuite):
+class TestRing(RingAllocatorSuite):
     def allocator(self, capacity: int, alignment: int) -> StagingAllocator:
         return RingStagingAllocator(capacity, alignment)
 

@@ -8,6 +8,7 @@ from disagg_kv.errors import ConfigurationError, LocalProtocolError, OversizeErr
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import VirtualOffset
 from disagg_kv.staging import Lease, StagingAllocator
+from disagg_kv.testing.allocator import StagingAllocatorSuite
 from tests.support.rig import Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -65,6 +66,13 @@ class SlotAllocator:
 
     def check_integrity(self) -> None:
         assert sorted([*self._free, *self._taken]) == list(range(SLOTS))
+
+
+class TestSlots(StagingAllocatorSuite):
+    """The suite for allocators that are no rings."""
+
+    def allocator(self, capacity: int, alignment: int) -> StagingAllocator:
+        return SlotAllocator(capacity)
 
 
 def test_slots_carry_a_transfer() -> None:

@@ -22,6 +22,7 @@ from disagg_kv.strategies import (
     paths,
     register,
 )
+from disagg_kv.testing.planner import TransferPlannerSuite
 from tests.support.rig import Memory, Rig, tp_shards
 
 SPEC = CacheSpec.kv(3, 4, 8, "float16")
@@ -92,6 +93,20 @@ class Halves:
 
     def count(self, job: Job) -> int:
         return 2 * SlicePlanner().count(job)
+
+
+class TestLoggedStaging(TransferPlannerSuite):
+    """The suite that the library's paths pass."""
+
+    def planner(self) -> TransferPlanner:
+        return Logged("logged", StagedPlanner())
+
+
+class TestHalves(TransferPlannerSuite):
+    """The same for the one with writes of its own."""
+
+    def planner(self) -> TransferPlanner:
+        return Halves()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from disagg_kv.geometry import CacheSpec, Group, Plane, Shard, Site, shard
 from disagg_kv.ids import GroupId
 from disagg_kv.memory import Buffer, MemoryPool
 from disagg_kv.rendezvous import StaticRendezvous
+from disagg_kv.testing.pool import MemoryPoolSuite
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -66,6 +67,13 @@ class ArrayPool:
 
 def made(spec: CacheSpec, held: Shard, of: Memory) -> MemoryPool:
     return ArrayPool(spec, held, of.page_size, of.pages)
+
+
+class TestArrayPool(MemoryPoolSuite):
+    """The suite that the library's pools pass."""
+
+    def pool(self, spec: CacheSpec, shard: Shard, page_size: int, pages: int) -> MemoryPool:
+        return ArrayPool(spec, shard, page_size, pages)
 
 
 @pytest.mark.parametrize("path", ["staged", "slice"])

@@ -141,7 +141,7 @@ class DemoConfig:
         if self.turns > 1 and (self.model != "llama" or self.prefill_pp * self.decode_pp > 1):
             raise ConfigurationError(f"turns {self.turns}: only the model 'llama' without a pipeline has several")
         if self.inject == "swap-heads" and (self.model != "llama" or self.prefill_pp > 1):
-            raise ConfigurationError("inject 'swap-heads' is for the model 'llama' without a pipeline, not 'negate'")
+            raise ConfigurationError("inject 'swap-heads' is for the model 'llama' without a pipeline")
 
     def _check_stages(self) -> None:
         """Each stage must have the kinds of layers that alternate."""
