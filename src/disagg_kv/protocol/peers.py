@@ -265,8 +265,8 @@ class PeerTable:
             known.hello, known.heard = hello, now
             if known.lost:
                 out += self._revive(known, now)
-            elif known.proved and now - known.greeted >= self._options.heartbeat_s / 2:
-                # Not the end of the introduction.
+            elif known.proved and now - known.greeted >= self._options.closed_s:
+                # Not the end of the introduction, and not each time: what follows from it costs a peer that is behind.
                 known.greeted = now
                 out.append(Greeted(epoch))
             known.proved |= hello.dst == self._epoch

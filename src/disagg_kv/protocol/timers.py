@@ -56,7 +56,8 @@ class Timers(Generic[K]):
         One at a time: where handling one raises, the others keep their times. What gets a time meanwhile comes with the
         next call, however early that time is.
         """
-        if not self._next_round and (not self._heap or self._heap[0][0] > now):
+        later = not self._heap or self._heap[0][0] > now
+        if later and not self._next_round and not self._crowded:
             self._round = now
             return ()
         return self._pop(now)
@@ -84,13 +85,18 @@ class Timers(Generic[K]):
     def _begin_round(self, now: float) -> None:
         """Take in what was put off, and drop what is out of date where that is most of the heap."""
         self._round = now
-        if not self._due or len(self._heap) > 2 * len(self._due) + SPARE:
+        if not self._due or self._crowded:
             self._heap = [(at, number, key) for key, (at, number) in self._due.items()]
             heapify(self._heap)
         else:
             for entry in self._next_round:
                 heappush(self._heap, entry)
         self._next_round.clear()
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether most of the heap is out of date."""
+        return len(self._heap) > 2 * len(self._due) + SPARE
 
     def clear(self) -> None:
         """Nothing is due."""

@@ -196,21 +196,27 @@ def test_a_kernel_s_event_that_raises() -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_room_may_be_less_patient_than_its_endpoint(side: str) -> None:
-    """``silence_s`` of one room ends it while the peer is not lost yet."""
+    """``silence_s`` of one room ends it while the peer is not lost yet, and the peer is told once it goes on."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     room = RoomId(b"room")
-    receive = decodes[0].endpoint.open(room, Source("P"), silence_s=2.0)
+    receive = decodes[0].endpoint.open(room, Source("P"), silence_s=2.0 if side == "decode" else None)
     receive.expect(None, [decodes[0].take(8)])
-    send = prefills[0].endpoint.open(room, silence_s=2.0)
+    send = prefills[0].endpoint.open(room, silence_s=2.0 if side == "prefill" else None)
     rig.until(lambda: send.phase is Phase.READY, "the expectation")
-    (decodes if side == "prefill" else prefills)[0].frozen = True
+    frozen = (decodes if side == "prefill" else prefills)[0]
+    frozen.frozen = True
     rig.wait(4.0)
-    handle = send if side == "prefill" else receive
+    handle, other = (send, receive) if side == "prefill" else (receive, send)
     assert handle.phase is Phase.FAILED
     assert isinstance(handle.error, PeerLostError)
     assert "silent for 2 s" in str(handle.error)
     assert len(rig.members[side == "decode"].endpoint.peers()) == 1
+    frozen.frozen = False
+    rig.wait(1.0)
+    assert other.phase is Phase.FAILED
+    assert other.released
+    assert handle.released
 
 
 def test_what_is_kept_for_later_expires() -> None:
