@@ -559,11 +559,6 @@ class ReceiveRoom(Machine[Receiving]):
         """True while this writer may still write to memory of ours."""
         return self._may_touch_pages(w) or (not w.evidence and leased(self._parts.values(), w.rank) > 0)
 
-    def awaits(self, peer: Epoch) -> bool:
-        """Whether something is still to come from a writer that is known."""
-        w = self._writers.get(peer)
-        return w is not None and not w.complete
-
     def owed(self) -> dict[Epoch, tuple[int, bool]]:
         """Of a room that failed: whose evidence is awaited, for how many bytes of leases, and whether for pages."""
         owing, parts = [w for w in self._writers.values() if self._owes(w)], self._parts.values()

@@ -572,9 +572,8 @@ class DecodeSide:
         self._say(self._cancelled.tick(now))
         for key, lost in self._silences.due(now):
             room = self._rooms.get(key)
-            if room is not None and room.machine.error is None and room.machine.awaits(lost.peer):
-                # Other rooms may go on with this peer: it is told, unlike one that is lost.
-                self._handle(room, Cancel(lost.error))
+            if room is not None and room.machine.error is None:
+                self._handle(room, lost)
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
             for epoch in peers.epochs():

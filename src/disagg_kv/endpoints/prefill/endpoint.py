@@ -69,7 +69,7 @@ class PrefillEndpoint:
         kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
         observer: where spans and counters go.
         clock, sleep: time.
-        thread: False: nobody drives the endpoint but ``driver.step``; for simulations.
+        thread: False: the caller drives the endpoint by ``driver.step``; for simulations.
         life: its epoch and process; None: a new epoch in this process.
         background: makes what runs calls that may block, given a name and how many run at a time; None: threads, or
             the calling thread where the endpoint has none of its own.

@@ -24,7 +24,7 @@ class Slot(Generic[W]):
 
     @property
     def reusable(self) -> bool:
-        """Nobody writes to it, and nobody reads it."""
+        """No gather writes to it, and no posted write may still read it."""
         return not self.pins and not self.filling
 
 

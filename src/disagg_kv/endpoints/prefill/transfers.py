@@ -78,7 +78,7 @@ class Unread:
 
 @frozen
 class Broken:
-    """The event after which rows of the room are final raised: nobody knows whether they are."""
+    """The event after which rows of the room are final raised: whether they are final is unknown."""
 
     room: PrefillRoom
     error: Exception
@@ -237,7 +237,7 @@ class TransferQueue:
         return list(dict.fromkeys(post.transfer.to for post in self._posts.values() if post.crossing and post.tickets))
 
     def outcome(self) -> Happened | None:
-        """What has happened next, of what nobody has taken yet; None: nothing."""
+        """The oldest outcome that was not taken yet; None: all were."""
         return self._happened.popleft() if self._happened else None
 
     @property
@@ -348,7 +348,7 @@ class TransferQueue:
         self._happened.append(Moved(room, to, event))
 
     def _reading(self, room: PrefillRoom, by: int) -> None:
-        """So many more (or fewer) reads of the room's pages are under way."""
+        """Count reads of the room's pages that begin (``by`` is positive) or end."""
         room.machine.reads += by
         if not room.machine.reads:
             self._happened.append(Unread(room))
