@@ -40,6 +40,7 @@ from disagg_kv import (
     shard,
 )
 from disagg_kv.channels import Hub, InprocChannel
+from disagg_kv.endpoints import Environment
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import InprocTransport
 
@@ -118,9 +119,7 @@ class Walk:
             rendezvous=where,
             instance="prefill",
             strategy="staged",
-            clock=_clock,
-            sleep=_sleep,
-            thread=False,
+            environment=Environment(clock=_clock, sleep=_sleep, thread=False),
         )
         self.decode = DecodeEndpoint(
             PagedPool.allocate(spec, shard(spec), pages=4, page_size=32),
@@ -129,9 +128,7 @@ class Walk:
             rendezvous=where,
             instance="decode",
             strategy="staged",
-            clock=_clock,
-            sleep=_sleep,
-            thread=False,
+            environment=Environment(clock=_clock, sleep=_sleep, thread=False),
         )
 
     def request(self, name: bytes) -> list[Counted]:

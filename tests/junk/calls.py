@@ -11,7 +11,7 @@ import torch
 import disagg_kv
 from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints import CachedPages, Fail, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints import CachedPages, Environment, Fail, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.decode import handle as reception
 from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
@@ -51,7 +51,7 @@ SPOKEN = {
 
 MORE = (
     RecoveringReceiver, Retry, CachedPages, prefix.Claim, PageAllocator, CachedChecksums, StoreRendezvous,
-    StaticRendezvous, Buffer, *SPOKEN,
+    StaticRendezvous, Buffer, Environment, *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
@@ -148,8 +148,7 @@ def plain(name: str, function: Callable[..., object], good: dict[str, object], /
 ENDPOINT = {
     "pool": "thing", "transport": "thing", "channel": "thing", "rendezvous": "thing", "instance": "name",
     "rank": "count", "shards": "things or none", "strategy": "thing", "verify": "thing", "options": "thing or none",
-    "kernels": "thing or none", "observer": "thing or none", "clock": "function", "sleep": "function", "thread": "flag",
-    "life": "thing or none", "background": "function or none",
+    "kernels": "thing or none", "observer": "thing or none", "environment": "thing or none",
 }  # fmt: skip
 
 
@@ -161,8 +160,7 @@ def _endpoint(bench: Bench) -> dict[str, object]:
         "pool": PagedPool.allocate(SPEC, shard(SPEC), pages=2, page_size=4), "transport": made,
         "channel": InprocChannel(bench.rig.hub, number.decode()), "rendezvous": StaticRendezvous(), "instance": "X",
         "rank": 0, "shards": None, "strategy": "auto", "verify": "off", "options": Options(), "kernels": None,
-        "observer": None, "clock": bench.rig.clock, "sleep": lambda seconds: None, "thread": False, "life": None,
-        "background": None,
+        "observer": None, "environment": Environment(clock=bench.rig.clock, thread=False),
     }  # fmt: skip
 
 
@@ -179,6 +177,13 @@ def _decode(bench: Bench) -> Ready:
     more = {"ring_bytes": 4096, "allocator": RingStagingAllocator}
     more |= {"scatter_bytes_per_s": None, "arrivals_per_poll": None}
     return endpoints.DecodeEndpoint, {**_endpoint(bench), **more}
+
+
+@covers("Environment.__init__", clock="function", sleep="function", thread="flag", life="thing or none",
+        background="function or none")  # fmt: skip
+def _environment(bench: Bench) -> Ready:
+    quiet = {"sleep": lambda seconds: None, "thread": False, "life": None, "background": None}
+    return Environment, {"clock": bench.rig.clock, **quiet}
 
 
 TIMES = {"silence_s": "seconds or none", "total_s": "seconds or none"}

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint, Receiver
+from disagg_kv.endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint, Receiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
@@ -92,7 +92,6 @@ class DecodeOptions(TypedDict, total=False):
     arrivals_per_poll: int | None
     kernels: Kernels
     options: Options
-    life: Incarnation
 
 
 def _seen(pool: MemoryPool) -> PagedPool:
@@ -242,9 +241,7 @@ class Rig:
                 rank=rank,
                 shards=shards,
                 observer=observer,
-                thread=self.threaded,
-                clock=time.monotonic if self.threaded else self.clock,
-                sleep=time.sleep if self.threaded else _no_sleep,
+                environment=self._environment(),
                 **more,
             )
             made.append(self._member(endpoint, _seen(pool), transport, channel, observer))
@@ -259,6 +256,7 @@ class Rig:
         *,
         only: Iterable[int] | None = None,
         at: str | None = None,
+        life: Incarnation | None = None,
         **more: Unpack[DecodeOptions],
     ) -> Decodes:
         """An instance of decode ranks, or ``only`` some of them, ``at`` other addresses than those of its name."""
@@ -278,14 +276,17 @@ class Rig:
                 rank=rank,
                 shards=shards,
                 observer=observer,
-                thread=self.threaded,
-                clock=time.monotonic if self.threaded else self.clock,
-                sleep=time.sleep if self.threaded else _no_sleep,
+                environment=self._environment(life),
                 **more,
             )
             made.append(self._member(endpoint, _seen(pool), transport, channel, observer))
         self.decodes += made
         return made
+
+    def _environment(self, life: Incarnation | None = None) -> Environment:
+        if self.threaded:
+            return Environment(life=life)
+        return Environment(clock=self.clock, sleep=_no_sleep, thread=False, life=life)
 
     def _pool(self, held: Shard, of: Memory, transport: Transport) -> MemoryPool:
         pool = of.pool(self.spec, held, of) if of.pool else self._paged(held, of, transport)

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from ..channels import UnixChannel
-from ..endpoints import DecodeEndpoint, PrefillEndpoint
+from ..endpoints import DecodeEndpoint, Environment, PrefillEndpoint
 from ..endpoints.prefill.handle import ForwardPass
 from ..endpoints.runtime.handle import RoomHandle
 from ..errors import DeadlineError, DisaggKVError
@@ -145,7 +145,7 @@ class PrefillRank:
                 slots=shape.slots,
                 options=_options(shape),
                 schedule=_schedule(shape, name),
-                thread=self.threaded,
+                environment=Environment(thread=self.threaded),
                 **_how(shape, name),
             )
             for name in shape.runs

@@ -15,6 +15,7 @@ from .decode.endpoint import DecodeEndpoint
 from .kept_pages import CachedPages, PageChecksums, page_sums
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
+from .runtime.environment import Environment
 from .runtime.incarnation import Incarnation
 from .runtime.peer_registry import format_peers
 
@@ -23,6 +24,7 @@ __all__ = [
     "CachedPages",
     "DecodeEndpoint",
     "Delivery",
+    "Environment",
     "Fail",
     "Handle",
     "Incarnation",

@@ -16,6 +16,7 @@ import pytest
 from disagg_kv.channels import Arrived, InprocChannel
 from disagg_kv.endpoints import (
     DecodeEndpoint,
+    Environment,
     Fail,
     Incarnation,
     PrefillEndpoint,
@@ -339,8 +340,7 @@ def alone(kind: type[E], rig: Rig, pool: PagedPool, name: str) -> E:
         channel=InprocChannel(rig.hub, name),
         rendezvous=rig.rendezvous,
         instance=name,
-        clock=rig.clock,
-        thread=False,
+        environment=Environment(clock=rig.clock, thread=False),
     )
 
 
@@ -447,9 +447,7 @@ def test_the_life_of_an_endpoint_can_be_given() -> None:
         rendezvous=rig.rendezvous,
         instance="D",
         ring_bytes=4096,
-        clock=rig.clock,
-        thread=False,
-        life=life,
+        environment=Environment(clock=rig.clock, thread=False, life=life),
     )
     endpoint.open(RoomId(b"room"), Source("ear"))
     endpoint.driver.step()

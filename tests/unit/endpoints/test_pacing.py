@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from disagg_kv.channels import Hub, InprocChannel, News
-from disagg_kv.endpoints import PrefillEndpoint
+from disagg_kv.endpoints import Environment, PrefillEndpoint
 from disagg_kv.endpoints.prefill.handle import SubmittedChunk
 from disagg_kv.endpoints.prefill.throughput import FRAMES_S, LEAST_S, MOST_S, PASSES, EventFifo, ThroughputEstimator
 from disagg_kv.endpoints.runtime.idle import FAST_BYTES_PER_S, SHORTEST_PAUSE_S, SOON, SOON_S
@@ -165,9 +165,7 @@ def test_this_thread_looks_seldom_while_the_engine_s_launches_kernels() -> None:
         rendezvous=StaticRendezvous(),
         instance="prefill",
         strategy="staged+layer_pipelined",
-        clock=clock,
-        sleep=slept.append,
-        thread=False,
+        environment=Environment(clock=clock, sleep=slept.append, thread=False),
     )
     room, event = RoomId(b"room"), Flag()
     end.open(room)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from disagg_kv.channels import Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Environment, PrefillEndpoint
 from disagg_kv.errors import ConfigurationError, DisaggKVError, GeometryError
 from disagg_kv.geometry import CacheSpec, Group, Plane, Shard, Site, shard
 from disagg_kv.ids import GroupId
@@ -199,7 +199,14 @@ def test_memory_that_cannot_be_a_pool_is_refused(kind: type[ArrayPool], error: t
 def refused(end: type[PrefillEndpoint | DecodeEndpoint], pool: MemoryPool) -> None:
     """An endpoint over such a pool."""
     channel = InprocChannel(Hub(), "here")
-    end(pool, transport=InprocTransport(), channel=channel, rendezvous=StaticRendezvous(), instance="I", thread=False)
+    end(
+        pool,
+        transport=InprocTransport(),
+        channel=channel,
+        rendezvous=StaticRendezvous(),
+        instance="I",
+        environment=Environment(thread=False),
+    )
 
 
 class Slotted:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
-from weakref import WeakValueDictionary
+
+import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...errors import AbortedError, ConfigurationError, DisaggKVError, QuarantineFullError
+from ...errors import AbortedError, ConfigurationError, QuarantineFullError
 from ...geometry import Shard
-from ...ids import Epoch, Generation, Rank, RegionId, RoomId
+from ...ids import Epoch, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
 from ...planning import Segment
@@ -21,66 +20,52 @@ from ...rendezvous import Rendezvous, Source
 from ...staging import GrantQueue, RingStagingAllocator, StagingAllocator
 from ...strategies import AUTO, TransferPlanner, paths
 from ...strategies import strategy as named
-from ...trace import Observer, Silent
+from ...trace import Observer
 from ...transports import Transport
-from ..api import PeerInfo
-from ..runtime.admission import Admission
-from ..runtime.background import Background
-from ..runtime.construction import (
-    check_carriers,
-    check_pool,
-    check_rank,
-    check_services,
-    helpers,
-)
+from ..runtime.construction import Parts
+from ..runtime.endpoint import Endpoint
+from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue, check_room
-from ..runtime.handshake import EndpointInfo
-from ..runtime.incarnation import Incarnation
+from ..runtime.handle import ChangeQueue
 from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
-from ..runtime.succession import check_counts
-from ..runtime.thread import EndpointThread
 from .handle import Expectation, ReceptionHandle
 from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
 from .rooms import ALL_QUARANTINE, DecodeSide
 
 
-class DecodeEndpoint:
+class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
     """A decode rank's endpoint; see :class:`~disagg_kv.endpoints.api.Receiver`.
 
     Args:
         pool: the rank's cache.
-        transport: its other side writes here; the endpoint owns it from now on.
-        channel: carries the frames; the endpoint owns it from now on.
-        rendezvous: where prefill ranks, and the other ranks of our instance, are found.
+        transport: peers write here through it. The endpoint owns it from now on.
+        channel: carries the frames. The endpoint owns it from now on.
+        rendezvous: where prefill ranks, and the other ranks of this instance, are found.
         instance: name of this set of ranks.
-        rank: our index in it.
-        shards: what every rank of it holds; None: we are alone.
-        strategy: the path that prefill may take, or ``"auto"``: any that works with our memory. A path that exposes
-            pages keeps an aborted room's pages until there is evidence that nobody writes to them. With
-            ``"+incremental"``, :meth:`~disagg_kv.endpoints.api.Reception.expect` takes held prefixes.
-        ring_bytes: bytes of the staging ring, of which a segment takes an eighth at most; None: 256 MiB on a CPU, 4 GiB
-            on a GPU.
-        allocator: makes what hands out the ring's bytes, given how many there are.
-        verify: how many segments we compare with checksums of prefill's, ``"off"``, ``"sampled"`` or ``"full"``;
-            those that prefill's own wish makes it send are compared too. With ``"full"`` a room that builds on held
-            rows needs ``kept`` at ``expect``; with ``"sampled"`` about one in 16 of those that have it is compared.
-        scatter_bytes_per_s: how fast what arrives may be scattered into pages, so that it does not hold up what is
-            being decoded; None: as fast as it comes.
-        arrivals_per_poll: how many rooms that have ended well one ``poll`` tells of at most, so that requests which
-            arrive together do not all join one step of an engine that polls once per step; None: all.
+        rank: index of this rank in the instance.
+        shards: the shard of every rank of the instance; None: there is one rank.
+        strategy: the paths that prefill may take, and the selection. ``"auto"`` allows every path that works with the
+            pool's memory. A path that exposes pages keeps the pages of an aborted room until there is evidence that no
+            peer writes to them. With ``"+incremental"``, :class:`~disagg_kv.endpoints.Expectation` takes held prefixes.
+        ring_bytes: bytes of the staging ring; None: 256 MiB on a CPU, 4 GiB on a GPU. A segment takes at most an eighth
+            of it.
+        allocator: creates the allocator of the ring from its number of bytes.
+        verify: which segments this rank compares with checksums of prefill, ``"off"``, ``"sampled"`` or ``"full"``.
+            Segments that prefill sends with checksums are compared too. With ``"full"``, a room with held rows needs
+            ``kept`` in its expectation. With ``"sampled"``, about one in 16 rooms that have ``kept`` is compared.
+        scatter_bytes_per_s: most bytes per second that are scattered into pages, so that scatters do not delay the
+            engine's decode steps; None: no limit.
+        arrivals_per_poll: most rooms that ended well that one ``poll`` returns, so that few requests join one decode
+            step; None: no limit.
         options: times and bounds.
-        kernels: gather and scatter; None: the fastest for the pool's device. Those that need it are compiled now.
-        observer: where spans and counters go.
-        clock, sleep: time.
-        thread: False: the caller drives the endpoint by ``driver.step``; for simulations.
-        life: its epoch and process; None: a new epoch in this process.
-        background: makes what runs calls that may block, given a name and how many run at a time; None: threads, or
-            the calling thread where the endpoint has none of its own.
+        kernels: scatter and checksum kernels; None: the fastest for the pool's device. They are compiled now.
+        observer: receives spans and counters.
+        environment: clock, threads and identity, for tests and simulations.
 
     Raises:
-        ConfigurationError: an explicit path that exposes pages, with memory that the transport cannot write to; a pace
-            or a number of arrivals that is not positive.
+        ConfigurationError: an argument of another type or out of range; or an explicit path that exposes pages, with
+            memory that the transport cannot write to.
+        GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
     """
 
     def __init__(
@@ -102,68 +87,39 @@ class DecodeEndpoint:
         options: Options | None = None,
         kernels: Kernels | None = None,
         observer: Observer | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        thread: bool = True,
-        life: Incarnation | None = None,
-        background: Callable[[str, int], Background] | None = None,
+        environment: Environment | None = None,
     ) -> None:
-        check_pool(pool)
-        check_carriers(transport, channel, rendezvous)
-        instance, rank, every = check_rank(pool, instance, rank, shards)
-        check_services(options, kernels, observer, clock, sleep, thread, life)
-        helping = helpers(background, thread)
+        parts = Parts(
+            pool, transport, channel, rendezvous, instance, rank, shards, options, kernels, observer, environment
+        )
         check_verify(verify)
+        self._verify: Verify = verify
         if arrivals_per_poll is not None:
             arrivals_per_poll = arguments.count(arrivals_per_poll, "arrivals_per_poll", least=1)
-        self._arrivals = arrivals_per_poll
-        usable, exposed = _usable(named(strategy).path, pool, transport)
-        self._selection = named(strategy).selection
-        self._verify: Verify = verify
+        chosen = named(strategy)
+        self._selection = chosen.selection
+        usable, exposed = _usable(chosen.path, pool, transport)
+        limiter = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
         device = pool.buffers[0].device
-        pace = None if scatter_bytes_per_s is None else RateLimiter(scatter_bytes_per_s)
-        movers = ready_kernels(pool, kernels)
         if ring_bytes is None:
             ring_bytes = 256 << 20 if device == "cpu" else 4 << 30
-        ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
-        ring = made_by(allocator, ring_bytes)
-        memory = new_staging(transport, ring_bytes, device)
+        self._ring_bytes = ring_bytes = arguments.count(ring_bytes, "ring_bytes", least=1)
+        movers = ready_kernels(pool, kernels)
+        self._ring = ring = made_by(allocator, ring_bytes)
+        self._staging = memory = new_staging(transport, ring_bytes, device)
         queue: GrantQueue[Epoch, tuple[RoomKey, Segment]] = GrantQueue(ring)
-        region, *regions = transport.register([memory, *(pool.buffers if exposed else ())])
-        me = EndpointInfo(
-            life or Incarnation(),
-            channel.address,
-            "decode",
-            instance,
-            Rank(rank),
-            every,
-            pool.site,
-            tuple(regions),
-            transport,
-            usable,
-            ring_region=RegionId(region),
+        ring_region, *regions = transport.register([memory, *(pool.buffers if exposed else ())])
+        me = attrs.evolve(
+            parts.info("decode", regions, usable),
+            ring_region=ring_region,
             ring_bytes=ring_bytes,
             lease_bytes=queue.lease_limit // ring.alignment * ring.alignment,
         )
-        self._pool = pool
-        self._staging = memory
-        self._ring_bytes = ring_bytes
-        self._ring = ring
-        self._options = options = Options() if options is None else options
-        self._lives = count(1)
-        self._open: WeakValueDictionary[RoomId, ReceptionHandle] = WeakValueDictionary()
-        self._changes: ChangeQueue[ReceptionHandle] = ChangeQueue()
 
-        def side(loop: EventLoop) -> DecodeSide:
-            self._role = DecodeSide(loop, pool, memory, queue, movers, exposed, self._changes, verify, pace)
-            return self._role
+        def side(loop: EventLoop, changes: ChangeQueue[ReceptionHandle]) -> DecodeSide:
+            return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter)
 
-        self._loop = EventLoop(me, channel, rendezvous, options, observer or Silent(), clock, sleep, helping, side)
-        role = self._role
-        name = f"disagg_kv {instance}/{rank}"
-        self.driver = EndpointThread(
-            self._loop, name, role.abort_all, lambda: role.open_rooms, self._break_down, thread
-        )
+        super().__init__(parts, me, side, arrivals_per_poll)
 
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
@@ -177,39 +133,10 @@ class DecodeEndpoint:
                 raise QuarantineFullError(
                     f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
                 )
-            check_room(room, self._open.get(room))
-            check_counts(self._loop.succession)
-            key = RoomKey(room, Generation(next(self._lives)))
-            handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
-            self._open[room] = handle
+            key = self._new_key(room)
+            handle = self._open[room] = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
             self._loop.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
         return handle
-
-    def poll(self) -> Sequence[ReceptionHandle]:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
-        if self.driver.broken is not None:
-            raise self.driver.broken
-        return self._changes.take(self._arrivals)
-
-    def confirm_terminated(self, epoch: Epoch | str) -> None:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.confirm_terminated`."""
-        named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
-        with self.admission.enter("confirm_terminated"):
-            self._loop.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
-
-    def _break_down(self, error: DisaggKVError) -> None:
-        """Endpoint's thread, as it ends: what has not ended, of what the engine still has a handle of, has failed."""
-        handles = [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
-        self._changes.break_down(handles, error)
-
-    def peers(self) -> Sequence[PeerInfo]:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.peers`."""
-        return self._loop.peer_registry.listed()
-
-    @property
-    def open_rooms(self) -> int:
-        """Rooms that are not forgotten yet: open, or ended and waiting for evidence."""
-        return self._role.open_rooms
 
     @property
     def quarantined_bytes(self) -> int:
@@ -226,20 +153,7 @@ class DecodeEndpoint:
         """The ring: where rows land before they are scattered."""
         return self._staging
 
-    def close(self, drain_s: float = 5.0) -> None:
-        """See :meth:`~disagg_kv.endpoints.api.Receiver.close`."""
-        self.driver.close(drain_s)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the accounts contradict each other; on the thread that steps the endpoint."""
-        self._role.check_integrity()
-
     # For handles.
-
-    @property
-    def admission(self) -> Admission:
-        """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
-        return self.driver.admission
 
     def expect(self, key: RoomKey, wanted: Expectation) -> None:
         """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""

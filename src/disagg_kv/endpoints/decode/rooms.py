@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from math import inf
 
 from ...errors import (
-    AbortedError,
     DisaggKVError,
     InstanceClosedError,
     LocalProtocolError,
@@ -609,10 +608,6 @@ class DecodeSide:
         for room in list(self._rooms.values()):
             if not (unmet and room.machine.writers):
                 self._handle(room, Cancel(error))
-
-    def abort_all(self, reason: str) -> None:
-        """The endpoint closes."""
-        self.integrity_failure(AbortedError(reason))
 
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""

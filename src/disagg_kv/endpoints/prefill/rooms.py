@@ -540,10 +540,6 @@ class PrefillSide:
             if not (unmet and room.machine.flows):
                 self._apply(room, room.machine.cancel(error, self._loop.now))
 
-    def abort_all(self, reason: str) -> None:
-        """The endpoint closes."""
-        self.integrity_failure(AbortedError(reason))
-
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self.transfers.check_integrity()

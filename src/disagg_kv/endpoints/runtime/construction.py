@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 from weakref import ref
 
 from ... import arguments
 from ...channels import Channel
 from ...errors import ConfigurationError
 from ...geometry import Shard, Site
+from ...ids import Rank, RegionId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool, check_memory
 from ...protocol import Options
 from ...rendezvous import Rendezvous
-from ...trace import Observer
+from ...strategies import TransferPlanner
+from ...trace import Observer, Silent
 from ...transports import Capabilities, Transport
-from .background import Background, HelperThreads, inline
-from .handshake import check_instance
+from .environment import Environment
+from .handshake import EndpointInfo, Role, check_instance
 from .incarnation import Incarnation
-
-T = TypeVar("T")
 
 
 def check_pool(pool: MemoryPool) -> None:
@@ -69,64 +68,58 @@ def check_carriers(transport: Transport, channel: Channel, rendezvous: Rendezvou
     arguments.methods(rendezvous, "rendezvous", "a rendezvous", "publish", "lookup")
 
 
-def check_rank(
-    pool: MemoryPool, instance: str, rank: int, shards: Sequence[Shard] | None
-) -> tuple[str, int, tuple[Shard, ...]]:
-    """Name, index and shards of an instance, as an endpoint keeps them.
+class Parts:
+    """The arguments that both endpoints take, checked, with defaults in place of None; nothing of them is used yet.
 
     Raises:
-        ConfigurationError: another type, or no name.
-        GeometryError: the pool is not what the instance says this rank holds.
+        ConfigurationError: an argument of another type, or an empty name.
+        GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
     """
-    name = arguments.text(instance, "instance", least=1, most=256)
-    index = arguments.count(rank, "rank")
-    every = (pool.site.shard,) if shards is None else arguments.several(shards, "shards", Shard)
-    check_instance(every, index, pool.site)
-    return name, index, every
 
+    def __init__(
+        self,
+        pool: MemoryPool,
+        transport: Transport,
+        channel: Channel,
+        rendezvous: Rendezvous,
+        instance: str,
+        rank: int,
+        shards: Sequence[Shard] | None,
+        options: Options | None,
+        kernels: Kernels | None,
+        observer: Observer | None,
+        environment: Environment | None,
+    ) -> None:
+        check_pool(pool)
+        check_carriers(transport, channel, rendezvous)
+        if kernels is not None:
+            arguments.methods(kernels, "kernels", "a set of kernels", "gather", "scatter", "checksum")
+        if observer is not None:
+            arguments.methods(observer, "observer", "an observer", "span", "count")
+        self.pool = pool
+        self.transport = transport
+        self.channel = channel
+        self.rendezvous = rendezvous
+        self.instance = arguments.text(instance, "instance", least=1, most=256)
+        self.rank = Rank(arguments.count(rank, "rank"))
+        self.shards = (pool.site.shard,) if shards is None else arguments.several(shards, "shards", Shard)
+        check_instance(self.shards, self.rank, pool.site)
+        self.options = Options() if options is None else arguments.one(options, "options", Options)
+        self.observer: Observer = Silent() if observer is None else observer
+        environment = Environment() if environment is None else environment
+        self.environment = arguments.one(environment, "environment", Environment)
 
-def check_services(
-    options: Options | None,
-    kernels: Kernels | None,
-    observer: Observer | None,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    thread: bool,
-    life: Incarnation | None,
-) -> None:
-    """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what cannot do what an endpoint asks of it."""
-    optional(options, "options", Options)
-    optional(life, "life", Incarnation)
-    if kernels is not None:
-        arguments.methods(kernels, "kernels", "a set of kernels", "gather", "scatter", "checksum")
-    if observer is not None:
-        arguments.methods(observer, "observer", "an observer", "span", "count")
-    arguments.clock(clock, "clock")
-    arguments.function(sleep, "sleep")
-    arguments.flag(thread, "thread")
-
-
-def optional(value: T | None, name: str, kind: type[T]) -> T | None:
-    """An instance of a class, or None; else a :class:`~disagg_kv.errors.ConfigurationError`."""
-    return None if value is None else arguments.one(value, name, kind)
-
-
-def helpers(background: Callable[[str, int], Background] | None, thread: bool) -> Callable[[str, int], Background]:
-    """What makes the helpers of an endpoint; see :class:`~disagg_kv.endpoints.PrefillEndpoint`.
-
-    Raises:
-        ConfigurationError: no function. What this returns raises it, too, where the function makes no helper.
-    """
-    if background is None:
-        return HelperThreads if thread else inline
-    make = arguments.function(background, "background")
-
-    def checked(name: str, most: int) -> Background:
-        try:
-            made = background(name, most)
-        except Exception as exc:
-            raise arguments.wrong("background", make, "a function that makes helpers is needed") from exc
-        arguments.methods(made, "background", "what runs calls", "start", "close")
-        return made
-
-    return checked
+    def info(self, role: Role, regions: Sequence[RegionId], paths: tuple[TransferPlanner, ...]) -> EndpointInfo:
+        """How an endpoint introduces itself, without what only its side has."""
+        return EndpointInfo(
+            self.environment.life or Incarnation(),
+            self.channel.address,
+            role,
+            self.instance,
+            self.rank,
+            self.shards,
+            self.pool.site,
+            tuple(regions),
+            self.transport,
+            paths,
+        )

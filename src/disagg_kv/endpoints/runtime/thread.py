@@ -38,8 +38,6 @@ class EndpointThread:
     Args:
         loop: what is stepped.
         name: of the thread.
-        abort_all: ends every room, with a reason.
-        open_rooms: how many are not forgotten yet.
         break_down: fails what the engine still has a handle of and has not ended.
         thread: whether there is one.
     """
@@ -48,14 +46,10 @@ class EndpointThread:
         self,
         loop: EventLoop,
         name: str,
-        abort_all: Callable[[str], None],
-        open_rooms: Callable[[], int],
         break_down: Callable[[DisaggKVError], None],
         thread: bool,
     ) -> None:
         self._loop = loop
-        self._abort_all = abort_all
-        self._open_rooms = open_rooms
         self._break_down = break_down
         self._where = f"endpoint {loop.me.instance}/{loop.me.rank}"
         self._asked: SimpleQueue[None] = SimpleQueue()  # to close; its ``put`` may interrupt itself
@@ -162,12 +156,12 @@ class EndpointThread:
         """The last steps."""
         loop = self._loop
         with suppress(EndpointBrokenError):
-            loop.post(lambda: self._abort_all("the endpoint closes"))
+            loop.post(lambda: loop.side.integrity_failure(AbortedError("the endpoint closes")))
         if loop.broken is None:
             self._step(0.0)
         while loop.broken is None and loop.behind:
             self._step(0.0)
-        while loop.broken is None and self._open_rooms() and loop.clock() < self._until:
+        while loop.broken is None and loop.side.open_rooms and loop.clock() < self._until:
             self._step(0.02)
 
     def _stop(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from ...channels import Arrived
-from ...endpoints import DecodeEndpoint, Incarnation, PrefillEndpoint
+from ...endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
 from ...endpoints.decode.rooms import DecodeSide
 from ...endpoints.prefill.rooms import PrefillSide
 from ...endpoints.runtime.background import Background
@@ -367,13 +367,14 @@ class SimNode:
     def _build(self, index: int) -> None:
         world, scenario = self.world, self.world.scenario
         life = Incarnation(self.epoch, self.process, self._watch, born=self.life)
+        environment = Environment(clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers)
         if self.side == "decode":
             decode = DecodeEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
                 options=scenario.options, kernels=SimKernels(world, self), observer=SimObserver(world),
-                clock=self.clock, sleep=_never, thread=False, life=life, background=self._helpers,
+                environment=environment,
             )  # fmt: skip
             self.endpoint, self.role = decode, decode._role
             assert isinstance(decode._ring, RingStagingAllocator)
@@ -387,8 +388,7 @@ class SimNode:
                 strategy=scenario.prefill_paths[world.source_of(index)],
                 schedule=scenario.schedule, verify=scenario.verify, slot_bytes=scenario.slot_bytes,
                 slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self),
-                observer=SimObserver(world), clock=self.clock, sleep=_never, thread=False, life=life,
-                background=self._helpers,
+                observer=SimObserver(world), environment=environment,
             )  # fmt: skip
             self.endpoint, self.role = prefill, prefill._role
             self._live = {}

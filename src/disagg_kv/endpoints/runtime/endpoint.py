@@ -1,0 +1,120 @@
+"""The base of both endpoints: rooms by name, changes for the engine, peers, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
+
+from ... import arguments
+from ...errors import DisaggKVError
+from ...ids import Epoch, Generation, RoomId
+from ...protocol import RoomKey
+from ..api import PeerInfo
+from .admission import Admission
+from .construction import Parts
+from .event_loop import EventLoop
+from .handle import ChangeQueue, RoomHandle, check_room
+from .handshake import EndpointInfo
+from .side import Side
+from .succession import check_counts
+from .thread import EndpointThread
+
+H = TypeVar("H", bound=RoomHandle)
+S = TypeVar("S", bound=Side)
+
+
+class Endpoint(Generic[H, S]):
+    """Holds the loop, the thread that steps it, and the handles of one rank.
+
+    Args:
+        parts: the arguments of the constructor, checked.
+        me: how the endpoint introduces itself.
+        side: creates the side, prefill or decode, from the loop and the queue that takes changed handles.
+        arrivals: most rooms that ended well that one :meth:`poll` returns; None: no limit.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        me: EndpointInfo,
+        side: Callable[[EventLoop, ChangeQueue[H]], S],
+        arrivals: int | None = None,
+    ) -> None:
+        self._pool = parts.pool
+        self._options = parts.options
+        self._arrivals = arrivals
+        self._lives = count(1)
+        self._open: WeakValueDictionary[RoomId, H] = WeakValueDictionary()
+        self._changes: ChangeQueue[H] = ChangeQueue()
+
+        def build(loop: EventLoop) -> S:
+            self._role = side(loop, self._changes)
+            return self._role
+
+        environment = parts.environment
+        self._loop = EventLoop(
+            me,
+            parts.channel,
+            parts.rendezvous,
+            parts.options,
+            parts.observer,
+            environment.clock,
+            environment.sleep,
+            environment.helpers,
+            build,
+        )
+        name = f"disagg_kv {me.instance}/{me.rank}"
+        self.driver = EndpointThread(self._loop, name, self._break_down, environment.thread)
+
+    @property
+    def admission(self) -> Admission:
+        """Which calls the endpoint still accepts."""
+        return self.driver.admission
+
+    def poll(self) -> Sequence[H]:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.poll` and :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
+        if self.driver.broken is not None:
+            raise self.driver.broken
+        return self._changes.take(self._arrivals)
+
+    def peers(self) -> Sequence[PeerInfo]:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.peers`."""
+        return self._loop.peer_registry.listed()
+
+    def confirm_terminated(self, epoch: Epoch | str) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.confirm_terminated`."""
+        named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
+        with self.admission.enter("confirm_terminated"):
+            self._loop.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Sender.close`."""
+        self.driver.close(drain_s)
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are still kept: open ones, and ended ones that wait for evidence or a last answer."""
+        return self._role.open_rooms
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""
+        self._role.check_integrity()
+
+    def _new_key(self, room: RoomId) -> RoomKey:
+        """The key of a room that may be opened now.
+
+        Raises:
+            LocalProtocolError: the room is open already.
+            SupersededError: another process has taken the place of this rank.
+        """
+        check_room(room, self._open.get(room))
+        check_counts(self._loop.succession)
+        return RoomKey(room, Generation(next(self._lives)))
+
+    def _break_down(self, error: DisaggKVError) -> None:
+        """Endpoint's thread, at its end: rooms that have not ended fail, if the engine still has their handles."""
+        handles = [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
+        self._changes.break_down(handles, error)
