@@ -14,7 +14,7 @@ from attrs import frozen
 
 from disagg_kv.bench.rank import GRANTED_S, LOOK_S, SELDOM_S, Served, attend, wait_until
 from disagg_kv.channels import ZmqChannel
-from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.engines.hf import PagedHFCache, spec_from_config
@@ -420,7 +420,7 @@ class Decode:
         """Await a room."""
         self._way = way
         reception = self._ends[way].open(RoomId(room), Source("prefill"))
-        reception.expect(rows, [self._tables[way]], aux=0)
+        reception.expect(Expectation(rows, [self._tables[way]], aux=0))
         self._room = [reception]
 
     def arrive(self) -> Came:

@@ -40,7 +40,7 @@ from disagg_kv import (
     shard,
 )
 from disagg_kv.channels import Hub, InprocChannel
-from disagg_kv.endpoints import Environment
+from disagg_kv.endpoints import Environment, Expectation
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import InprocTransport
 
@@ -138,7 +138,7 @@ class Walk:
         calls = Calls()
         with calls.counted():
             reception = self.decode.open(room, source)
-            reception.expect(ROWS, [theirs])
+            reception.expect(Expectation(ROWS, [theirs]))
             delivery = self.prefill.open(room)
         steps = self._step(calls, lambda: delivery.phase is Phase.READY)
         parts = [Counted("`open` and `expect`, until prefill has `Expect`", steps, calls.files)]

@@ -5,7 +5,18 @@ handles a room per request. What is not named here or in a layer's ``__init__`` 
 """
 
 from .channels import Channel
-from .endpoints import DecodeEndpoint, Delivery, PeerInfo, PrefillEndpoint, Receiver, Reception, Report, Sender, Step
+from .endpoints import (
+    DecodeEndpoint,
+    Delivery,
+    Expectation,
+    PeerInfo,
+    PrefillEndpoint,
+    Receiver,
+    Reception,
+    Report,
+    Sender,
+    Step,
+)
 from .errors import DisaggKVError
 from .geometry import (
     CacheSpec,
@@ -43,6 +54,7 @@ __all__ = [
     "DisaggKVError",
     "Epoch",
     "Event",
+    "Expectation",
     "Group",
     "GroupId",
     "HashPrefixIndex",

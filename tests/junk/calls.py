@@ -11,7 +11,7 @@ import torch
 import disagg_kv
 from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints import CachedPages, Environment, Fail, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints import CachedPages, Environment, Expectation, Fail, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.decode import handle as reception
 from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
@@ -301,26 +301,37 @@ EXPECT = {
 }  # fmt: skip
 
 
+def _rows(place: PageTable) -> dict[str, object]:
+    return {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0, "tag": b""}
+
+
 def _expect(handle: endpoints.Reception, bench: Bench, place: PageTable) -> Ready:
     bench.victim(handle)
-    good = {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0, "tag": b""}
-    return handle.expect, good
+    return handle.expect, {"expectation": Expectation(**_rows(place))}  # type: ignore[arg-type]
 
 
-@covers("ReceptionHandle.expect", **EXPECT)
+covers("Expectation.__init__", **EXPECT)(lambda bench: (Expectation, _rows(bench.place)))
+
+
+@covers("ReceptionHandle.expect", expectation="thing")
 def _expect_decode(bench: Bench) -> Ready:
     return _expect(bench.decode.open(bench.room(), Source("nowhere")), bench, bench.place)
 
 
-@covers("Recovering.expect", **EXPECT)
+@covers("ReceptionHandle.expect: its rows and pages", **EXPECT)
+def _expect_rows(bench: Bench) -> Ready:
+    expect, _ = _expect_decode(bench)
+    return (lambda **rows: expect(Expectation(**rows))), _rows(bench.place)
+
+
+@covers("Recovering.expect", expectation="thing")
 def _expect_recovering(bench: Bench) -> Ready:
     return _expect(bench.recovering.open(bench.room(), Source("nowhere")), bench, bench.elsewhere)
 
 
-@covers("ReceptionHandle.expect: held rows", rows="count")
+@covers("Expectation.__init__: held rows", rows="count")
 def _expect_held(bench: Bench) -> Ready:
-    expect, good = _expect_decode(bench)
-    return (lambda rows: expect(**{**good, "held": {KV: rows}})), {"rows": 4}
+    return (lambda rows: Expectation(**{**_rows(bench.place), "held": {KV: rows}})), {"rows": 4}  # type: ignore[arg-type]
 
 
 @covers("ReceptionHandle.abort", reason="any text")

@@ -155,7 +155,7 @@ BUGS: Sequence[Mutant] = (
            "prefix.index:HashPrefixIndex.match",
            "page is None or self._before[page] != before or self._content[page] != content", "page is None"),
     Mutant("what is held is sent again",
-           "endpoints.decode.handle:ReceptionHandle.expect", "Expectation(start, stop,", "Wanted(0, stop,"),
+           "endpoints.decode.handle:ReceptionHandle._checked", "Expectation(start, stop,", "Expectation(0, stop,"),
     Mutant("layers are final before their event has happened",
            "endpoints.prefill.handle:ForwardPass._flush", "layers, event)", "layers, None)"),
     Mutant("a group is sent when its first layer is final",

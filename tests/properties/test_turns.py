@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not export it to type checkers
 
+from disagg_kv.endpoints import Expectation
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Rank, RoomId
 from disagg_kv.prefix import HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
@@ -133,7 +134,7 @@ def one_turn(rig: Rig, ranks: list[Decode], talk: Conversation, number: int, abo
     tables = [claim.begin(agreed[0]) for claim in claims]
     receives = [m.endpoint.open(room, Source("P")) for m in rig.decodes]
     for receive, claim, table in zip(receives, claims, tables, strict=True):
-        receive.expect(talk.rows, [table], held={KV: claim.rows})
+        receive.expect(Expectation(talk.rows, [table], held={KV: claim.rows}))
     (prefill,) = rig.prefills
     send, pages = prefill.endpoint.open(room), prefill.take(talk.rows)
     for pool in (prefill.pool, prefill.want):

@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define
 
 from disagg_kv import RoomId, Source
-from disagg_kv.endpoints import Attempt, Recovering, RecoveringReceiver
+from disagg_kv.endpoints import Attempt, Expectation, Recovering, RecoveringReceiver
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import QuarantineFullError
 from disagg_kv.memory import U8
@@ -77,7 +77,7 @@ class Engine(Member):
             return False
         self.rows[room] = self._row()
         self._open[room] = _Room(tokens, sources, reception)
-        reception.expect(tokens, [self.take(room, tokens)], aux=self.rows[room])
+        reception.expect(Expectation(tokens, [self.take(room, tokens)], aux=self.rows[room]))
         return True
 
     def _refused(self, room: bytes) -> None:

@@ -40,6 +40,7 @@ from disagg_kv import (
     transport,
 )
 from disagg_kv.channels import ZmqChannel
+from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.memory import U8
@@ -271,7 +272,7 @@ class _Member:
         """Decode: a room of the other host's."""
         assert self._receiver is not None
         reception = self._rooms[room] = self._receiver.open(RoomId(room), Source("prefill"))
-        reception.expect(tokens, [self._take(room, tokens)])
+        reception.expect(Expectation(tokens, [self._take(room, tokens)]))
 
     def look(self, room: bytes) -> Look:
         """A room, now."""

@@ -35,6 +35,7 @@ from disagg_kv import (
     transport,
 )
 from disagg_kv.channels import UnixChannel, ZmqChannel
+from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Ticket
@@ -292,7 +293,7 @@ class Member:
         """Decode: a room from that instance."""
         assert self.receiver is not None
         reception = self.receiver.open(RoomId(room), Source(source))
-        reception.expect(tokens, [self.take(room, tokens)], aux=0)
+        reception.expect(Expectation(tokens, [self.take(room, tokens)], aux=0))
         self.rooms[room] = reception
 
     def look(self, room: bytes) -> Look:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint, Receiver
+from disagg_kv.endpoints import DecodeEndpoint, Environment, Expectation, Incarnation, PrefillEndpoint, Receiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
@@ -450,7 +450,7 @@ class Request:
             skip = 0 if whole else held // m.page_size
             given = m.pages(PageTable(KV, table.pages[skip:], skip * m.page_size))
             rows = {t.group: held for t in given}
-            took = handle.expect(stop, given, state=state, aux=aux, tag=tag, held=rows)
+            took = handle.expect(Expectation(stop, given, state=state, aux=aux, tag=tag, held=rows))
             assert took == {t.group: held // m.page_size * m.page_size for t in given}
         return self
 

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 from ..channels import UnixChannel
-from ..endpoints import DecodeEndpoint, Environment, PrefillEndpoint
+from ..endpoints import DecodeEndpoint, Environment, Expectation, PrefillEndpoint
 from ..endpoints.prefill.handle import ForwardPass
 from ..endpoints.runtime.handle import RoomHandle
 from ..errors import DeadlineError, DisaggKVError
@@ -282,7 +282,7 @@ class DecodeRank:
             poison(self._pools[strategy])
             blank(self._ends[strategy].staging)
         self._reception = self._ends[strategy].open(RoomId(room), Source("prefill"))
-        self._reception.expect(self._shape.tokens, [PageTable(KV, self._ids)])
+        self._reception.expect(Expectation(self._shape.tokens, [PageTable(KV, self._ids)]))
 
     def move(self) -> Moved:
         """Wait until everything is there."""

@@ -12,6 +12,7 @@ from .api import (
     Step,
 )
 from .decode.endpoint import DecodeEndpoint
+from .expectation import Expectation
 from .kept_pages import CachedPages, PageChecksums, page_sums
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
@@ -25,6 +26,7 @@ __all__ = [
     "DecodeEndpoint",
     "Delivery",
     "Environment",
+    "Expectation",
     "Fail",
     "Handle",
     "Incarnation",

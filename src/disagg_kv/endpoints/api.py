@@ -31,7 +31,7 @@ from ..memory import Event, Mark
 from ..protocol import Phase
 from ..rendezvous import Source
 from ..strategies import Feature
-from .kept_pages import CachedPages
+from .expectation import Expectation
 
 
 @define
@@ -222,41 +222,16 @@ class Delivery(Handle, Protocol):
 class Reception(Handle, Protocol):
     """A room on a decode rank."""
 
-    def expect(
-        self,
-        stop: int | None,
-        pages: Sequence[PageTable],
-        *,
-        held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[CachedPages] = (),
-        state: Sequence[PageTable] = (),
-        aux: int | None = None,
-        tag: bytes = b"",
-    ) -> Mapping[GroupId, int]:
-        """Say which rows are awaited, and where they go.
+    def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
+        """Await rows. Returns the held rows that count, per group.
 
-        Args:
-            stop: one past the last row; None: prefill's, if the pages suffice.
-            pages: one table per group of tokens that begins at the held prefix's end, rounded down, or before it;
-                earlier pages are left alone. None for a group of which nothing is awaited. Where a window slides, it
-                begins at or before the window of ``stop``, whatever is held.
-            held: leading rows that are in our pages already, per group (a group that is left out: none). The ranks of
-                an instance must agree beforehand: they say the same, or the room fails. Returned as taken: the fewest
-                of any group, rounded down to a page's end in all of them. It only counts as held while this
-                endpoint's engine keeps it: see :class:`~disagg_kv.prefix.PrefixCache`.
-            kept: the held rows' pages with what each summed up to when it was kept: one per group, from row 0 on; see
-                :func:`~disagg_kv.endpoints.page_sums`. Where this endpoint verifies, nothing is asked of prefill before
-                they sum up to the same again; if they do not, the room fails with a
-                :class:`~disagg_kv.errors.PrefixChangedError`. Needed for held rows with ``verify="full"``.
-            state: the room's slot in every group of states.
-            aux: the aux row to fill.
-            tag: see :meth:`Delivery.finish`.
+        The held rows that count are the fewest of any group, rounded down to the end of a page in all groups.
 
         Raises:
-            GeometryError: tables that do not cover the rows, page ids out of range or twice, no such aux row; a held
-                prefix that is negative or longer than ``stop``.
-            ConfigurationError: a held prefix, but the endpoint's selection is not ``incremental``; or ``verify`` is
-                ``full`` and nothing is known of its sums.
+            GeometryError: tables that do not cover the rows, page ids out of range or twice, an aux row that does not
+                exist, or a held prefix that is longer than ``stop``.
+            ConfigurationError: held rows, but the endpoint's selection is not ``incremental``; or ``verify`` is
+                ``"full"`` and the held rows have no checksums.
             LocalProtocolError: called twice.
         """
         ...

@@ -17,15 +17,12 @@ from attrs import define, field, frozen
 
 from .. import arguments
 from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError
-from ..geometry import PageTable
 from ..ids import Epoch, GroupId, RoomId
 from ..protocol import Options, Phase
 from ..protocol.machine import ours
 from ..rendezvous import Source
 from .api import PeerInfo, Receiver, Reception, Report
-from .kept_pages import CachedPages
-from .runtime.cached_prefix import rows_by_group
-from .runtime.handle import page_tables
+from .expectation import Expectation
 
 
 @frozen
@@ -87,19 +84,6 @@ class Retry:
         return self._place(failed) if failed.number < self._attempts else None
 
 
-@frozen
-class _Expected:
-    """What the engine awaits; each attempt awaits the same."""
-
-    stop: int | None
-    pages: Sequence[PageTable]
-    held: Mapping[GroupId, int] | None
-    kept: Sequence[CachedPages]
-    state: Sequence[PageTable]
-    aux: int | None
-    tag: bytes
-
-
 @define(eq=False)
 class _Life:
     """The present attempt."""
@@ -120,7 +104,7 @@ class Recovering:
     _until: float
     _clock: Callable[[], float]
     _life: _Life
-    _expected: _Expected | None = field(default=None, init=False)
+    _expected: Expectation | None = field(default=None, init=False)
     _error: DisaggKVError | None = field(default=None, init=False)
     _aborted: bool = field(default=False, init=False)
     _seen: tuple[Phase, bool] = field(default=(Phase.CONNECTING, False), init=False)
@@ -164,29 +148,12 @@ class Recovering:
         """What the present attempt cost so far."""
         return self._life.reception.report
 
-    def expect(
-        self,
-        stop: int | None,
-        pages: Sequence[PageTable],
-        *,
-        held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[CachedPages] = (),
-        state: Sequence[PageTable] = (),
-        aux: int | None = None,
-        tag: bytes = b"",
-    ) -> Mapping[GroupId, int]:
+    def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """See :meth:`Reception.expect`; every attempt awaits the same rows in the same pages."""
         if self._expected is not None:
             raise LocalProtocolError(f"room {self.room.hex()}: expect was called already")
-        where = f"room {self.room.hex()}"
-        own = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in page_tables(self.room, "pages", pages))
-        sums = arguments.several(kept, f"{where}: kept", CachedPages)
-        own_sums = tuple(CachedPages(PageTable(k.table.group, k.table.pages.copy()), k.sums.copy()) for k in sums)
-        states = tuple(PageTable(t.group, t.pages.copy(), t.first) for t in page_tables(self.room, "state", state))
-        tag = arguments.octets(tag, f"{where}: tag")
-        expected = _Expected(stop, own, rows_by_group(where, held), own_sums, states, aux, tag)
-        taken = _expect(self._life.reception, expected)
-        self._expected = expected
+        taken = self._life.reception.expect(expectation)
+        self._expected = expectation
         return taken
 
     def abort(self, reason: str) -> None:
@@ -238,15 +205,10 @@ class Recovering:
             self._life = _Life(life.number + 1, life.following, following)
             if self._expected is not None:
                 try:
-                    _expect(following, self._expected)
+                    following.expect(self._expected)
                 except LocalProtocolError:
                     # The endpoint was closed meanwhile, and its last act is to fail the attempt.
                     self._aborted = True
-
-
-def _expect(reception: Reception, expected: _Expected) -> Mapping[GroupId, int]:
-    e = expected
-    return reception.expect(e.stop, e.pages, held=e.held, kept=e.kept, state=e.state, aux=e.aux, tag=e.tag)
 
 
 class RecoveringReceiver:

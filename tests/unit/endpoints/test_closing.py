@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from disagg_kv.endpoints import Fail, RecoveringReceiver
+from disagg_kv.endpoints import Expectation, Fail, RecoveringReceiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.endpoints.runtime.admission import Admission
@@ -79,7 +79,7 @@ def _calls(rig: Rig) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "send_chunk", lambda: send.send_chunk(4, [PageTable(KV, [0])])
     yield "finish", lambda: send.finish(0)
     yield "withdraw", send.withdraw
-    yield "expect", lambda: receive.expect(4, [PageTable(KV, [0])])
+    yield "expect", lambda: receive.expect(Expectation(4, [PageTable(KV, [0])]))
     yield "layer_ready", lambda: step.layer_ready(LayerId(0))
     yield "confirm prefill", lambda: prefill.confirm_terminated(Epoch(b"0" * 16))
     yield "confirm decode", lambda: decode.confirm_terminated(Epoch(b"0" * 16))

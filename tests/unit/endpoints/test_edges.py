@@ -17,6 +17,7 @@ from disagg_kv.channels import Arrived, InprocChannel
 from disagg_kv.endpoints import (
     DecodeEndpoint,
     Environment,
+    Expectation,
     Fail,
     Incarnation,
     PrefillEndpoint,
@@ -202,7 +203,7 @@ def test_a_room_may_be_less_patient_than_its_endpoint(side: str) -> None:
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     room = RoomId(b"room")
     receive = decodes[0].endpoint.open(room, Source("P"), silence_s=2.0 if side == "decode" else None)
-    receive.expect(None, [decodes[0].take(8)])
+    receive.expect(Expectation(None, [decodes[0].take(8)]))
     send = prefills[0].endpoint.open(room, silence_s=2.0 if side == "prefill" else None)
     rig.until(lambda: send.phase is Phase.READY, "the expectation")
     frozen = (decodes if side == "prefill" else prefills)[0]
@@ -358,7 +359,7 @@ def test_aux_rows_of_any_size_arrive_where_they_fit(sizes: tuple[int, int], want
     send_end = alone(PrefillEndpoint, rig, pools[0], "aux0")
     receive_end = alone(DecodeEndpoint, rig, pools[1], "aux1")
     receive = receive_end.open(room, Source("aux0"))
-    receive.expect(0, [], aux=0 if wanted else None)
+    receive.expect(Expectation(0, [], aux=0 if wanted else None))
     send = send_end.open(room)
     send.finish(0, aux=0)
 
@@ -402,7 +403,7 @@ def test_an_endpoint_tells_of_as_many_arrivals_as_it_was_told(recovering: bool) 
     opened = [receiver.open(RoomId(b"%d" % i), Source("P")) for i in range(5)]
     sends = [prefills[0].endpoint.open(RoomId(b"%d" % i)) for i in range(5)]
     for receive, send in zip(opened, sends, strict=True):
-        receive.expect(0, [])
+        receive.expect(Expectation(0, []))
         send.finish(0)
     rig.until(lambda: all(one.released for one in opened), "all rooms")
     assert [len(receiver.poll()) for _ in range(4)] == [2, 2, 1, 0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from disagg_kv.channels import Channel, InprocChannel
+from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId
@@ -146,8 +147,8 @@ def test_prefixes_that_cannot_be(held: dict[GroupId, int], stop: int | None, wor
     request = rig.request("room", rig.prefills, rig.decodes, 32).open_decode()
     table = PageTable(KV, np.arange(4))
     with pytest.raises(GeometryError, match=words):
-        request.receives[0].expect(stop, [table], held=held)
-    assert request.receives[0].expect(32, [table], held={KV: 31}) == {KV: 24}
+        request.receives[0].expect(Expectation(stop, [table], held=held))
+    assert request.receives[0].expect(Expectation(32, [table], held={KV: 31})) == {KV: 24}
 
 
 def test_tables_must_begin_at_or_before_the_end_of_what_is_held() -> None:
@@ -155,8 +156,8 @@ def test_tables_must_begin_at_or_before_the_end_of_what_is_held() -> None:
     rig = world()
     receive = rig.request("room", rig.prefills, rig.decodes, 32).open_decode().receives[0]
     with pytest.raises(GeometryError, match="rows from 16 on, but the table begins at 24"):
-        receive.expect(32, [PageTable(KV, np.arange(1), 24)], held={KV: 17})
-    assert receive.expect(None, [], held={KV: 24}) == {KV: 24}
+        receive.expect(Expectation(32, [PageTable(KV, np.arange(1), 24)], held={KV: 17}))
+    assert receive.expect(Expectation(None, [], held={KV: 24})) == {KV: 24}
 
 
 def test_ranks_that_disagree_fail_the_room_with_the_numbers() -> None:
@@ -165,7 +166,7 @@ def test_ranks_that_disagree_fail_the_room_with_the_numbers() -> None:
     request = rig.request("room", rig.prefills, rig.decodes, 32).open_decode()
     request.taken = [m.take(32) for m in rig.decodes]
     for rows, receive, table in zip((16, 24), request.receives, request.taken, strict=True):
-        receive.expect(32, [table], held={KV: rows})
+        receive.expect(Expectation(32, [table], held={KV: rows}))
     request.open_prefill().send(32).finish().failed()
     for handle in request.sends:
         assert isinstance(handle.error, RemoteProtocolError | AbortedError)

@@ -16,7 +16,7 @@ import pytest
 from attrs import define, field
 
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints import Fail, PrefillEndpoint, RecoveringReceiver
+from disagg_kv.endpoints import Expectation, Fail, PrefillEndpoint, RecoveringReceiver
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.endpoints.runtime.handle import ChangeQueue, RoomHandle
@@ -136,7 +136,7 @@ class Case:
 
     def expect(self) -> None:
         """Rows."""
-        self.receive.expect(4, [PageTable(KV, [0])])
+        self.receive.expect(Expectation(4, [PageTable(KV, [0])]))
 
     def forward_pass(self) -> None:
         """All its calls."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import define
 
-from disagg_kv.endpoints import CachedPages, DecodeEndpoint, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints import CachedPages, DecodeEndpoint, Expectation, RecoveringReceiver, Retry, page_sums
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.errors import (
     AbortedError,
@@ -71,7 +71,7 @@ class Held:
         room = RoomId(name.encode())
         receives = [m.endpoint.open(room, Source("P")) for m in self.rig.decodes]
         for receive, claim, table in zip(receives, claims, tables, strict=True):
-            receive.expect(len(tokens), [table], held={KV: claim.rows}, kept=claim.kept)
+            receive.expect(Expectation(len(tokens), [table], held={KV: claim.rows}, kept=claim.kept))
         (prefill,) = self.rig.prefills
         send, pages = prefill.endpoint.open(room), prefill.take(len(tokens))
         put(prefill.pool, pages, 0, len(tokens), truth)
@@ -178,7 +178,7 @@ def test_whatever_is_not_what_was_kept_is_found(case: str, words: str) -> None:
         flip(decode, 2)
         flip(decode, 7)
     receive = rig.request("room", rig.prefills, rig.decodes, 16).open_decode().receives[0]
-    receive.expect(16, [PageTable(KV, [1], 12)], held={KV: 12}, kept=[CachedPages(built, sums)])
+    receive.expect(Expectation(16, [PageTable(KV, [1], 12)], held={KV: 12}, kept=[CachedPages(built, sums)]))
     rig.until(lambda: receive.phase is Phase.FAILED)
     assert isinstance(receive.error, PrefixChangedError)
     assert words in str(receive.error)
@@ -198,7 +198,7 @@ def test_prefill_is_told_of_a_prefix_that_cannot_be_built_on(fail: Exception | N
     flip(decode, 9)
     kernels.fail = fail
     receive = decode.endpoint.open(RoomId(b"room"), Source("P"))
-    receive.expect(8, [PageTable(KV, [1], 4)], held={KV: 4}, kept=[CachedPages(table, sums)])
+    receive.expect(Expectation(8, [PageTable(KV, [1], 4)], held={KV: 4}, kept=[CachedPages(table, sums)]))
     rig.until(lambda: receive.phase is Phase.FAILED)
     (prefill,) = rig.prefill(tp_shards(SPEC, 1), strategy="staged+incremental")
     send = prefill.endpoint.open(RoomId(b"room"))
@@ -218,7 +218,7 @@ def test_nothing_is_asked_for_and_nothing_is_released_while_sums_are_under_way()
     tables = [claim.begin() for claim in claims]
     receives = [m.endpoint.open(RoomId(b"second"), Source("P")) for m in held.rig.decodes]
     for receive, claim, table in zip(receives, claims, tables, strict=True):
-        receive.expect(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept)
+        receive.expect(Expectation(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept))
     held.rig.until(lambda: len(held.kernels.events or ()) == 2, "the sums")
     held.rig.wait(1.0)
     assert {receive.phase for receive in receives} == {Phase.READY}
@@ -243,7 +243,7 @@ def test_what_a_failed_room_builds_on_is_not_looked_at() -> None:
     receives = [m.endpoint.open(RoomId(b"second"), Source("P")) for m in held.rig.decodes]
     receives[1].abort("elsewhere")
     held.rig.until(lambda: all(receive.released for receive in receives), "release")
-    receives[0].expect(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept)
+    receives[0].expect(Expectation(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept))
     held.rig.wait(1.0)
     assert receives[0].released
     assert not held.kernels.events
@@ -263,7 +263,7 @@ def test_a_changed_prefix_fails_every_attempt_alike_and_a_new_room_gets_it() -> 
     ]
     rooms = [end.open(RoomId(b"second"), Source("P")) for end in ends]
     for room, claim, table in zip(rooms, claims, tables, strict=True):
-        room.expect(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept)
+        room.expect(Expectation(len(PROMPT), [table], held={KV: claim.rows}, kept=claim.kept))
 
     def over() -> bool:
         for end in ends:
@@ -304,7 +304,7 @@ def test_what_is_compared_without_full(verify: Verify, share: float) -> None:
     sums = page_sums(CpuKernels(), decode.pool, table, [0]).read()
     for number in range(200):
         receive = decode.endpoint.open(RoomId(b"%d" % number), Source("P"))
-        receive.expect(4, [], held={KV: 4}, kept=[CachedPages(table, sums)])
+        receive.expect(Expectation(4, [], held={KV: 4}, kept=[CachedPages(table, sums)]))
     rig.wait(0.5)
     assert share * 100 <= len(kernels.checksums) <= share * 400
 
@@ -316,8 +316,8 @@ def test_held_rows_without_sums_are_refused_where_everything_is_to_be_compared()
     rig.decode(tp_shards(SPEC, 1), strategy="staged+incremental", verify=FULL)
     receive = rig.request("room", rig.prefills, rig.decodes, 8).open_decode().receives[0]
     with pytest.raises(ConfigurationError, match="verify is 'full', but 4 rows are held whose pages have no sums"):
-        receive.expect(8, [PageTable(KV, [1], 4)], held={KV: 4})
-    assert receive.expect(8, [PageTable(KV, [1, 2])]) == {KV: 0}
+        receive.expect(Expectation(8, [PageTable(KV, [1], 4)], held={KV: 4}))
+    assert receive.expect(Expectation(8, [PageTable(KV, [1, 2])])) == {KV: 0}
 
 
 U64 = np.uint64
@@ -348,8 +348,8 @@ def test_kept_pages_that_cannot_be(
     sums = np.zeros(shape, kind)
     given = CachedPages(PageTable(group, pages, first), sums)
     with pytest.raises(GeometryError, match=words):
-        receive.expect(12, [PageTable(KV, [1], 8)], held={KV: 8}, kept=[given])
-    assert receive.expect(12, [PageTable(KV, [1, 2, 3])]) == {KV: 0}
+        receive.expect(Expectation(12, [PageTable(KV, [1], 8)], held={KV: 8}, kept=[given]))
+    assert receive.expect(Expectation(12, [PageTable(KV, [1, 2, 3])])) == {KV: 0}
 
 
 def test_sums_are_of_the_rows_and_not_of_where_they_lie() -> None:

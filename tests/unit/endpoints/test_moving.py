@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import LayerId, RoomId
@@ -212,7 +213,7 @@ def test_an_engine_may_reuse_its_arrays_of_page_ids(path: str) -> None:
     request.taken = [decodes[0].take(8)]
     target = request.taken[0].pages.copy()
     ids = source.pages.copy()
-    request.receives[0].expect(8, [PageTable(KV, target)])
+    request.receives[0].expect(Expectation(8, [PageTable(KV, target)]))
     request.sends[0].send_chunk(8, [PageTable(KV, ids)])
     target[:], ids[:] = 0, 0
     request.finish().landed()

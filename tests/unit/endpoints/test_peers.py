@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from disagg_kv.channels import Channel, InprocChannel, News
-from disagg_kv.endpoints import Incarnation
+from disagg_kv.endpoints import Expectation, Incarnation
 from disagg_kv.errors import (
     ConfigurationError,
     GeometryError,
@@ -353,24 +353,24 @@ def test_arguments_are_checked_before_anything_happens() -> None:
     (send,), (receive,) = request.sends, request.receives
     table = PageTable(KV, np.array([1, 2], np.int32))
     with pytest.raises(GeometryError, match=r"slots of groups \['kv'\]; of states there are \[\]"):
-        receive.expect(8, [table], state=[table])
+        receive.expect(Expectation(8, [table], state=[table]))
     with pytest.raises(ConfigurationError, match="incremental"):
-        receive.expect(8, [table], held={KV: 4})
+        receive.expect(Expectation(8, [table], held={KV: 4}))
     with pytest.raises(ConfigurationError, match="tag must have 0 to 256 bytes, not 300"):
-        receive.expect(8, [table], tag=bytes(300))
+        receive.expect(Expectation(8, [table], tag=bytes(300)))
     with pytest.raises(GeometryError):
-        receive.expect(-1, [table])
+        receive.expect(Expectation(-1, [table]))
     with pytest.raises(GeometryError):
-        receive.expect(9, [table])
+        receive.expect(Expectation(9, [table]))
     with pytest.raises(GeometryError, match="two page tables"):
-        receive.expect(8, [table, table])
+        receive.expect(Expectation(8, [table, table]))
     with pytest.raises(GeometryError, match="no page table"):
-        receive.expect(8, [])
+        receive.expect(Expectation(8, []))
     with pytest.raises(GeometryError, match="aux slot 9"):
-        receive.expect(8, [table], aux=9)
-    assert receive.expect(8, [table]) == {KV: 0}
+        receive.expect(Expectation(8, [table], aux=9))
+    assert receive.expect(Expectation(8, [table])) == {KV: 0}
     with pytest.raises(LocalProtocolError, match="already"):
-        receive.expect(8, [table])
+        receive.expect(Expectation(8, [table]))
     with pytest.raises(GeometryError):
         send.send_chunk(9, [table])
     with pytest.raises(GeometryError, match="of states there are"):

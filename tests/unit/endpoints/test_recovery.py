@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from disagg_kv.endpoints import Attempt, CachedPages, Fail, PeerInfo, RecoveringReceiver, Recovery, Report, Retry
+from disagg_kv.endpoints import (
+    Attempt,
+    Expectation,
+    Fail,
+    PeerInfo,
+    RecoveringReceiver,
+    Recovery,
+    Report,
+    Retry,
+)
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
@@ -15,7 +24,7 @@ from disagg_kv.errors import (
     LocalProtocolError,
     PeerLostError,
 )
-from disagg_kv.geometry import CacheSpec, PageTable
+from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, GroupId, RoomId
 from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source
@@ -38,17 +47,7 @@ class Held:
         self.report = Report()
         self.aborted = ""
 
-    def expect(
-        self,
-        stop: int | None,
-        pages: Sequence[PageTable],
-        *,
-        held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[CachedPages] = (),
-        state: Sequence[PageTable] = (),
-        aux: int | None = None,
-        tag: bytes = b"",
-    ) -> Mapping[GroupId, int]:
+    def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """Nothing is held."""
         return {}
 
@@ -104,7 +103,7 @@ class World:
         self.truth = self.rig.truth(24)
         self.rooms = [end.open(ROOM, Source("P")) for end in self.ends]
         for room, table in zip(self.rooms, self.tables, strict=True):
-            room.expect(24, [table])
+            room.expect(Expectation(24, [table]))
 
     def send(self, prefills: Prefills, name: str, stop: int = 24) -> Request:
         """A prefill instance computes the request and hands it over, or the first rows of it."""
@@ -268,9 +267,9 @@ def test_a_room_is_open_once_and_awaited_once() -> None:
     room = end.open(ROOM, Source("P"))
     with pytest.raises(LocalProtocolError, match="open already"):
         end.open(ROOM, Source("P"))
-    room.expect(None, [])
+    room.expect(Expectation(None, []))
     with pytest.raises(LocalProtocolError, match="called already"):
-        room.expect(None, [])
+        room.expect(Expectation(None, []))
     end.confirm_terminated(Epoch(bytes(16)))
     assert (inner.confirmed, room.report) == ([bytes(16)], inner.rooms[0].report)
     end.close(0.0)

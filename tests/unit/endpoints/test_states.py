@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError, OversizeError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, attention_tp, shard
 from disagg_kv.ids import LayerId, Rank
@@ -117,7 +118,7 @@ def test_two_decode_ranks_of_one_shard_that_know_different_ends_get_their_own_wi
     request.taken = [m.take(12) for m in decodes]
     request.slots = [m.state() for m in decodes]
     for stop, handle, table, state in zip((12, None), request.receives, request.taken, request.slots, strict=True):
-        handle.expect(stop, [table], state=state)
+        handle.expect(Expectation(stop, [table], state=state))
     request.open_prefill().send(12).finish().released()
     assert request.all(Phase.DONE), request.errors()
     full = 12 * 4 * (8 + 8)
@@ -133,8 +134,8 @@ def test_a_window_s_table_may_begin_where_the_window_does() -> None:
     (handle,) = request.receives
     table = decodes[0].take(6, 16)
     with pytest.raises(GeometryError, match="rows from 16 on, but the table begins at 20"):
-        handle.expect(22, [PageTable(KV, table.pages[1:], 20)])
-    assert handle.expect(22, [table]) == {KV: 0}
+        handle.expect(Expectation(22, [PageTable(KV, table.pages[1:], 20)]))
+    assert handle.expect(Expectation(22, [table])) == {KV: 0}
     request.taken = [table]
     request.send(22).finish().landed()
     assert handle.report.nbytes == 2 * 6 * 4 * (8 + 8)
@@ -157,12 +158,12 @@ def test_slots_are_checked_before_anything_happens() -> None:
     ]
     for state, message in wrong:
         with pytest.raises(GeometryError, match=message):
-            receive.expect(0, [table], state=state)
+            receive.expect(Expectation(0, [table], state=state))
         with pytest.raises(GeometryError, match=message):
             send.finish(0, state=state)
     with pytest.raises(GeometryError, match="group 'state' has slots of states, not pages of tokens"):
-        receive.expect(0, [table, slot], state=[slot])
-    assert receive.expect(0, [table], state=[slot]) == {KV: 0}
+        receive.expect(Expectation(0, [table, slot], state=[slot]))
+    assert receive.expect(Expectation(0, [table], state=[slot])) == {KV: 0}
     put_states(prefills[0].pool, slot, request.truth)
     put_states(prefills[0].want, slot, request.truth)
     send.finish(0, state=[slot])

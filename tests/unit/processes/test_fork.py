@@ -12,8 +12,8 @@ from tests.support.needs import needs_mooncake, needs_nixl
 ENDPOINTS = """
 import gc, os, sys, tempfile, time
 import numpy as np
-from disagg_kv import CacheSpec, DecodeEndpoint, GroupId, PagedPool, PageTable, Phase, PrefillEndpoint, RoomId, Source
-from disagg_kv import shard, transport
+from disagg_kv import CacheSpec, DecodeEndpoint, Expectation, GroupId, PagedPool, PageTable, Phase, PrefillEndpoint
+from disagg_kv import RoomId, Source, shard, transport
 from disagg_kv.channels import UnixChannel, ZmqChannel
 from disagg_kv.errors import LocalProtocolError
 from disagg_kv.rendezvous import StaticRendezvous
@@ -30,7 +30,7 @@ pages = [PageTable(GroupId("kv"), [0, 1, 2])]
 def begin(name):
     reception = receiver.open(RoomId(name), Source("P"))
     delivery = sender.open(RoomId(name))
-    reception.expect(40, pages)
+    reception.expect(Expectation(40, pages))
     return reception, delivery
 
 def end(reception, delivery):

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from disagg_kv.endpoints import CachedPages, Fail, PeerInfo, Receiver, Reception, RecoveringReceiver, Report
+from disagg_kv.endpoints import Expectation, Fail, PeerInfo, Receiver, Reception, RecoveringReceiver, Report
 from disagg_kv.errors import AbortedError, ConfigurationError, DisaggKVError, GeometryError, LocalProtocolError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, GroupId, RoomId
@@ -27,7 +27,7 @@ class QueuedRoom:
         self.inner: Reception | None = None
         self.seen = Phase.CONNECTING, False
         self._begin = begin
-        self._expect: Callable[[Reception], object] = lambda inner: None
+        self._expected: Expectation | None = None
         self._error: DisaggKVError | None = None
         self._report = Report()
 
@@ -49,24 +49,13 @@ class QueuedRoom:
     def report(self) -> Report:
         return self._report if self.inner is None else self.inner.report
 
-    def expect(
-        self,
-        stop: int | None,
-        pages: Sequence[PageTable],
-        *,
-        held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[CachedPages] = (),
-        state: Sequence[PageTable] = (),
-        aux: int | None = None,
-        tag: bytes = b"",
-    ) -> Mapping[GroupId, int]:
-        if kept or any((held or {}).values()):
+    def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
+        if expectation.kept or any(expectation.held.values()):
             raise ConfigurationError(f"room {self.room.hex()}: this receiver takes no held prefix")
-        asked = partial(_expect, stop=stop, pages=pages, state=state, aux=aux, tag=tag)
         if self.inner is not None:
-            return asked(self.inner)
-        self._expect = asked
-        return {table.group: 0 for table in pages}
+            return self.inner.expect(expectation)
+        self._expected = expectation
+        return {table.group: 0 for table in expectation.pages}
 
     def abort(self, reason: str) -> None:
         if self.inner is not None:
@@ -78,22 +67,11 @@ class QueuedRoom:
         """Its turn has come. What the endpoint says of its arguments ends it."""
         try:
             self.inner = self._begin()
-            self._expect(self.inner)
+            if self._expected is not None:
+                self.inner.expect(self._expected)
         except DisaggKVError as error:
             self._error = error
             self.abort(str(error))
-
-
-def _expect(
-    inner: Reception,
-    *,
-    stop: int | None,
-    pages: Sequence[PageTable],
-    state: Sequence[PageTable],
-    aux: int | None,
-    tag: bytes,
-) -> Mapping[GroupId, int]:
-    return inner.expect(stop, pages, state=state, aux=aux, tag=tag)
 
 
 class FewAtOnce:
@@ -219,7 +197,7 @@ def test_an_argument_that_is_refused_late_ends_its_room_alone() -> None:
     """The endpoint sees what a waiting room awaits when its turn comes."""
     requests = Requests(plain, 2)
     wrong = requests.few.open(RoomId(b"wrong"), Source("P"))
-    wrong.expect(37, [PageTable(GroupId("kv"), [0])])
+    wrong.expect(Expectation(37, [PageTable(GroupId("kv"), [0])]))
     requests.of.append(requests.begin("last"))
     requests.end(4)
     assert wrong.phase is Phase.FAILED

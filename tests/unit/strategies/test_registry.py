@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import GroupId, RoomId
@@ -153,12 +154,12 @@ def test_a_selection_of_one_s_own_carries_a_transfer() -> None:
     for held, start in ((4, 0), (8, 8)):
         request = rig.request(f"{held}", prefills, decodes, 12).open_decode()
         (handle,) = request.receives
-        rows = handle.expect(12, decodes[0].pages(decodes[0].take(12)), held={GroupId("kv"): held})
+        rows = handle.expect(Expectation(12, decodes[0].pages(decodes[0].take(12)), held={GroupId("kv"): held}))
         assert rows == {GroupId("kv"): start}
         handle.abort("seen")
     other = rig.decode(tp_shards(rig.spec, 1), "E", strategy="staged+incremental")
     request = rig.request("other", prefills, other, 12).open_prefill().open_decode()
-    request.receives[0].expect(12, other[0].pages(other[0].take(12)), held={GroupId("kv"): 4})
+    request.receives[0].expect(Expectation(12, other[0].pages(other[0].take(12)), held={GroupId("kv"): 4}))
     rig.until(lambda: request.receives[0].phase is Phase.FAILED, "the end")
     assert "prefill's selection 'at_least' sends them" in str(request.sends[0].error)
 
@@ -171,7 +172,7 @@ def test_a_selection_that_leaves_out_what_is_not_held_is_refused(start: int, pro
     decodes = rig.decode(tp_shards(rig.spec, 1), strategy=f"staged+wrong_{abs(hash(start))}")
     handle = decodes[0].endpoint.open(RoomId(b"room"), Source("P"))
     with pytest.raises(ConfigurationError, match=problem):
-        handle.expect(12, decodes[0].pages(decodes[0].take(12)), held={GroupId("kv"): 8})
+        handle.expect(Expectation(12, decodes[0].pages(decodes[0].take(12)), held={GroupId("kv"): 8}))
 
 
 def _named(part: AtLeast, name: str) -> AtLeast:

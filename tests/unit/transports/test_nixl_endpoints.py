@@ -20,6 +20,7 @@ from disagg_kv import (
     transport,
 )
 from disagg_kv.channels import ZmqChannel
+from disagg_kv.endpoints import Expectation
 from disagg_kv.memory import bytes_of
 from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing.pair import noise, wait
@@ -78,7 +79,7 @@ def test_every_byte_arrives(prefills: int, decodes: int, path: str) -> None:
         room = RoomId(b"room")
         receptions = [receiver.open(room, Source("prefill")) for receiver in receivers]
         for reception in receptions:
-            reception.expect(ROWS, [ours])
+            reception.expect(Expectation(ROWS, [ours]))
         for sender in senders:
             delivery = sender.open(room)
             delivery.send_chunk(ROWS, [theirs])

@@ -28,7 +28,7 @@ from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
-from .handle import Expectation, ReceptionHandle
+from .handle import CheckedExpectation, ReceptionHandle
 from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
 from .rooms import ALL_QUARANTINE, DecodeSide
 
@@ -155,7 +155,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 
     # For handles.
 
-    def expect(self, key: RoomKey, wanted: Expectation) -> None:
+    def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
         self._loop.post(partial(self._role.expect, key, wanted))
 

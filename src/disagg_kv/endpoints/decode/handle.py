@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,17 +15,25 @@ from ...ids import GroupId
 from ...memory import MemoryPool
 from ...protocol import RoomKey, Verify
 from ...strategies import Selection
+from ..expectation import Expectation
 from ..kept_pages import CachedPages, check_kept, kept_layers
 from ..runtime.admission import Admission
-from ..runtime.cached_prefix import after, first_row, rows_by_group
-from ..runtime.handle import RoomHandle, check_states, check_tables, page_tables
+from ..runtime.cached_prefix import after, first_row
+from ..runtime.handle import RoomHandle, check_states, check_tables
 
 
 @frozen
-class Expectation:
-    """What an engine awaits: rows ``[start, stop)`` (stop None: prefill's, up to ``most``) in these pages.
+class CheckedExpectation:
+    """An :class:`~disagg_kv.endpoints.Expectation`, checked against the pool.
 
-    ``kept`` are the pages of the rows before ``start``, where their sums are known.
+    Args:
+        start: first row that prefill sends.
+        stop: one past the last row; None: where prefill ends.
+        most: the largest ``stop`` that the pages allow.
+        tables: pages and slots of states by group, from ``start`` on.
+        aux: the aux row to fill.
+        tag: at most 256 bytes.
+        kept: pages of the rows before ``start`` with their checksums; empty: not known.
     """
 
     start: int
@@ -45,7 +53,7 @@ class DecodeCommands(Protocol):
         """Whether calls are taken."""
         ...
 
-    def expect(self, key: RoomKey, wanted: Expectation) -> None:
+    def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Rows are awaited."""
         ...
 
@@ -68,50 +76,40 @@ class ReceptionHandle(RoomHandle):
         self._office = office
         self._expected = False
 
-    def expect(
-        self,
-        stop: int | None,
-        pages: Sequence[PageTable],
-        *,
-        held: Mapping[GroupId, int] | None = None,
-        kept: Sequence[CachedPages] = (),
-        state: Sequence[PageTable] = (),
-        aux: int | None = None,
-        tag: bytes = b"",
-    ) -> Mapping[GroupId, int]:
+    def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """See :meth:`~disagg_kv.endpoints.api.Reception.expect`."""
         where = f"room {self.room.hex()}"
+        wanted = arguments.one(expectation, f"{where}: expectation", Expectation)
         if self._expected:
             raise LocalProtocolError(f"{where}: expect was called already")
-        stop = None if stop is None else arguments.count(stop, f"{where}: stop", error=GeometryError)
-        tag = arguments.octets(tag, f"{where}: tag")
-        aux = None if aux is None else arguments.count(aux, f"{where}: aux", error=GeometryError)
-        pages = page_tables(self.room, "pages", pages)
-        kept = arguments.several(kept, f"{where}: kept", CachedPages)
-        held = rows_by_group(where, held)
-        site = self._pool.site
-        start = first_row(where, site, held, self._selection)
-        ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in pages]
+        checked = self._checked(where, wanted)
+        if wanted.aux is not None:
+            self._pool.read_aux(wanted.aux)
+        with self._office.admission.enter(where):
+            self._expected = True
+            self._office.expect(self._key, checked)
+        return {g.id: checked.start for g in self._pool.site.token_groups}
+
+    def _checked(self, where: str, wanted: Expectation) -> CheckedExpectation:
+        """The expectation in terms of this pool; see :meth:`expect` for errors."""
+        site, stop = self._pool.site, wanted.stop
+        start = first_row(where, site, wanted.held, self._selection)
+        ends = [t.first + len(t.pages) * site.group(t.group).rows_per_page for t in wanted.pages]
         most = min(ends, default=start if site.token_groups else ENDLESS) if stop is None else stop
-        beyond = {group: rows for group, rows in held.items() if stop is not None and rows > stop}
+        beyond = {group: rows for group, rows in wanted.held.items() if stop is not None and rows > stop}
         if beyond or start > most:
             raise GeometryError(f"{where}: a held prefix {beyond or start} of {most} rows")
         starts = site.first_rows(start, stop)
-        tables = after(site, check_tables(self.room, site, pages, starts, most), starts)
-        slots = check_states(self.room, site, state)
+        tables = after(site, check_tables(self.room, site, wanted.pages, starts, most), starts)
+        slots = check_states(self.room, site, wanted.state)
         summed = any(kept_layers(site, group.id) for group in site.token_groups)
-        if start and not kept and summed and self._verify == "full":
+        if start and not wanted.kept and summed and self._verify == "full":
             raise ConfigurationError(
                 f"{where}: verify is 'full', but {start} rows are held whose pages have no sums to be compared with: "
                 "give them as kept"
             )
-        proven = check_kept(where, site, kept, start) if start and kept else ()
-        if aux is not None:
-            self._pool.read_aux(aux)
-        with self._office.admission.enter(where):
-            self._expected = True
-            self._office.expect(self._key, Expectation(start, stop, most, {**tables, **slots}, aux, tag, proven))
-        return {g.id: start for g in site.token_groups}
+        kept = check_kept(where, site, wanted.kept, start) if start and wanted.kept else ()
+        return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, wanted.tag, kept)
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""

@@ -15,7 +15,7 @@ from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.plan_cache import PlanCache
-from .handle import Expectation, ReceptionHandle
+from .handle import CheckedExpectation, ReceptionHandle
 
 
 @define(eq=False)
@@ -33,7 +33,7 @@ class DecodeRoom:
     opened: float
     routes: PlanCache | None = None
     remotes: tuple[RemoteEndpoint, ...] = ()
-    wanted: Expectation | None = None
+    wanted: CheckedExpectation | None = None
     checking: CachedPagesCheck | None = None
     views: dict[Rank, tuple[Sequence[Share], PartView]] = field(factory=dict)
 

@@ -80,7 +80,7 @@ from ..runtime.peer_registry import HeldMemory
 from ..runtime.plan_cache import PlanCache
 from ..runtime.silence import Silences
 from .cancelled import CancelledBeforeOpen
-from .handle import Expectation, ReceptionHandle
+from .handle import CheckedExpectation, ReceptionHandle
 from .rate_limit import RateLimiter
 from .room import DecodeRoom, PrefillInstance, check_ranks
 from .scatter import ScatterQueue
@@ -162,7 +162,7 @@ class DecodeSide:
             self._handle(room, Cancel(error))
         self._publish(room)
 
-    def expect(self, key: RoomKey, wanted: Expectation) -> None:
+    def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """Rows are awaited."""
         room = self._rooms.get(key)
         if room is None:
@@ -197,7 +197,7 @@ class DecodeSide:
                 self._await(room, room.wanted)
             self._publish(room)
 
-    def _await(self, room: DecodeRoom, wanted: Expectation) -> None:
+    def _await(self, room: DecodeRoom, wanted: CheckedExpectation) -> None:
         named = 4 * sum(len(t.pages) for t in wanted.tables.values())
         exposed = self._exposed and named <= MAX_TABLES
         if self._exposed and not exposed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ...endpoints import Expectation
 from ...endpoints.decode.handle import ReceptionHandle
 from ...errors import CapacityError, PeerLostError
 from ...protocol import Phase
@@ -121,7 +122,7 @@ class CachedRequest:
         stop = None if plan.open_end else plan.rows
         state = memory.slot_tables(entry.slots)
         taken = handle.expect(
-            stop, [table], held={KV: claim.rows}, kept=claim.kept, state=state, aux=entry.aux, tag=room.tag
+            Expectation(stop, [table], held={KV: claim.rows}, kept=claim.kept, state=state, aux=entry.aux, tag=room.tag)
         )
         if taken != {KV: agreed} or claim.rows != agreed:
             self._world.violation("I2", f"{room.name(entry)}: {agreed} rows were agreed on, {taken} are taken as held")

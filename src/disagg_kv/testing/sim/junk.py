@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from ...endpoints import DecodeEndpoint, PrefillEndpoint
+from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError
@@ -140,9 +140,13 @@ def _of_delivery(handle: DeliveryHandle) -> dict[str, Callable[[], object]]:
 
 
 def _of_reception(handle: ReceptionHandle) -> dict[str, Callable[[], object]]:
-    expect, abort = handle.expect, handle.abort
-    wait: Junk = expect
-    stop: Junk = abort
+    rows_of: Junk = Expectation
+    expect: Junk = handle.expect
+    stop: Junk = handle.abort
+
+    def wait(*rows: object, **more: object) -> object:
+        return expect(rows_of(*rows, **more))
+
     calls: dict[str, Callable[[], object]] = {"abort(None) here": partial(stop, None)}
     for rows in ("4", 2.5, True, -1):
         calls[f"expect({rows!r})"] = partial(wait, rows, [])

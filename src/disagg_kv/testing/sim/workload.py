@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from ...endpoints import DecodeEndpoint, PrefillEndpoint
+from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError, QuarantineFullError, SupersededError
@@ -178,7 +178,7 @@ class Room:
         entry.exposed = node.exposes and bool(pages or entry.slots)
         tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
         rows = None if stop is None else self.world.spoiled.count(stop)
-        handle.expect(rows, tables, state=slots, aux=entry.aux, tag=self.tag)
+        handle.expect(Expectation(rows, tables, state=slots, aux=entry.aux, tag=self.tag))
 
     def await_states(self, entry: Entry) -> None:
         """Where the rank has states, the room gets a slot for them."""

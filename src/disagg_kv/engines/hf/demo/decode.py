@@ -13,7 +13,7 @@ from attrs import define, field
 from torch.distributed.distributed_c10d import Store
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ....endpoints import CachedPages, DecodeEndpoint
+from ....endpoints import CachedPages, DecodeEndpoint, Expectation
 from ....geometry import PageTable
 from ....ids import Rank
 from ....memory import PagedPool
@@ -85,7 +85,9 @@ class _Rank:
             table, held, kept = self._begin(talk, prompt, f"{request} {turn}")
             receptions.append(self._endpoint.open(wire.room(request, turn), wire.SOURCE))
             state = self.slots[request : request + 1]
-            receptions[-1].expect(len(prompt), [table], held={table.group: held}, kept=kept, state=state, aux=request)
+            receptions[-1].expect(
+                Expectation(len(prompt), [table], held={table.group: held}, kept=kept, state=state, aux=request)
+            )
             self.held.append(held)
             talk.kept = [(start, own[..., : max(held - start, 0), :]) for start, own in talk.kept if start < held]
         self.rooms += wire.released(self._endpoint.poll, receptions, self._member, "arrived")

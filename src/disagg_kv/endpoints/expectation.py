@@ -1,0 +1,81 @@
+"""The rows that a decode engine awaits, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from .. import arguments
+from ..errors import GeometryError
+from ..geometry import PageTable
+from ..ids import GroupId
+from .kept_pages import CachedPages
+from .runtime.cached_prefix import rows_by_group
+
+
+def _stop(given: int | None) -> int | None:
+    return None if given is None else arguments.count(given, "stop", error=GeometryError)
+
+
+def _aux(given: int | None) -> int | None:
+    return None if given is None else arguments.count(given, "aux", error=GeometryError)
+
+
+def _copy(table: PageTable) -> PageTable:
+    return PageTable(table.group, table.pages.copy(), table.first)
+
+
+def _pages(given: Sequence[PageTable]) -> tuple[PageTable, ...]:
+    return tuple(_copy(one) for one in arguments.several(given, "pages", PageTable, GeometryError))
+
+
+def _state(given: Sequence[PageTable]) -> tuple[PageTable, ...]:
+    return tuple(_copy(one) for one in arguments.several(given, "state", PageTable, GeometryError))
+
+
+def _held(given: Mapping[GroupId, int] | None) -> Mapping[GroupId, int]:
+    return rows_by_group("expectation", given)
+
+
+def _kept(given: Sequence[CachedPages]) -> tuple[CachedPages, ...]:
+    cached = arguments.several(given, "kept", CachedPages)
+    return tuple(CachedPages(_copy(one.table), one.sums.copy()) for one in cached)
+
+
+def _tag(given: bytes) -> bytes:
+    return arguments.octets(given, "tag")
+
+
+@frozen(eq=False)
+class Expectation:
+    """The rows that a decode engine awaits, and where they go. The engine may reuse its arrays afterwards.
+
+    Args:
+        stop: one past the last row; None: where prefill ends, if the pages suffice.
+        pages: one table per group of tokens. It begins at the end of the held prefix, rounded down, or before that;
+            earlier pages are left alone. A group that awaits no rows needs no table. Where a window slides, the table
+            begins at or before the window of ``stop``, whatever is held.
+        held: leading rows per group that are in the pages already; a group that is left out holds none. All ranks of an
+            instance must give the same, or the room fails. A held row counts only while the engine keeps it; see
+            :class:`~disagg_kv.prefix.PrefixCache`.
+        kept: pages of the held rows, from row 0 on, with their checksums of the time when they were kept; one per
+            group, see :func:`~disagg_kv.endpoints.page_sums`. An endpoint that verifies compares them before it asks
+            prefill for rows. If they differ, the room fails with a :class:`~disagg_kv.errors.PrefixChangedError`. Held
+            rows need this with ``verify="full"``.
+        state: the room's slot in every group of states.
+        aux: the aux row to fill; None: no aux data is awaited.
+        tag: at most 256 bytes; see :meth:`~disagg_kv.endpoints.Delivery.finish`.
+
+    Raises:
+        GeometryError: ``pages`` or ``state`` is no list of tables; ``stop``, ``aux`` or a number of rows is no count.
+        ConfigurationError: another argument of another type, or a tag that is too long.
+    """
+
+    stop: int | None = field(converter=_stop)
+    pages: Sequence[PageTable] = field(converter=_pages)
+    held: Mapping[GroupId, int] = field(default=None, converter=_held, kw_only=True)
+    kept: Sequence[CachedPages] = field(default=(), converter=_kept, kw_only=True)
+    state: Sequence[PageTable] = field(default=(), converter=_state, kw_only=True)
+    aux: int | None = field(default=None, converter=_aux, kw_only=True)
+    tag: bytes = field(default=b"", converter=_tag, kw_only=True)
