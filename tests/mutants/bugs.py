@@ -181,9 +181,8 @@ BUGS: Sequence[Mutant] = (
     Mutant("the rendezvous is asked on the endpoint's thread",
            DIRECTORY + "ask", "self._background.start(partial(self._look_up, ask))", "self._look_up(ask)"),
     Mutant("a rendezvous that is away fails the rooms that wait for it",
-           DECODE + "on_answer", "instance.error = answer.error",
-           "instance.error = answer.error\n    if answer.error is not None:\n"
-           "        self._unreachable(instance, answer.error)"),
+           "endpoints.decode.discovery:Discovery.on_answer", "isinstance(answer.error, InstanceClosedError)",
+           "answer.error is not None"),
     Mutant("what a rendezvous returns is believed",
            "endpoints.runtime.directory:_check", "isinstance(found, str) or", "False and"),
     Mutant("an error of a store's client ends the look-up, and no other follows",

@@ -1,4 +1,4 @@
-"""What a decode rank keeps per room and per prefill instance."""
+"""What a decode rank keeps per room."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from ...errors import DisaggKVError, IncompatiblePeerError
 from ...geometry import Share
 from ...ids import Rank
 from ...planning import PartView
@@ -49,29 +48,3 @@ class DecodeRoom:
     def name(self) -> str:
         """For messages."""
         return f"room {self.key.room.hex()} generation {self.key.generation}"
-
-
-@define(eq=False)
-class PrefillInstance:
-    """A prefill instance that rooms wait for; ``error``: why the rendezvous does not say where it is."""
-
-    addresses: tuple[str, ...] | None = None
-    look_at: float = 0.0
-    pause_s: float = 0.0
-    error: DisaggKVError | None = None
-    waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
-
-
-def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:
-    """All ranks must say the same of their instance, and be where the rendezvous says they are."""
-    first = remotes[0]
-    for rank, remote in enumerate(remotes):
-        hello = remote.hello
-        said = (hello.instance, hello.rank, len(remote.shards), hello.slot_bytes)
-        wanted = (source.instance, rank, len(remotes), first.hello.slot_bytes)
-        names = ("instance", "rank", "ranks", "slot_bytes")
-        for name, ours, theirs in zip(names, wanted, said, strict=True):
-            if ours != theirs:
-                raise IncompatiblePeerError(f"{name} of {hello.address}", ours, theirs)
-        if remote.shards != first.shards:
-            raise IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")

@@ -9,13 +9,10 @@ from math import inf
 
 from ...errors import (
     DisaggKVError,
-    InstanceClosedError,
     LocalProtocolError,
     OversizeError,
-    PeerLostError,
     QuarantineFullError,
     RemoteProtocolError,
-    text_of,
 )
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
@@ -73,16 +70,17 @@ from ...transports import Settled, WriteEnded
 from ..kept_pages import CachedPagesCheck
 from ..runtime.budget import Budget
 from ..runtime.directory import LookupResult
-from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, EventLoop
+from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.peer_registry import HeldMemory
 from ..runtime.plan_cache import PlanCache
 from ..runtime.silence import Silences
 from .cancelled import CancelledBeforeOpen
+from .discovery import Discovery, Found, Unreachable
 from .handle import CheckedExpectation, ReceptionHandle
 from .rate_limit import RateLimiter
-from .room import DecodeRoom, PrefillInstance, check_ranks
+from .room import DecodeRoom
 from .scatter import ScatterQueue
 
 log = logging.getLogger("disagg_kv")
@@ -123,7 +121,7 @@ class DecodeSide:
         self._verify: Verify = verify
         self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
         self._rooms: dict[RoomKey, DecodeRoom] = {}
-        self._instances: dict[Source, PrefillInstance] = {}
+        self._discovery = Discovery(loop)
         self._routes: dict[tuple[Epoch, ...], PlanCache] = {}
         self._paces: dict[Epoch, WirePace] = {}
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
@@ -154,10 +152,7 @@ class DecodeSide:
         self._rooms[key] = room
         self._cancelled.forget(key.room)
         self._loop.vote(key, None, "")
-        instance = self._instances.setdefault(source, PrefillInstance())
-        instance.waiting[key] = room
-        instance.look_at = now
-        self._find(source, instance)
+        self._take_found(self._discovery.add(room))
         if (error := self._loop.succession.error()) is not None:
             self._handle(room, Cancel(error))
         self._publish(room)
@@ -228,76 +223,36 @@ class DecodeSide:
 
     # Finding prefill.
 
-    def _find(self, source: Source, instance: PrefillInstance) -> None:
-        """Take the ranks that we are connected with, else ask the rendezvous, ever slower.
-
-        It is also asked now and then while they live, since an instance may move. No room waits for that.
-        """
-        loop = self._loop
-        instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
-        instance.look_at = loop.now + instance.pause_s
-        if not self._connected(source) or not loop.directory.fresh(source):
-            loop.look_up(source)
-        if instance.waiting and self._connected(source):
-            instance.addresses = loop.directory.known(source)
-            self._introduce(instance)
-
-    def _connected(self, source: Source) -> bool:
-        """Whether all ranks of an instance live where it was last seen."""
-        known = self._loop.directory.known(source)
-        return known is not None and all(self._loop.peers.at(address) is not None for address in known)
-
-    def on_answer(self, answer: LookupResult) -> None:
-        """The rendezvous says where an instance is. Its failure harms no room: those that wait ask again."""
-        instance = self._instances.get(answer.source)
-        if instance is None:
-            return
-        instance.error = answer.error
-        if isinstance(answer.error, InstanceClosedError):
-            self._unreachable(instance, answer.error)
-            return
-        if answer.error is not None:
-            instance.look_at = self._loop.now + LOOKUP_FAILED_S
-        if answer.addresses is not None:
-            instance.addresses = answer.addresses
-            for address in answer.addresses:
-                if self._loop.peers.at(address) is None:
-                    self._loop.dial(address)
-            self._introduce(instance)
-
-    def _introduce(self, instance: PrefillInstance) -> None:
-        """Once all ranks are there, begin the rooms that wait for them."""
-        ready = self._there(instance)
-        if not instance.addresses or len(ready) < len(instance.addresses):
-            return
-        waiting, instance.waiting = instance.waiting, {}
-        for room in waiting.values():
+    def _take_found(self, outcomes: Sequence[Found | Unreachable]) -> None:
+        for outcome in outcomes:
+            room = outcome.room
             if self._rooms.get(room.key) is not room:
                 continue
-            try:
-                check_ranks(room.source, ready)
-            except DisaggKVError as exc:
-                self._handle(room, Lost(Epoch(b""), exc))
+            if isinstance(outcome, Unreachable):
+                self._handle(room, Lost(Epoch(b""), outcome.error))
                 continue
             try:
-                self._check_quarantine(ready)
+                self._check_quarantine(outcome.remotes)
             except QuarantineFullError as exc:
                 self._handle(room, Cancel(exc))
-            room.remotes = tuple(ready)
-            writers = tuple(r.epoch for r in ready)
-            if writers not in self._routes:
-                self._routes[writers] = PlanCache(ready[0].shards, self._pool.site)
-            room.routes = self._routes[writers]
-            pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
-            for epoch in writers:
-                self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
-            self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
+                continue
+            self._introduce(room, outcome.remotes)
 
-    def _there(self, instance: PrefillInstance) -> list[RemoteEndpoint]:
-        """Those of its ranks that we know."""
-        epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
-        remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
-        return [remote for remote in remotes if remote is not None]
+    def _introduce(self, room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> None:
+        """Begin a room with its prefill ranks."""
+        room.remotes = remotes
+        writers = tuple(r.epoch for r in remotes)
+        if writers not in self._routes:
+            self._routes[writers] = PlanCache(remotes[0].shards, self._pool.site)
+        room.routes = self._routes[writers]
+        pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
+        for epoch in writers:
+            self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
+        self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
+
+    def on_answer(self, answer: LookupResult) -> None:
+        """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
+        self._take_found(self._discovery.on_answer(answer))
 
     def _check_quarantine(self, remotes: Sequence[RemoteEndpoint]) -> None:
         for remote in remotes:
@@ -310,9 +265,7 @@ class DecodeSide:
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
         self._say(self._cancelled.met(remote, self._loop.now))
-        for instance in list(self._instances.values()):
-            if instance.addresses and remote.hello.address in instance.addresses:
-                self._introduce(instance)
+        self._take_found(self._discovery.on_up(remote.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:
         """It may have lost us, and have failed rooms that we still wait for."""
@@ -321,17 +274,7 @@ class DecodeSide:
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
         """A prefill rank cannot be worked with: rooms that wait for it fail."""
-        for instance in list(self._instances.values()):
-            if instance.addresses and address in instance.addresses:
-                self._unreachable(instance, error)
-
-    def _unreachable(self, instance: PrefillInstance, error: DisaggKVError) -> None:
-        instance.addresses = None
-        waiting, instance.waiting = instance.waiting, {}
-        for room in waiting.values():
-            if self._rooms.get(room.key) is room:
-                # Also one that was declined: not all of those are there who would have to be told.
-                self._handle(room, Lost(Epoch(b""), error))
+        self._take_found(self._discovery.on_unreachable(address, error))
 
     def on_lost(self, lost: Lost) -> None:
         """Rooms that need this rank fail; what it may still write to stays in quarantine."""
@@ -539,7 +482,7 @@ class DecodeSide:
             del self._rooms[room.key]
             self._timers.schedule(room.key, None)
             self._silences.forget(room.key)
-            self._instances.get(room.source, PrefillInstance()).waiting.pop(room.key, None)
+            self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
             self._loop.observer.span(Span("room", room.key.room, room.opened, self._loop.now, report.nbytes))
@@ -558,11 +501,7 @@ class DecodeSide:
     def tick(self) -> None:
         """Deadlines, repeats, silence, and prefill ranks that are looked for."""
         now, peers = self._loop.now, self._loop.peers
-        for source, instance in list(self._instances.items()):
-            if not instance.waiting:
-                del self._instances[source]
-            elif instance.look_at <= now:
-                self._find(source, instance)
+        self._take_found(self._discovery.tick())
         for key in self._timers.due(now):
             room = self._rooms.get(key)
             if room is not None:
@@ -583,12 +522,7 @@ class DecodeSide:
     def _check_found(self, room: DecodeRoom, now: float) -> None:
         if room.machine.writers or now < room.opened + room.silence_s:
             return
-        # A room that was declined ends here too: not all of those are there who would have to be told.
-        instance = self._instances.get(room.source)
-        why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
-        name = f"prefill instance {room.source.instance!r}"
-        error = PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
-        self._handle(room, Lost(Epoch(b""), error))
+        self._handle(room, Lost(Epoch(b""), self._discovery.not_found(room)))
 
     @property
     def patience_s(self) -> float:
@@ -598,7 +532,7 @@ class DecodeSide:
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
         times = [self._timers.next_at(), self._silences.next_at(), self._scatters.ready_at, self._cancelled.next_at()]
-        times += [instance.look_at for instance in self._instances.values()]
+        times.append(self._discovery.next_at())
         if self._queue.waiting:
             times.append(self._lively_at)
         return min((t for t in times if t is not None), default=None)

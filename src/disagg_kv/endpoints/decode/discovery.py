@@ -1,0 +1,195 @@
+"""Finds the prefill instances that rooms wait for.
+
+A room waits here from ``open`` on. It leaves in one of three ways. All ranks of its instance are connected: it is
+:class:`Found`. One of them cannot be connected, or they contradict each other: it is :class:`Unreachable`. Or it ends
+for another reason, such as its deadline, and :meth:`Discovery.forget` removes it.
+
+Every method that may let rooms leave returns them. The caller checks that they are still open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from attrs import define, field, frozen
+
+from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
+from ...protocol import RoomKey
+from ...rendezvous import Source
+from ..runtime.directory import LookupResult
+from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, EventLoop
+from ..runtime.handshake import RemoteEndpoint
+from .room import DecodeRoom
+
+
+@frozen
+class Found:
+    """All prefill ranks of a room are connected, in the order of their ranks."""
+
+    room: DecodeRoom
+    remotes: tuple[RemoteEndpoint, ...]
+
+
+@frozen
+class Unreachable:
+    """A room cannot begin. It may have been declined: not all of its prefill ranks were there to be notified."""
+
+    room: DecodeRoom
+    error: DisaggKVError
+
+
+Outcome: TypeAlias = Found | Unreachable
+
+
+@define(eq=False)
+class PrefillInstance:
+    """An instance that rooms wait for.
+
+    Args:
+        addresses: of its ranks; None: not known.
+        look_at: when to ask the rendezvous again.
+        pause_s: seconds between the last two questions.
+        error: why the rendezvous gave no addresses.
+        waiting: the rooms that wait.
+    """
+
+    addresses: tuple[str, ...] | None = None
+    look_at: float = 0.0
+    pause_s: float = 0.0
+    error: DisaggKVError | None = None
+    waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
+
+    def fail(self, error: DisaggKVError) -> list[Outcome]:
+        """No room that waits can begin. The addresses are asked for again."""
+        self.addresses = None
+        waiting, self.waiting = self.waiting, {}
+        return [Unreachable(room, error) for room in waiting.values()]
+
+
+class Discovery:
+    """Instances that rooms wait for; everything here runs on the endpoint's thread."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._instances: dict[Source, PrefillInstance] = {}
+
+    def add(self, room: DecodeRoom) -> Sequence[Outcome]:
+        """A room waits from now on."""
+        instance = self._instances.setdefault(room.source, PrefillInstance())
+        instance.waiting[room.key] = room
+        instance.look_at = self._loop.now
+        return self._find(room.source, instance)
+
+    def forget(self, room: DecodeRoom) -> None:
+        """A room has ended; harmless if it does not wait."""
+        instance = self._instances.get(room.source)
+        if instance is not None:
+            instance.waiting.pop(room.key, None)
+
+    def tick(self) -> Sequence[Outcome]:
+        """Ask the rendezvous again where that is due. Instances that no room waits for are forgotten."""
+        outcomes: list[Outcome] = []
+        for source, instance in list(self._instances.items()):
+            if not instance.waiting:
+                del self._instances[source]
+            elif instance.look_at <= self._loop.now:
+                outcomes += self._find(source, instance)
+        return outcomes
+
+    def next_at(self) -> float | None:
+        """When ``tick`` is due; None: not at all."""
+        return min((instance.look_at for instance in self._instances.values()), default=None)
+
+    def on_answer(self, answer: LookupResult) -> Sequence[Outcome]:
+        """The rendezvous has answered. Where it failed, rooms keep waiting, and it is asked again."""
+        instance = self._instances.get(answer.source)
+        if instance is None:
+            return []
+        instance.error = answer.error
+        if isinstance(answer.error, InstanceClosedError):
+            return instance.fail(answer.error)
+        if answer.error is not None:
+            instance.look_at = self._loop.now + LOOKUP_FAILED_S
+        if answer.addresses is None:
+            return []
+        instance.addresses = answer.addresses
+        for address in answer.addresses:
+            if self._loop.peers.at(address) is None:
+                self._loop.dial(address)
+        return self._ready(instance)
+
+    def on_up(self, address: str) -> Sequence[Outcome]:
+        """A prefill rank is connected."""
+        return [outcome for instance in self._with(address) for outcome in self._ready(instance)]
+
+    def on_unreachable(self, address: str, error: DisaggKVError) -> Sequence[Outcome]:
+        """A prefill rank cannot be connected."""
+        return [outcome for instance in self._with(address) for outcome in instance.fail(error)]
+
+    def not_found(self, room: DecodeRoom) -> PeerLostError:
+        """The error of a room that waited for its whole ``silence_s``."""
+        instance = self._instances.get(room.source)
+        why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
+        name = f"prefill instance {room.source.instance!r}"
+        return PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
+
+    def _find(self, source: Source, instance: PrefillInstance) -> list[Outcome]:
+        """Take the ranks that are connected, else ask the rendezvous, ever more seldom.
+
+        It is also asked now and then while they are connected, since an instance may move. No room waits for that.
+        """
+        loop = self._loop
+        instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
+        instance.look_at = loop.now + instance.pause_s
+        if not self._connected(source) or not loop.directory.fresh(source):
+            loop.look_up(source)
+        if not instance.waiting or not self._connected(source):
+            return []
+        instance.addresses = loop.directory.known(source)
+        return self._ready(instance)
+
+    def _connected(self, source: Source) -> bool:
+        """Whether all ranks of an instance are connected at the addresses that the rendezvous gave last."""
+        known = self._loop.directory.known(source)
+        return known is not None and all(self._loop.peers.at(address) is not None for address in known)
+
+    def _ready(self, instance: PrefillInstance) -> list[Outcome]:
+        """The rooms that wait, once all ranks are connected."""
+        epochs = [self._loop.peers.at(address) for address in instance.addresses or ()]
+        remotes = [self._loop.remotes.get(epoch) for epoch in epochs if epoch is not None]
+        ready = tuple(remote for remote in remotes if remote is not None)
+        if not instance.addresses or len(ready) < len(instance.addresses):
+            return []
+        waiting, instance.waiting = instance.waiting, {}
+        return [_checked(room, ready) for room in waiting.values()]
+
+    def _with(self, address: str) -> list[PrefillInstance]:
+        return [one for one in self._instances.values() if one.addresses and address in one.addresses]
+
+
+def _checked(room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> Outcome:
+    try:
+        check_ranks(room.source, remotes)
+    except DisaggKVError as exc:
+        return Unreachable(room, exc)
+    return Found(room, remotes)
+
+
+def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:
+    """All ranks must say the same of their instance, and be where the rendezvous says they are.
+
+    Raises:
+        IncompatiblePeerError: names the field that differs.
+    """
+    first = remotes[0]
+    for rank, remote in enumerate(remotes):
+        hello = remote.hello
+        said = (hello.instance, hello.rank, len(remote.shards), hello.slot_bytes)
+        wanted = (source.instance, rank, len(remotes), first.hello.slot_bytes)
+        names = ("instance", "rank", "ranks", "slot_bytes")
+        for name, ours, theirs in zip(names, wanted, said, strict=True):
+            if ours != theirs:
+                raise IncompatiblePeerError(f"{name} of {hello.address}", ours, theirs)
+        if remote.shards != first.shards:
+            raise IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
