@@ -26,7 +26,7 @@ import zmq
 
 from disagg_kv.bench.machine import installed
 from disagg_kv.kernels.cuda_queue import CudaQueue
-from disagg_kv.kernels.triton_host import Launcher
+from disagg_kv.kernels.triton_launch import Launcher
 
 from .gpu_kernels import CASES, Bench, _said
 

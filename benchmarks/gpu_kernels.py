@@ -33,7 +33,8 @@ from disagg_kv.ids import GroupId
 from disagg_kv.kernels import Checksums, Move, ReferenceKernels
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.tensors import tensor_of
-from disagg_kv.kernels.triton_host import TUNED, Launcher, PreparedLaunch, Tuning
+from disagg_kv.kernels.triton_kernels import TUNED, Tuning
+from disagg_kv.kernels.triton_launch import Launcher, PreparedLaunch
 from disagg_kv.kernels.triton_sums import ChecksumLauncher
 from disagg_kv.memory import Buffer, Event, Layout, PagedPool
 from disagg_kv.planning import StagedLayout

@@ -27,7 +27,7 @@ import torch
 
 from disagg_kv.bench.machine import installed
 from disagg_kv.kernels.tensors import plane_of, tensor_of
-from disagg_kv.kernels.triton_host import Launcher
+from disagg_kv.kernels.triton_launch import Launcher
 
 from .gpu_kernels import CASES, Bench, _said
 

@@ -31,7 +31,9 @@ from disagg_kv.kernels import (
 )
 from disagg_kv.kernels.cuda_queue import Mark
 from disagg_kv.kernels.select import _launcher
-from disagg_kv.kernels.triton_host import FULL, MOST_PREPARED, SLOTS, TUNED, Launcher
+from disagg_kv.kernels.triton_kernels import TUNED
+from disagg_kv.kernels.triton_launch import FULL, Launcher
+from disagg_kv.kernels.triton_slots import MOST_PREPARED, SLOTS
 from disagg_kv.memory import All, Buffer, Layout, PagedPool, new_buffer
 from tests.support.checksums import cell_sum, expected_sums
 from tests.support.kernel_cases import cases
@@ -263,8 +265,8 @@ def test_launches_that_fail_take_no_slot_with_them() -> None:
     for _ in range(SLOTS + 10):
         with pytest.raises(RuntimeError, match="the engine's own"):
             launcher(pool, [_page(5, 0)], staging, _Fails())
-    (lane,) = launcher._lanes.values()
-    assert [len(slots) for slots in lane._slots.values()] == [SLOTS], "slots were lost, or more were allocated"
+    (context,) = launcher._contexts.values()
+    assert context.slots.counts == [SLOTS], "slots were lost, or more were allocated"
     _wait(launcher(pool, [_page(5, 0)], staging, None))
     assert content_of(staging).tolist() == [9] * 4096
 
@@ -597,7 +599,7 @@ def test_what_arrives_is_scattered_on_streams_of_the_lowest_priority() -> None:
     pool = PagedPool.allocate(SMALL, shard(SMALL), pages=2, page_size=4, device="cuda")
     assert isinstance(TRITON, SupportsWarmUp)
     TRITON.warm(pool)
-    lanes = [_launcher(name)._lane("cuda:0") for name in ("gather", "scatter")]
-    ours = {stream.priority for lane in lanes for stream in lane._streams}
+    contexts = [_launcher(name)._context("cuda:0") for name in ("gather", "scatter")]
+    ours = {stream.priority for context in contexts for stream in context.streams}
     assert ours == {torch.cuda.Stream(priority=1 << 20).priority}, "out of range is mapped to the lowest"
     assert torch.cuda.Stream(priority=-1).priority < ours.pop()

@@ -22,7 +22,7 @@ from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu
 
 if TYPE_CHECKING:
-    from .triton_host import Launcher
+    from .triton_launch import Launcher
     from .triton_sums import ChecksumLauncher
 
 log = logging.getLogger("disagg_kv")
@@ -117,7 +117,7 @@ class TritonKernels:
 
     def orders(self, event: Event) -> bool:
         """Torch's events are waited for by the stream; others, and all of them where Triton interprets, are not."""
-        from .triton_host import waits_for
+        from .triton_launch import waits_for
 
         return waits_for(event)
 
@@ -131,7 +131,7 @@ class TritonKernels:
 def _launcher(name: str) -> Launcher:
     """The process's launcher; a :class:`MissingDependencyError` where Triton or torch cannot be imported."""
     try:
-        from .triton_host import Launcher
+        from .triton_launch import Launcher
     except ImportError as exc:
         raise MissingDependencyError("kernels 'triton'", str(exc), "pip install 'disagg_kv[triton]'") from exc
     return Launcher(name)
@@ -187,7 +187,7 @@ def _device(kernels: Kernels) -> str:
     if not isinstance(kernels, TritonKernels):
         return "cpu"
     _launcher("gather")
-    from .triton_host import INTERPRETED
+    from .triton_kernels import INTERPRETED
 
     return "cpu" if INTERPRETED else "cuda"
 

@@ -1,4 +1,4 @@
-"""Launching the checksum: what :mod:`.triton_host` does, and the sums' way back to the host."""
+"""Launching the checksum: what :mod:`.triton_launch` does, and the sums' way back to the host."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from ..geometry import I64
 from ..memory import Event, MemoryPool
 from .base import Checksums, Move
 from .checksum.mixing import U64, places
-from .triton_host import Host, Tuning, Written
-from .triton_tables import Call, Planes
+from .triton_kernels import Tuning
+from .triton_launch import Host, Written
+from .triton_tables import Call
 
 
 class ChecksumLauncher(Host):
-    """Checksums on GPUs; see :class:`.triton_host.Host`."""
+    """Checksums on GPUs; see :class:`.triton_launch.Host`."""
 
     def __init__(self, tuning: Tuning | None = None) -> None:
         super().__init__("checksum", tuning)
@@ -39,46 +39,33 @@ class ChecksumLauncher(Host):
         begin = [places(pool.site, move.layout) for move in moves]
         first = np.concatenate([*begin, np.zeros(0, np.uint64)]).view(np.int64)
         if device == "cpu":
-            found = self._interpreted(pool, moves, first, after)
+            found = self._interpreter.sums(pool, moves, first, after)
             return Checksums(None, lambda: _split(found, lengths))
-        lane = self._lane(device)
-        stream = lane.stream()
-        planes, table = lane.planes(pool, stream)
+        context = self._context(device)
+        stream = context.stream()
+        planes, table = context.tables.of(pool, stream)
         call = Call(planes, moves)
         if not call.entries:
             return Checksums(None, lambda: begin)
         sums = slice(call.words, call.words + call.entries)
-        slot = lane.take(sums.stop)
+        slot = context.slots.take(sums.stop)
         try:
             shape = call.write_sums(slot.words, slot.addr, first, self._tuning.tile_bytes)
         except Exception:
-            lane.give(slot, slot.event)
+            context.slots.give(slot, slot.event)
             raise
-        written = Written(lane, stream, table, slot, sums.stop, call.entries, call.entries * shape.tiles, shape)
+        written = Written(context, stream, table, slot, sums.stop, call.entries, call.entries * shape.tiles, shape)
         mark = self._launch(written, after)
 
         def read() -> Sequence[U64]:
             # Enqueued with the launch, this copy can make the caller wait for the kernel. Here it waits for nothing.
-            with torch.cuda.stream(lane.reading):
+            with torch.cuda.stream(context.reading):
                 found = slot.device[sums].cpu()
             return _split(found.numpy().view(np.uint64), lengths)
 
         # Nobody may ask for the sums; the slot comes back when nobody can any more.
-        finalize(read, lane.give, slot, mark).atexit = False
+        finalize(read, context.slots.give, slot, mark).atexit = False
         return Checksums(mark, read)
-
-    def _interpreted(self, pool: MemoryPool, moves: Sequence[Move], first: I64, after: Event | None) -> U64:
-        """The same on the CPU's memory, done when it returns."""
-        planes = Planes(pool)
-        call = Call(planes, moves)
-        if after is not None:
-            after.synchronize()
-        if not call.entries:
-            return np.zeros(0, np.uint64)
-        words = np.zeros(call.words + call.entries, np.int64)
-        shape = call.write_sums(words, words.ctypes.data, first, self._tuning.tile_bytes)
-        self._run(planes, words, call.entries * shape.tiles, shape)
-        return words[call.words :].view(np.uint64)
 
 
 def _split(found: U64, lengths: Sequence[int]) -> list[U64]:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from disagg_kv.errors import DisaggKVError, MissingDependencyError
-from disagg_kv.kernels.triton_host import Compiled, Launcher, Written, _LaunchContext, _Slot, check_launcher
+from disagg_kv.kernels.triton_kernels import Compiled, check_launcher
+from disagg_kv.kernels.triton_launch import LaunchContext, Launcher, Written
+from disagg_kv.kernels.triton_slots import ArgumentSlot
 from disagg_kv.kernels.triton_tables import Shape
 from disagg_kv.memory import Event
 
@@ -42,17 +44,24 @@ class Queue:
         return f"mark {self.recorded}"
 
 
-class Lane:
-    """One lane's slots that came back, each with what it waits for."""
+class Slots:
+    """Slots that came back, each with what it waits for."""
+
+    def __init__(self) -> None:
+        self.back: list[tuple[ArgumentSlot, object]] = []
+
+    def give(self, slot: ArgumentSlot, event: object) -> None:
+        self.back.append((slot, event))
+
+
+class Context:
+    """What a launch needs of its context."""
 
     def __init__(self, broken: frozenset[str], run: Callable[..., None]) -> None:
         self.queue = Queue(broken)
         self.before: tuple[tuple[int, ...], object] = (), None
         self.compiled = {(16, 4, 4): _Kernel(run)}
-        self.back: list[tuple[_Slot, object]] = []
-
-    def give(self, slot: _Slot, event: object) -> None:
-        self.back.append((slot, event))
+        self.slots = Slots()
 
 
 class _Kernel:
@@ -99,17 +108,17 @@ def test_the_slot_of_a_launch_that_fails_comes_back(
 ) -> None:
     """Once what reads it is over; where nothing can tell that, never, rather than too early."""
     words = torch.zeros(16, dtype=torch.int64)
-    slot = _Slot(words, words.numpy(), words.data_ptr(), words.clone(), 0)
-    lane = Lane(frozenset(broken), run)
+    slot = ArgumentSlot(words, words.numpy(), words.data_ptr(), words.clone(), 0)
+    context = Context(frozenset(broken), run)
     shape = Shape(16, 4, 4, 1)
-    call = Written(cast("_LaunchContext", lane), cast("torch.cuda.Stream", _Stream()), words, slot, 16, 1, 1, shape)
+    call = Written(cast("LaunchContext", context), cast("torch.cuda.Stream", _Stream()), words, slot, 16, 1, 1, shape)
     launcher = Launcher("gather")
     if error:
         with pytest.raises((RuntimeError, DisaggKVError), match=error):
             launcher._enqueue(call, after)
     else:
         launcher._enqueue(call, after)
-    assert [(one is slot, event) for one, event in lane.back] == [(True, event) for event in back]
+    assert [(one is slot, event) for one, event in context.slots.back] == [(True, event) for event in back]
     assert not np.any(slot.words)
 
 

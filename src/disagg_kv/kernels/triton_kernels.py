@@ -1,0 +1,105 @@
+"""The Triton kernels, how they are tuned, and Triton's own interface to compiled ones."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Protocol
+
+import triton
+import triton.language as tl
+from attrs import frozen
+
+from ..errors import MissingDependencyError
+from .checksum.triton import checksum
+from .gather.triton import gather
+from .scatter.triton import scatter
+
+ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""What is moved, by its bytes; what the bytes mean is nobody's business here."""
+
+INTERPRETED = not isinstance(gather, triton.runtime.JITFunction)
+"""True where Triton was told to interpret kernels (``TRITON_INTERPRET=1``): they then run on the CPU's memory."""
+
+
+@frozen
+class Tuning:
+    """How a call is cut into programs. The defaults are what ``benchmarks/gpu_kernels.py`` found best on an H200.
+
+    Args:
+        tile_bytes: what one program moves, a power of two.
+        warps: of one program, a power of two.
+        neighbours_together: see :class:`.triton_tables.Planes`.
+    """
+
+    tile_bytes: int = 4096
+    warps: int = 1
+    neighbours_together: bool = False
+
+
+TUNED = {"gather": Tuning(), "scatter": Tuning(neighbours_together=True), "checksum": Tuning(tile_bytes=8192)}
+"""Writing short runs far apart costs more than reading them so; more rows share what a checksum's keys cost."""
+
+
+class Launchable(Protocol):
+    """A Triton kernel, compiled or interpreted."""
+
+    def __getitem__(self, grid: tuple[int]) -> Launched:
+        """The kernel with its number of programs."""
+        ...
+
+    def warmup(self, *args: object, grid: tuple[int], num_warps: int) -> Compiled:
+        """Compile for such arguments, and launch nothing."""
+        ...
+
+
+class Launched(Protocol):
+    """A Triton kernel with its grid."""
+
+    def __call__(self, *args: object, **options: object) -> Compiled:
+        """Enqueue it on the current stream; gives what was compiled for such arguments."""
+        ...
+
+
+class Compiled(Protocol):
+    """A kernel compiled for one set of constants."""
+
+    function: int
+    packed_metadata: tuple[int, ...]
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> object:
+        """Load it, if it is not loaded yet."""
+        ...
+
+    def run(self, *args: object) -> None:
+        """Triton's own launcher without its look at the arguments, as ``CompiledKernel`` calls it."""
+        ...
+
+
+LAUNCHER = (
+    "gridX", "gridY", "gridZ", "stream", "function",
+    "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook",
+)  # fmt: skip
+"""What Triton's own launcher takes before a kernel's arguments. Nothing promises it; some versions name the first five
+alone and take the others with the arguments."""
+
+COMPILING = threading.Lock()
+"""Held while Triton compiles: it is not said to allow several threads that."""
+
+
+def check_launcher(compiled: Compiled) -> Compiled:
+    """Raise unless the launcher takes what :meth:`Compiled.run` is given, by position; else the kernel as it is.
+
+    Raises:
+        MissingDependencyError: Triton is of a version with another launcher.
+    """
+    takes = tuple(inspect.signature(compiled.run).parameters.values())
+    named = tuple(one.name for one in takes if one.kind is one.POSITIONAL_OR_KEYWORD)
+    rest = [one.kind for one in takes[len(named) :]]
+    if len(named) < 5 or named != LAUNCHER[: len(named)] or rest != [inspect.Parameter.VAR_POSITIONAL]:
+        problem = f"Triton {triton.__version__} launches by ({', '.join(map(str, takes))})"
+        raise MissingDependencyError("kernels 'triton'", problem, "pip install 'triton>=3.6,<3.10'")
+    return compiled
+
+
+OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": checksum}

@@ -1,0 +1,337 @@
+"""Launching the Triton kernels: own streams, pinned arguments, events; nothing here waits for a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+from attrs import define, evolve
+
+from ..errors import DisaggKVError, LocalProtocolError, RegistrationError
+from ..memory import Buffer, Event, MemoryPool, parts
+from .base import Move
+from .cuda_queue import CudaQueue, Mark
+from .triton_interpreter import Interpreter
+from .triton_kernels import COMPILING, ELEMENTS, INTERPRETED, OPS, TUNED, Compiled, Tuning, check_launcher
+from .triton_pool_tables import PoolTables
+from .triton_slots import ArgumentSlot, ArgumentSlots
+from .triton_tables import ENTRY, Call, Shape, shapes
+
+STREAMS = 4
+"""Launches take turns on so many streams: one that waits for its event delays only those that wait behind it."""
+
+FULL = 4096
+"""Programs that keep all of a GPU busy. Of such launches that wait for the same events each begins when the one before
+it has ended: side by side all would end together, and the wire, which waits for the first, would be idle until then."""
+
+PRIORITY = 0
+"""The lowest that CUDA has, and the default of an engine's own streams: where an engine decodes on a stream of
+``priority=-1``, its kernels go first whenever the GPU has to choose."""
+
+
+class LaunchContext:
+    """One kernel on one GPU: its streams, its argument slots, its pools' tables. Any thread.
+
+    ``reading`` is for what the host waits for: nothing is enqueued there behind an event.
+    """
+
+    def __init__(self, device: str, neighbours_together: bool) -> None:
+        self.compiled: dict[tuple[int, int, int], Compiled] = {}
+        self.before: tuple[tuple[int, ...], Mark | None] = (), None
+        """What the last launch that was :data:`FULL` waited for, and its end."""
+        self.streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(STREAMS)]
+        self.reading = torch.cuda.Stream(device)
+        self.queue = CudaQueue(self.reading.device_index)
+        self.slots = ArgumentSlots(device, self.streams[0])
+        self.tables = PoolTables(device, self.streams, neighbours_together)
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def stream(self) -> torch.cuda.Stream:
+        """The one whose turn it is."""
+        with self._lock:
+            self._turn = (self._turn + 1) % STREAMS
+            return self.streams[self._turn]
+
+
+@define(eq=False)
+class Written:
+    """A call whose table is written; ``stream`` is where the table is brought to the GPU, and then read.
+
+    Args:
+        context, stream, table: where the launch is enqueued, and the pool's table.
+        slot: the call's own table, of ``words`` words, those that go up, of which ``entries`` come first.
+        programs, shape: how the launch is cut.
+        uploaded: whether the words are on their way.
+    """
+
+    context: LaunchContext
+    stream: torch.cuda.Stream
+    table: torch.Tensor
+    slot: ArgumentSlot
+    words: int
+    entries: int
+    programs: int
+    shape: Shape
+    uploaded: bool = False
+
+    def shift(self, base: int) -> None:
+        """Its parts lie so many bytes further on in staging; not once it is on its way to the GPU."""
+        assert not self.uploaded
+        assert base % 16 == 0, "accesses are no wider than was promised for what is written"
+        self.slot.words[: self.entries * ENTRY].reshape(self.entries, ENTRY)[:, 6] += base
+
+    def upload(self) -> None:
+        """Bring the words to the GPU; inside ``with context.queue``."""
+        if not self.uploaded:
+            self.context.queue.upload(self.stream.cuda_stream, self.slot.addr, self.slot.source, self.words * 8)
+            self.uploaded = True
+
+
+class Host:
+    """One kernel on GPUs, with streams of its own on each; any thread may call it.
+
+    Args:
+        name: of :data:`OPS`.
+        tuning: how the work is cut; None: as :data:`TUNED` says.
+    """
+
+    def __init__(self, name: str, tuning: Tuning | None = None) -> None:
+        self._kernel = OPS[name]
+        self._tuning = tuning or TUNED[name]
+        self._interpreter = Interpreter(self._kernel, self._tuning)
+        self._contexts: dict[str, LaunchContext] = {}
+        self._lock = threading.Lock()
+
+    def _check_device(self, device: str) -> None:
+        """Raise a :class:`RegistrationError` unless Triton runs where the memory lies."""
+        if (device == "cpu") != INTERPRETED:
+            raise RegistrationError(
+                f"Triton is {'' if INTERPRETED else 'not '}interpreted here: no memory on {device!r}"
+            )
+
+    def _launch(self, call: Written, after: Event | None) -> Mark:
+        """Bring a call's words to the GPU and launch behind ``after``; what ends when the kernel has ended.
+
+        Where that raises, the slot is given back.
+        """
+        try:
+            return self._enqueued(call, after)
+        except BaseException:
+            self._give_back(call)
+            raise
+
+    def _give_back(self, call: Written) -> None:
+        """The slot is free again once its words are on the GPU: until then they are read here and written there."""
+        mark = call.slot.event
+        if call.uploaded:
+            # Where the context is broken nothing tells when the slot is read no more: nobody gets it again.
+            with suppress(DisaggKVError), call.context.queue:
+                mark = call.context.queue.record(call.stream.cuda_stream)
+                call.context.slots.give(call.slot, mark)
+            return
+        call.context.slots.give(call.slot, mark)
+
+    def _enqueued(self, call: Written, after: Event | None) -> Mark:
+        context, slot, programs, shape = call.context, call.slot, call.programs, call.shape
+        queue, on = context.queue, call.stream.cuda_stream
+        constants = shape.aligned, shape.pieces, shape.columns
+        compiled = context.compiled.get(constants)
+        args = shape.tiles, ELEMENTS[shape.element_bytes], *constants
+        with queue:
+            call.upload()
+            awaited = behind(queue, on, after)
+            full = programs >= FULL and len(awaited) > 0
+            waited, before = context.before
+            if full and waited == awaited:
+                behind(queue, on, before)
+            if compiled is not None and programs:
+                grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
+                compiled.run(*grid, None, None, None, call.table.data_ptr(), slot.addr, *args)
+            if compiled is not None or not programs:
+                mark = queue.record(on)
+                if full:
+                    context.before = awaited, mark
+                return mark
+        # Torch chooses a device, and so a context, of its own.
+        with COMPILING, torch.cuda.stream(call.stream):
+            launched = self._kernel[(programs,)](call.table, slot.device, *args, num_warps=self._tuning.warps)
+        context.compiled[constants] = check_launcher(launched)
+        with queue:
+            return queue.record(on)
+
+    def _context(self, device: str) -> LaunchContext:
+        with self._lock:
+            if device not in self._contexts:
+                self._contexts[device] = LaunchContext(device, self._tuning.neighbours_together)
+            return self._contexts[device]
+
+    def warm(self, pool: MemoryPool) -> None:
+        """Compile for every number of units that a peer may take of this pool, on memory that is not touched.
+
+        Also allocates what calls need, and uploads the pool's table: a call must not wait for the GPU's allocator.
+        What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
+        """
+        device = pool.buffers[0].device
+        if device == "cpu":
+            return
+        context = self._context(device)
+        with torch.cuda.device(device):
+            planes, _ = context.tables.of(pool, context.stream())
+            for shape in shapes(planes, pool, self._tuning.tile_bytes):
+                constants = shape.aligned, shape.pieces, shape.columns
+                if constants not in context.compiled:
+                    nothing = torch.empty(1, dtype=torch.int64, device=device)
+                    args = (nothing, nothing, 1, ELEMENTS[shape.element_bytes], *constants)
+                    with COMPILING:
+                        compiled = self._kernel.warmup(*args, grid=(1,), num_warps=self._tuning.warps)
+                        # What is not loaded yet would be at the first call, which may wait for the GPU.
+                        compiled[1, 1, 1]
+                    context.compiled[constants] = check_launcher(compiled)
+
+
+class Launcher(Host):
+    """Gather or scatter on GPUs; see :class:`Host`."""
+
+    def __call__(
+        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None = None
+    ) -> Mark | None:
+        """Enqueue one launch for all ``moves`` behind ``after`` and return the event of its end; None: done already.
+
+        Does not wait, unless ``after`` is no CUDA event and has not happened. Memory is read and written until the
+        event has happened.
+
+        Raises:
+            RegistrationError: pool and staging lie on different devices, or not where Triton runs.
+            UnsupportedError: more pieces than one launch can count.
+        """
+        context = self._context_of(pool, staging)
+        if context is None:
+            self._interpreter.move(pool, moves, staging, after)
+            return None
+        call = self._write(context, pool, moves, staging, context.slots.take)
+        return None if call is None else self._enqueue(call, after)
+
+    def prepare(
+        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, *, moved: bool = False
+    ) -> PreparedLaunch | None:
+        """The same call up to its launch; see :class:`.base.SupportsPreparing`. ``moved``: its parts will be."""
+        context = self._context_of(pool, staging)
+        if context is None:
+            return PreparedLaunch(partial(self._interpret_moved, pool, moves, staging), lambda: None)
+        call = self._write(context, pool, moves, staging, context.slots.spare) if context.slots.may_prepare else None
+        if call is None:
+            return None
+        if not moved:
+            try:
+                with context.queue:
+                    call.upload()
+            except BaseException:
+                self._give_back(call)
+                raise
+        context.slots.prepared(1)
+        return PreparedLaunch(partial(self._enqueue_kept, pool, call), partial(self._give_up, call))
+
+    def _context_of(self, pool: MemoryPool, staging: Buffer) -> LaunchContext | None:
+        """Where such calls go; None: Triton interprets them."""
+        device = pool.buffers[0].device
+        if staging.device != device:
+            raise RegistrationError(f"the pool lies on {device!r}, the staging buffer on {staging.device!r}")
+        self._check_device(device)
+        return None if device == "cpu" else self._context(device)
+
+    def _write(
+        self,
+        context: LaunchContext,
+        pool: MemoryPool,
+        moves: Sequence[Move],
+        staging: Buffer,
+        take: Callable[[int], ArgumentSlot | None],
+    ) -> Written | None:
+        """A call's table in a slot; None: there is nothing to do, or no slot."""
+        stream = context.stream()
+        planes, table = context.tables.of(pool, stream)
+        call = Call(planes, moves)
+        slot = take(call.words) if call.entries else None
+        if slot is None:
+            return None
+        try:
+            shape = call.write(slot.words, slot.addr, staging.addr, self._tuning.tile_bytes)
+        except Exception:
+            context.slots.give(slot, slot.event)
+            raise
+        return Written(context, stream, table, slot, call.words, call.entries, call.entries * shape.tiles, shape)
+
+    def _enqueue(self, call: Written, after: Event | None) -> Mark:
+        mark = self._launch(call, after)
+        call.context.slots.give(call.slot, mark)
+        return mark
+
+    def _enqueue_kept(self, pool: MemoryPool, call: Written, base: int, after: Event | None) -> Mark:
+        call.context.slots.prepared(-1)
+        if not call.uploaded:
+            call.shift(base)
+            # What waits for its event on the stream that it was written for came later.
+            call.stream = call.context.stream()
+            call.context.tables.of(pool, call.stream)
+        return self._enqueue(call, after)
+
+    def _give_up(self, call: Written) -> None:
+        call.context.slots.prepared(-1)
+        self._give_back(call)
+
+    def _interpret_moved(
+        self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, base: int, after: Event | None
+    ) -> None:
+        self._interpreter.move(pool, [evolve(move, base=move.base + base) for move in moves], staging, after)
+
+
+class PreparedLaunch:
+    """A prepared launch; see :class:`.base.Prepared` and :class:`.base.PreparedGather`.
+
+    Args:
+        enqueue: launches, with parts so many bytes further on, behind an event.
+        give_up: gives back what it holds.
+    """
+
+    def __init__(self, enqueue: Callable[[int, Event | None], Mark | None], give_up: Callable[[], None]) -> None:
+        self._enqueue = enqueue
+        self._give_up = give_up
+        self._over = False
+
+    def launch(self, base: int = 0, after: Event | None = None) -> Mark | None:
+        """See :meth:`.base.PreparedGather.launch`; ``base`` only where that was said when it was prepared."""
+        if self._over:
+            raise LocalProtocolError("what was prepared has been launched or dropped before")
+        self._over = True
+        return self._enqueue(base, after)
+
+    def drop(self) -> None:
+        """See :meth:`.base.Prepared.drop`."""
+        if not self._over:
+            self._over = True
+            self._give_up()
+
+
+def behind(queue: CudaQueue, stream: int, after: Event | None) -> tuple[int, ...]:
+    """What is enqueued next comes after ``after``; waits only for events that a stream cannot wait for.
+
+    Gives the others' ``CUevent``.
+    """
+    awaited: list[int] = []
+    for one in parts(after):
+        handle: int | None = getattr(one, "cuda_event", None)
+        if handle:
+            queue.wait(stream, handle)
+            awaited.append(handle)
+        elif handle is None and not one.query():
+            one.synchronize()
+    return tuple(awaited)
+
+
+def waits_for(event: Event) -> bool:
+    """Whether a launch puts itself behind an event without anybody waiting."""
+    return not INTERPRETED and all(hasattr(one, "cuda_event") for one in parts(event))
