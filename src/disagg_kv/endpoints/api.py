@@ -1,20 +1,20 @@
-"""What an engine sees: senders and receivers, and a handle per room.
+"""The interfaces of an engine: senders and receivers, and a handle per room.
 
-Every call checks the types and ranges of its arguments before anything is queued, and raises a
+Every call checks the types and ranges of its arguments before it queues anything, and raises a
 :class:`~disagg_kv.errors.ConfigurationError` that names the argument. Counts may be of any type that supports
-``__index__``, such as ``np.int64``, but no ``bool``. Once the endpoint is closed, calls that begin something raise a
+``__index__``, such as ``np.int64``, but not ``bool``. After ``close``, calls that begin something raise a
 :class:`~disagg_kv.errors.LocalProtocolError`: ``open``, ``step``, ``layer_ready``, ``send_chunk``, ``finish``,
 ``withdraw``, ``expect`` and ``confirm_terminated``. ``abort``, ``poll``, ``peers`` and ``close`` stay harmless, as does
 the ``close`` of a forward pass.
 
-No call here blocks on a peer or on the wire, except ``close`` and an event's ``synchronize``. One engine thread calls;
-an endpoint's own thread makes progress, so that heartbeats, grants and completions never wait for a forward pass.
+No call blocks on a peer or on the network, except ``close`` and an event's ``synchronize``. One engine thread calls.
+The endpoint's own thread makes progress, so heartbeats, grants and completions never wait for a forward pass.
 
-``close`` may be called from any thread but the endpoint's own, and in a signal handler, whatever call of the endpoint
-the handler interrupts: that call then returns, or is refused as any call after ``close``. A handler may also ``abort``
-and ``poll``. ``close`` waits for the endpoint's thread, which calls the observer, the transport and the log: no lock
-that one of those needs may be held by code that the handler interrupts. A ``close`` that an exception interrupts goes
-on without its caller; call it again to wait for its end.
+Any thread but the endpoint's own may call ``close``. A signal handler may call ``close``, ``abort`` and ``poll``, even
+if it interrupts a call of the endpoint. The interrupted call then returns, or fails like a call after ``close``.
+``close`` waits for the endpoint's thread, which calls the observer, the transport and the log. Code that a handler
+interrupts must hold no lock that one of those needs. If an exception interrupts ``close``, closing continues; call
+``close`` again to wait for its end.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .expectation import Expectation
 
 @define
 class Report:
-    """What one room cost on this rank so far; live, written by the endpoint's thread.
+    """The cost of one room on this rank, live. The endpoint's thread writes it.
 
     Args:
-        path: how the bytes crossed; on prefill the last choice, on decode what arrived.
-        reason: why that path.
-        groups: into how many groups the layers of the last chunk were cut; 0: not decided yet.
-        schedule: why so many.
-        nbytes: bytes written to peers, or landed in our pages.
+        path: name of the path; on prefill the last choice, on decode the path of the bytes that arrived.
+        reason: why that path was chosen.
+        groups: number of layer groups of the last chunk; 0: not decided yet.
+        schedule: why that number was chosen.
+        nbytes: bytes written to peers, or landed in the pages of this rank.
         descriptors: writes posted.
         segments: segments acknowledged, or landed.
         seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``checksum``,
             ``total``.
-        placed: on decode, when this rank's rows were all in its pages, which the other ranks of its instance have still
-            to say of theirs; seconds of the endpoint's clock. None: they are not.
-        ended: when the room's outcome was known here, seconds of the endpoint's clock; None: it is not.
+        placed: on decode, the time when all rows of this rank were in its pages, in seconds of the endpoint's clock;
+            None: they are not. The other ranks of the instance may still lack rows.
+        ended: the time when this rank knew the outcome, in seconds of the endpoint's clock; None: it does not.
     """
 
     path: str = ""
@@ -68,17 +68,17 @@ class Report:
     _over: float = field(default=0.0, init=False, repr=False)
 
     def spend(self, phase: str, seconds: float) -> None:
-        """Add to a phase."""
+        """Add seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def write_begins(self, now: float) -> None:
-        """A write is in flight from ``now`` on, which may be told late: no time counts twice."""
+        """Count a write as in flight from ``now`` on. Overlapping writes count once, even if reported late."""
         if not self._flying:
             self._since = max(now, self._over)
         self._flying += 1
 
     def write_ends(self, now: float) -> None:
-        """One that began has ended."""
+        """End one write that began."""
         self._flying -= 1
         self._over = now
         if not self._flying:
@@ -90,19 +90,19 @@ PeerState = Literal["connected", "silent", "lost", "ended"]
 
 @frozen
 class PeerInfo:
-    """Another endpoint, and what it keeps here: one life, which ``confirm_terminated`` takes by its epoch.
+    """One life of another endpoint, and the memory that it holds here. ``confirm_terminated`` takes its epoch.
 
     Args:
-        instance, rank, address, epoch, host, pid: as it introduced itself.
-        state: ``connected``; ``silent``: it has missed heartbeats; ``lost``; ``ended``: its process has ended, as was
-            seen or confirmed, and its last writes may still land.
-        silent_s: seconds since it was last heard; infinite where nothing is known of that any more.
-        ring_bytes: decode: ring leases of failed rooms that it may still write to. A lease that waits for several peers
-            counts for each.
-        page_bytes: decode: exposed pages of failed rooms that it may still write to, all of such a room's. Prefill:
-            pages of failed rooms from which writes to it may still read.
-        slot_bytes: prefill: staging slots of failed rooms from which writes to it may still read.
-        rooms: the failed rooms that wait for evidence about it.
+        instance, rank, address, epoch, host, pid: as the peer introduced itself.
+        state: ``connected``; ``silent``: it missed heartbeats; ``lost``; ``ended``: its process was seen or confirmed
+            to have ended, and its last writes may still land.
+        silent_s: seconds since its last frame; infinite: not known any more.
+        ring_bytes: on decode, bytes of ring leases of failed rooms that the peer may still write to. A lease that waits
+            for several peers counts for each.
+        page_bytes: on decode, bytes of exposed pages of failed rooms that the peer may still write to; all pages of
+            such a room count. On prefill, bytes of pages of failed rooms that writes to the peer may still read.
+        slot_bytes: on prefill, bytes of staging slots of failed rooms that writes to the peer may still read.
+        rooms: the failed rooms that wait for evidence about the peer.
     """
 
     instance: str
@@ -120,7 +120,7 @@ class PeerInfo:
 
     @property
     def held_bytes(self) -> int:
-        """All of it."""
+        """Sum of ring, page and slot bytes."""
         return self.ring_bytes + self.page_bytes + self.slot_bytes
 
 
@@ -129,33 +129,33 @@ class Handle(Protocol):
 
     @property
     def room(self) -> RoomId:
-        """Its id."""
+        """Id of the room."""
         ...
 
     @property
     def phase(self) -> Phase:
-        """How far it is. ``DONE`` and ``FAILED`` are final, and equal on all ranks of the instance."""
+        """State of the room. ``DONE`` and ``FAILED`` are final, and equal on all ranks of the instance."""
         ...
 
     @property
     def released(self) -> bool:
-        """True, for good: nobody reads or writes the room's pages any more. Free pages on this only."""
+        """True: no peer and no copy reads or writes the room's pages any more; final. Free pages only then."""
         ...
 
     @property
     def error(self) -> DisaggKVError | None:
-        """Why it failed."""
+        """Why the room failed; None: it did not fail."""
         ...
 
     @property
     def report(self) -> Report:
-        """What it cost so far."""
+        """Cost of the room so far."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Give the room up; idempotent, harmless after its end and on an endpoint that is broken or closed.
+        """End the room with a failure. Harmless if repeated, after the room's end, and after the endpoint's end.
 
-        Before ``expect`` it declines the room.
+        Before ``expect`` it declines the room, and prefill is notified.
         """
         ...
 
@@ -165,21 +165,21 @@ class Delivery(Handle, Protocol):
 
     @property
     def held(self) -> Mapping[GroupId, int] | None:
-        """Rows that decode holds already, per group; None until it has said so."""
+        """Rows that decode holds already, per group; None: decode has not reported them yet."""
         ...
 
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
-        """Hand over the rows up to ``stop``, final now or at ``ready``.
+        """Submit the rows up to ``stop`` for sending.
 
         Args:
             stop: one past the last row; grows from call to call, except after ``withdraw``.
-            pages: one table per group that covers the rows since the last call; after ``withdraw``, since row 0 or
-                whatever has to be given again.
-            ready: when the bytes are final.
+            pages: one table per group that covers the rows since the last call; after ``withdraw``, the rows since row
+                0.
+            ready: fires when the bytes are final; None: they are final now.
 
         Raises:
             GeometryError: tables that do not cover the rows, page ids out of range or twice.
-            LocalProtocolError: after ``finish``, or ``stop`` does not grow.
+            LocalProtocolError: the call follows ``finish``, or ``stop`` does not grow.
         """
         ...
 
@@ -192,16 +192,16 @@ class Delivery(Handle, Protocol):
         tag: bytes = b"",
         ready: Event | None = None,
     ) -> None:
-        """Nothing is added: the room's rows end at ``stop``.
+        """Declare that the room's rows end at ``stop``.
+
+        After ``withdraw``, a room with states must be finished again, once all its chunks were submitted again.
 
         Args:
             stop: where the last chunk ended; 0 for a room without rows.
-            state: the room's slot in every group of states; its states are final at ``ready`` too.
-            aux: the aux row to send along; the lowest rank that gives one counts.
-            tag: at most 256 bytes that must equal decode's, if both have one (a digest of the prompt, say).
-            ready: when the aux row is final.
-
-        A room with states that is withdrawn has to be finished again, once all its chunks were given again.
+            state: the room's slot in every group of states.
+            aux: the aux row to send; of several ranks that give one, the lowest counts.
+            tag: at most 256 bytes, such as a digest of the prompt. If decode gives a tag too, they must be equal.
+            ready: fires when the aux row and the states are final; None: they are final now.
 
         Raises:
             GeometryError: not one slot of every group of states.
@@ -210,11 +210,11 @@ class Delivery(Handle, Protocol):
         ...
 
     def withdraw(self) -> Event:
-        """Preemption: stop reading the pages. The event fires when reads have ended; the room stays open.
+        """Preempt the room: stop reading its pages. The room stays open.
 
-        An event that has not fired when the endpoint breaks or has closed raises an
-        :class:`~disagg_kv.errors.EndpointBrokenError` or an :class:`~disagg_kv.errors.AbortedError`, and the pages are
-        never free.
+        Returns an event that fires when all reads have ended. If the endpoint breaks or closes before, the event raises
+        an :class:`~disagg_kv.errors.EndpointBrokenError` or an :class:`~disagg_kv.errors.AbortedError`, and the pages
+        must not be reused.
         """
         ...
 
@@ -241,27 +241,34 @@ class Step(Protocol):
     """One forward pass over many rooms."""
 
     def layer_ready(self, layer: LayerId, ready: Event | Mark | None = None) -> bool:
-        """A layer's rows are final, now or at ``ready``, for all rooms of the step; layers come in any order, once.
+        """Declare the rows of one layer final for all rooms of the pass. Layers come in any order, each once.
 
-        False: everything crosses when the step is closed, so the engine may leave out all other layers. Who does so
-        gives ``close`` an event that comes after them, unless a function was given whose stream computes them too.
+        Creating an event costs time, and only some layers need one. With a function as ``ready``, the pass creates
+        events only for layers that may complete a group. It calls the function before this method returns. The other
+        layers count as final at the next event that is created, at the latest in ``close``. So all functions of a pass
+        must create events of one stream, on which the layers are computed.
 
-        An event per layer takes time that only some of them are worth. Given a function that makes one, the step calls
-        it, before this returns, for layers that may complete a group, and not for those of which it knows that they do
-        not: they are final at the next event that is made so, at the latest by ``close``, which calls the last such
-        function if it has to. So the functions of a pass make events of one stream, whichever is current then.
+        Args:
+            layer: the layer.
+            ready: an event that fires when the rows are final, or a function that creates such an event; None: the rows
+                are final now.
+
+        Returns False if everything is sent at ``close`` only. The engine may then skip the remaining layers. Unless it
+        gave functions, it must give ``close`` an event that follows all layers.
 
         Raises:
             ConfigurationError: the function raises, or returns no event.
-            GeometryError: no such layer on this rank.
-            LocalProtocolError: announced twice, or after ``close``.
+            GeometryError: the layer is not on this rank.
+            LocalProtocolError: the layer was declared before, or the pass is closed.
         """
         ...
 
     def close(self, ready: Event | None = None) -> None:
-        """Every layer that was not announced is final at ``ready``.
+        """End the pass: all layers that were not declared are final at ``ready``.
 
-        None: now, or behind all that was asked of the stream of those functions that ``layer_ready`` was given.
+        Args:
+            ready: fires when the rows are final. None: they are final now; or, if ``layer_ready`` was given functions,
+                once their stream has done all work that is queued now.
 
         Raises:
             LocalProtocolError: called twice.
@@ -273,13 +280,15 @@ class Sender(Protocol):
     """A prefill rank's endpoint."""
 
     def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> Delivery:
-        """Begin a room; None: the endpoint's options.
+        """Open a room. Every room that this returns ends, even if another thread calls ``close`` at the same time.
 
-        A room that this returns always ends, also if ``close`` runs in another thread at the same moment.
+        Args:
+            room: 1 to 64 bytes; encode text. Equal on both sides.
+            silence_s: seconds without a frame of a peer after which the room fails; None: as in the endpoint's options.
+            total_s: seconds after which the room fails; None: as in the endpoint's options.
 
         Raises:
-            ConfigurationError: an id that is not 1 to 64 bytes (text has to be encoded), or a time that is not positive
-                and finite.
+            ConfigurationError: another id, or a time that is not positive and finite.
             LocalProtocolError: the room is open already, or the endpoint is closed.
             QuarantineFullError: too much staging memory waits for evidence.
             SupersededError: another process has taken the place of this rank.
@@ -287,38 +296,53 @@ class Sender(Protocol):
         ...
 
     def step(self, chunks: Mapping[RoomId, tuple[int, Sequence[PageTable]]], uses: Collection[Feature] = ()) -> Step:
-        """Announce a forward pass: per room where its rows will end, and their pages. Grants are asked for now.
+        """Announce a forward pass, so that grants are requested before the rows are computed.
 
-        ``uses`` names what the engine does in this pass that may forbid to send single layers. All ranks of an
-        instance announce the same passes.
+        All ranks of an instance must announce the same passes.
+
+        Args:
+            chunks: per room ``stop`` and ``pages``, as for :meth:`Delivery.send_chunk`.
+            uses: features that the engine uses in this pass. Some of them forbid to send single layers.
+
+        Raises:
+            GeometryError: as :meth:`Delivery.send_chunk`.
+            LocalProtocolError: a room is not open or does not grow, or the endpoint is closed.
         """
         ...
 
     def poll(self) -> Sequence[Delivery]:
-        """Rooms whose ``phase`` or ``released`` changed since the last call.
+        """Return the rooms whose ``phase`` or ``released`` changed since the last call.
 
-        Nothing is lost, however long an engine does not call: each room has at most one entry until it is told of.
+        Changes are kept until the next call, one entry per room.
+
+        Raises:
+            EndpointBrokenError: the endpoint cannot go on.
         """
         ...
 
     def peers(self) -> Sequence[PeerInfo]:
-        """Every peer that is connected or still holds memory here; from any thread."""
+        """Return every peer that is connected or still holds memory here. Any thread may call it."""
         ...
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
-        """The operator's evidence that the process of a peer's life has ended; its epoch, or that in 32 hex digits.
+        """Declare that the process of a peer has ended: evidence that memory held for it may be reused.
+
+        Args:
+            epoch: the epoch of the peer's life, as in :class:`PeerInfo`; or its 32 hex digits.
 
         Raises:
-            UnknownNameError: nothing is known of such a life; says which hold memory here.
+            UnknownNameError: no such life is known; the message lists the lives that hold memory here.
         """
         ...
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Abort what is open, wait at most ``drain_s`` for writes in flight and stop; again is harmless.
+        """Abort the open rooms, wait at most ``drain_s`` seconds for writes in flight, and stop.
+
+        A second call is harmless.
 
         Raises:
-            LocalProtocolError: called by the endpoint's own thread, for example by an event; nothing is closed.
-            TransportError: the transport could not be closed; all else is.
+            LocalProtocolError: the endpoint's own thread calls, for example in an event; nothing is closed.
+            TransportError: the transport could not be closed; everything else is closed.
         """
         ...
 
@@ -329,29 +353,32 @@ class Receiver(Protocol):
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
     ) -> Reception:
-        """Begin a room; see :meth:`Sender.open`."""
+        """Open a room that the prefill instance ``source`` sends; see :meth:`Sender.open`."""
         ...
 
     def poll(self) -> Sequence[Reception]:
-        """Rooms whose ``phase`` or ``released`` changed since the last call.
+        """Return the rooms whose ``phase`` or ``released`` changed since the last call; see :meth:`Sender.poll`.
 
-        An engine polls once per step. The endpoint may keep some of those that have ended well for the next call, so
-        that few requests join one step; rooms that failed are never kept back.
+        An engine polls once per step. The endpoint may keep some rooms that are done for the next call, so that few
+        requests join one step. It never keeps back rooms that failed.
         """
         ...
 
     def peers(self) -> Sequence[PeerInfo]:
-        """Every peer that is connected or still holds memory here; from any thread."""
+        """Return every peer that is connected or still holds memory here. Any thread may call it."""
         ...
 
     def confirm_terminated(self, epoch: Epoch | str) -> None:
-        """The operator's evidence that the process of a peer's life has ended; its epoch, or that in 32 hex digits.
+        """Declare that the process of a peer has ended: evidence that memory held for it may be reused.
+
+        Args:
+            epoch: the epoch of the peer's life, as in :class:`PeerInfo`; or its 32 hex digits.
 
         Raises:
-            UnknownNameError: nothing is known of such a life; says which hold memory here.
+            UnknownNameError: no such life is known; the message lists the lives that hold memory here.
         """
         ...
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Abort what is open, wait at most ``drain_s`` for evidence and stop; see :meth:`Sender.close`."""
+        """Abort the open rooms, wait at most ``drain_s`` seconds for evidence, and stop; see :meth:`Sender.close`."""
         ...

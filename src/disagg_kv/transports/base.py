@@ -14,22 +14,22 @@ from ..planning import Writes
 
 @frozen
 class Capabilities:
-    """What a transport promises; the conformance suite checks what it can observe.
+    """The promises of a transport. The conformance suite checks those that it can observe.
 
     Args:
-        devices: kinds of memory it registers: ``"cpu"``, ``"cuda"``.
-        own_memory_only: the *target* of a write must come from the transport's own ``allocate`` (SupportsAllocate).
-        in_process_only: both sides live in one process.
+        devices: kinds of memory that can be registered: ``"cpu"``, ``"cuda"``.
+        own_memory_only: the *target* of a write must be memory of the transport's own ``allocate`` (SupportsAllocate).
+        in_process_only: both sides must be in one process.
         needs_target_polling: writes progress only while the target calls ``poll``.
-        waits_events: ``submit`` honours ``after`` itself; otherwise the endpoint waits first.
-        notifies: ``submit(notify=...)`` arrives at the target as ``Heard``, after the data, at most once.
+        waits_events: ``submit`` takes ``after``, and writes once that has fired; otherwise the endpoint waits first.
+        notifies: ``submit(notify=...)`` arrives at the target as :class:`Heard`, after the data, at most once.
         detects_peer_death: a killed peer is reported as ``Heard(data=None)`` or as a failed ticket.
         late_writes: bytes may still land after a ticket ended with ``quiesced=False``.
         max_batch: descriptors of one ``submit``; None: no limit.
-        drain_s: seconds after a peer's observed exit in which its last writes have landed, and those posted to it
-            before read and write nothing more; None: unknown.
-        write_s: rough cost of one more descriptor, seconds; for the cost model only.
-        bytes_per_s: rough bulk speed; for the cost model only.
+        drain_s: seconds after the observed exit of a peer's process. By then the peer's last writes have landed, and
+            writes that were posted to it read and write nothing more. None: unknown.
+        write_s: rough cost of one more descriptor in seconds; for the cost model only.
+        bytes_per_s: rough bulk speed in bytes per second; for the cost model only.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -51,8 +51,8 @@ class WriteEnded:
     """The one terminal event of a ticket.
 
     Args:
-        ticket: which.
-        error: None: every byte is visible to whoever reads at the target after this. Else a TransportError or
+        ticket: the ticket that ended.
+        error: None: every byte is visible to reads at the target after this event. Otherwise a TransportError or
             PeerLostError, with the library's own exception as its cause.
         quiesced: True: no byte of the ticket is read or written from now on. Always True with ``error=None``.
     """
@@ -64,19 +64,19 @@ class WriteEnded:
 
 @frozen
 class Settled:
-    """After ``Ended(quiesced=False)``, at most once: the ticket is quiet now. This is evidence."""
+    """Evidence: a ticket that ended with ``WriteEnded(quiesced=False)`` is quiet now. At most once per ticket."""
 
     ticket: Ticket
 
 
 @frozen
 class Heard:
-    """A notification from a peer, or (``data=None``) that it is lost.
+    """A notification from a peer, or (``data=None``) the loss of a peer.
 
     Args:
-        peer: who.
-        data: what ``submit(notify=...)`` carried; None: the peer is lost.
-        fenced: with ``data=None``: the transport proves that nothing of that peer lands any more.
+        peer: the peer.
+        data: the bytes of ``submit(notify=...)``; None: the peer is lost.
+        fenced: with ``data=None``: the transport proves that no write of that peer lands any more.
     """
 
     peer: Peer
@@ -85,93 +85,99 @@ class Heard:
 
 
 class Transport(Protocol):
-    """Registers memory and writes it into a peer's. Nothing but ``connect`` and ``close`` blocks.
+    """Registers memory and writes it into a peer's memory. Only ``connect`` and ``close`` may block.
 
-    It belongs to the process that made it: in a forked child its calls raise a LocalProtocolError and change nothing.
-    One thread calls, with one exception: :meth:`connect` may be called from any thread, several at once, while that one
-    thread makes the other calls.
+    A transport belongs to the process that created it. In a forked child, its calls raise a LocalProtocolError and
+    change nothing. One thread makes all calls but :meth:`connect`, which any thread may call, several at a time.
 
-    Neither side's memory may be reused before its ticket is quiet: no library can cancel a write in flight.
+    The memory of either side must not be reused before the ticket is quiet: no library can cancel a write in flight.
     """
 
     name: str
     caps: Capabilities
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
-        """Make buffers readable as sources and, where possible, writable for peers; ids in the same order.
+        """Register buffers as sources of writes and, where possible, as targets of peers' writes.
 
-        Their owners are kept alive until they are deregistered.
+        Returns their region ids in the same order. The buffers' owners are kept alive until ``deregister``.
 
         Raises:
-            RegistrationError: memory of another kind, unreadable, or overlapping a live region.
+            RegistrationError: memory of another kind, unreadable memory, or memory that overlaps a live region.
         """
         ...
 
     def deregister(self, regions: Sequence[RegionId]) -> None:
-        """Forget regions that no unquiet ticket uses.
+        """Remove regions that no unquiet ticket uses.
 
         Raises:
-            RegistrationError: unknown region, or one that an unquiet ticket uses.
+            RegistrationError: an unknown region, or one that an unquiet ticket uses.
         """
         ...
 
     def local_descriptor(self) -> bytes:
-        """What a peer needs for ``connect``: incarnation and all regions registered so far. Opaque, versioned."""
+        """Return the bytes that a peer passes to ``connect``: incarnation and all regions so far. Opaque, versioned."""
         ...
 
     def peer_of(self, descriptor: bytes) -> Peer:
-        """Which peer a descriptor names, before anything is connected; ``connect`` returns the same.
+        """Return the peer that a descriptor names, without connecting it; ``connect`` returns the same.
 
         Raises:
-            RemoteProtocolError: the descriptor is garbage or of another version.
+            RemoteProtocolError: the descriptor is invalid or of another version.
         """
         ...
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
-        """Learn a peer from its descriptor; again with a newer descriptor of the same incarnation: more regions.
+        """Connect the peer of a descriptor. A newer descriptor of the same incarnation adds its new regions.
 
-        Any thread, several at once, also for one peer; blocks its caller for at most ``timeout_s``, and no other
-        thread. Writes to the peer that are under way, and those that use regions of an older descriptor, go on. A
-        peer is not disconnected, nor the transport closed, while a thread is connecting it.
+        Any thread may call it, several at a time, also for one peer. It blocks its caller for at most ``timeout_s``
+        seconds, and no other thread. Writes in flight, and writes to regions of an older descriptor, continue. The
+        caller neither disconnects the peer nor closes the transport while a thread connects it.
 
         Raises:
-            TransportError: it cannot be reached in time; PeerLostError: it is gone.
-            RemoteProtocolError: the descriptor is garbage or of another version.
+            TransportError: the peer cannot be reached in time.
+            PeerLostError: the peer has ended.
+            RemoteProtocolError: the descriptor is invalid or of another version.
         """
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; tickets to it still end. Unknown peers are ignored."""
+        """Disconnect a peer. Its tickets still end. An unknown peer is ignored."""
         ...
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
-        """Post a batch; the source bytes are final (or will be at ``after``, with ``caps.waits_events``).
+        """Post a batch of writes, and return its ticket.
 
-        Whatever goes wrong after the ticket exists ends the ticket; it is not raised. An empty batch ends at once.
+        Errors after the ticket exists end the ticket; they are not raised. An empty batch ends at once.
+
+        Args:
+            peer: a connected peer.
+            writes: source ranges, and target ranges in the peer's regions.
+            notify: bytes for the peer, with ``caps.notifies``; they arrive after the data.
+            after: fires when the source bytes are final, with ``caps.waits_events``; None: they are final now.
 
         Raises:
-            RegistrationError: a range outside a registered region of either side, found before anything is written.
-            TransportError: peer unknown, too many descriptors, ``notify`` or ``after`` without the capability.
+            RegistrationError: a range outside a registered region of either side; nothing is written.
+            TransportError: an unknown peer, too many descriptors, or ``notify`` or ``after`` without the capability.
         """
         ...
 
     def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
-        """What happened since the last call; in a forked child, nothing. Never blocks, never raises."""
+        """Return the events since the last call; in a forked child, none. Never blocks, never raises."""
         ...
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """Let tickets end for at most ``drain_s`` seconds; return those not proven quiet. Later calls do nothing."""
+        """Wait at most ``drain_s`` seconds for tickets; return those not proven quiet. Later calls do nothing."""
         ...
 
 
 @runtime_checkable
 class SupportsAllocate(Protocol):
-    """A transport that can give memory which peers are able to write to."""
+    """A transport that allocates memory that peers can write to."""
 
     def allocate(self, nbytes: int) -> Buffer:
-        """``nbytes`` of such memory, zeroed, aligned to a page; freed when its owner is."""
+        """Return ``nbytes`` of such memory, zeroed and aligned to a page; freed with its owner."""
         ...
 
     def allocated(self, buffer: Buffer) -> bool:
-        """True if all of the buffer is memory that ``allocate`` gave."""
+        """Return True if the whole buffer is memory of ``allocate``."""
         ...
