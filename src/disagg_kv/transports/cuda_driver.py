@@ -215,7 +215,7 @@ class Driver:
         return mark
 
     def _mark(self, device: int) -> Mark:
-        """An event that nobody uses; the device's context is current."""
+        """A free event; the device's context is current."""
         try:
             mark = self._spare[device].popleft()
         except IndexError:

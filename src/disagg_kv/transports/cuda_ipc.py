@@ -36,6 +36,7 @@ from .cuda_driver import driver as this_driver
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .process import PROCESS, Home, Process, Watch
 from .regions import Extents, RegionTable
+from .waiting import happened, not_posted
 
 log = logging.getLogger("disagg_kv")
 
@@ -59,8 +60,8 @@ class _Remote:
     """A connected peer: what of it is mapped here, and what is on its way to it.
 
     Args:
-        peer: who.
-        watch: tells its end.
+        peer: the peer.
+        watch: sees the end of its process.
         serial: of the newest descriptor.
         regions: in that descriptor.
         places: of those regions.
@@ -87,7 +88,7 @@ class _Remote:
 class _Flight:
     """One ticket's copies; not queued on the GPU while ``waits`` has events that only the host can ask.
 
-    The events that were ``given`` are kept until then: one that nobody keeps is destroyed, whoever knows its handle.
+    The events that were ``given`` are kept until then: an event without references is destroyed, handle or not.
     """
 
     ticket: Ticket
@@ -315,16 +316,20 @@ class CudaIpcTransport:
             self._end(flight, PeerLostError(f"cuda_ipc: the process of peer {remote.peer.hex()} has ended"))
             return
         try:
-            flight.waits = [event for event in flight.waits if not event.query()]
-            if flight.waits:
-                return
+            flight.waits = [event for event in flight.waits if not happened(event, "cuda_ipc", flight.ticket)]
+        except TransportError as error:
+            self._end(flight, error)
+            return
+        if flight.waits:
+            return
+        try:
             ranges = flight.target, flight.source, flight.nbytes
             after: list[int] = [handle for event in flight.given if (handle := getattr(event, "cuda_event", None))]
             flight.mark = self._cuda.copy(remote.device, remote.stream, *ranges, after)
             flight.given = ()
         except Exception as error:
-            # An event may be somebody else's code; and some of the copies may be queued.
-            self._end(flight, error, quiesced=bool(flight.waits))
+            # Some of the copies may be queued.
+            self._end(flight, error, quiesced=False)
 
     def _end(self, flight: _Flight, error: Exception | None, quiesced: bool = True) -> None:
         flight.remote.flights.remove(flight)
@@ -385,7 +390,7 @@ class CudaIpcTransport:
             self.disconnect(peer)
         left = sorted({f.ticket for remote in remotes for f in remote.flights if f.mark is not None} | self._unquiet)
         for flight in [f for remote in remotes for f in remote.flights if f.mark is None]:
-            self._end(flight, TransportError("cuda_ipc: closed before the write's events had happened"))
+            self._end(flight, not_posted("cuda_ipc", flight.ticket))
         self._table.clear()
         return tuple(left)
 
@@ -402,7 +407,7 @@ class CudaIpcTransport:
             if remote.stream is not None:
                 self._cuda.end(remote.device, remote.stream)
         except TransportError as error:
-            # The context is broken, which every later write will say; there is nobody to tell it to here.
+            # The context is broken, and every later write will raise that; this call has no ticket that could fail.
             log.warning("cuda_ipc: peer %s: %s", remote.peer.hex(), error)
 
     def _look(self, remote: _Remote) -> None:

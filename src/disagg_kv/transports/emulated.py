@@ -22,7 +22,7 @@ class EmulatedWire:
     :func:`emulate` makes it. All peers share the wire, as they share a network card: batches take it one after another,
     in the order of their submission, each not before the event that it waits for has happened, and latency delays each
     end without taking the wire. The bytes themselves cross as fast as the inner transport carries them, so it must be
-    faster than what it emulates. Errors are told at once.
+    faster than what it emulates. Errors are reported at once.
 
     Args:
         inner: does the work; belongs to this object from now on.
@@ -116,7 +116,7 @@ class EmulatedWire:
         return told
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
-        """See :meth:`Transport.close`; what only the emulated wire still held back is told by the next ``poll``."""
+        """See :meth:`Transport.close`; the next ``poll`` reports tickets that only the emulated wire held back."""
         self._closed = True
         return self._inner.close(drain_s)
 

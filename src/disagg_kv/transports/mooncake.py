@@ -34,6 +34,7 @@ from .mooncake_library import NOTHING, SWITCHES, Engine, load, reach
 from .mooncake_single import Singles
 from .process import Home, Process, keep_in_children
 from .regions import Extents, RegionTable
+from .waiting import happened, not_posted
 
 LOOK_S = 0.02
 """How often processes of peers are looked at."""
@@ -254,14 +255,11 @@ class MooncakeTransport:
         waiting, self._waiting = self._waiting, []
         for after, flight in waiting:
             try:
-                happened = flight.remote.lost or after.query()
-            except Exception as error:
-                # An event may be somebody else's code.
-                failed = TransportError(f"{flight.remote}: ticket {flight.ticket}: its event: {error}")
-                failed.__cause__ = error
-                self._end(flight, WriteEnded(flight.ticket, failed))
+                due = flight.remote.lost or happened(after, str(flight.remote), flight.ticket)
+            except TransportError as error:
+                self._end(flight, WriteEnded(flight.ticket, error))
                 continue
-            if happened:
+            if due:
                 self._begin(flight)
             else:
                 self._waiting.append((after, flight))
@@ -305,7 +303,7 @@ class MooncakeTransport:
                 flight.keep = self._table.items()
                 self._unquiet[ticket] = flight.remote
             else:
-                self._end(flight, WriteEnded(ticket, TransportError(f"{flight.remote}: closed before it was written")))
+                self._end(flight, WriteEnded(ticket, not_posted(str(flight.remote), ticket)))
         left = tuple(self._unquiet)
         for _, buffer in self._table.items():
             engine.unregister(buffer.addr)
@@ -444,7 +442,7 @@ def _greet(shared: Shared, engine: Engine, remote: Remote, timeout_s: float) -> 
     except Empty:
         raise TransportError(f"{remote} does not answer within {timeout_s:g} s", retryable=True) from None
     if isinstance(got, ConnectionRefusedError):
-        raise PeerLostError(f"{remote} is gone: nobody listens there") from got
+        raise PeerLostError(f"{remote} is gone: no process listens there") from got
     if isinstance(got, Exception):
         raise TransportError(f"{remote} cannot be reached: {got}", retryable=True) from got
     if got:

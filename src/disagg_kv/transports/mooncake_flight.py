@@ -62,9 +62,9 @@ class Remote:
         serial: of the newest descriptor.
         extents: of its regions.
         watch: tells when its process has ended; None: it is of another host.
-        gone: a worker found that nobody listens at its address any more.
+        gone: a worker found that no process listens at its address any more.
         suspect: a write failed, and none has succeeded since.
-        lost: ``gone`` or the end of its process was seen, and told.
+        lost: ``gone`` or the end of its process was seen and reported.
         turn: between GPUs, which of its two workers has the next batch.
         exited_at: when the end of its process was seen.
     """
@@ -86,12 +86,12 @@ class Remote:
     def error(self) -> Exception | None:
         """Why a write to it would fail, as far as it takes :data:`ANSWER_S` to find out."""
         if self.gone or self.lost:
-            return PeerLostError(f"{self} is gone: nobody listens there")
+            return PeerLostError(f"{self} is gone: no process listens there")
         try:
             reach(self.address.host, self.address.port, ANSWER_S)
         except ConnectionRefusedError as error:
             self.gone = True
-            lost = PeerLostError(f"{self} is gone: nobody listens there")
+            lost = PeerLostError(f"{self} is gone: no process listens there")
             lost.__cause__ = error
             return lost
         except TransportError as error:
@@ -223,7 +223,7 @@ class Flight:
             return TransportError(f"{what}: no end within {self.shared.timeout_s:g} s", retryable=True)
         error = self.remote.error()
         if isinstance(error, PeerLostError):
-            lost = PeerLostError(f"{what}: nobody listens there any more")
+            lost = PeerLostError(f"{what}: no process listens there any more")
             lost.__cause__ = error.__cause__
             return lost
         reason = "it does not answer" if error is not None else "refused; the region may be deregistered there"

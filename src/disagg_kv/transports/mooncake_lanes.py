@@ -16,7 +16,7 @@ class WorkerPool:
     """Up to ``threads`` long-lived threads, all but the first begun when they are first needed.
 
     A job is a step that is called until it returns False. Jobs for one destination run in their order. With as many
-    threads as destinations, or fewer that are slow than threads, a slow one delays nobody but itself.
+    threads as destinations, or fewer that are slow than threads, a slow one delays only itself.
 
     The threads are daemons: one whose call does not return must not keep the process from ending.
     """

@@ -46,7 +46,7 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
     "rdma": {},
     "nvlink_intra": {"MC_INTRANODE_NVLINK": "1"},
 }
-"""The protocols, and the variables that really select them: the library ignores most of what ``initialize`` is told."""
+"""The protocols, and the variables that really select them: the library ignores most arguments of ``initialize``."""
 
 _ERROR, _FATAL = 2, 3
 """Severities of glog. Writes that fail come back as return codes, and this package reports them."""
@@ -259,7 +259,7 @@ def reach(host: str, port: int, timeout_s: float) -> None:
     """Say hello to an engine: it hangs up when it is alive. Its library is not asked, since that can block for 61 s.
 
     Raises:
-        ConnectionRefusedError: nobody listens there: the engine is gone.
+        ConnectionRefusedError: no process listens there: the engine is gone.
         TransportError: no answer in time, or no way to get there.
     """
     for again in (True, True, True, True, False):
@@ -271,7 +271,7 @@ def reach(host: str, port: int, timeout_s: float) -> None:
         except ConnectionRefusedError:
             raise
         except OSError as error:
-            # One that ends cuts off who waits to be let in; who comes after that is refused.
+            # An engine that ends cuts off connections that wait to be accepted; later ones are refused.
             if again and error.errno in (errno.ECONNRESET, errno.ENOTCONN):
                 continue
             raise TransportError(f"mooncake: {host}:{port} does not answer: {error}", retryable=True) from error
@@ -302,7 +302,7 @@ def _level(module: ModuleType, level: int | None) -> None:
     try:
         ctypes.c_int.in_dll(ctypes.CDLL(module.__file__), "_ZN3fLI17FLAGS_minloglevelE").value = level
     except (OSError, ValueError):
-        # A build that hides it goes on telling its errors on stderr, which harms nobody.
+        # A build that hides it continues to log its errors on stderr, which is harmless.
         return
 
 

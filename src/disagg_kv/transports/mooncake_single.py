@@ -1,4 +1,4 @@
-"""Writes of one range over tcp, begun and looked at by whoever calls the transport: no thread is woken for them.
+"""Writes of one range over tcp, begun and polled on the calling thread: no thread is woken for them.
 
 The library's tcp begins a write without blocking, a frozen peer's as well, and tells how it is without blocking; not
 while it meets a peer, so that workers make all writes then. Its

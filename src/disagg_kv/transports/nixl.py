@@ -49,7 +49,7 @@ class _Contact:
     """What a peer needs besides the regions.
 
     Args:
-        process: who.
+        process: the process of the peer.
         version: of the library.
         checksum: of ``metadata``; the library trusts what it is given.
         metadata: the library's own.
@@ -241,7 +241,7 @@ class NixlTransport:
         near = contact.process.host == Process.own().host
         self._peers.add(peer, _Remote(link, near, contact.process, remote.serial, extents, regions, devices))
         if link.lost:
-            # Its loss may have been told, and dropped by ``poll``, before it was a peer.
+            # Its loss may have been reported, and dropped by ``poll``, before it was a peer.
             self._peers.remove(peer)
             raise PeerLostError(f"nixl: peer {peer.hex()} is lost")
         return peer

@@ -28,6 +28,7 @@ from .base import Heard, Settled, WriteEnded
 from .mailbox import Mailbox
 from .nixl_library import Agent, DescriptorList, Handle, Place
 from .process import Watch, keep_in_children
+from .waiting import happened, not_posted
 
 log = logging.getLogger("disagg_kv")
 
@@ -51,7 +52,7 @@ SMALL_BYTES, SMALL_WRITES = 1 << 24, 32
 to wake this one. A GPU copies by itself, so that bytes do not count there."""
 
 STALLED_S = 10.0
-"""A write that has been under way for so long is told in the log, once: until a deadline nothing else shows it."""
+"""Seconds after which a write in flight is logged, once: until a deadline nothing else shows it."""
 
 STUCK_S = 5.0
 """How long ``close`` waits for a call of the library to return."""
@@ -117,7 +118,7 @@ class Job:
 
     @property
     def copied(self) -> int:
-        """Bytes that are copied by whoever posts it."""
+        """Bytes that the thread that posts it copies."""
         return self.nbytes if self.parts and self.here[0] == "cpu" else 0
 
 
@@ -147,7 +148,7 @@ class Worker:
 
     Args:
         make: makes the agent, on the thread.
-        told: where events go; appended to by the thread.
+        told: the thread appends events here.
         idle_s: the longest pause between two looks at the library.
         make_s: how long ``make`` may take.
 
@@ -162,7 +163,7 @@ class Worker:
         self._idle_s = idle_s
         self._links: dict[Peer, Link] = {}
         self._open = _Open()
-        # Held by whoever uses the agent or what is below.
+        # Held while a thread uses the agent or the fields below.
         self._lock = threading.Lock()
         self._commands: Mailbox[Callable[[], object]] = Mailbox()
         self._active_at = time.monotonic()
@@ -219,7 +220,7 @@ class Worker:
         return self.call(lambda agent: self._connect(agent, peer, watch, metadata, fewer), what, timeout_s)
 
     def post(self, job: Job) -> None:
-        """Begin a job; its end is told."""
+        """Begin a job; an event reports its end."""
         if job.small() and self._commands.empty() and self._lock.acquire(blocking=False):
             try:
                 if self._over:
@@ -268,7 +269,7 @@ class Worker:
             # The longer nothing has happened, the longer the pause.
             quiet_s = time.monotonic() - self._active_at
             command = self._commands.get(min(self._idle_s, max(BUSY_S, quiet_s / 16)))
-            # Whoever posts just now moves the library on as well, and must not have to wait for this thread afterwards.
+            # A thread that posts now also moves the library on, and must not have to wait for this thread afterwards.
             if self._lock.acquire(blocking=command is not None):
                 try:
                     if command is not None:
@@ -278,7 +279,7 @@ class Worker:
                     self._lock.release()
         with self._lock:
             for job in tuple(self._open.waiting):
-                self._drop(job, TransportError("nixl: closed before the event that the write waited for"))
+                self._drop(job, not_posted("nixl", job.ticket))
             if self._open:
                 # The library may still read the memory, and would crash if its handles were collected at exit.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._open)))
@@ -286,7 +287,7 @@ class Worker:
             del self._agent
 
     def _turn(self, act: Callable[[], object]) -> None:
-        """What nobody foresaw ends the writes that it may have hit, and never this thread: others wait for it."""
+        """An unforeseen error ends the writes that it may have hit, and never this thread: other jobs need it."""
         try:
             act()
         except Exception as error:
@@ -340,7 +341,7 @@ class Worker:
             self._advance(job)
 
     def _advance_small(self) -> None:
-        """What a caller does: CPU memory is copied by whoever posts, or looks, so that it must not be much."""
+        """Progress on a caller's thread. The thread that posts or polls copies CPU memory, so this copies little."""
         copied = 0
         for job in tuple(self._open.waiting):
             if self._due(job):
@@ -393,23 +394,18 @@ class Worker:
         try:
             if link is not None and link.lost:
                 raise PeerLostError(f"nixl: peer {link.name} is lost")
-            if job.after is not None and not job.after.query():
+            if job.after is not None and not happened(job.after, "nixl", job.ticket):
                 return False
-        except Exception as error:
-            # An event may be somebody else's code.
+        except (TransportError, PeerLostError) as error:
             self._drop(job, error)
             return False
         job.after = None
         return True
 
-    def _drop(self, job: Job, error: Exception) -> None:
+    def _drop(self, job: Job, error: TransportError | PeerLostError) -> None:
         """End a job of which nothing was posted."""
         self._open.waiting.remove(job)
         self._released(job)
-        if not isinstance(error, TransportError | PeerLostError):
-            failed = TransportError(f"nixl: ticket {job.ticket}: {error}")
-            failed.__cause__ = error
-            error = failed
         self._told.append(WriteEnded(job.ticket, error))
 
     def _post(self, job: Job) -> None:
@@ -512,7 +508,7 @@ class Worker:
 
 
 def _warn(job: Job, now: float) -> None:
-    """Tell, once, of a job that is under way for long; whoever posted it must not pay for a look at the clock."""
+    """Log a job once that is in flight for long. The clock is read here, and not where the job is posted."""
     if job.warn_at is None:
         job.warn_at = now + STALLED_S
     if now >= job.warn_at:

@@ -64,7 +64,7 @@ class Ending(Protocol):
     """Tells when one process has ended."""
 
     def ended(self, *, at_once: bool = False) -> bool:
-        """Whether it has, perhaps a moment ago or (``at_once``) by now; nothing that it copied itself lands later."""
+        """Whether it has, perhaps a moment ago or (``at_once``) now; nothing that it copied itself lands later."""
         ...
 
 

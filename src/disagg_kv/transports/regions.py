@@ -1,4 +1,4 @@
-"""Bookkeeping that every transport needs: which memory is registered, who uses it, and where a batch lies in it."""
+"""Bookkeeping of every transport: which memory is registered, which tickets use it, where a batch lies in it."""
 
 from __future__ import annotations
 
