@@ -16,10 +16,10 @@ from .gather.triton import gather
 from .scatter.triton import scatter
 
 ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-"""What is moved, by its bytes; what the bytes mean is nobody's business here."""
+"""Types of the elements that kernels move, by their bytes; the meaning of the bytes does not matter here."""
 
 INTERPRETED = not isinstance(gather, triton.runtime.JITFunction)
-"""True where Triton was told to interpret kernels (``TRITON_INTERPRET=1``): they then run on the CPU's memory."""
+"""True if Triton interprets kernels (``TRITON_INTERPRET=1``): they then run on the CPU's memory."""
 
 
 @frozen

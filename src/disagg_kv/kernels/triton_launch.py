@@ -21,7 +21,7 @@ from .triton_slots import ArgumentSlot, ArgumentSlots
 from .triton_tables import ENTRY, Call, Shape, shapes
 
 STREAMS = 4
-"""Launches take turns on so many streams: one that waits for its event delays only those that wait behind it."""
+"""Number of streams. Launches use them in turn: one that waits for its event delays only those behind it."""
 
 FULL = 4096
 """Programs that keep all of a GPU busy. Of such launches that wait for the same events each begins when the one before
@@ -79,7 +79,7 @@ class Written:
     uploaded: bool = False
 
     def shift(self, base: int) -> None:
-        """Its parts lie so many bytes further on in staging; not once it is on its way to the GPU."""
+        """Move its parts by ``base`` bytes in staging; not allowed once it is on its way to the GPU."""
         assert not self.uploaded
         assert base % 16 == 0, "accesses are no wider than was promised for what is written"
         self.slot.words[: self.entries * ENTRY].reshape(self.entries, ENTRY)[:, 6] += base
@@ -128,7 +128,7 @@ class Host:
         """The slot is free again once its words are on the GPU: until then they are read here and written there."""
         mark = call.slot.event
         if call.uploaded:
-            # Where the context is broken nothing tells when the slot is read no more: nobody gets it again.
+            # In a broken context nothing shows the end of reads of the slot: it is never used again.
             with suppress(DisaggKVError), call.context.queue:
                 mark = call.context.queue.record(call.stream.cuda_stream)
                 call.context.slots.give(call.slot, mark)
@@ -293,7 +293,7 @@ class PreparedLaunch:
     """A prepared launch; see :class:`.base.Prepared` and :class:`.base.PreparedGather`.
 
     Args:
-        enqueue: launches, with parts so many bytes further on, behind an event.
+        enqueue: launches, with parts moved by a number of bytes, behind an event.
         give_up: gives back what it holds.
     """
 
@@ -333,5 +333,5 @@ def behind(queue: CudaQueue, stream: int, after: Event | None) -> tuple[int, ...
 
 
 def waits_for(event: Event) -> bool:
-    """Whether a launch puts itself behind an event without anybody waiting."""
+    """Whether the stream of a launch can wait for an event, so that no thread has to."""
     return not INTERPRETED and all(hasattr(one, "cuda_event") for one in parts(event))

@@ -15,14 +15,14 @@ SLOTS = 128
 """Slots of one allocation: to allocate pinned memory may wait for all of the GPU, so calls in flight must not do it."""
 
 SLOT_WORDS = 4096
-"""What nearly all calls fit."""
+"""Words of a slot of the usual size, which nearly all calls fit."""
 
 LARGE_WORDS = SLOTS * SLOT_WORDS // 4
 """Words of one allocation for larger calls, unless a single one needs more."""
 
 MOST_PREPARED = SLOTS // 2
-"""So many slots of a lane wait at most for their launch. Of the usual size others are left for calls that are launched
-at once; of a larger size all may wait, and such a call then has more of them allocated."""
+"""Most slots that wait for their launch. Slots of the usual size are left for calls that are launched at once. Slots
+of a larger size may all wait; such a call then allocates more."""
 
 
 @define(eq=False)
@@ -80,18 +80,18 @@ class ArgumentSlots:
         return self._prepared < MOST_PREPARED
 
     def prepared(self, more: int) -> None:
-        """So many more slots wait for their launch."""
+        """Count ``more`` slots as waiting for their launch; negative: fewer."""
         with self._lock:
             self._prepared += more
 
     def give(self, slot: ArgumentSlot, event: Mark | None) -> None:
-        """Return a slot that is read until ``event``. Takes no lock: a finalizer may call it, whoever holds one."""
+        """Return a slot that is read until ``event``. Takes no lock: a finalizer may call it while a lock is held."""
         slot.event = event
         self._slots[len(slot.words)].append(slot)
 
     @torch.inference_mode(False)
     def _cut(self, words: int, count: int) -> list[ArgumentSlot]:
-        """New slots, of one allocation on either side; whoever makes an endpoint may be in inference mode."""
+        """New slots, of one allocation on either side. The caller may be in torch's inference mode."""
         pinned = torch.empty((count, words), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._stream):
             device = torch.empty((count, words), dtype=torch.int64, device=self._device)
@@ -102,7 +102,7 @@ class ArgumentSlots:
 
 
 def _size(words: int) -> int:
-    """Words of the slots for so many."""
+    """Words of a slot that holds ``words``."""
     return max(SLOT_WORDS, 1 << (words - 1).bit_length())
 
 

@@ -63,7 +63,7 @@ class ChecksumLauncher(Host):
                 found = slot.device[sums].cpu()
             return _split(found.numpy().view(np.uint64), lengths)
 
-        # Nobody may ask for the sums; the slot comes back when nobody can any more.
+        # The sums may never be read. The slot comes back once they cannot be read any more.
         finalize(read, context.slots.give, slot, mark).atexit = False
         return Checksums(mark, read)
 

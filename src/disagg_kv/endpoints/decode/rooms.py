@@ -1,4 +1,4 @@
-"""The decode half of a node: rooms, the ring, and scatters."""
+"""The decode side of an endpoint: rooms, the ring, and scatters."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ from .scatter import ScatterQueue
 log = logging.getLogger("disagg_kv")
 
 TICK_S = 0.02
-"""How often it is looked at who is lively enough to be granted what waits for bytes of the ring."""
+"""Seconds between two checks which peers are lively enough for grants that wait for bytes of the ring."""
 
 MAX_TABLES = 4 * MAX_ENTRIES
-"""Bytes of page ids that an ``Expect`` carries at most; a request with more pages does not expose them."""
+"""Most bytes of page ids in one ``Expect``; a request with more pages does not expose them."""
 
 PEER_QUARANTINE = 0.25
 ALL_QUARANTINE = 0.5
-"""Parts of the ring that may wait for evidence before new rooms are refused: of one peer's doing, and in all."""
+"""Parts of the ring that may wait for evidence before new rooms are refused: for one peer, and in all."""
 
 
 class DecodeSide:
@@ -142,7 +142,7 @@ class DecodeSide:
         """Rooms that are not forgotten yet."""
         return len(self._rooms)
 
-    # What the engine says, on this thread.
+    # Commands of the engine, on this thread.
 
     def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, silence_s: float, total_s: float) -> None:
         """Begin a room: find its prefill ranks."""
@@ -172,7 +172,7 @@ class DecodeSide:
             self._await(room, wanted)
 
     def _check_kept(self) -> None:
-        """Nothing is asked of prefill before what a room builds on is known to be what was kept."""
+        """Ask prefill for rows once the cached pages that a room builds on have been compared."""
         for room in list(self._checking):
             assert room.checking is not None
             assert room.wanted is not None
@@ -208,7 +208,7 @@ class DecodeSide:
         self._handle(room, Awaited(*rows, paths, tables, wanted.tag, self._verify, aux_bytes))
 
     def _note_pages(self, room: DecodeRoom, named: int) -> None:
-        """A frame cannot name all pages of a room, so they are not exposed: the report says it, and the log once."""
+        """Note in the report, and once in the log, that a room has more pages than a frame can name."""
         pages = f"{named // 4} pages are more than the {MAX_TABLES // 4} that a frame can name"
         room.handle.report.reason = f"staged: {pages}"
         if not self._noted_pages:
@@ -268,7 +268,7 @@ class DecodeSide:
         self._take_found(self._discovery.on_up(remote.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:
-        """It may have lost us, and have failed rooms that we still wait for."""
+        """A peer greets again: it may have lost this endpoint, and have failed rooms that wait here."""
         for room in self._with(epoch):
             self._handle(room, AskAgain(epoch))
 
@@ -277,7 +277,7 @@ class DecodeSide:
         self._take_found(self._discovery.on_unreachable(address, error))
 
     def on_lost(self, lost: Lost) -> None:
-        """Rooms that need this rank fail; what it may still write to stays in quarantine."""
+        """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
         for room in self._with(lost.peer):
             self._handle(room, lost)
         self._queue.forget(lost.peer)
@@ -308,13 +308,13 @@ class DecodeSide:
             except RemoteProtocolError as exc:
                 self._handle(room, Cancel(exc))
         elif room is None or room.machine.error is not None:
-            # Also from a rank that was told that the room is declined, and is not one of those that were found then.
+            # Also from a rank that was notified of a declined room, and is not one of the ranks that were found then.
             self._answer_ended(frame, epoch, key)
         else:
             self._loop.observer.count("frames.not_a_writer")
 
     def _answer_ended(self, frame: RoomFrame, epoch: Epoch, key: RoomKey) -> None:
-        """A late frame is answered from the tombstone, and nothing revives the room."""
+        """Answer a late frame from the tombstone; the room stays ended."""
         loop = self._loop
         head = room_head(loop.me.epoch, epoch, key.room, key.generation)
         ended = loop.tombstones.outcome(epoch, key.generation)
@@ -349,7 +349,7 @@ class DecodeSide:
     # Effects.
 
     def _handle(self, room: DecodeRoom, event: object) -> None:
-        """Have a room take an event, and all events that come of its effects, one after the other; votes come last."""
+        """Pass an event to a room, then the events that follow from its effects, in order; votes come last."""
         self._events.append((room, event))
         if self._handling:
             return
@@ -401,7 +401,7 @@ class DecodeSide:
         self._publish(room)
 
     def _cast(self, room: DecodeRoom, vote: Vote) -> None:
-        """May be decided, and published to the engine, at once: not before everything else has been done."""
+        """Cast a vote. It may decide and publish the room at once, so it comes after all other effects."""
         if vote.ok and any(other is room and not later.ok for other, later in self._votes):
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
@@ -442,7 +442,7 @@ class DecodeSide:
                 self._handle(room, Cancel(ours(exc, f"{room.name}: aux data could not be stored")))
 
     def work(self) -> bool:
-        """Finish scatters, begin those whose time has come, and prepare one that is to come."""
+        """Finish scatters, start those that are due, and prepare one that follows."""
         if self._checking:
             self._check_kept()
         scatters = self._scatters
@@ -488,7 +488,7 @@ class DecodeSide:
             self._loop.observer.span(Span("room", room.key.room, room.opened, self._loop.now, report.nbytes))
 
     def _hold(self, room: DecodeRoom) -> None:
-        """Say whose evidence the room waits for, before its engine is told that it failed."""
+        """List the peers whose evidence the room waits for, before its engine learns that it failed."""
         pages = 0
         if room.wanted is not None:
             pages = sum(len(t.pages) * self._page_bytes[t.group] for t in room.wanted.tables.values())

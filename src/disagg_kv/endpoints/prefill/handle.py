@@ -33,7 +33,7 @@ Act = Callable[[SendRoom, float], list[Effect]]
 
 @frozen
 class SubmittedChunk:
-    """Rows of a room that the engine handed over by one call; ``call_id`` counts the calls. See :class:`Rows`."""
+    """Rows of a room that the engine submitted by one call; ``call_id`` counts the calls. See :class:`Rows`."""
 
     key: RoomKey
     call_id: int
@@ -62,19 +62,19 @@ class PrefillCommands(Protocol):
     def final(
         self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None
     ) -> None:
-        """These layers (None: all) of what was handed over are final once ``ready`` has happened; wakes nobody."""
+        """These layers (None: all) of submitted rows are final once ``ready`` has happened; does not wake the loop."""
         ...
 
     def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
-        """The first layer of what was handed over is computed, or asked of the device that does; wakes nobody."""
+        """The first layer of submitted rows is computed, or queued on its device; does not wake the loop."""
         ...
 
     def wake(self) -> None:
-        """Have the endpoint look at what it was told."""
+        """Wake the endpoint, so that it takes the posted commands."""
         ...
 
     def closed(self, submitted: Sequence[SubmittedChunk], ready: Event | None) -> None:
-        """The forward pass that computes what was handed over has ended once ``ready`` has happened."""
+        """The forward pass that computes submitted rows has ended once ``ready`` has happened."""
         ...
 
     def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
@@ -103,22 +103,22 @@ class DeliveryHandle(RoomHandle):
 
     @property
     def given(self) -> int:
-        """Rows that were handed over since the last withdrawal."""
+        """Rows that were submitted since the last withdrawal."""
         return self._given
 
     @property
     def held(self) -> Mapping[GroupId, int] | None:
-        """Rows that decode holds already; None until it has said so."""
+        """Rows that decode holds already; None: decode has not reported them yet."""
         return self._held
 
     def break_down(self, error: DisaggKVError) -> bool:
-        """See :meth:`RoomHandle.break_down`; what waits for withdrawn pages is told, too."""
+        """See :meth:`RoomHandle.break_down`; events of withdrawn pages fail too."""
         for fired in self._fired:
             fired.fail(error)
         return super().break_down(error)
 
     def hold(self, held: Mapping[GroupId, int]) -> None:
-        """Endpoint's thread: decode has said so."""
+        """Endpoint's thread: decode has reported its held rows."""
         self._held = held
 
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
@@ -143,7 +143,7 @@ class DeliveryHandle(RoomHandle):
         return tables if self._again is None else joined(self._pool.site, self._again, tables)
 
     def taken(self, stop: int, tables: Mapping[GroupId, PageTable], batch: Batch | None = None) -> SubmittedChunk:
-        """From now on the rows count as handed over."""
+        """Count the rows as submitted."""
         start, self._given = self._given, stop
         if self._again is not None:
             self._again = self._open_rows(stop, tables) if stop < self._stop else None
@@ -222,7 +222,7 @@ class DeliveryHandle(RoomHandle):
 
 
 class LayerGroups:
-    """The groups of layers of one forward pass that cross by themselves, as far as is known by now.
+    """The groups of layers of one forward pass that are sent by themselves, as far as they are decided.
 
     The endpoint's thread adds to them, and looks for commands after that; the engine's thread posts a layer, and looks
     at them after that. So one of the two sees that a group is complete, whichever comes first.
@@ -239,7 +239,7 @@ class LayerGroups:
         self._groups: frozenset[frozenset[LayerId]] = frozenset()
 
     def add(self, room: RoomKey, groups: Collection[frozenset[LayerId]], *, decided: bool) -> None:
-        """Endpoint's thread: so is a room of the pass cut; ``decided``: and not otherwise, whoever may still ask."""
+        """Endpoint's thread: add the groups of a room; ``decided``: no other groups follow for this room."""
         self._groups = self._groups.union(group for group in groups if not group >= self._whole)
         if decided:
             self._undecided.discard(room)
@@ -322,7 +322,7 @@ class ForwardPass:
         return wanted
 
     def _say(self, layer: LayerId, ready: Event | Mark | None) -> None:
-        """Tell of what is final. A mark is only set where it may let something cross, or a trace shows each layer."""
+        """Post the layers that are final. An event is created only if it may complete a group, or for a trace."""
         if callable(ready) and (self._traced or not self._cuts.decided or self._cuts.completes(layer, self._seen)):
             self._set_mark(ready)
         self._flush()
