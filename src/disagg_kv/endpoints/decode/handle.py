@@ -1,4 +1,4 @@
-"""What a decode engine holds of a room. Every call is checked before anything happens."""
+"""A decode engine's handle of a room. Every call checks its arguments before it changes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode rank keeps per room."""
+"""The state of a room on a decode rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .handle import CheckedExpectation, ReceptionHandle
 
 @define(eq=False)
 class DecodeRoom:
-    """A room, with what is known of its other side and of where its rows go.
+    """A room, its prefill ranks, and the pages of its rows.
 
-    ``checking``: what it builds on. ``views``: what each prefill rank sends of what it awaits, and where it lies here.
+    ``checking``: the comparison of its cached pages. ``views``: the share of each prefill rank, and its place here.
     """
 
     key: RoomKey
@@ -37,7 +37,7 @@ class DecodeRoom:
     views: dict[Rank, tuple[Sequence[Share], PartView]] = field(factory=dict)
 
     def next_at(self) -> float | None:
-        """When something is due for it: a deadline, a repeat, or that its prefill ranks were not found in time."""
+        """When something is due: a deadline, a repeat, or the end of the search for its prefill ranks."""
         due, machine = self.machine.next_at(), self.machine
         if machine.writers or machine.state is Receiving.CLOSED:
             return due

@@ -261,7 +261,7 @@ class DecodeSide:
                 raise QuarantineFullError(f"{remote.name}: {held} of {self._ring.nbytes} ring bytes wait for evidence")
 
     def on_up(self, remote: RemoteEndpoint) -> None:
-        """A prefill rank is there."""
+        """A prefill rank is connected."""
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
         self._say(self._cancelled.met(remote, self._loop.now))
@@ -273,7 +273,7 @@ class DecodeSide:
             self._handle(room, AskAgain(epoch))
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
-        """A prefill rank cannot be worked with: rooms that wait for it fail."""
+        """A prefill rank cannot be connected: rooms that wait for it fail."""
         self._take_found(self._discovery.on_unreachable(address, error))
 
     def on_lost(self, lost: Lost) -> None:
@@ -499,7 +499,7 @@ class DecodeSide:
     # Time.
 
     def tick(self) -> None:
-        """Deadlines, repeats, silence, and prefill ranks that are looked for."""
+        """Deadlines, repeats, silence, and look-ups of prefill instances."""
         now, peers = self._loop.now, self._loop.peers
         self._take_found(self._discovery.tick())
         for key in self._timers.due(now):

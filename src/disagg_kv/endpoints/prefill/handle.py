@@ -1,4 +1,4 @@
-"""What a prefill engine holds of a room and of a forward pass. Every call is checked before anything happens."""
+"""A prefill engine's handles of rooms and passes. Every call checks its arguments before it changes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an endpoint is made of, checked before anything of it is used."""
+"""Checks of the arguments of both endpoints, before any of them is used."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .incarnation import Incarnation
 
 
 def check_pool(pool: MemoryPool) -> None:
-    """Check what :class:`~disagg_kv.memory.MemoryPool` says of a pool.
+    """Check that a pool keeps the promises of :class:`~disagg_kv.memory.MemoryPool`.
 
     Raises:
-        ConfigurationError: what is no pool, is compared by value, or gives another answer when it is asked again.
-        GeometryError: its memory is not what its site says.
+        ConfigurationError: no pool, a pool that is compared by value, or one whose site or buffers change.
+        GeometryError: its memory does not match its site.
     """
     arguments.methods(pool, "pool", "a pool", "read_aux", "write_aux")
     arguments.attributes(pool, "pool", "a pool", "site", "buffers", "aux_bytes")
@@ -41,7 +41,7 @@ def check_pool(pool: MemoryPool) -> None:
 
 
 def _check_identity(pool: MemoryPool) -> None:
-    """Kernels keep by the pool what they know of its memory, as long as there is the pool."""
+    """Kernels cache tables per pool in weak dictionaries, so a pool needs identity and weak references."""
     kind = type(pool)
     if kind.__eq__ is not object.__eq__ or kind.__hash__ is not object.__hash__:
         raise ConfigurationError(
@@ -56,7 +56,7 @@ def _check_identity(pool: MemoryPool) -> None:
 
 
 def check_carriers(transport: Transport, channel: Channel, rendezvous: Rendezvous) -> None:
-    """Raise a :class:`~disagg_kv.errors.ConfigurationError` for what cannot carry bytes, frames or addresses."""
+    """Raise a :class:`~disagg_kv.errors.ConfigurationError` unless these are a transport, channel and rendezvous."""
     wanted = ("register", "local_descriptor", "peer_of", "connect", "disconnect", "submit", "poll", "close")
     arguments.methods(transport, "transport", "a transport", *wanted)
     arguments.attributes(transport, "transport", "a transport", "name", "caps")
@@ -110,7 +110,7 @@ class Parts:
         self.environment = arguments.one(environment, "environment", Environment)
 
     def info(self, role: Role, regions: Sequence[RegionId], paths: tuple[TransferPlanner, ...]) -> EndpointInfo:
-        """How an endpoint introduces itself, without what only its side has."""
+        """How an endpoint introduces itself, without the fields of one side."""
         return EndpointInfo(
             self.environment.life or Incarnation(),
             self.channel.address,
