@@ -32,5 +32,5 @@ class TestTutorialTransport(TransportSuite):
 
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
-        made: Callable[[], Transport] = importlib.import_module("tutorial_transport").make
+        made: Callable[[], Transport] = importlib.import_module("tutorial_transport").CmaTransport
         return made

@@ -106,7 +106,7 @@ def test_the_transport_of_the_documentation_carries_the_demo(
     on_the_path: Callable[[Path], None],
 ) -> None:
     """The page's module, and the two lines of it that give it a name."""
-    name = 'from disagg_kv.transports import register_transport\n\nregister_transport("documented", make)\n'
+    name = 'from disagg_kv.transports import register_transport\n\nregister_transport("documented", CmaTransport)\n'
     (tmp_path / "documented_transport.py").write_text(f"{marked(PAGE, 'transport')}\n{name}")
     on_the_path(tmp_path)
     monkeypatch.setattr(registry, "_registered", {})
