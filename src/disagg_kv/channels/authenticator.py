@@ -1,4 +1,4 @@
-"""The door of a ZeroMQ inbox: who may come in, and how many were turned away."""
+"""Authentication of a ZeroMQ inbox: which keys may connect, and a count of refused connections."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FAILED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL 
 
 
 class KeyAuthenticator:
-    """Answers ZeroMQ's questions about keys (ZAP, ZeroMQ RFC 27) on the thread that polls; there is no other.
+    """Answers ZeroMQ's authentication requests (ZAP, ZeroMQ RFC 27) on the thread that polls; it has no other thread.
 
-    Make it before the inbox is bound. ``sockets`` are to be polled, and :meth:`work` to be called when one is ready.
+    Create it before the inbox is bound. Poll ``sockets``, and call :meth:`work` when one of them is ready.
 
     Args:
-        context: of the inbox; every socket of it that asks is answered here.
-        inbox: whose door it is.
-        keys: None: everyone may come in, and only broken connections are counted.
+        context: the inbox's context; requests of all its sockets are answered here.
+        inbox: the socket to protect.
+        keys: None: every connection is accepted, and only broken ones are counted.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], keys: Keys | None) -> None:
@@ -45,9 +45,9 @@ class KeyAuthenticator:
         inbox.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
     def work(self) -> int:
-        """Answer what is asked; how many connections failed at the door since the last call.
+        """Answer pending requests; returns the number of connections that failed since the last call.
 
-        Not counted, as ZeroMQ cuts it without a word: what does not even begin like ZeroMQ, at a door with keys.
+        With keys, a connection that does not even begin like ZeroMQ is not counted: ZeroMQ cuts it without an event.
         """
         if self._keys is not None:
             self._answer(self._keys)
@@ -74,7 +74,7 @@ class KeyAuthenticator:
             self._asked.send_multipart([_VERSION, request, *verdict, b""])
 
     def close(self) -> None:
-        """Let go of the inbox, which is still open."""
+        """Detach from the inbox, which is still open."""
         self._inbox.disable_monitor()
         for one in self.sockets:
             one.close(0)

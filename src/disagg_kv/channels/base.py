@@ -18,7 +18,7 @@ MAX_TOGETHER = 64
 
 
 def fit_together(frames: Sequence[bytes]) -> bool:
-    """Whether so many frames of these sizes may cross as one message."""
+    """Whether frames of this number and these sizes may cross as one message."""
     return len(frames) <= MAX_TOGETHER and sum(map(len, frames)) <= MAX_FRAME
 
 
@@ -38,11 +38,11 @@ def check_together(address: str, frames: Sequence[bytes]) -> None:
 
 @frozen
 class Arrived:
-    """A frame came in. Who sent it stands in the frame; the channel knows no names.
+    """A frame arrived. The frame itself names its sender; the channel does not.
 
     Args:
         frame: its bytes, at most MAX_FRAME.
-        key: the public key that its sender has proved to have; empty where the channel asks nobody for one.
+        key: the public key that its sender has proved to own; empty if the channel uses no keys.
     """
 
     frame: bytes
@@ -51,9 +51,9 @@ class Arrived:
 
 @frozen
 class Closed:
-    """The connection towards ``address`` broke, or the first try found that nobody listens there.
+    """The connection to ``address`` broke, or the first attempt found no listener there.
 
-    Frames sent after it broke may be lost; those for a first connection are kept. It is tried again by itself.
+    Frames sent after it broke may be lost. Frames for a first connection are kept. The channel reconnects by itself.
     """
 
     address: str
@@ -61,14 +61,14 @@ class Closed:
 
 @frozen
 class Opened:
-    """The connection towards ``address`` stands (again)."""
+    """The connection to ``address`` is established, for the first time or again."""
 
     address: str
 
 
 @frozen
 class Denied:
-    """Nothing can be sent to ``address``, whatever is tried: one side does not allow the other's key, or user."""
+    """Nothing can be sent to ``address``: one side does not allow the other's key or user."""
 
     address: str
 
@@ -92,8 +92,8 @@ News = Arrived | Closed | Opened | Denied | Rejected
 class Channel(Protocol):
     """An inbox with an address, and best-effort sending to other addresses.
 
-    A frame arrives whole, at most once, or not at all; between two endpoints usually in order. One thread calls,
-    except ``wake``, and goes on polling: what was sent may leave only then.
+    A frame arrives whole and at most once, or not at all. Between two endpoints frames usually arrive in order. One
+    thread makes all calls except ``wake``. It must poll regularly, because a frame may leave only during ``poll``.
     """
 
     @property
@@ -128,7 +128,7 @@ class Channel(Protocol):
 
 @runtime_checkable
 class SupportsBatches(Protocol):
-    """A channel of which a message costs more than a frame: endpoints hand over together what goes to one address."""
+    """A channel on which a message costs more than a frame, so endpoints batch the frames for one address."""
 
     def send_all(self, address: str, frames: Sequence[bytes]) -> bool:
         """Hand over 1 to MAX_TOGETHER frames; they arrive in this order, or none does. Else as :meth:`Channel.send`.
@@ -141,8 +141,8 @@ class SupportsBatches(Protocol):
 
 @runtime_checkable
 class SupportsNaps(Protocol):
-    """A channel whose waits are exact to microseconds: who looks at something again and again hears it meanwhile."""
+    """A channel whose waits are accurate to microseconds: between two polls of a device, a thread can wait on it."""
 
     def nap(self, timeout_s: float) -> None:
-        """Sleep for so long, or until :meth:`Channel.poll` would return at once."""
+        """Sleep for ``timeout_s`` seconds, or until :meth:`Channel.poll` would return at once."""
         ...

@@ -18,21 +18,20 @@ _BUSY_S = 1.0
 """How long another process of our user may take to bind a socket in a folder."""
 
 _LOCK = ".disagg_kv-{}.lock"
-"""The file that is locked meanwhile, by the user's number: nobody else can open it. A folder could be locked by every
-user who can read it."""
+"""The lock file, by user number. Other users cannot open it; a folder could be locked by every user who can read it."""
 
-_NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
+_NO_LISTENER = (errno.ECONNREFUSED, errno.ENOENT)
 
 
 @contextmanager
 def claimed(bind: str, path: Path) -> Iterator[None]:
-    """Inside, no other process of our user binds a socket in that folder; what is left of one that has ended is gone.
+    """Inside, no other process of this user binds a socket in that folder; a file of an ended process is removed.
 
-    A file may outlive the process that listened there, and to take its place is no single step.
+    A file may outlive the process that listened there, and replacing it takes more than one step.
 
     Raises:
-        ConfigurationError: something lives there, or is no socket; or another user keeps us from locking the folder.
-        OSError: there is no such folder, or it is not ours to use.
+        ConfigurationError: a process listens there, the file is no socket, or another user prevents the lock.
+        OSError: there is no such folder, or this user may not use it.
     """
     file = path.parent / _LOCK.format(os.geteuid())
     lock = _lock(bind, file)
@@ -86,9 +85,9 @@ def _open(bind: str, file: Path) -> int:
 
 
 def listening(path: Path, backlog: int) -> socket.socket:
-    """A socket that listens at a file which never was open to other users, whatever the process's umask is.
+    """A socket that listens at a file which was never open to other users, whatever the process's umask.
 
-    Linux gives the file the mode of the socket that is bound, less the umask.
+    Linux gives the file the mode of the bound socket, minus the umask.
 
     Raises:
         OSError: it cannot be bound.
@@ -109,6 +108,6 @@ def _refuse_in_use(bind: str, path: Path) -> None:
     if not path.is_socket():
         raise ConfigurationError(f"channel {bind!r}: the file is there and is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # whoever has stopped accepting is still there
-        if probe.connect_ex(str(path)) not in _NOBODY:
-            raise ConfigurationError(f"channel {bind!r}: the address is in use, or not ours to ask")
+        probe.setblocking(False)  # a process that has stopped accepting is still there
+        if probe.connect_ex(str(path)) not in _NO_LISTENER:
+            raise ConfigurationError(f"channel {bind!r}: the address is in use, or this user may not connect to it")

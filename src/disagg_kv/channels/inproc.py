@@ -96,7 +96,7 @@ class InprocChannel:
             self._bell.put(None)
 
     def forget(self, address: str) -> None:
-        """Hear no more of that address until something is sent there again."""
+        """Report no more events of that address until the next frame is sent to it."""
         with self._hub._lock:
             self._inbox = deque(event for event in self._inbox if getattr(event, "address", None) != address)
             watchers = self._hub._watchers.get(address, {})

@@ -1,4 +1,4 @@
-"""Key pairs of channels: who somebody is, and who talks to whom."""
+"""Key pairs of channels: the identity of an endpoint, and the identities that it accepts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _KEY = r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
 
 @frozen
 class Keys:
-    """An endpoint's own key pair, and whom else it talks to, for encrypted channels (CurveZMQ, ZeroMQ RFC 26).
+    """An endpoint's own key pair and the keys that it accepts, for encrypted channels (CurveZMQ, ZeroMQ RFC 26).
 
-    The ranks of an instance may share a pair: who has the same pair is always allowed.
+    The ranks of an instance may share a pair. The own public key is always accepted.
 
     Args:
         secret: our secret key, 40 characters of Z85.
-        allowed: public keys of the others that we talk to and that may talk to us.
+        allowed: public keys of the endpoints that may exchange frames with this one.
 
     Raises:
-        ConfigurationError: something that is no key.
+        ConfigurationError: a value that is no key.
     """
 
     secret: str = field(repr=False)
     allowed: frozenset[str] = frozenset()
     public: str = field(init=False)
-    """The key by which others know us."""
+    """The public key by which others identify this endpoint."""
 
     def __attrs_post_init__(self) -> None:
         bad = [key for key in self.allowed if not re.fullmatch(_KEY, key)]
@@ -49,19 +49,20 @@ class Keys:
 
     @classmethod
     def new(cls, allowed: Iterable[str] = ()) -> Keys:
-        """A pair that nobody had before."""
+        """A newly generated pair."""
         return cls(zmq.curve_keypair()[1].decode(), frozenset(allowed))
 
     @classmethod
     def load(cls, secret: str | os.PathLike[str], allowed: str | os.PathLike[str]) -> Keys:
-        """From ZeroMQ's certificate files, which :func:`write_keys` makes too.
+        """Read ZeroMQ's certificate files, which :func:`write_keys` also writes.
 
         Args:
-            secret: our ``NAME.key_secret``, which nobody but its owner may read.
-            allowed: a folder whose ``*.key`` files hold the public keys of everyone we talk to.
+            secret: our ``NAME.key_secret``; only its owner may have access to it.
+            allowed: a folder whose ``*.key`` files hold the public keys to accept.
 
         Raises:
-            ConfigurationError: a file that is missing, holds no key or can be read by others; nobody is allowed.
+            ConfigurationError: a file is missing, holds no key, or is readable by other users; or the folder has no
+                key.
         """
         try:
             mode = Path(secret).stat().st_mode
@@ -78,15 +79,15 @@ class Keys:
         return cls(own.decode("ascii", "replace"), frozenset(key.decode("ascii", "replace") for key in public))
 
     def allow(self, key: str) -> bool:
-        """Whether we talk to whoever has proved that this public key is its own."""
+        """Whether an endpoint that has proved this public key is accepted."""
         return key == self.public or key in self.allowed
 
 
 def write_keys(folder: str | os.PathLike[str], name: str) -> tuple[Path, Path]:
-    """Make a pair: ``NAME.key`` for everyone's folder of allowed keys, ``NAME.key_secret`` for its owner alone.
+    """Create a pair: ``NAME.key`` for the folders of allowed keys, ``NAME.key_secret`` for its owner alone.
 
     Raises:
-        ConfigurationError: one of the files is there already, or cannot be written.
+        ConfigurationError: one of the files exists, or cannot be written.
     """
     with tempfile.TemporaryDirectory() as private:
         try:
@@ -102,16 +103,16 @@ def write_keys(folder: str | os.PathLike[str], name: str) -> tuple[Path, Path]:
 
 
 def with_key(address: str, key: str) -> str:
-    """The address at which somebody with this public key listens."""
+    """The address with the public key of its listener appended."""
     return f"{address}#{key}"
 
 
 def key_of(address: str) -> str:
-    """The public key of whoever listens at an address; empty: it names none."""
+    """The public key in an address; empty: the address has none."""
     return split_key(address)[1]
 
 
 def split_key(address: str) -> tuple[str, str]:
-    """What ZeroMQ knows of an address, and the public key that stands in it (empty: none)."""
+    """Split an address into ZeroMQ's part and the public key (empty: none)."""
     found = re.fullmatch(rf"(.+)#({_KEY})", address)
     return (found[1], found[2]) if found else (address, "")

@@ -1,7 +1,7 @@
 """Channels between processes of one host over Unix-domain sockets, without threads of their own.
 
-A frame goes straight from the thread that sends it to the thread that waits for it. ZeroMQ hands it to a thread of its
-own on either side, and each of them has to wake first: ``disagg-kv bench grant`` has such a round trip beside ours.
+A frame goes directly from the sending thread to the waiting thread. ZeroMQ passes it through a thread of its own on
+either side, and each of them has to wake first. ``disagg-kv bench grant`` measures both.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .files import claimed, listening
 SCHEME = "unix://"
 
 BATCH = 64 << 20
-"""Bytes that one ``poll`` takes in before it looks at anything else."""
+"""Bytes that one ``poll`` receives before it does anything else."""
 
 READ = 1 << 18
-"""Bytes that one look at a connection takes; more than a socket of Linux's default size holds."""
+"""Bytes of one read from a connection; more than a socket of Linux's default size holds."""
 
 BACKLOG = 1024
 """Connections that may wait to be accepted."""
@@ -65,15 +65,16 @@ class _Timespec(ctypes.Structure):
 
 @define(eq=False)
 class _Link:
-    """The way to one address.
+    """The outgoing connection to one address.
 
     Args:
-        address: it.
-        sock: connected; None: not (again) by now.
-        lost: what is sent is dropped until it is back; False and not connected: frames wait for the first connection.
-        absent: nobody listened there when it was tried first, which was told.
-        unsent: messages, the first perhaps in part.
-        retry_at, pause_s: when it is tried again, and how long after that.
+        address: the destination.
+        sock: the connected socket; None: not connected.
+        lost: True: frames are dropped until it is connected again. False and not connected: frames wait for the first
+            connection.
+        absent: the first attempt found no listener, and ``Closed`` was reported.
+        unsent: messages; the first may be a remainder.
+        retry_at, pause_s: the time of the next attempt, and the pause after it.
     """
 
     address: str
@@ -87,21 +88,21 @@ class _Link:
 
 @define(eq=False)
 class _Caller:
-    """A connection that somebody made to us, and what has come of a message that is not whole yet."""
+    """An incoming connection, and the received part of an incomplete message."""
 
     sock: socket.socket
     rest: bytearray = field(factory=bytearray)
 
 
 class UnixChannel:
-    """A listening socket as inbox and one per destination; a :class:`Channel` that supports batches and naps.
+    """A listening socket as inbox and one per destination; a :class:`Channel` with batches and exact waits.
 
-    As :class:`ZmqChannel`: the first frames to an address are kept until its connection stands, and when a connection
-    breaks, what was queued for it is thrown away, so that a process that comes back under the old address gets no old
-    frames. Connections are tried again after 50 ms, then ever more slowly, up to 1 s.
+    As with :class:`ZmqChannel`, the first frames to an address are kept until its connection is established. When a
+    connection breaks, its queue is dropped. A process that returns at the old address therefore gets no old frames. The
+    channel reconnects after 50 ms, then after ever longer pauses of up to 1 s.
 
-    The kernel names the user at the other end: only processes of ours are talked to. The socket's file can be used by
-    its owner alone and goes away at ``close``. Linux only.
+    The kernel reports the user at the other end, and only processes of the same user are accepted. Only the owner can
+    use the socket's file. ``close`` removes it. Linux only.
 
     Args:
         bind: ``unix:///path``.
@@ -126,7 +127,7 @@ class UnixChannel:
         self._links: dict[str, _Link] = {}
         self._linked: dict[int, _Link] = {}
         self._callers: dict[int, _Caller] = {}
-        self._news: list[News] = []
+        self._events: list[News] = []
         self._accepts_at: float | None = None
         self._closed = False
         with ExitStack() as made:
@@ -178,14 +179,14 @@ class UnixChannel:
         return True
 
     def poll(self, timeout_s: float) -> Sequence[News]:
-        """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
+        """Events since the last call; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
 
-        Frames come before news of connections: last words are heard before their speaker's end.
+        Frames come before events of connections: a process's last frames precede its ``Closed``.
         """
         self._home.check()
         if self._closed:
             return ()
-        if timeout_s > 0 and not self._news:
+        if timeout_s > 0 and not self._events:
             self._wait(timeout_s)
         came: list[News] = []
         links: list[tuple[_Link, int]] = []
@@ -199,23 +200,23 @@ class UnixChannel:
                 links.append((self._linked[number], flags))
             else:
                 callers.append(self._callers[number])
-        heard = self._hear(callers, came)
+        complete = self._receive(callers, came)
         broken = [link for link, flags in links if flags & ~select.EPOLLOUT and _is_broken(link)]
-        # What a process has said before its end is here by now, perhaps from a connection that is new.
-        if broken and heard and self._hear(self._everybody(), came):
+        # A process's frames from before its end have arrived, possibly on a new connection.
+        if broken and complete and self._receive(self._all_callers(), came):
             for link in broken:
                 self._lose(link)
         for link, flags in links:
             if flags & select.EPOLLOUT and link.sock is not None:
                 self._push(link, link.sock)
         self._retry()
-        came += self._news
-        self._news = []
+        came += self._events
+        self._events = []
         return came
 
     def nap(self, timeout_s: float) -> None:
         """See :class:`~disagg_kv.channels.SupportsNaps`."""
-        if not self._closed and not self._news:
+        if not self._closed and not self._events:
             self._wait(timeout_s)
 
     def wake(self) -> None:
@@ -224,14 +225,14 @@ class UnixChannel:
             self._waker.send(b"\0")
 
     def forget(self, address: str) -> None:
-        """Drop the connection towards an address that is no longer needed, and what is queued for it."""
+        """Close the connection to an address that is no longer needed, and drop its queue."""
         link = self._links.pop(address, None)
         if link is not None:
             self._unlink(link)
-        self._news = [one for one in self._news if getattr(one, "address", None) != address]
+        self._events = [one for one in self._events if getattr(one, "address", None) != address]
 
     def close(self) -> None:
-        """Stop; nothing is received or sent afterwards. What a peer's socket holds by now still arrives there."""
+        """Stop; nothing is received or sent afterwards. Frames already in a peer's socket still arrive there."""
         self._home.check()
         if self._closed:
             return
@@ -239,7 +240,7 @@ class UnixChannel:
         for address in list(self._links):
             self.forget(address)
         for caller in list(self._callers.values()):
-            self._hang_up(caller)
+            self._drop(caller)
         with suppress(OSError):  # it was taken away before
             if self._file.stat().st_ino == self._inode:
                 self._file.unlink()
@@ -272,27 +273,27 @@ class UnixChannel:
                 return
             if not _ours(sock) or not self._await(sock):
                 sock.close()
-                self._news.append(Rejected(connections=1))
+                self._events.append(Rejected(connections=1))
                 continue
             sock.setblocking(False)
             caller = self._callers[sock.fileno()] = _Caller(sock)
             yield caller
 
     def _await(self, sock: socket.socket) -> bool:
-        """Hear when a socket can be read; False: the kernel lets this user wait for no more of them."""
+        """Poll a socket for input; False: the kernel allows this user no more sockets to poll."""
         try:
             self._epoll.register(sock, select.EPOLLIN)
         except OSError:
             return False
         return True
 
-    def _everybody(self) -> list[_Caller]:
-        """Who calls just now, too."""
+    def _all_callers(self) -> list[_Caller]:
+        """All callers, those that are connecting now included."""
         deque(self._accept(), maxlen=0)
         return list(self._callers.values())
 
-    def _hear(self, callers: Iterable[_Caller], came: list[News]) -> bool:
-        """Take in whole messages, of everybody some; False: there is more, so nobody's end may be told yet."""
+    def _receive(self, callers: Iterable[_Caller], came: list[News]) -> bool:
+        """Receive whole messages, in turn from all callers; False: more is waiting, so no end may be reported yet."""
         taken, waiting, whole = 0, deque(callers), True
         while waiting:
             caller = waiting.popleft()
@@ -305,11 +306,11 @@ class UnixChannel:
                 data = b""
             caller.rest += data
             if not self._parse(caller, came):
-                self._news.append(Rejected(messages=1))
+                self._events.append(Rejected(messages=1))
                 data = b""
             taken += len(data) + 1024 * (len(came) - before)  # a flood of empty frames would keep us here
             if not data:
-                self._hang_up(caller)
+                self._drop(caller)
             elif len(data) == READ:
                 whole &= taken < BATCH
                 if taken < BATCH:
@@ -318,7 +319,7 @@ class UnixChannel:
 
     @staticmethod
     def _parse(caller: _Caller, came: list[News]) -> bool:
-        """Cut whole messages off what has come; False: it is none of ours."""
+        """Cut whole messages off the received bytes; False: they do not follow this channel's format."""
         rest, at = caller.rest, 0
         while len(rest) - at >= _COUNT.size:
             (count,) = _COUNT.unpack_from(rest, at)
@@ -339,7 +340,7 @@ class UnixChannel:
         del rest[:at]
         return True
 
-    def _hang_up(self, caller: _Caller) -> None:
+    def _drop(self, caller: _Caller) -> None:
         del self._callers[caller.sock.fileno()]
         self._epoll.unregister(caller.sock)
         caller.sock.close()
@@ -353,14 +354,14 @@ class UnixChannel:
         except OSError as error:
             if isinstance(error, ConnectionRefusedError | FileNotFoundError) and not link.lost and not link.absent:
                 link.absent = True
-                self._news.append(Closed(link.address))
+                self._events.append(Closed(link.address))
             self._connect_later(link)
             return
         if not _ours(sock):
             sock.close()
             del self._links[link.address]  # the next frame tries again
             link.lost = True
-            self._news.append(Denied(link.address))
+            self._events.append(Denied(link.address))
             return
         if not self._await(sock):
             sock.close()
@@ -368,7 +369,7 @@ class UnixChannel:
             return
         link.sock, link.lost, link.pause_s = sock, False, RECONNECT_S[0]
         self._linked[sock.fileno()] = link
-        self._news.append(Opened(link.address))
+        self._events.append(Opened(link.address))
         self._push(link, sock)
 
     @staticmethod
@@ -377,7 +378,7 @@ class UnixChannel:
         link.pause_s = min(2 * link.pause_s, RECONNECT_S[1])
 
     def _push(self, link: _Link, sock: socket.socket) -> None:
-        """Write what the socket takes; the rest when it takes more."""
+        """Write as much as the socket takes; the rest follows when it takes more."""
         waits = False
         while link.unsent:
             try:
@@ -386,7 +387,7 @@ class UnixChannel:
                 waits = True
                 break
             except (BrokenPipeError, ConnectionResetError):
-                break  # its end is news of its own
+                break  # its end is a separate event
             except OSError:  # the kernel has no memory for it just now
                 waits = True
                 break
@@ -399,7 +400,7 @@ class UnixChannel:
     def _lose(self, link: _Link) -> None:
         self._unlink(link)
         link.lost, link.retry_at = True, time.monotonic() + link.pause_s
-        self._news.append(Closed(link.address))
+        self._events.append(Closed(link.address))
 
     def _retry(self) -> None:
         if self._accepts_at is not None and self._accepts_at <= time.monotonic():
@@ -418,7 +419,7 @@ class UnixChannel:
 
 
 def _connected(address: str) -> socket.socket:
-    """Raises OSError: nobody listens there, too many wait to be heard, or the process has no descriptor left."""
+    """Raises OSError: no listener, too many connections waiting there, or no descriptor left in this process."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -430,7 +431,7 @@ def _connected(address: str) -> socket.socket:
 
 
 def _is_broken(link: _Link) -> bool:
-    """Whether its end has come, or something else: nobody ever writes to us on it."""
+    """Whether the connection has ended or has data; a peer never writes on it, so data is an error too."""
     assert link.sock is not None
     try:
         link.sock.recv(1, socket.MSG_PEEK)
@@ -443,8 +444,8 @@ def _is_broken(link: _Link) -> bool:
 
 def _ours(sock: socket.socket) -> bool:
     """Whether the process at the other end is one of our user's."""
-    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", told)
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
     return bool(user == os.geteuid())
 
 

@@ -47,7 +47,7 @@ BACKLOG = 1024
 """Connections that may wait to be accepted at an ``ipc`` address."""
 
 BATCH = 64 << 20
-"""Bytes that one ``poll`` takes in before it looks at anything else."""
+"""Bytes that one ``poll`` receives before it does anything else."""
 
 _RECONNECT_MS = (50, 1000)
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -62,9 +62,9 @@ class _State(Enum):
 
 @define(eq=False)
 class _Link:
-    """The way to one address. NEW: frames wait for the connection; LOST: they are dropped until it is back.
+    """The connection to one address. NEW: frames wait for the connection; LOST: they are dropped until it is back.
 
-    ``absent``: nobody listened there when it was tried first, which was told.
+    ``absent``: the first attempt found no listener, and ``Closed`` was reported.
     """
 
     push: zmq.Socket[bytes]
@@ -76,28 +76,29 @@ class _Link:
 class ZmqChannel:
     """A PULL socket as inbox and a PUSH socket per destination; satisfies :class:`Channel` and ``SupportsBatches``.
 
-    Frames that are sent together are the parts of one message: every message wakes ZeroMQ's own thread on both sides.
+    Frames that are sent together are the parts of one message, because every message wakes ZeroMQ's own thread on both
+    sides.
 
-    The first frames to an address are kept until its connection stands. When a connection breaks, what was queued
-    for it is thrown away, so that a process that comes back under the old address gets no old frames. The connection
-    is tried again after 50 ms, then ever more slowly, up to 1 s, while nobody answers. With ``keys``, where a process
-    does answer and then cuts it, as one that has not the key which the address names, only the next frame tries again.
+    The first frames to an address are kept until its connection is established. When a connection breaks, its queue is
+    dropped. A process that returns at the old address therefore gets no old frames. The channel reconnects after 50 ms,
+    then after ever longer pauses of up to 1 s. With ``keys``, a process may accept and then cut the connection, because
+    it lacks the key in the address. Then only the next frame tries again.
 
-    With ``keys``, connections are encrypted, both sides prove their keys, and each talks only to keys that it allows
-    (CURVE). An address then ends with ``#`` and the public key of who listens there, so that whoever learns the address
-    knows which key to insist on. A connection is accepted while somebody polls.
+    With ``keys``, connections are encrypted and both sides prove their keys (CURVE). Each side accepts only its allowed
+    keys. An address then ends with ``#`` and the public key of its listener, which a connecting endpoint requires.
+    Connections are accepted only during ``poll``.
 
-    Without keys, frames are neither encrypted nor authenticated, so only addresses that do not leave the host are
-    allowed unless ``unencrypted_network`` says that everybody who can reach the network may read and forge them. An
-    ``ipc`` socket's file can be used by its owner alone and goes away at ``close``.
+    Without keys, frames are neither encrypted nor authenticated. Only addresses that do not leave the host are allowed
+    then. With ``unencrypted_network`` all addresses are allowed, and everything on the network can read and forge
+    frames. Only the owner can use an ``ipc`` socket's file. ``close`` removes it.
 
     Args:
-        bind: ``tcp://127.0.0.1:0`` (0: any free port; ``address`` tells), ``tcp://[::1]:0`` or ``ipc:///path``.
-        keys: ours, and those of whom we talk to.
-        linger_s: how long ``close`` waits for frames that are not sent yet.
-        high_water: messages that wait per destination; more are dropped. Frames that are sent together are one message,
-            which has at most MAX_FRAME bytes.
-        unencrypted_network: True: other hosts' addresses are allowed without keys.
+        bind: ``tcp://127.0.0.1:0`` (0: any free port, see ``address``), ``tcp://[::1]:0`` or ``ipc:///path``.
+        keys: our key pair and the allowed keys.
+        linger_s: seconds that ``close`` waits for frames that are not sent yet.
+        high_water: messages that wait per destination; more are dropped. Frames that are sent together are one message
+            of at most MAX_FRAME bytes.
+        unencrypted_network: True: addresses of other hosts are allowed without keys.
 
     Raises:
         ConfigurationError: an address that leaves the host without keys, is in use or cannot be bound; keys together
@@ -133,10 +134,10 @@ class ZmqChannel:
         # Three sockets a destination: the default of 1,023 would end at 340 peers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._pull = self._context.socket(zmq.PULL)
-        self._gate = KeyAuthenticator(self._context, self._pull, keys)
+        self._authenticator = KeyAuthenticator(self._context, self._pull, keys)
         self._waker, self._woken = socket.socketpair()
         self._poller = zmq.Poller()
-        # ZeroMQ would take somebody else's socket away without a word.
+        # ZeroMQ would silently replace the socket of another process.
         local = bind.startswith("ipc://")
         alone = claimed(bind, Path(bind.removeprefix("ipc://"))) if local else nullcontext()
         try:
@@ -169,7 +170,7 @@ class ZmqChannel:
         self._woken.setblocking(False)
         self._poller.register(self._pull, zmq.POLLIN)
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
-        for asked in self._gate.sockets:
+        for asked in self._authenticator.sockets:
             self._poller.register(asked, zmq.POLLIN)
         return address if self._keys is None else with_key(address, self._keys.public)
 
@@ -214,9 +215,9 @@ class ZmqChannel:
         return True
 
     def poll(self, timeout_s: float) -> Sequence[News]:
-        """What came in; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
+        """Events since the last call; waits up to ``timeout_s`` for the first, and returns early after ``wake``.
 
-        Frames come before news of connections: last words are heard before their speaker's end.
+        Frames come before events of connections: a process's last frames precede its ``Closed``.
         """
         self._home.check()
         if self._closed:
@@ -238,11 +239,11 @@ class ZmqChannel:
         try:
             self._waker.send(b"\0")
         except OSError:
-            # Full: it is awake already. Closed: nobody waits.
+            # Full: it is awake already. Closed: no thread waits.
             return
 
     def forget(self, address: str) -> None:
-        """Drop the connection towards an address that is no longer needed, and what is queued for it."""
+        """Close the connection to an address that is no longer needed, and drop its queue."""
         link = self._links.pop(address, None)
         if link is not None:
             self._disconnect(link, 0)
@@ -256,9 +257,9 @@ class ZmqChannel:
         for link in self._links.values():
             self._disconnect(link, self._linger_ms)
         self._links.clear()
-        self._gate.close()
+        self._authenticator.close()
         if self._file is not None:
-            # First, so that it cannot be the file of somebody who takes the address over.
+            # First, so that it cannot be the file of a process that takes the address over.
             self._file.unlink(missing_ok=True)
         self._pull.close(0)
         self._context.term()
@@ -300,7 +301,7 @@ class ZmqChannel:
                 part = self._pull.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            # Our gate has put the key there that the connection has proved.
+            # The authenticator has stored the key there that the connection has proved.
             key = "" if self._keys is None else str(part.get("User-Id"))
             frames = [part.bytes]
             while part.more:
@@ -317,7 +318,7 @@ class ZmqChannel:
 
     def _of_connections(self, ready: Container[object]) -> list[News]:
         came: list[News] = []
-        failed = self._gate.work() if any(asked in ready for asked in self._gate.sockets) else 0
+        failed = self._authenticator.work() if any(asked in ready for asked in self._authenticator.sockets) else 0
         if failed:
             came.append(Rejected(connections=failed))
         for address, link in list(self._links.items()):

@@ -1,4 +1,4 @@
-"""Boxes: what the cache is made of, what each rank owns, and where that lies."""
+"""Boxes: the contents of a cache, the part that each rank owns, and its place in memory."""
 
 from .coverage import Coverage
 from .election import Share, elect, rotations

@@ -148,7 +148,7 @@ class Coverage:
 
 
 def _joined(bands: Iterable[_Band]) -> list[_Band]:
-    """The same bands with equal neighbours made one."""
+    """The same bands, with equal neighbours merged."""
     joined: list[_Band] = []
     for band in bands:
         before = joined[-1] if joined else None

@@ -1,7 +1,7 @@
-"""Who sends what: every cell that a target holds gets exactly one of the writers that hold it.
+"""Writer election: each cell of a target gets exactly one of the writers that hold it.
 
-Replicas divide what they share among themselves, by layers where there are enough of them, else by rows, so that the
-link of each of them works. A rotation (a stable hash of the room) decides who takes which piece.
+Replicas divide the cells that they share, so that each replica's link carries a part. They divide layers if there are
+enough of them, else rows. A rotation (a stable hash of the room) decides which replica takes which piece.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class _Box:
 
 
 def elect(spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> tuple[tuple[Share, ...], ...]:
-    """Divide what ``target`` holds among the ``writers``: for each writer, by rank, its parts.
+    """Divide the cells of ``target`` among the ``writers``; returns the shares of each writer, by rank.
 
-    The parts of all writers together are exactly the target's cells, each once, for every ``rotation``. Parts come in
-    the order of :meth:`CacheSpec.names`, then by first unit, then by layers.
+    The shares of all writers together are exactly the target's cells, each once, for every ``rotation``. Shares are
+    ordered as in :meth:`CacheSpec.names`, then by first unit, then by layers.
 
     Raises:
-        GeometryError: a shard names what the spec lacks, or nobody holds a cell that the target needs.
+        GeometryError: a shard names something that the spec lacks, or no writer holds a cell that the target needs.
         UnsupportedError: a component or a holding that this version cannot move.
     """
     layers_of: list[dict[tuple[str, int, int, int, int], list[LayerId]]] = [{} for _ in writers]
@@ -132,7 +132,7 @@ def _alike(
 
 
 def _split(wanted: Iterable[range], held: Sequence[tuple[Rank, range]]) -> Iterator[tuple[range, tuple[Rank, ...]]]:
-    """Cut runs of units so that each piece lies in one run of everybody who holds any of it."""
+    """Cut runs of units so that each piece lies within one run of every rank that holds a unit of it."""
     edges = {edge for _, units in held for edge in (units.start, units.stop)}
     for run in wanted:
         cuts = sorted({run.start, run.stop, *(edge for edge in edges if run.start < edge < run.stop)})

@@ -1,4 +1,4 @@
-"""Where a rank's part of the cache lies: page spaces, planes and page tables. Strides only, no memory."""
+"""The memory layout of a rank's part of the cache: page spaces, planes and page tables. Strides only, no memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ I64 = npt.NDArray[np.int64]
 class Group:
     """One page-id space.
 
-    A group is either of tokens or of states; a page of a group of states is a room's slot.
+    A group has either tokens or states. A page of a group of states is the slot of one room.
 
     Args:
         id: its name.
-        rows_per_page: rows (tokens) of one page; of states: the most rows that one of them has.
-        pages: how many pages there are.
-        null_page: a page that holds nothing and is never sent, if there is one.
+        rows_per_page: rows (tokens) of one page; for states: the largest number of rows of one state.
+        pages: number of pages.
+        null_page: a page without data, which is never sent; None: there is none.
     """
 
     id: GroupId
@@ -81,7 +81,7 @@ LAST_PAGE = 2**31 - 1
 """The largest page id that there is."""
 
 FEW = 32
-"""Pages that Python looks at faster than NumPy does."""
+"""Up to this number of pages, Python is faster than NumPy."""
 
 
 def _pages(pages: npt.ArrayLike) -> I32:
@@ -137,7 +137,7 @@ class PageTable:
             object.__setattr__(self, "_distinct_in", group)
 
     def _check_pages(self, group: Group) -> None:
-        """All of them, once: whoever moves a part of a long room looks at that part's rows only."""
+        """Check all pages, once. A caller that moves a part of a long room reads only that part's rows."""
         if len(self.pages) <= FEW:
             few: list[int] = self.pages.tolist()
             top, twice = max(few), len(set(few)) < len(few)
@@ -175,13 +175,13 @@ def _buffers(buffers: Iterable[int]) -> tuple[int, ...]:
 
 @frozen(cache_hash=True)
 class Site:
-    """Everything about one rank's pool that planning needs, and nothing that needs its memory; it crosses the wire.
+    """All that planning needs of one rank's pool, without its memory; it crosses the wire.
 
     Args:
         spec: the whole cache.
-        shard: what this rank owns.
+        shard: the part that this rank owns.
         groups: its page-id spaces.
-        planes: exactly one per (layer, component) that the shard holds.
+        planes: exactly one per (layer, component) of the shard.
         buffers: bytes of each buffer that planes refer to.
     """
 
@@ -225,7 +225,7 @@ class Site:
         return first
 
     def page_rows(self, plane: Plane) -> int:
-        """Rows of one page of a plane: a state has its own number of them."""
+        """Rows per page of a plane. A state has its own number of rows."""
         arguments.one(plane, "plane", Plane)
         return self.spec.component(plane.layer, plane.component).rows or self.group(plane.group).rows_per_page
 

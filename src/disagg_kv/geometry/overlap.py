@@ -1,9 +1,9 @@
-"""Whether two planes of one pool share a byte, exactly.
+"""Exact test whether two planes of one pool share a byte.
 
-A plane is a lattice of runs: pages, rows and units by their strides, and the bytes of a unit. Axes that touch are
-joined, so a packed plane is one run. Of two lattices the outermost axes are compared: each pair of blocks whose
-extents meet has a distance, and equal distances have equal answers. In a fused layout the page strides are equal, so a
-pool has a handful of distances, whatever the number of its pages.
+A plane is a lattice of runs: pages, rows and units by their strides, and the bytes of a unit. Adjacent axes are joined,
+so a packed plane is one run. The test compares the outermost axes of two lattices. Each pair of blocks whose extents
+meet has a distance, and equal distances have equal answers. In a fused layout the page strides are equal, so a pool has
+few distances, whatever its number of pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .layout import Plane, Site
 
 @frozen
 class Lattice:
-    """Runs of bytes: ``axes`` are (stride, count), the largest stride first; each stride covers what is inside it."""
+    """Runs of bytes: ``axes`` are (stride, count), largest stride first; each stride covers the axes inside it."""
 
     axes: tuple[tuple[int, int], ...]
     run: int
@@ -84,10 +84,10 @@ def _distances(one: Lattice, other: Lattice, distance: int) -> list[int]:
 
 
 def check_planes(site: Site) -> None:
-    """Raise a :class:`GeometryError` if two planes share a byte, of one group or of two.
+    """Raise a :class:`GeometryError` if two planes share a byte, in one group or in two.
 
     Args:
-        site: checked already: no plane overlaps itself.
+        site: a site that ``Site.check`` has accepted: no plane overlaps itself.
     """
     lattices = [_lattice(site, plane) for plane in site.planes]
     order = sorted(range(len(lattices)), key=lambda i: (site.planes[i].buffer, site.planes[i].offset))

@@ -1,7 +1,7 @@
-"""Which part of the cache a rank owns.
+"""The part of the cache that a rank owns.
 
-The rules for an even split follow the engines: with more heads than ranks each rank takes a run of them; with more
-ranks than heads, rank ``r`` of ``tp`` holds head ``r * heads // tp`` (replication).
+The rules for an even split are those of the engines. With more heads than ranks, each rank has a run of heads. With
+more ranks than heads, rank ``r`` of ``tp`` holds head ``r * heads // tp`` (replication).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Holding:
         component: the component's name.
         layers: the layers.
         units: global unit numbers ``[start, stop)``, step 1.
-        ways, index, granule: the residue class of rows that context parallelism leaves here; (1, 0, 1): all rows.
+        ways, index, granule: the residue class of rows that context parallelism assigns to this rank; (1, 0, 1): all
+            rows.
     """
 
     component: str
@@ -92,7 +93,7 @@ class Shard:
         return tuple(h.units for h in self.holdings if h.component == component and layer in h.layers)
 
     def check(self, spec: CacheSpec) -> None:
-        """Raise a :class:`GeometryError` if a holding names what the spec does not have."""
+        """Raise a :class:`GeometryError` if a holding names something that the spec lacks."""
         arguments.one(spec, "spec", CacheSpec)
         for h in self.holdings:
             for layer in h.layers:
@@ -124,18 +125,18 @@ def shard(
     layers: Iterable[LayerId] | None = None,
     units: Mapping[str, range] | None = None,
 ) -> Shard:
-    """What one rank holds.
+    """The part of the cache that one rank holds.
 
     Args:
         spec: the whole cache.
         tp: the attention's tensor-parallel size (with attention data parallelism: ``attention_tp``).
         rank: this rank's tensor-parallel index.
         layers: the layers of this pipeline stage; None: all.
-        units: for heads that do not divide evenly, the units this rank holds, per component name.
+        units: the units of this rank per component name, for heads that do not divide evenly.
 
     Raises:
-        GeometryError: units that neither divide over ``tp`` ranks nor the other way round and are not in ``units``;
-            a rank, layer, component or unit that there is not.
+        GeometryError: units that do not divide over ``tp`` ranks, nor ranks over units, and that ``units`` does not
+            name; a rank, layer, component or unit out of range.
     """
     arguments.one(spec, "spec", CacheSpec)
     tp = arguments.count(tp, "tp", least=1, error=GeometryError)
@@ -169,10 +170,10 @@ def attention_tp(tp: int, dp: int) -> int:
 
 
 def stages(spec: CacheSpec, pp: int) -> Sequence[tuple[LayerId, ...]]:
-    """The layers of each of ``pp`` pipeline stages; the first stages take one more where it is uneven.
+    """The layers of each of ``pp`` pipeline stages. If they do not divide evenly, the first stages have one more.
 
     Raises:
-        GeometryError: there are fewer layers than stages.
+        GeometryError: fewer layers than stages.
     """
     every = tuple(arguments.one(spec, "spec", CacheSpec).layers)
     pp = arguments.count(pp, "pp", error=GeometryError)

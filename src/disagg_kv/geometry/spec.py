@@ -1,4 +1,4 @@
-"""What a model's cache is made of: components and the layers that have them."""
+"""The contents of a model's cache: components, and the layers that have them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def item_bytes(dtype: str) -> int:
 
 @frozen
 class Extent:
-    """Which rows of a component a room has, and which of them decode needs.
+    """The rows of a component that a room has, and those that decode needs.
 
     Args:
-        window: only the last so many tokens are needed; None: all.
+        window: decode needs only this number of last tokens; None: all.
         rows: rows of a state, which has no token axis; 0: a row per token.
     """
 
@@ -38,12 +38,12 @@ class Extent:
     rows: int = 0
 
     def bounds(self, start: int, stop: int | None) -> tuple[int, int]:
-        """The rows ``[first, end)`` that are needed of a room; ``end`` is :data:`ENDLESS` where the room decides.
+        """The needed rows ``[first, end)`` of a room; ``end`` is :data:`ENDLESS` if it is the end of the room.
 
         Args:
-            start: tokens before it are held already. Those inside a window count as not held: an engine that keeps
-                only a window overwrites them.
-            stop: where the room ends; None: not known, and then a window may begin anywhere.
+            start: decode already holds the tokens before it. Tokens inside a window do not count as held: an engine
+                that stores only a window overwrites them.
+            stop: the room's length in tokens; None: unknown, so a window may begin at any row.
         """
         if self.rows:
             return 0, self.rows
@@ -61,18 +61,19 @@ ENDLESS = 1 << 62
 
 @frozen
 class Component:
-    """One kind of data that a layer keeps: K, V, an MLA latent, a scale, an index, a recurrent state.
+    """One kind of data in a layer's cache: K, V, an MLA latent, a scale, an index, a recurrent state.
 
     Args:
         name: ``"k"``, ``"v"``, ``"latent"`` ... unique in its layer.
         dtype: element type, one of :data:`ITEM_BYTES`.
-        units: how many pieces tensor parallelism may cut this into (heads, channel groups), over the whole model.
+        units: number of pieces into which tensor parallelism may cut this (heads, channel groups), over the whole
+            model.
         unit_bytes: bytes of one unit of one row; a unit is never cut.
         tokens_per_row: 1; more for a compressed cache; 0 for a state, which has ``rows`` rows and no token axis.
-        rows: rows of a state, else 0. A slot of a state's group has that many rows of it.
+        rows: rows of a state, else 0. A slot of a state's group has this number of its rows.
         window: decode needs only the last ``window`` tokens; None: all.
         tile_rows: rows that the memory format never separates.
-        format: how bytes inside a unit are arranged; two sides with different formats are refused.
+        format: the arrangement of bytes inside a unit; two sides with different formats are refused.
     """
 
     name: str
@@ -191,7 +192,11 @@ class CacheSpec:
         return cls.uniform(num_layers, (latent,), model)
 
     def component(self, layer: LayerId, name: str) -> Component:
-        """The component of that name in that layer; a :class:`GeometryError` says what there is."""
+        """The component of that name in that layer.
+
+        Raises:
+            GeometryError: the layer has no such component; the message lists its components.
+        """
         layer = LayerId(arguments.count(layer, "layer", least=-arguments.MOST, error=GeometryError))
         arguments.one(name, "component", str, GeometryError)
         for component in self.layers.get(layer, ()):
@@ -209,7 +214,7 @@ class CacheSpec:
         return max(c.rows for cs in self.layers.values() for c in cs)
 
     def slides(self) -> bool:
-        """True where some component has a window: what is needed of it depends on where a room ends."""
+        """True if some component has a window: the rows that decode needs then depend on the end of the room."""
         return any(c.window is not None for cs in self.layers.values() for c in cs)
 
     def digest(self) -> bytes:

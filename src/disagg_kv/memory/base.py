@@ -13,10 +13,10 @@ from ..geometry import Site
 
 
 class Event(Protocol):
-    """Something that will have happened. ``torch.cuda.Event`` fits as it is; None in its place means "already"."""
+    """A point in a device's work. ``torch.cuda.Event`` satisfies this; None in its place means that it has passed."""
 
     def query(self) -> bool:
-        """True once it has happened; never blocks. Any thread may ask, several at a time."""
+        """True once the event has happened; never blocks. Any thread may call, several at a time."""
         ...
 
     def synchronize(self) -> None:
@@ -25,10 +25,10 @@ class Event(Protocol):
 
 
 Mark: TypeAlias = Callable[[], Event]
-"""Makes an event behind all that a device was asked to do so far, on the current stream.
+"""Makes an event behind all work that the device has been given on the current stream.
 
-Where all of it is done already, None in place of the function says so. The function itself returns no None: one that
-forgets its ``return`` would have rows sent that are not computed yet.
+If all of that work is done, pass None instead of the function. The function itself must not return None: rows that are
+not computed yet would be sent.
 """
 
 
@@ -40,7 +40,7 @@ class Buffer:
         addr: its address, bytes; on a GPU a device address.
         nbytes: its length.
         device: ``"cpu"`` or ``"cuda:0"`` ...
-        owner: whatever keeps the memory alive (a tensor, a shared-memory mapping); never looked into.
+        owner: any object that keeps the memory alive (a tensor, a shared-memory mapping); never read.
     """
 
     addr: int
@@ -61,16 +61,16 @@ class Buffer:
 class MemoryPool(Protocol):
     """One rank's paged cache. Adopting an engine's tensors copies nothing.
 
-    An endpoint checks the following when it is made, and raises a :class:`~disagg_kv.errors.GeometryError` or a
+    An endpoint checks the following when it is created, and raises a :class:`~disagg_kv.errors.GeometryError` or a
     :class:`~disagg_kv.errors.ConfigurationError`:
 
     * All pages of a plane lie in one buffer, at one stride. Planes may have a buffer each; pages may not.
     * The buffers lie on one device, and no two cells share a byte.
-    * ``site`` and ``buffers`` give the same answer each time. Kernels and transports keep the addresses.
-    * A pool is compared by identity and can be weakly referenced. Kernels keep by it what they know of its planes. A
+    * ``site`` and ``buffers`` return equal values each time. Kernels and transports store the addresses.
+    * A pool is compared by identity and allows weak references. Kernels cache data about its planes by the pool. A
       class with ``__slots__`` names ``__weakref__`` there; a data class has ``eq=False``.
 
-    The endpoint's thread and the engine's thread call; several endpoints may have one pool.
+    The endpoint's thread and the engine's thread call it. Several endpoints may share one pool.
     """
 
     @property
@@ -85,7 +85,7 @@ class MemoryPool(Protocol):
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes of one aux row; 0 where the pool has none."""
+        """Bytes of one aux row; 0 if the pool has none."""
         ...
 
     def read_aux(self, slot: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Events made of other events, and those that a GPU can wait for by itself."""
+"""Events that combine other events, and those for which a GPU can wait by itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class All:
 
 
 def parts(event: Event | None) -> Iterator[Event]:
-    """The events of which this one is made; nothing for None."""
+    """The events that this event combines; empty for None."""
     if isinstance(event, All):
         for one in event.events:
             yield from parts(one)

@@ -23,7 +23,7 @@ Layout = Literal["NHD", "HND"]
 """The order of the axes inside a page: rows, units, bytes or units, rows, bytes."""
 
 ALIGNMENT = 256
-"""Bytes; every layer of a pool that allocates for itself begins at a multiple of this."""
+"""Bytes; in memory that the pool allocates, every layer begins at a multiple of this."""
 
 
 class PagedPool:
@@ -73,29 +73,29 @@ class PagedPool:
         allocator: Callable[[int], Buffer] | None = None,
         device: str = "cpu",
     ) -> PagedPool:
-        """A pool in memory of its own: one buffer, layer after layer.
+        """A pool in memory that it allocates: one buffer, layer after layer.
 
         Args:
             spec: the whole cache.
-            shard: what this rank holds.
-            pages: how many pages.
-            page_size: rows of each.
-            state_slots: for how many rooms there are states; needed where the shard has states.
+            shard: the part that this rank holds.
+            pages: number of pages.
+            page_size: rows per page.
+            state_slots: number of rooms that can have states; required if the shard has states.
             layout: the order of the axes inside a page.
-            fused: True: a layer's components share its pages, one after the other inside each page. False: each
+            fused: True: the components of a layer share its pages, one after the other inside each page. False: each
                 component of a layer has all its pages in one run.
             group: the name of the page-id space.
-            state_group: the name of the space of slots, where there are states.
-            aux_slots: how many aux rows.
-            aux_bytes: bytes of one.
-            allocator: gives a buffer of at least that many bytes (a transport's, for memory it can write to); None:
-                zeroed memory on ``device``.
-            device: where, if there is no ``allocator``.
+            state_group: the name of the space of slots, if there are states.
+            aux_slots: number of aux rows.
+            aux_bytes: bytes per aux row.
+            allocator: returns a buffer of at least the given number of bytes, for example a transport's ``allocate``;
+                None: zeroed memory on ``device``.
+            device: the device, if there is no ``allocator``.
 
         Raises:
-            CapacityError: there is not that much memory.
-            ConfigurationError: there is no such device.
-            GeometryError: no pages or rows, an unknown layout, or the allocator gave too little.
+            CapacityError: too little memory.
+            ConfigurationError: no such device.
+            GeometryError: no pages or rows, an unknown layout, or a buffer from the allocator that is too small.
             UnsupportedError: a component that no pool can hold yet.
         """
         _check_whole(spec, shard, layout, group, state_group)
@@ -135,9 +135,9 @@ class PagedPool:
         aux_slots: int = 0,
         aux_bytes: int = 0,
     ) -> PagedPool:
-        """A pool over memory that somebody else allocated, by address; nothing is copied.
+        """A pool over memory that the caller has allocated, by address; nothing is copied.
 
-        The memory must stay allocated while the pool is in use, or be kept alive by each buffer's ``owner``.
+        The memory must stay allocated while the pool is in use. A buffer's ``owner`` can keep it alive.
 
         Raises:
             GeometryError: as for :class:`PagedPool`.
@@ -163,19 +163,19 @@ class PagedPool:
 
         Args:
             spec: the whole cache.
-            shard: what this rank holds.
-            tensors: per layer and component a tensor ``[pages, page_size, units, dim]`` (NHD) or
-                ``[pages, units, page_size, dim]`` (HND), strided as the engine likes, ``dim`` contiguous; of a state
-                the same with slots for pages and its rows for ``page_size``.
-            layout: which of the two.
+            shard: the part that this rank holds.
+            tensors: per layer and component a tensor ``[pages, page_size, units, dim]`` (NHD) or ``[pages, units,
+                page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots replace pages and its
+                rows replace ``page_size``.
+            layout: the order of the axes, NHD or HND.
             group: the name of the page-id space.
-            state_group: the name of the space of slots, where there are states.
-            aux_slots: how many aux rows.
-            aux_bytes: bytes of one.
+            state_group: the name of the space of slots, if there are states.
+            aux_slots: number of aux rows.
+            aux_bytes: bytes per aux row.
 
         Raises:
-            GeometryError: a tensor whose shape, element type or strides are not what the shard needs; tensors of one
-                group with pages of several sizes.
+            GeometryError: a tensor with a shape, element type or strides that do not match the shard; tensors of one
+                group with different page sizes.
             UnsupportedError: a component that no pool can hold yet.
         """
         _check_whole(spec, shard, layout, group, state_group)
@@ -216,7 +216,7 @@ class PagedPool:
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes of one aux row; 0 where the pool has none."""
+        """Bytes of one aux row; 0 if the pool has none."""
         return int(self._aux.shape[1])
 
     def view(self, plane: int) -> U8:
@@ -262,7 +262,7 @@ def _allocated(allocator: Callable[[int], Buffer], nbytes: int) -> Buffer:
 def _tensors(
     given: Mapping[LayerId, Mapping[str, torch.Tensor]],
 ) -> Iterator[tuple[LayerId, str, torch.Tensor]]:
-    """Layer, component and tensor of all that an engine gives."""
+    """Layer, component name and tensor of each tensor of an engine."""
     import torch
 
     for number, named in arguments.mapping(given, "tensors").items():
@@ -287,7 +287,7 @@ def _strides(layout: Layout, rows: int, units: int, unit_bytes: int) -> tuple[in
 
 
 def _held(spec: CacheSpec, shard: Shard, layer: LayerId) -> Iterator[tuple[Component, int]]:
-    """The components of a layer that the shard holds, each with how many units of it."""
+    """The components of a layer that the shard holds, each with its number of units."""
     for component in spec.layers.get(layer, ()):
         units = sum(len(held) for held in shard.units(layer, component.name))
         if units:
@@ -300,7 +300,7 @@ def _held(spec: CacheSpec, shard: Shard, layer: LayerId) -> Iterator[tuple[Compo
 def _separate(
     layer: LayerId, held: Sequence[tuple[Component, int]], space: Group, layout: Layout, start: int
 ) -> tuple[list[Plane], int]:
-    """A layer's planes, each with all its pages in one run, from byte ``start`` on; and where they end."""
+    """A layer's planes, each with all its pages in one run, from byte ``start`` on; and the offset after them."""
     planes: list[Plane] = []
     for component, units in held:
         rows = component.rows or space.rows_per_page
@@ -315,7 +315,7 @@ def _separate(
 def _fused(
     layer: LayerId, held: Sequence[tuple[Component, int]], space: Group, layout: Layout, start: int
 ) -> tuple[list[Plane], int]:
-    """A layer's planes, all of them inside each page, each where its elements are aligned; and where they end."""
+    """A layer's planes, interleaved in each page and aligned to their elements; and the offset after them."""
     begins: list[int] = []
     page = 0
     for component, units in held:
@@ -342,8 +342,8 @@ def new_buffer(nbytes: int, device: str) -> Buffer:
     """Zeroed memory that the buffer owns, aligned for vector loads.
 
     Raises:
-        CapacityError: there is not that much of it.
-        ConfigurationError: there is no such device.
+        CapacityError: too little memory.
+        ConfigurationError: no such device.
     """
     try:
         if device == "cpu":

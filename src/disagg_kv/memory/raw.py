@@ -15,7 +15,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class _Exported:
-    """Memory as NumPy's array interface describes it; arrays made from it keep the buffer's owner alive."""
+    """Memory described by NumPy's array interface; arrays made from it keep the buffer's owner alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer

@@ -1,4 +1,4 @@
-"""What the memory of a pool has to be, whoever wrote the pool."""
+"""Checks of the memory of any pool."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..geometry import Site, check_planes
 from .base import Buffer
 
 SITES = 64
-"""Sites that are known to be sound, by value: pools that are made alike need not be looked at again."""
+"""Number of sites that are remembered as sound, by value. Equal pools are checked once."""
 
 
 def check_memory(site: Site, buffers: Sequence[Buffer]) -> None:
-    """Raise a :class:`GeometryError` unless ``buffers`` are those of ``site``, and no two cells share a byte.
+    """Raise a :class:`GeometryError` unless ``buffers`` match ``site``, and no two cells share a byte.
 
-    The buffers lie on one device and have the lengths that the site says; each plane lies inside its buffer.
+    The buffers must lie on one device and have the lengths in the site. Each plane must lie inside its buffer.
     """
     if site.buffers != tuple(b.nbytes for b in buffers):
         raise GeometryError(f"buffers of {[b.nbytes for b in buffers]} bytes, but the site says {site.buffers}")

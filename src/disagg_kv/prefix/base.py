@@ -1,4 +1,4 @@
-"""What a prefix index promises, so that an engine may bring its own."""
+"""The Protocol of a prefix index, so that an engine can provide its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 @define(eq=False)
 class PrefixLock:
-    """Pages that an index keeps for somebody. The index makes it and changes it; others read.
+    """A lock on pages of an index. The index creates and changes it; others only read it.
 
     Args:
-        adapter: what the tokens were run with, besides the model; ``b""``: nothing.
+        adapter: the adapter weights with which the rows were computed; ``b""``: none.
         page_rows: rows (tokens) of a page.
         ids: the pages, from row 0 on.
     """
@@ -43,7 +43,7 @@ class PrefixLock:
 class PrefixIndex(Protocol):
     """Finds the pages of a token prefix. One engine thread calls; nothing blocks.
 
-    Only whole pages are kept. A page that was inserted belongs to the index until ``evict`` hands it out.
+    The index holds whole pages only. An inserted page belongs to the index until ``evict`` returns it.
     """
 
     @property
@@ -53,7 +53,7 @@ class PrefixIndex(Protocol):
 
     @property
     def namespace(self) -> bytes:
-        """What the pages are of: model, dtype, layout of the cache."""
+        """Identifies the caches whose pages may be mixed: model, dtype, layout."""
         ...
 
     @property
@@ -76,53 +76,55 @@ class PrefixIndex(Protocol):
         ...
 
     def shorten(self, lock: PrefixLock, rows: int) -> None:
-        """Give up what a lock holds beyond ``rows``, rounded down to a page.
+        """Release the part of a lock beyond ``rows``, rounded down to a page.
 
         Raises:
-            LocalProtocolError: a lock of another index, or that is open no more.
+            LocalProtocolError: a lock of another index, or one that is no longer open.
             GeometryError: ``rows`` is negative, or more than the lock holds.
         """
         ...
 
     def insert(self, lock: PrefixLock, tokens: Tokens, pages: I32) -> I32:
-        """Add the whole pages of ``tokens`` that follow what ``lock`` holds; the lock holds them too from now on.
+        """Add the whole pages of ``tokens`` that follow the lock's pages; the lock then holds them too.
 
         Args:
             lock: an open lock on a prefix of ``tokens``.
-            tokens: all of them, from row 0 on.
-            pages: where the rows after ``lock.rows`` lie, one page id per whole page.
+            tokens: all tokens, from row 0 on.
+            pages: one page id per whole page of rows after ``lock.rows``.
 
         Returns:
-            Pages that were not taken, because the index had those tokens already or their hash is another's: they
-            stay the caller's.
+            Pages that the index did not take, because it has those tokens already or their hash collides. They stay the
+                caller's.
 
         Raises:
-            LocalProtocolError: a lock of another index or that is open no more, or a page that the index has already.
-            GeometryError: ``tokens`` do not begin as the lock does, page ids out of range, twice, or too few or many.
+            LocalProtocolError: a lock of another index, one that is no longer open, or a page that the index has
+                already.
+            GeometryError: ``tokens`` do not begin as the lock does; page ids are out of range or repeated; too few or
+                too many pages.
         """
         ...
 
     def unlock(self, lock: PrefixLock) -> None:
-        """Let go.
+        """Release the lock.
 
         Raises:
-            LocalProtocolError: a lock of another index, or that is open no more.
+            LocalProtocolError: a lock of another index, or one that is no longer open.
         """
         ...
 
     def forget(self, lock: PrefixLock, rows: int) -> None:
-        """What a lock holds beyond ``rows`` is wrong: match neither it nor what follows it, whoever holds it, again.
+        """Mark the lock's pages beyond ``rows`` as wrong: they and the pages after them never match again.
 
-        Those pages stay where they are until they are evicted.
+        Those pages stay in the index until they are evicted.
 
         Raises:
-            LocalProtocolError: a lock of another index, or that is open no more.
+            LocalProtocolError: a lock of another index, or one that is no longer open.
             GeometryError: ``rows`` is negative, or more than the lock holds.
         """
         ...
 
     def evict(self, pages: int) -> I32:
-        """Forget up to so many pages that nobody holds, and give them back: the least recently used leaves first."""
+        """Remove and return up to ``count`` unlocked pages, least recently used first."""
         ...
 
     def check_integrity(self) -> None:
@@ -135,7 +137,7 @@ class Pages(Protocol):
 
     @property
     def free(self) -> int:
-        """How many pages can be taken now."""
+        """Number of pages that can be taken now."""
         ...
 
     def take(self, count: int, /) -> I32:

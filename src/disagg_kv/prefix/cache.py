@@ -1,4 +1,4 @@
-"""One request on one decode rank: what it holds, what it awaits, and what becomes of the pages."""
+"""The pages of one request on one decode rank: held, awaited, and returned at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _State(Enum):
 
 
 class Ending(Protocol):
-    """What is looked at of a room's handle."""
+    """The part of a room's handle that a claim reads."""
 
     @property
     def phase(self) -> Phase:
@@ -48,7 +48,7 @@ class Ending(Protocol):
 
     @property
     def released(self) -> bool:
-        """True: nobody touches its pages any more."""
+        """True: no transfer reads or writes its pages any more."""
         ...
 
     @property
@@ -61,15 +61,16 @@ class PrefixCache:
     """An index and the pool's free pages, used as one. Not thread-safe.
 
     Args:
-        index: what is known of the pool's pages.
+        index: the index of the pool's pages.
         pages: the pages that neither the index nor a claim has.
-        site: of the pool; one group of pages of tokens. States are no part of a prefix: each room brings its own.
+        site: the pool's site, with one group of pages of tokens. States are not part of a prefix: each room sends its
+            own.
         extra: as for :func:`~disagg_kv.prefix.namespace_of`.
-        sums: of the same pool: remembers what pages sum up to, so that they can be verified when they are built on.
+        sums: stores the checksums of pages, so that later requests can verify them; of the same pool.
 
     Raises:
-        ConfigurationError: an index for another model or of other pages; sums of another pool; a pool of several
-            groups, or with a sliding window, whose rows each room writes afresh, into pages that others may hold.
+        ConfigurationError: an index for another model or page size; sums of another pool; a pool with several groups.
+            Also a pool with a sliding window: each room writes its rows again, into pages that others may hold.
     """
 
     def __init__(
@@ -106,14 +107,14 @@ class PrefixCache:
         self._leaving: deque[tuple[Event, Callable[[], None]]] = deque()
 
     def claim(self, tokens: Tokens, adapter: bytes = b"") -> Claim:
-        """Begin a request: its longest known prefix stays where it is until the claim has ended."""
+        """Begin a request: its longest known prefix stays in the pool until the claim has ended."""
         return Claim(self, tokens, adapter)
 
     def take(self, count: int) -> I32:
-        """Free pages, of which the index gives up what is missing.
+        """Take free pages; the index evicts if too few are free.
 
         Raises:
-            CapacityError: there are not so many, even without everything that nobody holds.
+            CapacityError: too few pages, even after evicting every unlocked one.
         """
         count = arguments.count(count, "pages asked")
         self._take_back()
@@ -139,16 +140,17 @@ class PrefixCache:
                 back()
 
     def leave(self, ready: Event, back: Callable[[], None]) -> None:
-        """Have pages given ``back`` when nobody writes to them any more; looked at when pages are taken."""
+        """Call ``back`` to return pages once ``ready`` has happened; checked whenever pages are taken."""
         arguments.methods(ready, "ready", "an event", "query")
         arguments.function(back, "back")
         self._leaving.append((ready, back))
 
 
 class Claim:
-    """One request's pages: ``begin``, then ``expect`` with what it returns, ``settle`` until that is true, ``end``.
+    """One request's pages: ``begin``, ``expect`` with its result, ``settle`` until it returns True, then ``end``.
 
-    Rows enter the index only when their room has ended well: whatever fails is awaited again, in full, next time.
+    Rows enter the index only after their room has succeeded. Rows of a failed room are awaited again, all of them, by
+    the next attempt.
     """
 
     def __init__(self, cache: PrefixCache, tokens: Tokens, adapter: bytes) -> None:
@@ -161,12 +163,12 @@ class Claim:
 
     @property
     def rows(self) -> int:
-        """Leading rows that the pool holds for certain: what may be announced, and later what has arrived."""
+        """Leading rows that the pool certainly holds: those to declare, and later those that have arrived."""
         return self._lock.rows
 
     @property
     def kept(self) -> tuple[CachedPages, ...]:
-        """Pages of the held rows with their sums, for ``expect``; none where the cache remembers no sums."""
+        """Pages of the held rows with their sums, for ``expect``; empty if the cache stores no sums."""
         sums = self._cache.sums
         return () if sums is None or not self.rows else (sums.kept(self._lock.pages),)
 
@@ -179,10 +181,10 @@ class Claim:
         """Take pages for the rows that are not held.
 
         Args:
-            held: what the ranks of the instance agreed on, if that is less than ``rows``.
+            held: the number on which the ranks of the instance agreed, if it is less than ``rows``.
 
         Returns:
-            The table to give to :meth:`~disagg_kv.endpoints.api.Reception.expect`: it begins after ``rows``.
+            The table for :meth:`~disagg_kv.endpoints.api.Reception.expect`; it begins after ``rows``.
 
         Raises:
             LocalProtocolError: called twice.
@@ -204,11 +206,11 @@ class Claim:
         return PageTable(self._cache.group.id, taken, self._lock.rows)
 
     def settle(self, handle: Ending) -> bool:
-        """Look whether the room has ended; True once it has and nobody touches its pages any more.
+        """Check the room; True once it has ended and no transfer touches its pages any more.
 
-        After a success the rows are in the index, and the request keeps its pages until ``end``. After a failure
-        nothing has entered the index, and all pages are back: the claim has ended. What was held and has changed is
-        not matched again.
+        After a success the rows are in the index, and the request keeps its pages until ``end``. After a failure no row
+        has entered the index, all pages are free, and the claim has ended. Held pages that have changed are not matched
+        again.
         """
         self._check(_State.AWAITED)
         arguments.attributes(handle, "handle", "a room's handle", "phase", "released", "error")
@@ -240,11 +242,12 @@ class Claim:
         return self.table
 
     def end(self, tokens: Tokens | None = None, ready: Event | None = None) -> None:
-        """The request is over.
+        """End the request.
 
         Args:
-            tokens: of all rows that are in the pages, generated ones included: those enter the index too.
-            ready: when they are there, and the engine has stopped writing; None: now. Pages go to nobody before.
+            tokens: the tokens of all rows in the pages, generated ones included; their whole pages enter the index.
+            ready: the event after which the rows are final and the engine no longer writes; None: already. No page is
+                reused before it.
 
         Raises:
             LocalProtocolError: the room is still open, or the claim has ended.
@@ -291,7 +294,7 @@ class Claim:
 
 
 def _tokens(given: Tokens) -> npt.NDArray[np.integer]:
-    """Tokens as an array; the index looks at their values.
+    """Tokens as an array; the index checks their values.
 
     Raises:
         ConfigurationError: no flat list of integers.

@@ -1,8 +1,8 @@
 """Pages by the hash chain of their token prefix.
 
-A page's key is the hash of its tokens and of the key of the page before it, as in vLLM's prefix caching
-(docs.vllm.ai, "Automatic Prefix Caching"). Keys only find candidates: a page is a match if its tokens and the page
-before it are equal too.
+A page's key is the hash of its tokens and of the previous page's key, as in vLLM's prefix caching (docs.vllm.ai,
+"Automatic Prefix Caching"). Keys only find candidates: a page matches if its tokens and the previous page are equal
+too.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def blake(data: bytes) -> bytes:
 
 
 def namespace_of(spec: CacheSpec, extra: bytes = b"") -> bytes:
-    """A digest of everything that makes two caches' bytes exchangeable.
+    """A digest of all properties that make the bytes of two caches interchangeable.
 
     Args:
         spec: model, components, dtypes.
-        extra: what the spec does not say, a revision of the engine's kernels for example.
+        extra: further properties, for example a revision of the engine's kernels.
     """
     arguments.one(spec, "spec", CacheSpec)
     return blake(msgspec.msgpack.encode((spec_to_wire(spec), arguments.octets(extra, "extra", most=4096))))
@@ -81,7 +81,7 @@ class HashPrefixIndex:
         # Pages that are wrong: no key leads to them, and they wait for their eviction.
         self._wrong: set[int] = set()
         self._now = 0
-        # (used, page) of leaves that nobody holds; those that no longer are, or were used since, are skipped.
+        # (used, page) of leaves without a lock; entries that are no leaves any more, or were used since, are skipped.
         self._leaves: list[int] = []
 
     @property
@@ -91,12 +91,12 @@ class HashPrefixIndex:
 
     @property
     def namespace(self) -> bytes:
-        """What the pages are of."""
+        """See :attr:`PrefixIndex.namespace`."""
         return self._namespace
 
     @property
     def evictable(self) -> int:
-        """Pages that nobody holds; all that follow one of them are among them."""
+        """Number of pages without a lock; the pages that follow such a page have none either."""
         return len(self) - self._held
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """How many pages can be taken now."""
+        """Number of pages that can be taken now."""
         return len(self._free)
 
     def take(self, count: int) -> I32:
@@ -45,10 +45,10 @@ class PageAllocator:
         return np.array(taken, np.int32)
 
     def give(self, pages: Iterable[int]) -> None:
-        """Take pages back.
+        """Return pages.
 
         Raises:
-            LocalProtocolError: a page that is free already or that was never here; then none is taken back.
+            LocalProtocolError: a page that is free already or does not belong here; then none is returned.
         """
         back = list(arguments.counts(pages, "pages", least=-arguments.MOST))
         wrong = [page for page in back if page not in self._all or page in self._there]

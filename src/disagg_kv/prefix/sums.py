@@ -1,4 +1,4 @@
-"""What the pages of an index summed up to when they entered it."""
+"""Checksums of an index's pages, computed when the pages entered it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class CachedChecksums:
 
         Args:
             table: a request's pages, from row 0 on.
-            which: of them, those to sum, counted from the first.
-            ready: when they are final.
+            which: positions in ``table`` of the pages to sum, counted from 0.
+            ready: the event at which the rows are final; None: they are.
         """
         arguments.one(table, "table", PageTable)
         which = arguments.counts(which, "which")
@@ -62,7 +62,7 @@ class CachedChecksums:
     def kept(self, pages: I32) -> CachedPages:
         """Pages of a prefix, from row 0 on, for :meth:`~disagg_kv.endpoints.Reception.expect`.
 
-        Every one was given to ``note``. Waits for sums that are still under way.
+        Every page must have been given to ``note``. Waits for sums that are still being computed.
         """
         table = PageTable(self._group.id, pages)
         table.check(self._group, 0, 0)
@@ -70,7 +70,7 @@ class CachedChecksums:
         return CachedPages(table, self._sums[table.pages])
 
     def _collect(self, *, wait: bool) -> None:
-        """Take in what is there, in the order in which it was noted: a page may have been noted twice."""
+        """Store finished sums in the order of ``note``: a page may have been noted twice."""
         while self._pending:
             pages, sums = self._pending[0]
             if sums.event is not None:

@@ -1,4 +1,4 @@
-"""Who is where."""
+"""How endpoints find each other."""
 
 from .base import Rendezvous, Source, SupportsWithdraw
 from .minimum import SharedStore, StoreMinimum

@@ -1,4 +1,4 @@
-"""Who is where."""
+"""The addresses of instances."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..ids import Rank
 
 @frozen
 class Source:
-    """Where a room's prefill runs: plain text, known before prefill runs, fit for a JSON request.
+    """The prefill instance of a room: plain text, known before prefill runs, suitable for a JSON request.
 
     Args:
         instance: name of the prefill instance (one set of TP x PP ranks).
-        address: where to ask for it; what that means is the rendezvous's own.
+        address: a hint for the rendezvous, which defines its meaning.
 
     Raises:
         ConfigurationError: no text, or no name.
@@ -34,7 +34,7 @@ class Rendezvous(Protocol):
     """Finds the channel addresses of all ranks of an instance. Endpoints call ``lookup`` on helper threads."""
 
     def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
-        """Tell everyone where rank ``rank`` of ``world`` of ``instance`` is; replaces what it said before.
+        """Publish the address of rank ``rank`` of ``world`` of ``instance``; replaces an earlier one.
 
         Raises:
             ConfigurationError: a rank outside ``[0, world)``.
@@ -43,21 +43,21 @@ class Rendezvous(Protocol):
         ...
 
     def lookup(self, source: Source) -> tuple[str, ...] | None:
-        """The addresses of all ranks, in order; None: not all are known yet. It may block, from several threads.
+        """The addresses of all ranks, in order; None: not all are known yet. It may block; several threads may call.
 
         Raises:
             InstanceClosedError: a rank was withdrawn; rooms that wait for the instance fail.
-            PeerLostError: the store cannot be reached. Whatever else it raises harms only rooms that wait for it.
+            PeerLostError: the store cannot be reached. Any other error harms only rooms that wait for the instance.
         """
         ...
 
 
 @runtime_checkable
 class SupportsWithdraw(Protocol):
-    """A rendezvous that can take back what it told. An endpoint that closes asks for it, and waits for a second."""
+    """A rendezvous that can withdraw an address. An endpoint that closes calls it, and waits at most one second."""
 
     def withdraw(self, instance: str, rank: Rank) -> None:
-        """Take back what this object published last for the rank, unless another process has published it since.
+        """Withdraw the last address that this object published for the rank, unless another process has replaced it.
 
         Raises:
             PeerLostError: the store cannot be reached.

@@ -18,7 +18,7 @@ _FINISHED = 4096
 
 
 _KEYS = 256
-"""Keys that are kept: a rank asks for those of an open question again and again."""
+"""Number of cached keys: a rank reads those of an open question repeatedly."""
 
 
 @lru_cache(_KEYS)
@@ -27,7 +27,7 @@ def _key(prefix: str, instance: str, question: str, what: int | str) -> str:
 
 
 class SharedStore(Store, Protocol):
-    """What is used of a ``torch.distributed.Store``, besides what finding each other takes."""
+    """The part of ``torch.distributed.Store`` that :class:`StoreMinimum` uses."""
 
     def delete_key(self, key: str, /) -> bool:
         """Forget a key."""
@@ -35,18 +35,18 @@ class SharedStore(Store, Protocol):
 
 
 class StoreMinimum:
-    """Settles, per question, on the smallest number that any rank says. Not thread-safe; nothing waits for a rank.
+    """Settles, per question, on the smallest number of all ranks. Not thread-safe; no call waits for a rank.
 
-    Every rank says its number, then asks until there is an answer, or drops the question. The last one to get so far
-    removes it from the store; what a process asked that has ended stays there. A call that raised ``PeerLostError`` may
-    be repeated, whatever of it had happened.
+    Every rank calls ``say`` with its number. It then calls ``agreed`` until there is an answer, or ``drop``. The last
+    rank to finish removes the question from the store. Questions of a process that has ended stay there. A call that
+    raised ``PeerLostError`` may be repeated, even if it took effect.
 
     Args:
         store: a store that every rank reaches.
         instance: name of the set of ranks.
-        rank: ours.
-        world: how many there are.
-        prefix: keys begin with it.
+        rank: our rank.
+        world: number of ranks.
+        prefix: prefix of all keys.
 
     Raises:
         ConfigurationError: a rank outside ``[0, world)``, or no name.
@@ -69,15 +69,15 @@ class StoreMinimum:
         self._finished: dict[str, None] = {}
 
     def say(self, question: str, number: int) -> None:
-        """Our number.
+        """Publish our number.
 
         Args:
-            question: names it: equal on all ranks, and never used again (a request's id, which also counts retries).
+            question: its name, equal on all ranks and never used again, for example a request's id with its attempt.
             number: 0 or more.
 
         Raises:
             ConfigurationError: a negative number.
-            LocalProtocolError: said already, and not answered yet.
+            LocalProtocolError: our number is published already, and there is no answer yet.
             PeerLostError: the store cannot be reached.
         """
         arguments.text(question, "question")
@@ -93,12 +93,12 @@ class StoreMinimum:
         self._open[question] = number
 
     def agreed(self, question: str) -> int | None:
-        """The smallest number, the same on all ranks, once; None: not all have said theirs yet.
+        """The smallest number, the same on all ranks, once; None: a rank's number is still missing.
 
         Raises:
-            LocalProtocolError: we have not said ours, or have had the answer.
+            LocalProtocolError: our number is not published, or we have the answer already.
             PeerLostError: the store cannot be reached.
-            RemoteProtocolError: something else stands under the question's keys.
+            RemoteProtocolError: the question's keys hold something else.
         """
         arguments.text(question, "question")
         if question not in self._open:
@@ -114,10 +114,11 @@ class StoreMinimum:
         return min(self._number(question, value) for value in values)
 
     def drop(self, question: str) -> None:
-        """Instead of the answer, where a request has ended before there was one: nothing of it is to stay in the store.
+        """Give the question up, if a request ends before there is an answer; the store then keeps nothing of it.
 
-        Every rank drops it that has had no answer, also one that said nothing, which counts as 0 for who still asks.
-        Nothing happens where we have had the answer or dropped it before, as far as the last 4,096 questions go.
+        Every rank without an answer must call this, even if it published no number. Its number then counts as 0 for
+        ranks that still ask. If the question is among the last 4,096 that this rank answered or dropped, nothing
+        happens.
 
         Raises:
             PeerLostError: the store cannot be reached.
@@ -143,7 +144,7 @@ class StoreMinimum:
             del self._finished[next(iter(self._finished))]
 
     def _values(self, question: str) -> list[bytes] | None:
-        """What all ranks said; read once, as the store may have lost a part of it when we are called again."""
+        """The numbers of all ranks; read once, as the store may have lost a part of them by the next call."""
         if question not in self._read:
             keys = [self._key(question, rank) for rank in range(self._world)]
             if not self._store.check(keys):
@@ -152,7 +153,7 @@ class StoreMinimum:
         return self._read[question]
 
     def _forget(self, question: str) -> None:
-        """We are through, which is marked rank by rank: a counter would count twice who has to try twice."""
+        """Mark this rank as finished. Marks are per rank: a counter would count a rank twice that has to try twice."""
         said = [self._key(question, rank) for rank in range(self._world)]
         marks = [self._key(question, f"read {rank}") for rank in range(self._world)]
         if question not in self._last:

@@ -1,4 +1,4 @@
-"""What a rank says about itself, checked the same way by every rendezvous."""
+"""Checks of a rank's record, shared by every rendezvous."""
 
 from __future__ import annotations
 

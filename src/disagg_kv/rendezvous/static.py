@@ -1,4 +1,4 @@
-"""Addresses that are known beforehand, or told within one process."""
+"""Addresses that are configured, or published within one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .records import check_rank, check_world
 
 
 class StaticRendezvous:
-    """A table of addresses; satisfies :class:`Rendezvous`. Thread-safe; ``publish`` reaches this process alone.
+    """A table of addresses; satisfies :class:`Rendezvous`. Thread-safe; ``publish`` affects this process alone.
 
     Args:
         addresses: per instance the address of every rank, in order.
@@ -39,11 +39,11 @@ class StaticRendezvous:
             self._ranks[instance] = list(given)
 
     def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
-        """Tell this process where rank ``rank`` of ``world`` of ``instance`` is; replaces what was known before.
+        """Publish, in this process, the address of rank ``rank`` of ``world`` of ``instance``; replaces an earlier one.
 
         Raises:
-            ConfigurationError: a rank outside ``[0, world)``, not the world size that is known, or the address that
-                another rank of the instance has.
+            ConfigurationError: a rank outside ``[0, world)``, a different world size than before, or the address of
+                another rank of the instance.
         """
         rank, world = check_rank(instance, rank, world)
         address = arguments.text(address, "address", least=1)

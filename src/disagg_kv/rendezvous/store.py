@@ -1,4 +1,4 @@
-"""Addresses told through a torch.distributed store."""
+"""Addresses in a torch.distributed store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .base import Source
 from .records import check_rank, check_world
 
 _MAX_VALUE = 4096
-"""Bytes of any value of ours; what is longer is not even parsed."""
+"""Largest value in bytes; longer ones are not parsed."""
 
 
 class Store(Protocol):
-    """What is used of a ``torch.distributed.Store``."""
+    """The part of ``torch.distributed.Store`` that :class:`StoreRendezvous` uses."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there."""
@@ -36,20 +36,20 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write ``desired`` if ``expected`` stands there, or nothing and that is empty; what stands there then."""
+        """Write ``desired`` if the value equals ``expected`` (empty: no value); returns the value afterwards."""
         ...
 
 
 class StoreRendezvous:
     """Ranks of several processes find each other through a torch ``TCPStore``; satisfies :class:`Rendezvous`.
 
-    Values are JSON text and are checked when read: a store is open to everyone who can reach it. An instance's world
-    size is what the first of its ranks said. A rank's value is its address and a name for this publication, so that
-    only what was published by the same process is withdrawn; a withdrawn rank leaves ``null``.
+    Values are JSON text. They are checked when read, because every process that reaches a store can write to it. The
+    first rank defines the instance's world size. A rank's value is its address and an id of this publication, so a
+    process withdraws only its own. A withdrawn rank leaves ``null``.
 
     Args:
         store: a store that every process reaches; its own timeout bounds each call.
-        prefix: keys begin with it, so that one store serves many purposes.
+        prefix: prefix of all keys, so that one store can serve several purposes.
     """
 
     def __init__(self, store: Store, prefix: str = "disagg_kv") -> None:
@@ -61,17 +61,17 @@ class StoreRendezvous:
         self._published: dict[tuple[str, Rank], str] = {}
 
     def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
-        """Tell everyone where rank ``rank`` of ``world`` of ``instance`` is; replaces what it said before.
+        """Publish the address of rank ``rank`` of ``world`` of ``instance``; replaces an earlier one.
 
         Raises:
-            ConfigurationError: a rank outside ``[0, world)``, or not the world size that other ranks said.
+            ConfigurationError: a rank outside ``[0, world)``, or a different world size than other ranks published.
             PeerLostError: the store cannot be reached.
-            RemoteProtocolError: something else stands under the instance's key.
+            RemoteProtocolError: the instance's key holds something else.
         """
         rank, world = check_rank(instance, rank, world)
         address = arguments.text(address, "address", least=1)
         with self._reached(instance):
-            # Where nobody was before, ours is set; the answer is what stands there now.
+            # If there was no value, ours is set. The answer is the current value.
             said = self._store.compare_set(_key(self._prefix, instance), "", json.dumps(world))
         check_world(instance, rank, world, _world(instance, said))
         value = json.dumps([address, uuid.uuid4().hex])
@@ -97,7 +97,7 @@ class StoreRendezvous:
         Raises:
             InstanceClosedError: a rank has closed and is not back.
             PeerLostError: the store cannot be reached.
-            RemoteProtocolError: something else stands under the instance's keys.
+            RemoteProtocolError: the instance's keys hold something else.
         """
         instance = arguments.one(source, "source", Source).instance
         said = self._get(instance, [_key(self._prefix, instance)])
@@ -124,13 +124,13 @@ class StoreRendezvous:
 
 
 def _key(prefix: str, instance: str, rank: int | None = None) -> str:
-    """A key that no other (instance, rank) has, whatever characters the name has."""
+    """A key that is unique to (instance, rank), whatever characters the name has."""
     return f"{prefix}/{json.dumps([instance] if rank is None else [instance, rank])}"
 
 
 def _parse(instance: str, value: bytes) -> object:
     if len(value) > _MAX_VALUE:
-        raise RemoteProtocolError(f"instance {instance!r}: the store holds {len(value)} bytes, which nobody put there")
+        raise RemoteProtocolError(f"instance {instance!r}: the store holds {len(value)} bytes, which no rank wrote")
     try:
         parsed: object = json.loads(value)
     except (ValueError, RecursionError) as exc:

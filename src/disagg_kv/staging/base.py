@@ -1,4 +1,4 @@
-"""Leases: ranges of one staging buffer, handed out and taken back."""
+"""Leases: ranges of one staging buffer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Lease:
     """A granted range ``[start, end)`` of the ring, in virtual bytes.
 
     Args:
-        start: where it begins; unique for ever, a multiple of the alignment.
-        nbytes: its length, as asked for.
-        capacity: bytes of the ring it belongs to.
+        start: its first byte; never used by another lease, a multiple of the alignment.
+        nbytes: its length, as requested.
+        capacity: bytes of the ring.
     """
 
     start: VirtualOffset
@@ -38,18 +38,18 @@ class Lease:
 
     @property
     def lap(self) -> int:
-        """How often the ring had gone round when it was granted (the seeds' "round")."""
+        """The number of complete rounds of the ring before it was granted."""
         return self.start // self.capacity
 
 
 class StagingAllocator(Protocol):
-    """Gives out and takes back ranges of one buffer. Pure bookkeeping: not thread-safe, touches no memory.
+    """Allocates ranges of one buffer. Pure bookkeeping: not thread-safe, touches no memory.
 
-    A lease never straddles the end of the buffer. A quarantined lease is simply one that is not released yet; it is
-    a hole that others go round.
+    A lease never straddles the end of the buffer. A quarantined lease is one that is not released yet. It is a hole,
+    and the allocator skips it.
 
-    A decode endpoint needs an alignment that is a multiple of :data:`ALIGNMENT`. It asks for at most an eighth of the
-    capacity, rounded down to the alignment; an allocator without live leases grants that.
+    A decode endpoint needs an alignment that is a multiple of :data:`ALIGNMENT`. It requests at most an eighth of the
+    capacity, rounded down to the alignment. An allocator without live leases must grant that.
     """
 
     @property
@@ -73,19 +73,19 @@ class StagingAllocator(Protocol):
         ...
 
     def reserve(self, nbytes: int) -> Lease | None:
-        """``nbytes`` consecutive free bytes; None: wait for a release. A lease's ``start`` is unique for ever.
+        """Reserve ``nbytes`` consecutive free bytes; None: wait for a release. No two leases ever share a ``start``.
 
         Raises:
-            OversizeError: more than a lease can ever have.
+            OversizeError: more than any lease can have.
             ConfigurationError: not a positive number.
         """
         ...
 
     def release(self, lease: Lease) -> None:
-        """Give the bytes back at once, in any order; a second release is harmless.
+        """Release the bytes, in any order; a second release does nothing.
 
         Raises:
-            LocalProtocolError: the lease is not from this ring.
+            LocalProtocolError: the lease belongs to another ring.
         """
         ...
 

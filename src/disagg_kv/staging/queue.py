@@ -14,7 +14,7 @@ from .base import Lease, StagingAllocator
 P = TypeVar("P", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
 
-PATIENCE = 8
+PASSES = 8
 """How often others may pass a request that is too large for the free bytes before they have to wait for it."""
 
 
@@ -54,27 +54,29 @@ class _Peer(Generic[P, K]):
 class GrantQueue(Generic[P, K]):
     """Decides which waiting request gets bytes of the ring. Pure bookkeeping, not thread-safe.
 
-    Per peer, requests are served in the order in which they came; among peers, the one whose last grant is longest
-    ago comes first. Data that is ready goes before look-ahead, which gets nothing while ready data waits for bytes.
-    Only the first request of a peer is tried: a small one behind it does not overtake it, another peer's may.
+    **Order.** Requests of one peer are served in order of arrival. Among peers, the one whose last grant is oldest
+    comes first. Data that is ready goes before look-ahead, which gets nothing while ready data waits for bytes. Only
+    the first request of a peer is tried: a smaller one behind it waits, but another peer's request may pass.
 
-    Why nothing starves: a ready request that is too large for the free bytes is passed by at most ``PATIENCE``
-    grants while it is its peer's turn, and each peer ahead of it in the round gets at most one more. From then on
-    nothing is granted before it, so the ring drains until it fits: a lease is small against the ring, and live
-    leases end. The exception are leases that may stay for long (quarantined, of a suspended peer, for data not yet
-    computed): while these alone leave no gap that is large enough, waiting would only stop everybody, so the others
-    go on. A peer that froze just now counts as live until it is suspended: no longer than that it holds others up.
+    **No starvation.** A ready request may be too large for the free bytes. While it is its peer's turn, at most
+    ``PASSES`` grants pass it, and each peer ahead of it in the round gets at most one more. From then on nothing is
+    granted before it. The ring drains until the request fits, because a lease is small against the ring and live leases
+    end.
 
-    Limits count bytes as asked for. They are fractions of the ring's capacity.
+    **Exception.** Some leases may stay for long: quarantined ones, those of a suspended peer, and those for data not
+    yet computed. If these alone leave no gap that is large enough, waiting would only stop all peers. Then the others
+    continue. A frozen peer delays the others until it is suspended, and no longer.
+
+    Limits count bytes as requested. They are fractions of the ring's capacity.
 
     Args:
-        ring: where the bytes come from; nobody else reserves from it.
-        lookahead_fraction: most that leases for data not yet computed hold together.
-        peer_fraction: most that one peer holds while several are known.
-        lease_fraction: most that a single lease holds.
+        ring: the allocator; no other object reserves from it.
+        lookahead_fraction: limit of all leases for data not yet computed.
+        peer_fraction: limit of one peer while several are known.
+        lease_fraction: limit of a single lease.
 
     Raises:
-        ConfigurationError: fractions outside (0, 1], or a lease that one of the other limits would never let in.
+        ConfigurationError: fractions outside (0, 1], or a lease limit above one of the other limits.
     """
 
     def __init__(
@@ -118,18 +120,18 @@ class GrantQueue(Generic[P, K]):
         return len(self._waiting)
 
     def quarantined_bytes(self, peer: P | None = None) -> int:
-        """Bytes that wait for evidence: one peer's, or everybody's."""
+        """Bytes in quarantine: of one peer, or of all peers."""
         if peer is None:
             return self._quarantined
         known = self._peers.get(peer)
         return 0 if known is None else known.quarantined
 
     def connect(self, peer: P) -> None:
-        """Count the peer among those that share the ring, also while it asks for nothing."""
+        """Count the peer among those that share the ring, also while it requests nothing."""
         self._peer(peer).connected = True
 
     def suspend(self, peer: P) -> None:
-        """Grant the peer nothing for now; what it waits for keeps its place."""
+        """Grant the peer nothing for now; its requests stay in their places."""
         self._peer(peer).suspended = True
 
     def resume(self, peer: P) -> None:
@@ -141,7 +143,7 @@ class GrantQueue(Generic[P, K]):
         self._settle(peer)
 
     def forget(self, peer: P) -> None:
-        """Drop all that the peer waits for. Its leases stay live until each is released."""
+        """Drop all requests of the peer. Its leases stay live until each is released."""
         known = self._peer(peer)
         for key in [*known.ready, *known.ahead]:
             self.cancel(key)
@@ -149,10 +151,9 @@ class GrantQueue(Generic[P, K]):
         self._settle(peer)
 
     def request(self, peer: P, key: K, nbytes: int, *, lookahead: bool) -> Lease | None:
-        """The lease for ``key``, at once if nobody waits and it fits; None: it waits, see ``grants``.
+        """The lease for ``key``, at once if no request waits and it fits; None: it waits, see ``grants``.
 
-        The same request again returns the same live lease, or waits once. One that is no longer look-ahead is
-        promoted.
+        A repeated request returns the same live lease, or waits once. One that is no longer look-ahead is promoted.
 
         Raises:
             ConfigurationError: not a positive number of bytes.
@@ -193,7 +194,7 @@ class GrantQueue(Generic[P, K]):
             self._settle(waiting.peer)
 
     def quarantine(self, key: K) -> None:
-        """Mark a lease as awaiting evidence: it stays live until ``release``, and nobody waits for it.
+        """Put a lease in quarantine: it stays live until ``release``, and no request waits for it.
 
         Raises:
             LocalProtocolError: ``key`` has no lease.
@@ -207,10 +208,10 @@ class GrantQueue(Generic[P, K]):
             self._peer(granted.peer).quarantined += granted.lease.nbytes
 
     def release(self, key: K) -> None:
-        """Give the lease back; a second release is harmless.
+        """Release the lease; a second release does nothing.
 
         Raises:
-            LocalProtocolError: ``key`` still waits; ``cancel`` is meant.
+            LocalProtocolError: ``key`` still waits; call ``cancel`` instead.
         """
         if key in self._waiting:
             raise LocalProtocolError(f"staging request {key!r} has no lease to release, it still waits")
@@ -232,7 +233,7 @@ class GrantQueue(Generic[P, K]):
         return None if granted is None or granted.quarantined else granted.lease
 
     def grants(self) -> list[tuple[K, Lease]]:
-        """Grant all that fits now, in order of grant. To be called after whatever may have made room."""
+        """Grant all requests that fit now, in order of grant. Call it after every event that may have freed bytes."""
         granted: list[tuple[K, Lease]] = []
         if not self._waiting:
             return granted
@@ -252,7 +253,7 @@ class GrantQueue(Generic[P, K]):
             return
         held, stuck, ahead = dict.fromkeys(self._peers, 0), dict.fromkeys(self._peers, 0), 0
         for granted in self._granted.values():
-            assert granted.peer in held, "a lease of nobody"
+            assert granted.peer in held, "a lease without a known peer"
             nbytes = granted.lease.nbytes
             held[granted.peer] += nbytes
             if granted.quarantined:
@@ -309,7 +310,7 @@ class GrantQueue(Generic[P, K]):
                     one.passed += 1
                 return wanted.key, lease
             passed.append(wanted)
-            if wanted.passed >= PATIENCE and self._could_fit(wanted.nbytes):
+            if wanted.passed >= PASSES and self._could_fit(wanted.nbytes):
                 return None
         if passed:
             return None

@@ -1,4 +1,4 @@
-"""The ring: a next-fit allocator that goes round one buffer and steps over what is still live."""
+"""The ring: a next-fit allocator that circles through one buffer and skips live leases."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .base import ALIGNMENT, Lease
 
 
 class RingStagingAllocator:
-    """Hands out one buffer in a circle; satisfies :class:`StagingAllocator`.
+    """Allocates one buffer in a circle; satisfies :class:`StagingAllocator`.
 
-    The head is a virtual offset that only grows, and every lease begins at or after it: starts are unique for ever.
-    A lease occupies its bytes rounded up to the alignment, so that the head stays aligned. A live lease, however
-    old, is only a hole: ``reserve`` looks behind it, and none waits for a release in order.
+    The head is a virtual offset that only grows, and every lease begins at or after it, so no two leases share a start.
+    A lease occupies its bytes rounded up to the alignment, so the head stays aligned. A live lease is only a hole,
+    however old: ``reserve`` skips it, and releases need no order.
 
     Args:
         capacity: bytes of the buffer, a positive multiple of ``alignment``.
         alignment: bytes to which every lease's start is aligned.
 
     Raises:
-        ConfigurationError: the two numbers do not go together.
+        ConfigurationError: ``capacity`` is not a positive multiple of ``alignment``.
     """
 
     def __init__(self, capacity: int, alignment: int = ALIGNMENT) -> None:
@@ -65,7 +65,7 @@ class RingStagingAllocator:
         return self._live_bytes
 
     def reserve(self, nbytes: int) -> Lease | None:
-        """The next ``nbytes`` free bytes at or after the head, going round once; None: wait for a release.
+        """The next ``nbytes`` free bytes at or after the head, in one round at most; None: wait for a release.
 
         Raises:
             OversizeError: more than the whole ring.
@@ -89,14 +89,14 @@ class RingStagingAllocator:
         return None
 
     def release(self, lease: Lease) -> None:
-        """Give the bytes back at once, in any order; a second release is harmless.
+        """Release the bytes, in any order; a second release does nothing.
 
-        A live lease is given back only by the very object that ``reserve`` returned: an equal one may be another
-        ring's, and its bytes are not ours to free. Starts that have ended are not remembered, so another ring's lease
-        that looks like an old one of ours is taken for that, and changes nothing.
+        A live lease is released only by the very object that ``reserve`` returned. An equal object may belong to
+        another ring, whose bytes are not ours to free. The ring does not remember starts that have ended. So a lease of
+        another ring that equals an old one of ours is ignored.
 
         Raises:
-            LocalProtocolError: the lease is not from this ring.
+            LocalProtocolError: the lease belongs to another ring.
         """
         live = self._live.get(lease.offset) if lease.capacity == self._capacity else None
         if live is lease:
@@ -130,7 +130,7 @@ class RingStagingAllocator:
         return -(-nbytes // self._alignment) * self._alignment
 
     def _last_end_before(self, place: int) -> int:
-        """Where the last live lease that begins before ``place`` ends; 0 where there is none."""
+        """The end of the last live lease that begins before ``place``; 0 if there is none."""
         index = bisect_left(self._places, place)
         if not index:
             return 0

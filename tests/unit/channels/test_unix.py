@@ -128,14 +128,14 @@ class TestAnotherProcess:
         with closing(UnixChannel(f"unix://{tmp_path}/other")) as other:
             assert channel.send(other.address, b"hello")
             wait_for(channel, Opened(other.address))
-            hear = channel._hear
+            receive = channel._receive
 
             def meanwhile(*args: object) -> bool:
-                monkeypatch.setattr(channel, "_hear", hear)
+                monkeypatch.setattr(channel, "_receive", receive)
                 assert other.send(channel.address, b"last words")
                 return True
 
-            monkeypatch.setattr(channel, "_hear", meanwhile)
+            monkeypatch.setattr(channel, "_receive", meanwhile)
             other.wake()
             address = other.address
             assert not channel.poll(0)
@@ -150,15 +150,15 @@ class TestAnotherProcess:
             assert channel.send(other.address, b"hello")
             assert other.send(channel.address, b"first")
             wait_for(channel, Opened(other.address), Arrived(b"first"))
-            hear = channel._hear
+            receive = channel._receive
 
             def meanwhile(callers: Iterable[object], came: list[News]) -> bool:
-                monkeypatch.setattr(channel, "_hear", hear)
+                monkeypatch.setattr(channel, "_receive", receive)
                 with socket.socket(socket.AF_UNIX) as caller:
                     caller.connect(channel.address.removeprefix("unix://"))
-                return hear(callers, came)  # type: ignore[arg-type]
+                return receive(callers, came)  # type: ignore[arg-type]
 
-            monkeypatch.setattr(channel, "_hear", meanwhile)
+            monkeypatch.setattr(channel, "_receive", meanwhile)
             assert other.send(channel.address, b"last words")
         assert list(channel.poll(1)) == [Arrived(b"last words"), Closed(other.address)]
 
