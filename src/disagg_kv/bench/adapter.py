@@ -1,4 +1,4 @@
-"""What a transport adds to its library: the same write through both, in turns."""
+"""The cost that a transport adds to its library: the same write through both, in turns."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PAUSE_S = 20e-6
 
 @frozen
 class Size:
-    """One size of write; seconds.
+    """One size of write; times in seconds.
 
     Args:
-        nbytes: of the write.
-        writes: how many were measured, of each kind.
+        nbytes: size of the write.
+        writes: number of measured writes of each kind.
         raw: the library's own call.
-        adapter: from ``submit`` until ``poll`` tells the end.
-        overhead_s: the median of the differences, each between two writes that followed each other.
+        adapter: from ``submit`` until ``poll`` reports the end.
+        overhead_s: the median of the differences between adjacent writes.
         overhead_share: the same as a share of the raw median.
     """
 
@@ -49,7 +49,7 @@ class Size:
 
 @frozen
 class AdapterReport:
-    """What was found; all of it in one run."""
+    """The results of one run."""
 
     transport: str
     sizes: Sequence[Size]
@@ -58,7 +58,7 @@ class AdapterReport:
 
 @frozen
 class _There:
-    """What the target tells: where raw writes and the transport's go."""
+    """The target's addresses for raw writes and for the transport's."""
 
     raw: Target
     descriptor: bytes
@@ -66,15 +66,15 @@ class _There:
 
 
 def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -> AdapterReport:
-    """Measure; before and after each size a write of it is checked, through the library and through the transport.
+    """Measure. Before and after each size, one write of it is checked, through the library and through the transport.
 
     Args:
-        name: of a transport with a library behind it.
-        writes: how many, by their size in bytes.
-        timeout_s: what takes longer than this is a failure.
+        name: a transport with a library behind it.
+        writes: number of writes, by their size in bytes.
+        timeout_s: seconds after which a write has failed.
 
     Raises:
-        ConfigurationError: no sizes, or a transport that is not there or has no library.
+        ConfigurationError: no sizes, or a transport that does not exist or has no library.
         IntegrityError: wrong bytes; there is no report then.
         DeadlineError: a write does not end.
     """
@@ -106,7 +106,7 @@ def run_adapter(name: str, writes: Mapping[int, int], timeout_s: float = 60.0) -
             bytes_of(memory)[:] = np.frombuffer(content, np.uint8)
 
             def checked(what: str, call: Callable[[], None], nbytes: int) -> None:
-                """One write more, into memory that holds nothing of an earlier one, and what of it has landed."""
+                """One more write, into memory without bytes of earlier writes; returns the bytes that have landed."""
                 for said, act in ((nbytes, call), (content[:nbytes], None)):
                     pipe.send(said)
                     if not pipe.poll(timeout_s) or not pipe.recv():

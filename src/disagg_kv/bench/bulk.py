@@ -1,4 +1,4 @@
-"""The ceiling: the same bytes by the same ranks over the same transport, in as few and large writes as it takes."""
+"""The ceiling: the same bytes between the same ranks over the same transport, in the fewest and largest writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BulkTarget:
         (self._region,) = transport.register([self._memory])
 
     def describe(self) -> tuple[bytes, RegionId]:
-        """What a writer needs."""
+        """The data that a writer needs."""
         return self._transport.local_descriptor(), self._region
 
     def blank(self) -> None:
@@ -36,7 +36,7 @@ class BulkTarget:
         blank(self._memory)
 
     def sums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
-        """What the bytes of each part, (where it begins, how many), sum up to."""
+        """The checksum of each part, given as (start, length)."""
         memory = tensor_of(self._memory)
         return [_sum(memory[at : at + nbytes]) for at, nbytes in parts]
 
@@ -45,7 +45,7 @@ class BulkTarget:
         self._transport.poll()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._transport.close(0.0)
 
 
@@ -85,7 +85,7 @@ class BulkSource:
             time.sleep(self._pause_s)
 
     def sums(self) -> list[int]:
-        """What the bytes of each write sum up to."""
+        """The checksum of each write's bytes."""
         memory = tensor_of(self._memory)
         return [_sum(memory[: int(writes.nbytes[0])]) for _, writes in self._batches]
 

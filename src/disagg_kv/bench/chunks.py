@@ -22,7 +22,7 @@ from .transfer import Quantiles
 CPU = "cpu"
 
 SMALLER = 4
-"""The shorter request has so many times fewer chunks."""
+"""The long request has this many times the chunks of the shorter one."""
 
 
 @frozen
@@ -31,13 +31,13 @@ class Chunked:
 
     Args:
         strategy: its name.
-        path: how the bytes crossed.
-        segments: of the long request; one per chunk.
-        seconds: from the first chunk that prefill handed over until decode knew that all was in its pages.
-        cpu_s: processor time of prefill's process and of decode's meanwhile, at the median; where they are threads of
-            one process, of that one both times.
-        chunk_us: of that the part of a chunk, at the median, in microseconds.
-        shorter_chunk_us: the same, of a request of ``SMALLER`` times fewer chunks.
+        path: the path that the bytes took.
+        segments: segments of the long request; one per chunk.
+        seconds: from prefill's first chunk until decode has all rows in its pages.
+        cpu_s: median processor time of prefill's process and of decode's in that time. If they are threads of one
+            process, both are that process's time.
+        chunk_us: median time per chunk, in microseconds.
+        shorter_chunk_us: the same for a request with ``1 / SMALLER`` of the chunks.
     """
 
     strategy: str
@@ -51,14 +51,14 @@ class Chunked:
 
 @frozen
 class ChunksReport:
-    """What was found; all of it in one run.
+    """The results of one run.
 
     Args:
-        transport: carried the bytes.
-        tokens, chunk: of the long request, and of each of its chunks.
-        layers: how many there are, of one head of two bytes.
+        transport: the transport's name.
+        tokens, chunk: tokens of the long request, and of each chunk.
+        layers: number of layers, each with one head of two bytes.
         repeats: measured requests of each strategy and length.
-        strategies: what each took.
+        strategies: the result of each strategy.
     """
 
     transport: str
@@ -71,10 +71,10 @@ class ChunksReport:
 
 
 class ChunkedPrefill(PrefillRank):
-    """Hands a request over chunk by chunk, as fast as it can."""
+    """Submits a request chunk by chunk, as fast as it can."""
 
     def hand_over(self, tokens: int, chunk: int) -> Moved:
-        """The first ``tokens`` of the request, and wait until nobody reads them any more."""
+        """Submit the first ``tokens`` of the request, and wait until the pages are released."""
         delivery, size = self._delivery, self._shape.page_size
         began, used = time.monotonic(), time.process_time()
         for start in range(0, tokens, chunk):
@@ -90,11 +90,11 @@ class ChunkedDecode(DecodeRank):
     """Awaits a request in pages that hold nothing before."""
 
     def forget(self, strategy: str) -> None:
-        """Let nothing of an earlier request be taken for this one."""
+        """Clear the memory, so that bytes of an earlier request are not taken for this one's."""
         poison(self._pools[strategy])
 
     def move(self) -> Moved:
-        """See :meth:`DecodeRank.move`; asked before prefill hands anything over."""
+        """See :meth:`DecodeRank.move`; called before prefill submits anything."""
         used = time.process_time()
         moved = super().move()
         return _with_cpu(moved, time.process_time() - used)
@@ -117,22 +117,22 @@ def run_chunks(
     layers: int = 1,
     repeats: int = 5,
     timeout_s: float = 120.0,
-    told: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> ChunksReport:
-    """Move requests of very many small chunks, whose bytes are few: what is measured is what a chunk costs.
+    """Move requests of very many small chunks with few bytes, so that the time is the cost of a chunk.
 
     Args:
-        transport: carries the bytes.
-        strategies: measured in turns.
-        tokens: of the long request.
+        transport: the transport's name.
+        strategies: strategies to measure in turns.
+        tokens: tokens of the long request.
         chunk: tokens of a chunk, and of a page.
-        layers: of the cache.
+        layers: layers of the cache.
         repeats: measured requests of each strategy and length.
-        timeout_s: what takes longer than this is a failure.
-        told: called with a line after each request.
+        timeout_s: seconds after which a request has failed.
+        progress: called with a line after each request.
 
     Raises:
-        ConfigurationError: numbers that cannot be, or a transport or strategy that is not there.
+        ConfigurationError: invalid numbers, or an unknown transport or strategy.
         IntegrityError: a request's bytes are wrong.
         DeadlineError, PeerLostError: a rank hangs, or has ended.
     """
@@ -163,7 +163,7 @@ def run_chunks(
                         both = _request(prefill, decode, shape, name, f"{number}", chunk)
                         if number:
                             found.setdefault((name, length), []).append(both)
-                        told(f"{length:,} tokens, {name}: {both[1].ended - both[0].began:.2f} s")
+                        progress(f"{length:,} tokens, {name}: {both[1].ended - both[0].began:.2f} s")
     of = tuple(_chunked(name, found[name, tokens], found[name, shorter]) for name in strategies)
     return ChunksReport(transport, tokens, chunk, layers, repeats, of)
 

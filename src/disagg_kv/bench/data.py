@@ -14,7 +14,7 @@ from ..memory import Buffer, PagedPool
 from .shape import Role, TransferShape
 
 POISON = 0xA5
-"""What is in a page before anything arrived, and must stay where nothing belongs."""
+"""Content of a page before a transfer; it must remain wherever no bytes belong."""
 
 SPARE = 2
 """Pages of a pool that no request uses."""
@@ -37,14 +37,14 @@ def fill(pool: PagedPool, shape: TransferShape, pages: Ids) -> None:
 
 
 def poison(pool: PagedPool) -> None:
-    """Let nothing of an earlier transfer be taken for one that arrived."""
+    """Clear the memory, so that bytes of an earlier transfer are not taken for received ones."""
     for number in range(len(pool.site.planes)):
         plane_of(pool, number).fill_(POISON)
     settle(pool)
 
 
 def blank(memory: Buffer) -> None:
-    """The same of staging memory, which no write is under way from or to."""
+    """The same for staging memory, while no write reads or writes it."""
     tensor_of(memory).fill_(POISON)
     _synchronize(memory.device)
 
@@ -55,7 +55,7 @@ def wrong(pool: PagedPool, shape: TransferShape, pages: Ids) -> int:
 
 
 def settle(pool: PagedPool) -> None:
-    """Wait until what was asked of a GPU is done."""
+    """Wait until the GPU has finished its queued work."""
     _synchronize(pool.buffers[0].device)
 
 
@@ -65,7 +65,7 @@ def _synchronize(device: str) -> None:
 
 
 def _planes(pool: PagedPool, shape: TransferShape, pages: Ids) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Every plane as it is and as it must be."""
+    """The actual and the expected bytes of every plane."""
     device = pool.buffers[0].device
     row = torch.arange(shape.tokens)
     size = pool.site.groups[0].rows_per_page

@@ -28,7 +28,7 @@ STRATEGY = "staged+per_chunk"
 """Leases, one for each page that is announced."""
 
 ASKED = Options().window - 1
-"""Measured requests of a room; one more goes before them, which ends the silence between two rooms."""
+"""Measured requests of a room; one more precedes them and ends the silence between two rooms."""
 
 ROWS = 16
 """Of a page, which is a segment here."""
@@ -53,14 +53,14 @@ class Rhythm:
 
 @frozen
 class GrantReport:
-    """What was found; all of it in one run.
+    """The results of one run.
 
     Args:
-        transport: whose writes used the grants, after they were measured.
+        transport: the transport that used the grants after they were measured.
         repeats: round trips of each kind.
-        request_bytes, grant_bytes: of the frames.
-        in_a_row: the next request goes out as soon as the last one's grant is there.
-        after_pause: every request comes after silence, in which both processes and their cores fall asleep.
+        request_bytes, grant_bytes: sizes of the frames.
+        in_a_row: each request follows the previous grant at once.
+        after_pause: each request follows a silence, in which both processes and their cores sleep.
     """
 
     transport: str
@@ -82,23 +82,23 @@ def run_grant(
     repeats: int = 1000,
     pause_s: float = 0.01,
     timeout_s: float = 60.0,
-    told: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> GrantReport:
-    """Ask for the grants of one room after another, in both rhythms in turns.
+    """Request the grants of one room after another, in both rhythms in turns.
 
-    A prefill endpoint announces one page after another to a decode endpoint in another process. Every room is then
-    sent with the leases whose grants were measured, and its bytes are checked, before the next one begins.
+    A prefill endpoint announces one page after another to a decode endpoint in another process. Every room is then sent
+    with the measured leases, and its bytes are checked, before the next one begins.
 
     Args:
-        transport: carries the bytes, none of them while grants are measured.
+        transport: the transport's name; it moves no bytes while grants are measured.
         repeats: round trips of each kind; rounded up to whole rooms.
         pause_s: silence before each request in one of the two rhythms.
-        timeout_s: what takes longer than this is a failure.
-        told: called with a line after each room.
+        timeout_s: seconds after which a grant or a room has failed.
+        progress: called with a line after each room.
 
     Raises:
-        ConfigurationError: numbers that cannot be, or a transport that is not there.
-        IntegrityError: a room's bytes are wrong, or did not cross with the grants that were measured.
+        ConfigurationError: invalid numbers, or an unknown transport.
+        IntegrityError: a room's bytes are wrong, or did not use the measured grants.
         DeadlineError, PeerLostError: a rank hangs, or has ended.
     """
     if repeats < 1 or not 0 < pause_s < timeout_s:
@@ -124,7 +124,7 @@ def run_grant(
             for number in range(1, rooms(repeats) + 1):
                 for series in (in_a_row, after_pause):
                     series.measure(prefill, decode, str(number))
-                told(f"{number * ASKED} of each")
+                progress(f"{number * ASKED} of each")
     both = [*in_a_row.grants, *after_pause.grants]
     sizes = max(one.request_bytes for one in both), max(one.grant_bytes for one in both)
     return GrantReport(transport, len(in_a_row.grants), *sizes, in_a_row.found(), after_pause.found())
@@ -132,7 +132,7 @@ def run_grant(
 
 @define
 class Series:
-    """What is measured in one rhythm."""
+    """The measurements of one rhythm."""
 
     pause_s: float
     grants: list[Granted] = field(factory=list)
@@ -147,13 +147,13 @@ class Series:
         self.bare += bare
 
     def found(self) -> Rhythm:
-        """All of it."""
+        """Measure all rooms."""
         ours, theirs = Quantiles.of([one.seconds for one in self.grants]), Quantiles.of(self.bare)
         return Rhythm(self.pause_s, ours, theirs, ours.p50 / theirs.p50)
 
 
 def _room(prefill: Ranks, decode: Ranks, name: str, pause_s: float) -> list[Granted]:
-    """Ask for its grants in that rhythm, use them, and see what arrived."""
+    """Request a room's grants in that rhythm, use them, and check the bytes."""
     room = name.encode()
     decode.ask(type(None), "prepare", STRATEGY, room)
     prefill.ask(type(None), "prepare", STRATEGY, room)
@@ -171,7 +171,7 @@ def _room(prefill: Ranks, decode: Ranks, name: str, pause_s: float) -> list[Gran
 
 
 class _Pair:
-    """ZeroMQ and nothing else: an inbox, and a way to the other rank's."""
+    """Bare ZeroMQ: an inbox, and a socket to the other rank's inbox."""
 
     def __init__(self, folder: str, own: Role, other: Role, timeout_s: float | None = None) -> None:
         self._context = zmq.Context()
@@ -200,7 +200,7 @@ class _Pair:
         self._push.close()
 
     def end(self) -> None:
-        """From any thread: whoever receives meets ContextTerminated; returns once it has let go."""
+        """Close it, from any thread. A thread in ``receive`` gets ContextTerminated; this waits until it has left."""
         self._context.term()
 
 
@@ -215,7 +215,7 @@ class Asker(PrefillRank):
         self._pair = _Pair(setup.folder, "prefill", "decode", setup.shape.timeout_s)
 
     def request(self, pause_s: float) -> list[Granted]:
-        """Ask for every page of the room, and hand all but the last over; the first one is not told of."""
+        """Request every page of the room, and submit all but the last; the first request is not reported."""
         granted: list[Granted] = []
         passes: list[ForwardPass] = []
 
@@ -234,7 +234,7 @@ class Asker(PrefillRank):
         return granted[1:]
 
     def _until(self, good: Callable[[], bool], look_s: float = 0.0) -> None:
-        """Step the endpoint until then; it waits by itself."""
+        """Step the endpoint until the condition holds; the endpoint waits by itself."""
 
         def stepped() -> bool:
             if not good():

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""The machine and the versions of a benchmark."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def installed(package: str) -> str:
 
 
 def cpu_model(info: Path) -> str:
-    """What Linux says of the first core; elsewhere the architecture."""
+    """The name of the first core in Linux; elsewhere the architecture."""
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

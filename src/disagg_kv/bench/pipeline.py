@@ -26,7 +26,7 @@ LENGTHS = (64, 256, 1024, 4096, 16384)
 
 @frozen
 class PipelineShape:
-    """What is compared.
+    """The comparison to make.
 
     Args:
         transfer: the request; its ``tokens`` are those of the ratios. Compute and wire are set here.
@@ -98,15 +98,15 @@ class Length:
 
 @frozen
 class PipelineReport:
-    """What was found; all of it in one run.
+    """The results of one run.
 
     Args:
-        shape: what was compared.
-        emulated: what was not real.
+        shape: the comparison.
+        emulated: the emulated parts.
         group_s: measured seconds that one more group costs.
         overlaps: per ratio.
         lengths: the sweep.
-        machine: what it ran on.
+        machine: the machine and versions.
     """
 
     shape: PipelineShape
@@ -117,26 +117,26 @@ class PipelineReport:
     machine: Machine = field(factory=Machine.here)
 
 
-def run_pipeline(shape: PipelineShape, told: Callable[[str], None] = lambda _: None) -> PipelineReport:
-    """Measure the cost of a group, then each ratio, then each length; bytes are checked in every one of them.
+def run_pipeline(shape: PipelineShape, progress: Callable[[str], None] = lambda _: None) -> PipelineReport:
+    """Measure the cost of a group, then each ratio, then each length. Each of them checks the bytes.
 
     Args:
-        shape: what to compare.
-        told: called with a line after each part.
+        shape: the comparison to make.
+        progress: called with a line after each part.
 
     Raises:
         ConfigurationError, IntegrityError, DeadlineError, PeerLostError: as :func:`run_transfer`.
     """
     group_s = _group_s(shape)
-    told(f"a group costs {group_s * 1e6:.0f} us")
+    progress(f"a group costs {group_s * 1e6:.0f} us")
     overlaps = []
     for ratio in shape.ratios:
         overlaps.append(_overlap(shape, ratio, group_s))
-        told(f"T / C = {ratio:g}: {overlaps[-1].over_bound:.3f} of the bound")
+        progress(f"T / C = {ratio:g}: {overlaps[-1].over_bound:.3f} of the bound")
     lengths = []
     for tokens in shape.lengths:
         lengths.append(_length(shape, tokens, group_s))
-        told(f"{tokens:,} tokens: {lengths[-1].ratio:.3f} of per-chunk")
+        progress(f"{tokens:,} tokens: {lengths[-1].ratio:.3f} of per-chunk")
     return PipelineReport(shape, "compute (sleeps) and wire", group_s, tuple(overlaps), tuple(lengths))
 
 

@@ -19,19 +19,19 @@ LIMITS: Mapping[str, float] = {"bytes_over_ideal": 1.02, "ttft_over_ideal": 1.10
 
 @frozen
 class Figures:
-    """One run, in seconds.
+    """One run; times in seconds.
 
     Args:
-        hit_ratio: tokens that decode held, of all prompts' tokens.
-        kv_bytes: on the wire.
-        kv_bytes_ideal: of what decode cannot have had, in whole pages.
-        ttft_mean, ttft_p50, ttft_p99: until the first token is at decode.
-        latency: between two tokens, on average over tokens.
-        latency_at_equal_batch: that, over what the same batches take when nothing arrives.
-        worst_step: the longest step with running requests, over what it takes when nothing arrives.
+        hit_ratio: tokens that decode held, as a share of all prompts' tokens.
+        kv_bytes: bytes on the wire.
+        kv_bytes_ideal: bytes that decode cannot have had, in whole pages.
+        ttft_mean, ttft_p50, ttft_p99: time until decode has the first token.
+        latency: time between two tokens, on average over tokens.
+        latency_at_equal_batch: that, over the time of the same batches without arrivals.
+        worst_step: the longest step with running requests, over its time without arrivals.
         batch: running requests, on average over tokens.
-        requests_per_s: finished.
-        evicted_pages: that decode's index gave up.
+        requests_per_s: finished requests per second.
+        evicted_pages: pages that decode's index evicted.
         host_s_per_request: CPU time of index and planner.
     """
 
@@ -117,7 +117,7 @@ class PrefixReport:
 def run_prefix(
     shape: PrefixShape,
     emulation: Emulation,
-    told: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.process_time,
 ) -> PrefixReport:
     """Run the workload five times.
@@ -125,8 +125,8 @@ def run_prefix(
     Args:
         shape: the workload.
         emulation: the machines.
-        told: called with the name of each run before it.
-        clock: this process's CPU time, for what index and planner take.
+        progress: called with the name of each run before it.
+        clock: this process's CPU time, to measure index and planner.
 
     Raises:
         CapacityError: a request that does not fit.
@@ -141,7 +141,7 @@ def run_prefix(
         ("one", one, True, False),
         ("any", every, True, False),
     ):
-        told(name)
+        progress(name)
         emulator = Emulator(of, prompts, shape.concurrency, incremental=incremental, ideal=ideal, clock=clock)
         run = emulator.run()
         figures[name] = Figures.of(run)

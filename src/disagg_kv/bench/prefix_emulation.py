@@ -27,18 +27,18 @@ PARAMETERS = Path(__file__).with_name("prefix_parameters.json")
 
 @frozen
 class Emulation:
-    """How fast the emulated machines are, and what they hold; ``about`` says where the numbers are from.
+    """Speeds and sizes of the emulated machines; ``about`` names the source of the numbers.
 
     Args:
-        about: in words.
-        layers, kv_heads, head_dim, dtype, prefill_tp, decode_tp, prefill_page, decode_page: of model and instances.
-        prefill_tokens_per_s: of a prefill instance.
-        pass_s: what a forward pass of prefill takes besides.
-        step_s, step_s_per_request: a decode step takes the first, and the second per running request.
+        about: the source, in words.
+        layers, kv_heads, head_dim, dtype, prefill_tp, decode_tp, prefill_page, decode_page: model and instances.
+        prefill_tokens_per_s: speed of a prefill instance.
+        pass_s: additional seconds per forward pass of prefill.
+        step_s, step_s_per_request: seconds of a decode step, and in addition per running request.
         prefill_kv_tokens, decode_kv_tokens: rows of the instances' pools.
         wire_bytes_per_s: between the two instances, over all ranks.
-        round_trip_s: of control frames.
-        scatter_bytes_per_s: of one decode rank; decoding stands still meanwhile.
+        round_trip_s: round trip of control frames.
+        scatter_bytes_per_s: speed of one decode rank; decoding pauses in that time.
         pace_bytes_per_s, arrivals_per_step: the decode endpoint's options; its engine polls once per step.
         slot_bytes, lease_bytes: limits of a segment.
     """
@@ -76,7 +76,7 @@ class Emulation:
         """The emulation in a JSON file.
 
         Raises:
-            ConfigurationError: it cannot be read, or says something else.
+            ConfigurationError: it cannot be read, or has other contents.
         """
         try:
             return _EMULATION.decode(file.read_bytes())
@@ -98,7 +98,7 @@ class Landed:
 
 @define(eq=False)
 class _Request:
-    """One request on its way, and when things happened to it."""
+    """One request, with the times of its events."""
 
     prompt: Prompt
     began: float
@@ -111,18 +111,18 @@ class _Request:
 
 @frozen
 class Run:
-    """What one run was like. Times in seconds.
+    """The log of one run. Times in seconds.
 
     Args:
-        seconds: of the whole run.
-        ttft: per request, in the order of their ends: from being sent until decode has the first token.
-        steps: per decode step with running requests: how many, what the step took, and what it takes without arrivals.
+        seconds: duration of the run.
+        ttft: per request, in the order of their ends: from sending it until decode has the first token.
+        steps: per decode step with running requests: their number, its time, and its time without arrivals.
         prompt_tokens, held_tokens: of all requests; held by decode at ``expect``.
-        kv_bytes: on the wire.
-        kv_bytes_ideal: of the rows after the whole pages that had arrived for an earlier prompt of the group.
-        evicted: pages that decode's index gave up.
-        host_s: CPU time of index and planner, over all requests; it is part of ``ttft``, and what decode's engine
-            thread spends is part of its steps.
+        kv_bytes: bytes on the wire.
+        kv_bytes_ideal: bytes of the rows after the whole pages that had arrived for an earlier prompt of the group.
+        evicted: pages that decode's index evicted.
+        host_s: CPU time of index and planner, over all requests. It is part of ``ttft``; the share of decode's engine
+            thread is part of its steps.
     """
 
     seconds: float
@@ -200,7 +200,7 @@ class Emulator:
         self._host_s = 0.0
 
     def run(self) -> Run:
-        """All of it."""
+        """Run the whole workload."""
         for _ in range(min(self._concurrency, len(self._waiting))):
             self._send()
         while self._events:
@@ -249,7 +249,7 @@ class Emulator:
             self._after(self._host_free - self._now + trip, partial(self._queue, request))
 
     def _worked(self, since: float) -> float:
-        """Decode's engine thread was busy: its next step begins so much later."""
+        """Delay decode's next step by the time for which its engine thread was busy."""
         host = 0.0 if self._ideal else self._clock() - since
         self._host_s += host
         self._stall += host
@@ -403,7 +403,7 @@ class Emulator:
 
 
 class CountingIndex(HashPrefixIndex):
-    """Counts what it gives up."""
+    """Counts evicted pages."""
 
     evicted = 0
 
@@ -415,7 +415,7 @@ class CountingIndex(HashPrefixIndex):
 
 
 def _cache(spec: CacheSpec, tokens: int, page: int) -> tuple[PrefixCache, CountingIndex]:
-    """An index over a pool of so many tokens, without its memory."""
+    """An index over a pool of this number of tokens, without its memory."""
     site = plain_site(spec, shard(spec), tokens, page)
     pages = site.groups[0].pages
     index = CountingIndex(page, pages, namespace_of(spec))

@@ -13,17 +13,17 @@ VOCABULARY = 128_000
 
 @frozen
 class PrefixShape:
-    """How much of everything. Lengths are drawn evenly from ``range_ratio`` of the given number up to all of it.
+    """The sizes of a workload. Lengths are drawn evenly from ``range_ratio`` of the given number up to all of it.
 
     Args:
-        groups: how many beginnings there are.
-        prompts: prompts that share one.
-        shared_tokens: tokens of a beginning.
+        groups: number of shared prefixes.
+        prompts: prompts per group.
+        shared_tokens: tokens of a shared prefix.
         own_tokens: tokens that follow.
         answer_tokens: tokens that decode generates.
         range_ratio: the shortest length, as a share of the longest.
         concurrency: requests at once; the next begins when one ends.
-        seed: of lengths, tokens and order.
+        seed: seed of lengths, tokens and order.
     """
 
     groups: int = 80
@@ -52,9 +52,9 @@ class Prompt:
     """One request.
 
     Args:
-        group: whose beginning it has.
-        shared: tokens of that.
-        tokens: all of them, int32 ``[n]``.
+        group: its group.
+        shared: number of tokens of the shared prefix.
+        tokens: all tokens, int32 ``[n]``.
         answer: tokens to generate.
     """
 

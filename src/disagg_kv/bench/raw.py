@@ -13,11 +13,11 @@ from ..memory import Buffer
 
 @frozen
 class Target:
-    """Where a raw write goes.
+    """The target of raw writes.
 
     Args:
-        handle: what the library needs in order to reach its owner.
-        addr: of the memory there.
+        handle: the library's reference to its owner.
+        addr: address of the memory there.
     """
 
     handle: bytes
@@ -63,7 +63,7 @@ class RawNixl:
         return Target(self._agent.get_agent_metadata(), self._memory.addr)
 
     def prepare(self, target: Target, nbytes: int) -> Callable[[], None]:
-        """See :class:`Raw`; every write describes itself anew, as one of a serving engine has to."""
+        """See :class:`Raw`; every write has a new descriptor, as in a serving engine."""
         agent = self._agent
         name = agent.add_remote_agent(target.handle).decode()
         here, there = [(self._memory.addr, nbytes, 0)], [(target.addr, nbytes, 0)]

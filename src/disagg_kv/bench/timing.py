@@ -21,10 +21,10 @@ CYCLES_PER_S = 1.7e9
 
 
 class Queued:
-    """Work of an engine on its GPU that takes about so long from now, queued ahead by its host.
+    """Queue work on an engine's GPU that takes about this long.
 
     Args:
-        seconds: how long.
+        seconds: its duration.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class Queued:
 
 
 class Still:
-    """Kernels that leave all bytes where they are."""
+    """Kernels that move no bytes."""
 
     name = "still"
 
@@ -72,9 +72,9 @@ class Granted:
 
 
 class Timed:
-    """A channel that notes how long each segment's grant is under way.
+    """A channel that measures the time from each segment's request to its grant.
 
-    Times alone are noted while it is used; the frames are read when somebody asks.
+    It only records times while it is used, and decodes the frames afterwards.
     """
 
     def __init__(self, inner: UnixChannel) -> None:

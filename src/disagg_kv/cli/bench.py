@@ -35,14 +35,12 @@ def register(app: typer.Typer) -> None:
 
 
 def bench() -> None:
-    """Measure a transfer and what limits it; compare only what one run has measured."""
+    """Run a benchmark. Compare only numbers of one run."""
 
 
 def transfer(
     transport: Transport = None,
-    device: Annotated[
-        Device, typer.Option(help="Where the caches lie: cpu, or cuda: as many GPUs as there are.")
-    ] = "cpu",
+    device: Annotated[Device, typer.Option(help="Device of the caches: cpu, or cuda (all GPUs).")] = "cpu",
     strategies: Annotated[str, typer.Option(help="Comma-separated; each is measured in turn.")] = "slice,staged",
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel prefill ranks.")] = 4,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel decode ranks.")] = 1,
@@ -54,21 +52,21 @@ def transfer(
     page_size: PageSize = 64,
     decode_page_size: DecodePageSize = None,
     layout: Annotated[Order, typer.Option(help="Order inside a page.")] = "NHD",
-    decode_layout: Annotated[Order | None, typer.Option(help="The same for decode, where it differs.")] = None,
+    decode_layout: Annotated[Order | None, typer.Option(help="Order inside a page of decode, if it differs.")] = None,
     announced: Annotated[
-        bool, typer.Option("--announced", help="Announce the rows first, as an engine does before it computes them.")
+        bool, typer.Option("--announced", help="Announce the rows first, as an engine does before a pass.")
     ] = False,
     slots: Annotated[int, typer.Option(min=1, help="Staging slots of a prefill rank.")] = 8,
-    slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of each.")] = None,
+    slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a staging slot.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
     verify: Annotated[Verify, typer.Option(help="Measure each strategy once more with checksums.")] = "off",
     repeats: Annotated[int, typer.Option(min=1, help="Measured transfers per strategy.")] = 20,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one transfer has failed.")] = 120.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Move one request with several strategies in turns, and hold them against plain bulk writes.
+    """Move one request with several strategies in turns, and compare them with plain bulk writes.
 
-    The bytes are checked first: where they are wrong, nothing is measured and the exit code is 1.
+    The bytes are checked first. If they are wrong, nothing is measured and the exit code is 1.
     """
     from ..bench import TransferShape, run_transfer
     from ..bench.transfer import steps
@@ -110,7 +108,7 @@ def adapter(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which one write has failed.")] = 60.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write through a transport and through the library's own call in turns: what the transport adds."""
+    """Write through a transport and through the library's own call in turns, and show what the transport adds."""
     from ..bench.adapter import run_adapter
 
     report = run_adapter(transport, {64 << 10: small, 16 << 20: large}, timeout)

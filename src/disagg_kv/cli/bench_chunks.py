@@ -1,4 +1,4 @@
-"""``disagg-kv bench chunks``: what a chunk costs, however many there are."""
+"""``disagg-kv bench chunks``: the cost of a chunk in a long request and in a shorter one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def chunks(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a request has failed.")] = 120.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Move a request of very many small chunks, and one of a quarter as many, between two processes.
+    """Move a request of very many small chunks, and one with a quarter of the chunks, between two processes.
 
-    All bytes are checked after each request: where they are wrong, nothing is printed and the exit code is 1.
+    All bytes are checked after each request. If they are wrong, nothing is printed and the exit code is 1.
     """
     from ..bench.chunks import SMALLER, run_chunks
 

@@ -19,10 +19,10 @@ def grant(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a grant or a room has failed.")] = 60.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Ask for one grant after another, and send as many bare ZeroMQ frames of the same sizes in the same rhythm.
+    """Request one grant after another, and send bare ZeroMQ frames of the same number, sizes and rhythm.
 
-    Every room is sent with the grants that were measured, and its bytes are checked: where they are wrong, nothing is
-    printed and the exit code is 1.
+    Every room is sent with the measured grants, and its bytes are checked. If they are wrong, nothing is printed and
+    the exit code is 1.
     """
     from ..bench.grant import rooms, run_grant
 

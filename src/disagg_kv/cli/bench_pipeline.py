@@ -40,7 +40,7 @@ def pipeline(
 ) -> None:
     """Send one request per chunk and in layer groups, behind emulated compute and an emulated wire.
 
-    The bytes are checked first: where they are wrong, nothing is measured and the exit code is 1.
+    The bytes are checked first. If they are wrong, nothing is measured and the exit code is 1.
     """
     from ..bench.pipeline import PipelineShape, plot_svg, run_pipeline
     from ..bench.shape import TransferShape

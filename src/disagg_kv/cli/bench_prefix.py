@@ -26,8 +26,8 @@ ROWS = (
     ("TTFT p50, s", "ttft_p50", 1.0),
     ("TTFT p99, s", "ttft_p99", 1.0),
     ("between tokens, ms", "latency", 1e3),
-    ("the same over that of equal batches", "latency_at_equal_batch", 1.0),
-    ("the longest step over that", "worst_step", 1.0),
+    ("the same, over equal batches without arrivals", "latency_at_equal_batch", 1.0),
+    ("longest step, over one without arrivals", "worst_step", 1.0),
     ("requests running", "batch", 1.0),
     ("requests/s", "requests_per_s", 1.0),
     ("host ms per request", "host_s_per_request", 1e3),
@@ -35,27 +35,27 @@ ROWS = (
 
 
 def prefix(
-    groups: Annotated[int, typer.Option(min=1, help="Beginnings that prompts share.")] = 80,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts that share one.")] = 8,
-    shared_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a beginning, at most.")] = 7000,
-    own_tokens: Annotated[int, typer.Option(min=1, help="Tokens after it, at most.")] = 1000,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, at most.")] = 1067,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of prompts; each group shares a prefix.")] = 80,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 8,
+    shared_tokens: Annotated[int, typer.Option(min=1, help="Largest shared prefix, in tokens.")] = 7000,
+    own_tokens: Annotated[int, typer.Option(min=1, help="Largest part of a prompt after it, in tokens.")] = 1000,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Largest number of tokens to generate.")] = 1067,
     range_ratio: Annotated[float, typer.Option(help="The shortest length, as a share of the longest.")] = 0.5,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 128,
-    seed: Annotated[int, typer.Option(help="Of lengths, tokens and order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of lengths, tokens and order.")] = 0,
     parameters: Annotated[
         Path | None, typer.Option(help="A JSON file that describes the emulated machines; default: the library's.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write an SVG picture here.")] = None,
     small: Annotated[
-        bool, typer.Option(help="A small workload in place of the sizes above, and a real model's conversations.")
+        bool, typer.Option(help="A small workload instead of the sizes above, and conversations of a real model.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Send prompts that share beginnings, with held prefixes and without, and hold both against what is possible.
+    """Send prompts that share prefixes, with and without held prefixes, and compare both with the ideal.
 
-    Compute and wire are emulated; index, page accounts, planner and pacing are the library's own. Exit code 1: a limit
-    is broken.
+    Compute and wire are emulated; index, page accounts, planner and rate limits are the library's own. Exit code 1: a
+    limit is exceeded.
     """
     from ..bench.prefix import plot_svg, run_prefix
     from ..bench.prefix_emulation import PARAMETERS, Emulation

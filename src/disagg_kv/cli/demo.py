@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Inject(StrEnum):
-    """What can be made wrong on purpose."""
+    """The errors that ``--inject`` can introduce."""
 
     swap_heads = "swap-heads"
     negate = "negate"
 
 
 class Model(StrEnum):
-    """Which architecture."""
+    """The architecture of the model."""
 
     llama = "llama"
     mla = "mla"
@@ -46,13 +46,13 @@ DecodeLaunch = Annotated[
     str, typer.Option(help="Words before decode's command, for another network here: 'ip netns exec b'.")
 ]
 Turns = Annotated[
-    int, typer.Option(min=1, help="Prompts of each; a later one is all that was said before, and 48 tokens more.")
+    int, typer.Option(min=1, help="Prompts per conversation; a later one adds 48 tokens to the conversation so far.")
 ]
 InjectOption = Annotated[
     Inject | None,
-    typer.Option(help="Make it wrong on purpose: KV heads 0 and 1 are gathered for each other; signs change."),
+    typer.Option(help="Introduce an error: exchange KV heads 0 and 1 in the gather, or change signs."),
 ]
-LayerGroup = Annotated[int, typer.Option(min=1, help="Layers that cross together, with the schedule layer_pipelined.")]
+LayerGroup = Annotated[int, typer.Option(min=1, help="Layers per group, with the schedule layer_pipelined.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -66,16 +66,16 @@ def demo(
     prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of prefill.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes of a decode stage.")] = 1,
     decode_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of decode.")] = 1,
-    strategy: Annotated[str, typer.Option(help="How the cache crosses: staged, slice, direct, auto ...")] = "staged",
+    strategy: Annotated[str, typer.Option(help="The strategy: staged, slice, direct, auto ...")] = "staged",
     transport: Transport = None,
-    device: Annotated[Device, typer.Option(help="Where models and caches lie; cuda: on all GPUs there are.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Device of models and caches; cuda: all GPUs.")] = "cpu",
     transport_module: Annotated[str | None, typer.Option(help="A module that registers the transport.")] = None,
     prefill_host: PrefillHost = "127.0.0.1",
     decode_host: Annotated[str, typer.Option(help="Decode's address for prefill.")] = "127.0.0.1",
     decode_launch: DecodeLaunch = "",
-    requests: Annotated[int, typer.Option(min=1, help="How many conversations.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Number of conversations.")] = 4,
     turns: Turns = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the shortest prompt.")] = 384,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass of prefill.")] = 150,
     page_size: PageSize = 16,
@@ -84,9 +84,9 @@ def demo(
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the model; both TP sizes divide it.")] = 8,
     inject: InjectOption = None,
     layer_group: LayerGroup = 1,
-    trace: Annotated[Path | None, typer.Option(help="Write what the endpoints did when, for ui.perfetto.dev.")] = None,
-    verify: Annotated[Verify, typer.Option(help="Compare what arrives with checksums.")] = "off",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds until it gives up.")] = 300.0,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace of the endpoints for ui.perfetto.dev.")] = None,
+    verify: Annotated[Verify, typer.Option(help="Verify received data with checksums.")] = "off",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the demo fails.")] = 300.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Move a model's cache between process groups, generate from it, and compare tokens and bytes.
@@ -135,12 +135,12 @@ def _run(config: DemoConfig) -> Report:
     with progress() as bar:
         task = bar.add_task("starting", total=steps(config))
         return run_demo(
-            config, lambda told: bar.update(task, advance=1, description=f"{told.role} {told.rank}: {told.kind}")
+            config, lambda one: bar.update(task, advance=1, description=f"{one.role} {one.rank}: {one.kind}")
         )
 
 
 def _show(config: DemoConfig, report: Report, *, as_json: bool) -> None:
-    """Print the report; exit with 1 if anything was wrong."""
+    """Print the report; exit with 1 after a failure."""
     tables = [moved(config, report), _ranks(report), *([_turns(report)] if config.turns > 1 else ())]
     emit(document(report), *tables, verdict(report), as_json=as_json)
     if not report.ok:
@@ -154,19 +154,19 @@ def document(report: Report) -> dict[str, Json]:
 
 
 def verdict(report: Report) -> Text:
-    """One line: whether it worked, and why not."""
+    """One line: success, or the reasons for the failure."""
     wrong = [] if report.tokens_equal else ["the tokens differ from those of one process"]
     if report.wrong_bytes:
         wrong.append(f"{report.wrong_bytes:,} bytes are wrong")
     if report.stray_bytes:
-        wrong.append(f"{report.stray_bytes:,} bytes beside them were changed")
+        wrong.append(f"{report.stray_bytes:,} other bytes were changed")
     if not report.ok:
         return Text(f"FAILED: {', '.join(wrong)}", "red")
     return Text("OK: the tokens are those of one process, and every byte is right", "green")
 
 
 def moved(config: DemoConfig, report: Report) -> Table:
-    """What crossed, and how."""
+    """Bytes, writes and times of the transfers."""
     stages = "" if report.prefill_pp == report.decode_pp == 1 else f", PP {report.prefill_pp} -> {report.decode_pp}"
     split = f"TP {report.prefill_tp} -> {report.decode_tp}{stages}"
     table = Table("what", "", title=f"{report.model}, {split}, {report.strategy}, {report.transport}")

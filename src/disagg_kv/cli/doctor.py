@@ -22,20 +22,20 @@ NEEDED = ("transports", "kernels", "channels")
 """Of each of these at least one must work."""
 
 OPTIONAL = {"hf": ("transformers", "the demo and the Hugging Face adapter")}
-"""Extra -> (its package, what it is for)."""
+"""Extra -> (its package, its purpose)."""
 
 
 @frozen
 class Finding:
-    """One thing that was tried; where it does not work ``detail`` is the reason.
+    """One check.
 
     Args:
-        name: what.
-        works: whether it does.
-        detail: more about it, or why it does not.
-        remedy: what to do about that.
+        name: the thing checked.
+        works: whether it works.
+        detail: more about it; if it does not work, the reason.
+        remedy: how to make it work.
         library: a transport's package, its version, and the module that is imported.
-        lanes: what carries a transport's writes of CPU memory within this host, as far as it can be known.
+        lanes: the lanes of a transport's writes of CPU memory within this host, if they can be found out.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Finding:
     def __str__(self) -> str:
         word = "works" if self.works else "NO"
         parts = [self.detail, self.remedy and f"remedy: {self.remedy}", self.library]
-        parts.append(self.lanes and f"writes go by {self.lanes}")
+        parts.append(self.lanes and f"writes use {self.lanes}")
         return f"{self.name:<15} {word:<6} {'; '.join(filter(None, parts))}".rstrip()
 
 
@@ -58,7 +58,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(as_json: JsonFlag = False) -> None:
-    """Say what works on this host; for what does not, the reason and the remedy."""
+    """Show what works on this host, and for the rest the reason and the remedy."""
     with _stdout_is_stderr():
         found = examine()
         troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
@@ -66,7 +66,7 @@ def doctor(as_json: JsonFlag = False) -> None:
     lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
     host = {"python": platform.python_version(), "platform": platform.platform(), "disagg_kv": version("disagg_kv")}
     groups: dict[str, Json] = {kind: [asdict(f) for f in findings] for kind, findings in found.items()}
-    verdict = f"Nothing works of: {', '.join(lacking)}." if lacking else "This host can run disagg_kv."
+    verdict = f"None of these works: {', '.join(lacking)}." if lacking else "This host can run disagg_kv."
     lines += [f"problem     {trouble}" for trouble in troubles]
     document: dict[str, Json] = {"ok": not lacking, "host": host, "problems": troubles, **groups}
     emit(document, *map(Text, lines), verdict, as_json=as_json)
@@ -114,7 +114,7 @@ def mover(finding: Finding) -> Finding:
     """The same with what serves GPUs where Triton cannot."""
     if finding.works or finding.name != "triton":
         return finding
-    return evolve(finding, detail=f"{finding.detail}; memory of GPUs is moved by 'reference', many times slower")
+    return evolve(finding, detail=f"{finding.detail}; GPU memory uses 'reference', which is many times slower")
 
 
 def _carrier(finding: Finding) -> Finding:
@@ -130,7 +130,7 @@ def _carrier(finding: Finding) -> Finding:
         return evolve(
             finding,
             library=distribution("mooncake"),
-            lanes="tcp, which it is told to use; the library does not say what it uses",
+            lanes="tcp (configured; the library does not report its lane)",
         )
     return finding
 
@@ -159,7 +159,7 @@ def system_libraries() -> Sequence[Finding]:
 
 
 def problems(environment: Mapping[str, str]) -> Sequence[str]:
-    """What is set so that transports of GPU memory refuse it."""
+    """Settings that make transports refuse GPU memory."""
     return [
         f"{name}={environment[name]}: GPU memory of expandable segments cannot be shared between processes, and is "
         "refused; unset it"

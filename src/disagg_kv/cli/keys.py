@@ -18,8 +18,8 @@ def register(app: typer.Typer) -> None:
 
 
 def keys(
-    folder: Annotated[Path, typer.Argument(help="Where the two files go.")],
-    name: Annotated[str, typer.Argument(help="Of the pair, for example of an instance.")],
+    folder: Annotated[Path, typer.Argument(help="The folder for the two files.")],
+    name: Annotated[str, typer.Argument(help="Name of the pair, for example an instance's name.")],
     as_json: JsonFlag = False,
 ) -> None:
     """Make a key pair: NAME.key for the others' folder of allowed keys, NAME.key_secret for its owner alone."""

@@ -1,6 +1,6 @@
-"""What carries writes here: a real write between two processes, and what UCX logs of it.
+"""The UCX lanes of this host, from UCX's log of a real write between two processes.
 
-As a program: makes that write, and prints the id of the process that wrote.
+As a program, the module makes that write and prints the id of the writing process.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ TIMEOUT_S = 120.0
 _LANE = re.compile(r"\w+/[\w.:-]+")
 
 
-CRAWLS = " (slow within a host; faster is cma: UCX_TLS must allow it, and containers one PID namespace and SYS_PTRACE)"
-"""Said where sockets alone carry the writes."""
+SLOW = " (slow within a host; faster is cma: UCX_TLS must allow it, and containers one PID namespace and SYS_PTRACE)"
+"""Appended if only sockets carry the writes."""
 
 WRITE = (sys.executable, "-m", __name__)
 """The program that makes a write."""
 
 
 def ucx_lanes(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S) -> str:
-    """Which UCX lanes carry NIXL's writes of CPU memory between two processes of this host; or why nobody knows."""
+    """The UCX lanes of NIXL's writes of CPU memory between two processes of this host, or why they are not known."""
     with tempfile.TemporaryDirectory() as folder:
-        told = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
+        settings = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"{folder}/%p"}
         try:
             done = subprocess.run(
                 program,
-                env={**os.environ, **told},
+                env={**os.environ, **settings},
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,
@@ -49,8 +49,8 @@ def ucx_lanes(program: Sequence[str] = WRITE, timeout_s: float = TIMEOUT_S) -> s
         lanes = found(log.read_text()) if log.is_file() else []
     if not lanes:
         return "not known: UCX does not log them"
-    crawls = all(lane.startswith("tcp/") for lane in lanes)
-    return ", ".join(lanes) + (CRAWLS if crawls else "")
+    slow = all(lane.startswith("tcp/") for lane in lanes)
+    return ", ".join(lanes) + (SLOW if slow else "")
 
 
 def found(log: str) -> Sequence[str]:

@@ -1,6 +1,6 @@
 """The command line: finds the command, and turns errors into one line and an exit code.
 
-Exit codes: 0 success; 1 it failed; 2 what was asked for cannot work; 130 interrupted.
+Exit codes: 0 success; 1 failure; 2 the request or the setup is invalid; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _root(
 
 
 def build(argv: Sequence[str]) -> typer.Typer:
-    """The application with the command that ``argv`` names, or with all of them.
+    """The application with the command that ``argv`` names, or with all commands.
 
     Only the named command is imported: ``plan`` must run where torch cannot be imported.
     """

@@ -10,10 +10,10 @@ Device = Literal["cpu", "cuda"]
 Verify = Literal["off", "sampled", "full"]
 
 Transport = Annotated[
-    str | None, typer.Option(help="A registered transport's name; else shm for the CPU, cuda_ipc for GPUs.")
+    str | None, typer.Option(help="A registered transport; default: shm for the CPU, cuda_ipc for GPUs.")
 ]
 Layers = Annotated[int, typer.Option(min=1, help="Layers of the model.")]
 KvHeads = Annotated[int, typer.Option(min=1, help="K and V heads of a layer.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Elements of one head.")]
 PageSize = Annotated[int, typer.Option(min=1, help="Tokens of a page.")]
-DecodePageSize = Annotated[int | None, typer.Option(min=1, help="The same for decode, where it differs.")]
+DecodePageSize = Annotated[int | None, typer.Option(min=1, help="Tokens of a page of decode, if it differs.")]

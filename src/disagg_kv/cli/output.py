@@ -13,17 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-"""A value that JSON can say."""
+"""A value that JSON can represent."""
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout, logs on stderr.")]
 """The option ``--json`` that every command has."""
 
 
 def emit(document: Mapping[str, Json], *text: RenderableType, as_json: bool) -> None:
-    """Print a command's result: the document, or the text for people.
+    """Print a command's result: the JSON document, or the text.
 
-    Strings may use rich's markup; what is not our own wording is wrapped in ``rich.text.Text``. Neither is broken
-    into lines.
+    Strings may use rich's markup. Wrap text from elsewhere in ``rich.text.Text``. Neither is broken into lines.
     """
     if as_json:
         sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
@@ -34,12 +33,12 @@ def emit(document: Mapping[str, Json], *text: RenderableType, as_json: bool) -> 
 
 
 def log(message: str) -> None:
-    """One line on stderr, exactly as it is."""
+    """Print one line on stderr, unchanged."""
     Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(message)
 
 
 def fail(error: str, message: str, *, as_json: bool) -> None:
-    """Say what went wrong: a line on stderr, and the document ``{"ok": false, "error": ...}`` with ``--json``."""
+    """Report an error: a line on stderr, and the document ``{"ok": false, "error": ...}`` with ``--json``."""
     log(f"disagg-kv: {message}")
     if as_json:
         emit({"ok": False, "error": {"type": error, "message": message}}, as_json=True)

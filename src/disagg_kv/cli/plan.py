@@ -32,12 +32,12 @@ def plan(
     kv_heads: Annotated[int | None, typer.Option(min=1, help="K and V heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one K head.")] = None,
     v_head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one V head; default: as K.")] = None,
-    mla_latent: Annotated[int | None, typer.Option(min=1, help="Elements of an MLA latent, in place of heads.")] = None,
+    mla_latent: Annotated[int | None, typer.Option(min=1, help="Elements of an MLA latent, instead of heads.")] = None,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16",
     page_size: PageSize = 64,
     decode_page_size: DecodePageSize = None,
     order: Annotated[str, typer.Option(help="Order inside a page: NHD (tokens first) or HND.")] = "NHD",
-    decode_order: Annotated[str | None, typer.Option(help="The same for decode, where it differs.")] = None,
+    decode_order: Annotated[str | None, typer.Option(help="Order inside a page of decode, if it differs.")] = None,
     prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of prefill.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of decode.")] = 1,
     prefill_pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of prefill.")] = 1,
@@ -47,10 +47,10 @@ def plan(
     layer_us: Annotated[
         float | None, typer.Option(min=0, help="Microseconds to compute one layer of all these tokens.")
     ] = None,
-    layer_group: Annotated[int | None, typer.Option(min=1, help="Layers of a group, in place of any rule.")] = None,
+    layer_group: Annotated[int | None, typer.Option(min=1, help="Layers per group; overrides every rule.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what each path would post for one request, and which one ``auto`` takes."""
+    """Show what each path would post for one request, and which path ``auto`` selects."""
     spec = _spec(layers, kv_heads, head_dim, v_head_dim, mla_latent, dtype)
     found = explain(
         spec,
@@ -111,7 +111,9 @@ def _spec(
 ) -> CacheSpec:
     if latent is not None:
         if (kv_heads, head_dim, v_head_dim) != (None, None, None):
-            raise ConfigurationError("--mla-latent stands in place of --kv-heads, --head-dim and --v-head-dim")
+            raise ConfigurationError(
+                "--mla-latent replaces --kv-heads, --head-dim and --v-head-dim: give one or the other"
+            )
         return CacheSpec.mla(layers, latent, dtype)
     if kv_heads is None or head_dim is None:
         raise ConfigurationError("--kv-heads and --head-dim are needed, or --mla-latent")

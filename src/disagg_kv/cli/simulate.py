@@ -20,18 +20,18 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="How many worlds to draw and run.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of worlds to run.")] = 1000,
     seed_from: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     faults: Annotated[
         str, typer.Option(help="Classes of faults that may happen, separated by commas; default: all.")
     ] = "",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes.")] = 1,
-    tell: Annotated[bool, typer.Option("--trace", help="Run one seed and print every event.")] = False,
+    trace_one: Annotated[bool, typer.Option("--trace", help="Run one seed and print every event.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run the real endpoints on a fake clock, network, DMA engine and memory, and hold them to the invariants."""
+    """Run the real endpoints on a fake clock, network, DMA engine and memory, and check the rules."""
     allowed = named(faults.split(",")) if faults else EVERY
-    if tell:
+    if trace_one:
         if seeds != 1:
             raise ConfigurationError(f"--trace prints the events of one seed: --seeds 1, not {seeds}")
         trace(seed_from, log, allowed)

@@ -1,4 +1,4 @@
-"""Moving head slices between pages and a contiguous staging buffer, and summing them where they lie."""
+"""Gather, scatter and checksum: between pages and a contiguous staging buffer, and sums over pages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Move:
 
 @frozen
 class Checksums:
-    """Checksums under way.
+    """Checksums that may still be computed.
 
     Args:
-        event: when they are there, and pages are read no more; None: already.
-        read: gives them after that, once: for each move the sum of every entry, uint64 ``[entries]``.
+        event: after it the sums are ready and the pages are no longer read; None: they are ready.
+        read: returns the sums after ``event``, once: for each move the sum of every entry, uint64 ``[entries]``.
     """
 
     event: Event | None
@@ -46,7 +46,7 @@ class Checksums:
 class Kernels(Protocol):
     """Gather, scatter and checksum for one kind of memory. Bit exact: bytes outside the target are never touched.
 
-    Callers have checked page tables and bounds; kernels look at neither.
+    Callers check page tables and bounds; kernels do not.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Kernels(Protocol):
         ...
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
-        """Sum the cells of pages that the moves name, after ``after``; staging and :attr:`Move.base` play no part.
+        """Sum the cells of pages that the moves name, after ``after``; staging and :attr:`Move.base` are not used.
 
-        The sums of equal cells are equal whatever the pool: :mod:`disagg_kv.kernels.checksum.mixing` has the formula.
+        Equal cells have equal sums in every pool. :mod:`disagg_kv.kernels.checksum.mixing` has the formula.
         """
         ...
 
@@ -88,7 +88,7 @@ class Prepared(Protocol):
         ...
 
     def drop(self) -> None:
-        """It will not be launched: give back what it holds. Nothing happens after either call."""
+        """Release its resources without a launch. After either call, further calls do nothing."""
         ...
 
 
@@ -96,7 +96,7 @@ class PreparedGather(Protocol):
     """The same for a gather, of which the place in staging is not known yet."""
 
     def launch(self, base: int, after: Event | None) -> Event | None:
-        """As :meth:`Prepared.launch`, behind ``after``; each part goes ``base`` bytes, a multiple of 16, further on."""
+        """As :meth:`Prepared.launch`, behind ``after``; each part moves on by ``base`` bytes, a multiple of 16."""
         ...
 
     def drop(self) -> None:
@@ -109,10 +109,10 @@ class SupportsPreparing(Protocol):
     """Kernels whose launches cost the host less once they are prepared."""
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
-        """Prepare ``scatter`` of these moves, while what they read may still change; does not wait, nor allocate.
+        """Prepare ``scatter`` of these moves, while the staging bytes may still change; neither waits nor allocates.
 
-        None: there is nothing to prepare, or as much is prepared as may be; ``scatter`` does it all at once, as ever.
-        Raises what ``scatter`` would.
+        None: preparing saves nothing, or the limit of prepared launches is reached. Call ``scatter`` instead. Raises
+        the errors of ``scatter``.
         """
         ...
 
@@ -126,5 +126,5 @@ class SupportsWarmUp(Protocol):
     """Kernels that have to be compiled."""
 
     def warm(self, pool: MemoryPool) -> None:
-        """Compile now what requests for this pool's heads will take, so that none of them waits for it. Blocks."""
+        """Compile now the kernels that requests for this pool's heads need, so that no request waits for it. Blocks."""
         ...

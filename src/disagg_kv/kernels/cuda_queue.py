@@ -1,6 +1,6 @@
-"""The few calls of CUDA's driver that a launch makes, without torch.
+"""The few calls of CUDA's driver that a launch needs, without torch.
 
-Torch does the same in more code, which matters where a thread has slept: what it runs first is in no cache. Measured by
+Torch does the same with more code. That costs time on a thread that has slept, because its caches are cold: see
 ``benchmarks/gpu_host.py``. Names and meanings are the CUDA driver API's (docs.nvidia.com/cuda/cuda-driver-api).
 """
 
@@ -27,7 +27,7 @@ _SLOW = frozenset({"cuEventSynchronize", "cuDevicePrimaryCtxRetain"})
 
 
 class Mark:
-    """The end of what was enqueued before it; any thread."""
+    """The end of the work that was enqueued before it; any thread may query it."""
 
     __slots__ = ("_queue", "cuda_event")
 
@@ -44,7 +44,7 @@ class Mark:
         self._queue.wait_for(self.cuda_event)
 
     def precede(self, stream: int) -> None:
-        """What is enqueued on a stream (``cuda_stream`` of torch's) from now on begins after it."""
+        """Make later work of a stream (torch's ``cuda_stream``) begin after this event."""
         with self._queue:  # stream 0 is each context's own
             self._queue.wait(stream, self.cuda_event)
 
@@ -84,7 +84,7 @@ class CudaQueue:
         return (word.value or b"unknown error").decode()
 
     def __enter__(self) -> None:
-        """The device's context is the calling thread's inside; afterwards what was."""
+        """Inside, the device's context is current on the calling thread; afterwards the previous one is."""
         self._call("cuCtxPushCurrent_v2", self._context)
 
     def __exit__(self, *exc: object) -> None:
@@ -95,11 +95,11 @@ class CudaQueue:
         self._call("cuMemcpyHtoDAsync_v2", target, source, nbytes, stream)
 
     def wait(self, stream: int, event: int) -> None:
-        """What is enqueued from now on begins after an event (``CUevent``), as it was last recorded."""
+        """Make later work begin after an event (``CUevent``), as it was last recorded."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def record(self, stream: int) -> Mark:
-        """The end of what is enqueued by now."""
+        """An event at the end of the work enqueued so far."""
         try:
             mark = Mark(self, self.spare.popleft())
         except IndexError:

@@ -54,7 +54,7 @@ class _Shape:
 
 
 class _Known:
-    """What was found out about a pool's planes: a segment has an entry per plane, each of only a few rows."""
+    """Cached facts about a pool's planes: a segment has an entry per plane, each of only a few rows."""
 
     def __init__(self, pool: MemoryPool) -> None:
         self._site = pool.site
@@ -94,14 +94,14 @@ _known: WeakKeyDictionary[MemoryPool, _Known] = WeakKeyDictionary()
 
 @frozen
 class Run:
-    """Consecutive entries of a move whose pieces have one index and follow one another in staging.
+    """Consecutive entries of a move whose pieces have one index and are adjacent in staging.
 
     Args:
         flat: memory as pieces.
-        index: of an entry's pieces, in staging order, counted from its first unit's first piece of page 0.
-        places: where that piece is, for each entry.
-        first: the first entry's number.
-        offset: byte of the part at which it begins.
+        index: an entry's pieces, in staging order, relative to the first piece of its first unit in page 0.
+        places: position of that first piece, for each entry.
+        first: number of the first entry.
+        offset: byte in the part at which the run begins.
     """
 
     flat: Pieces

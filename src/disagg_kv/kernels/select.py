@@ -1,4 +1,4 @@
-"""The kernels there are, and which of them serve a device."""
+"""The implementations of the kernels, and their selection by device."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ class TritonKernels:
         return _launcher("gather").prepare(pool, moves, staging, moved=True)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
-        """Enqueue the sums behind ``after``, and their way to the host."""
+        """Enqueue the sums behind ``after``, and their copy to the host."""
         _launcher("gather")  # what is missing is said there
         return _summer()(pool, moves, after)
 
     def orders(self, event: Event) -> bool:
-        """Torch's events are waited for by the stream; others, and all of them where Triton interprets, are not."""
+        """The stream waits for torch's events, but not for others; where Triton interprets, it waits for none."""
         from .triton_launch import waits_for
 
         return waits_for(event)
@@ -161,7 +161,7 @@ def kernels_for(device: str) -> Kernels:
         try:
             _launcher("gather")
         except MissingDependencyError as error:
-            log.warning("memory on %s is moved by the reference kernels, many times slower: %s", device, error)
+            log.warning("memory on %s uses the reference kernels, which are many times slower: %s", device, error)
             return KERNELS["reference"]
         return KERNELS["triton"]
     if kind != "cpu":

@@ -8,7 +8,7 @@ from ..memory import Buffer, MemoryPool, bytes_of
 
 
 class _Exported:
-    """Memory as the CUDA array interface describes it; tensors made from it keep the buffer's owner alive."""
+    """Memory described by the CUDA array interface; tensors made from it keep the buffer's owner alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -28,7 +28,7 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
 
 
 def plane_of(pool: MemoryPool, number: int) -> torch.Tensor:
-    """All cells of a plane as uint8 ``[pages, rows of a page, units, unit_bytes]``, strided over the memory itself."""
+    """All cells of a plane as uint8 ``[pages, rows per page, units, unit_bytes]``, strided over the memory itself."""
     plane = pool.site.planes[number]
     group = pool.site.group(plane.group)
     units = sum(len(held) for held in pool.site.shard.units(plane.layer, plane.component))

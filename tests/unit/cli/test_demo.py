@@ -148,7 +148,7 @@ def test_real_libraries_carry_the_demo(capsys: pytest.CaptureFixture[str], trans
 
 
 def test_swapped_heads_fail_in_words_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """The negative control, with both heads on one rank; a conversation is told turn by turn."""
+    """The negative control, with both heads on one rank; the report has each turn of a conversation."""
     assert run(["demo", *SMALL, "--inject", "swap-heads", "--turns", "2"]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "FAILED: the tokens differ from those of one process" in text
@@ -206,7 +206,7 @@ def made(**changes: Any) -> Report:
         ({}, "OK: the tokens are those of one process, and every byte is right"),
         ({"tokens_equal": False}, "FAILED: the tokens differ from those of one process"),
         ({"wrong_bytes": 1234}, "FAILED: 1,234 bytes are wrong"),
-        ({"stray_bytes": 5}, "FAILED: 5 bytes beside them were changed"),
+        ({"stray_bytes": 5}, "FAILED: 5 other bytes were changed"),
     ],
 )
 def test_each_failing_check_is_named(changes: dict[str, object], words: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from disagg_kv.cli.doctor import Finding, channel, mover, package, problems, rivals, system_libraries
-from disagg_kv.cli.lanes import CRAWLS, TIMEOUT_S, ucx_lanes
+from disagg_kv.cli.lanes import SLOW, TIMEOUT_S, ucx_lanes
 from disagg_kv.cli.lanes import found as found_lanes
 from disagg_kv.cli.main import run
 from disagg_kv.errors import MissingDependencyError
@@ -104,7 +104,7 @@ def test_a_lane_that_crawls_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     lanes = ucx_lanes()
     assert re.match(r"tcp/\S+", lanes), lanes
-    assert lanes.endswith(CRAWLS)
+    assert lanes.endswith(SLOW)
 
 
 @needs_nixl
@@ -221,7 +221,7 @@ def test_a_host_where_no_transport_works_cannot_run_the_library(
     monkeypatch.setattr(registry, "_BUILTIN", {})
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "Nothing works of: transports." in out
+    assert "None of these works: transports." in out
     assert "[fabric]" in out
 
 
@@ -238,5 +238,5 @@ def test_a_missing_package_names_the_extra_that_brings_it() -> None:
 def test_what_serves_gpus_without_triton_is_said() -> None:
     """It works, and it is slow."""
     lacking, there = Finding("triton", False, "no module"), Finding("triton", True)
-    assert mover(lacking).detail == "no module; memory of GPUs is moved by 'reference', many times slower"
+    assert mover(lacking).detail == "no module; GPU memory uses 'reference', which is many times slower"
     assert mover(there) is there

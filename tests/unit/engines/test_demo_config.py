@@ -9,7 +9,7 @@ import pytest
 
 import disagg_kv
 from disagg_kv.engines.hf.demo import DemoConfig, run_demo
-from disagg_kv.engines.hf.demo.model import BOS, Talks
+from disagg_kv.engines.hf.demo.model import BOS, Conversations
 from disagg_kv.errors import ConfigurationError, UnknownNameError
 
 
@@ -62,7 +62,7 @@ def test_names_that_cannot_work_are_refused_before_a_process_starts(
 def test_prompts_are_text_of_this_library_in_lengths_that_differ() -> None:
     """Bytes after a beginning; no two requests are alike, and all take at least two chunks."""
     config = DemoConfig(requests=5)
-    texts = Talks(config).prompts
+    texts = Conversations(config).prompts
     assert tuple(len(text) for text in texts) == config.prompt_lengths == (384, 421, 458, 495, 404)
     assert len(set(texts)) == 5
     assert min(config.prompt_lengths) > config.chunk_tokens
@@ -76,13 +76,13 @@ def test_prompts_are_text_of_this_library_in_lengths_that_differ() -> None:
 def test_a_later_prompt_is_all_that_was_said_before_and_more() -> None:
     """And decode can lack all of it but the whole pages of prompt and answer."""
     config = DemoConfig(requests=2, turns=3, max_new_tokens=5, turn_tokens=10)
-    talks = Talks(config)
-    first, other = talks.prompts
-    talks.answered(0, 0, [1, 2, 3, 4, 5])
-    second = talks.prompts[0]
+    conversations = Conversations(config)
+    first, other = conversations.prompts
+    conversations.answered(0, 0, [1, 2, 3, 4, 5])
+    second = conversations.prompts[0]
     assert second[:389] == (*first, 1, 2, 3, 4, 5)
-    talks.answered(0, 1, [6, 7, 8, 9, 10])
-    assert talks.prompts[1] == other
-    assert (len(second), len(talks.prompts[0])) == (config.lengths(1)[0], config.lengths(2)[0]) == (399, 414)
+    conversations.answered(0, 1, [6, 7, 8, 9, 10])
+    assert conversations.prompts[1] == other
+    assert (len(second), len(conversations.prompts[0])) == (config.lengths(1)[0], config.lengths(2)[0]) == (399, 414)
     assert (config.lacking(0), config.lacking(1)) == ((384, 421), (399 - 384, 436 - 416))
     assert config.passes == 3 + 1 + 1 + 3 + 1 + 1

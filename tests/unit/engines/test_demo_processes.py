@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from disagg_kv.engines.hf.demo import DemoConfig, Report, Told, run_demo, steps
+from disagg_kv.engines.hf.demo import DemoConfig, Message, Report, run_demo, steps
 from disagg_kv.engines.hf.demo.config import Model
 from disagg_kv.errors import ConfigurationError, DeadlineError, PeerLostError
 from tests.support.leftovers import abandoned
@@ -46,15 +46,17 @@ def ended(pidfds: list[int]) -> bool:
     return True
 
 
-def run(config: DemoConfig, then: Callable[[Told], None] = lambda _: None) -> tuple[Report | Exception, list[Told]]:
+def run(
+    config: DemoConfig, then: Callable[[Message], None] = lambda _: None
+) -> tuple[Report | Exception, list[Message]]:
     """Run a demo; whatever comes of it, its processes must end with it and leave nothing in /dev/shm.
 
     The kernel takes those apart that were killed; on a busy host it takes a moment.
     """
-    lines: list[Told] = []
+    lines: list[Message] = []
     before = abandoned()
 
-    def told(line: Told) -> None:
+    def told(line: Message) -> None:
         lines.append(line)
         then(line)
 
@@ -245,7 +247,7 @@ def test_swapped_heads_are_noticed_where_each_is_on_a_rank_of_its_own() -> None:
 def test_a_killed_rank_ends_the_demo_with_its_name(role: str) -> None:
     """Never a hang, and the processes that are left are ended too."""
 
-    def kill(line: Told) -> None:
+    def kill(line: Message) -> None:
         if line.kind == "ready" and line.role == role:
             os.kill(line.pid, signal.SIGKILL)
 
@@ -258,7 +260,7 @@ def test_a_killed_rank_ends_the_demo_with_its_name(role: str) -> None:
 def test_a_frozen_rank_ends_the_demo_at_its_deadline() -> None:
     """A process that neither works nor dies; the error names who is still at work."""
 
-    def freeze(line: Told) -> None:
+    def freeze(line: Message) -> None:
         if line.kind == "ready" and line.role == "reference":
             os.kill(line.pid, signal.SIGSTOP)
 
@@ -271,7 +273,7 @@ def test_a_frozen_rank_ends_the_demo_at_its_deadline() -> None:
 def test_a_frozen_launcher_is_killed_with_all_that_it_started() -> None:
     """When even the process that should end the others does not answer."""
 
-    def freeze(line: Told) -> None:
+    def freeze(line: Message) -> None:
         if line.kind == "ready":
             parent = Path(f"/proc/{line.pid}/stat").read_text().rpartition(")")[2].split()[1]
             os.kill(int(parent), signal.SIGSTOP)

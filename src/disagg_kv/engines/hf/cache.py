@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class PagedHFCache:
-    """Writes what a model's layers cache into a pool, and makes a model's cache from a pool. On the pool's device.
+    """Copies a model's cache between transformers and a pool, on the pool's device.
 
-    Which heads a rank holds is the pool's shard; the first row of every layer is checked against it. Layers are counted
-    within the pool: those of a pipeline stage begin at 0, as in a model that consists of them.
+    The pool's shard defines the heads of this rank; the first row of every layer is checked against it. Layers are
+    counted within the pool: those of a pipeline stage begin at 0.
 
     Args:
-        pool: layers of a model as :func:`~disagg_kv.engines.hf.spec_from_config` describes them, in one group of tokens
-            and, if it has states, one of states.
+        pool: layers of a model as in :func:`~disagg_kv.engines.hf.spec_from_config`, in one group of tokens and, for a
+            model with states, one of states.
 
     Raises:
-        UnsupportedError: a pool of another shape.
+        UnsupportedError: a pool with other groups.
         MissingDependencyError: transformers is not installed.
     """
 
@@ -55,7 +55,7 @@ class PagedHFCache:
 
     @property
     def device(self) -> str:
-        """Where the pool lies."""
+        """The pool's device."""
         return self._device
 
     @property
@@ -70,7 +70,7 @@ class PagedHFCache:
 
     @property
     def state_group(self) -> Group | None:
-        """The space of slots; None where the model keeps no states."""
+        """The group of state slots; None if the model has no states."""
         return self._states
 
     def pages_for(self, rows: int) -> int:
@@ -84,10 +84,10 @@ class PagedHFCache:
         return Cache(layers=[layer.fresh() for layer in self._layers])
 
     def recording(self, table: PageTable) -> RecordingCache:
-        """An empty cache for one room: every row that a model appends is written to the room's pages too.
+        """An empty cache for one room that also writes every appended row to the room's pages.
 
-        Give it to the model as ``past_key_values``. Appending raises what :meth:`write` raises. States change with
-        every token, so they are written once, by :meth:`write_states`. Its ``layer_ready`` may be set.
+        Pass it to the model as ``past_key_values``. Appending raises the errors of :meth:`write`. States change with
+        every token, so :meth:`write_states` writes them once. You may set its ``layer_ready``.
         """
         from .recording import RecordingCache
 
@@ -153,15 +153,15 @@ class PagedHFCache:
             layer.write_states(int(slot.pages[0]), conv, recurrent)
 
     def load(self, table: PageTable, stop: int, slot: PageTable | None = None) -> Cache:
-        """A model's own cache of a room of ``stop`` tokens; what is appended stays out of the pool.
+        """A model's own cache of a room of ``stop`` tokens; rows appended later stay out of the pool.
 
         Args:
-            table: its pages; of sliding windows the last rows are read only.
-            stop: its tokens.
-            slot: its states; needed where the model keeps some.
+            table: its pages; for sliding windows only the last rows are read.
+            stop: its length in tokens.
+            slot: its states; required if the model has states.
 
         Raises:
-            GeometryError: the model keeps states, and no slot was given.
+            GeometryError: the model has states, and no slot was given.
         """
         cache = self.fresh()
         for number, layer in enumerate(self._layers):

@@ -1,4 +1,4 @@
-"""When what a model was asked to compute is done."""
+"""Events at the end of a model's queued work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from ...memory import Event, Mark
 
 
 def marker(device: str) -> Mark | None:
-    """What makes an event behind all that was asked of the stream that is current now, wherever it is called.
+    """A function that makes an event behind all work of the current stream, on whatever thread it is called.
 
-    None: what was asked is done already.
+    None: the work is done already.
     """
     if device == "cpu":
         return None
@@ -25,7 +25,7 @@ def marker(device: str) -> Mark | None:
 
 
 def computed(device: str) -> Event | None:
-    """When what was asked of a device so far, on the current stream, is done; None: it is done already.
+    """An event at the end of the device's work so far, on the current stream; None: it is done already.
 
     The host waits for nothing: on a GPU this records an event.
     """

@@ -36,11 +36,11 @@ class Planed:
 
 @frozen(eq=False)
 class Layer:
-    """What one layer keeps.
+    """The cache of one layer.
 
     Args:
-        tokens: keys and values; empty where the layer has only states.
-        index: keys of a sparse-attention index, where the layer has one.
+        tokens: keys and values; empty if the layer has only states.
+        index: keys of a sparse-attention index, if the layer has one.
         conv: the blocks of a conv state, in the order of its channels.
         recurrent: the recurrent state.
     """
@@ -52,7 +52,7 @@ class Layer:
 
     @property
     def window(self) -> int | None:
-        """The last tokens that are kept; None: all."""
+        """Number of last tokens in the cache; None: all."""
         return self.tokens[0].component.window if self.tokens else None
 
     def fresh(self) -> CacheLayerMixin | LinearAttentionLayer:

@@ -1,4 +1,4 @@
-"""The one place that says what to install when transformers is not there."""
+"""The error for a missing transformers package."""
 
 from __future__ import annotations
 

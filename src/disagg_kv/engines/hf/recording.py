@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class RecordingCache(Cache):
-    """A model's own cache, of which every appended row also goes to the pages of one room.
+    """A model's own cache that also writes every appended row to the pages of one room.
 
-    ``layer_ready``, where it is set, is called with each layer whose rows of the forward pass are in the pages, and
-    with what makes an event behind them (None on a CPU): just what a step's ``layer_ready`` takes. On a GPU the host
-    waits for nothing, and makes no event that nobody wants. Once it has answered False it is not called any more, until
-    it is set again for the next pass. Layers that keep a state alone are not among them. After a
-    pass that raised, ``reset`` and begin anew. Do not ``crop``: it removes as many rows from what the pass had not
-    reached, perhaps one half of a layer with an index, as from what it had.
+    If ``layer_ready`` is set, it is called with each layer whose rows of the forward pass are in the pages. Its second
+    argument is a function that makes an event behind them (None on a CPU), as a step's ``layer_ready`` takes it. On a
+    GPU the host waits for nothing, and no unused event is created. Once ``layer_ready`` returns False, it is not called
+    again until it is set for the next pass. Layers with only a state are never passed to it.
+
+    After a pass that raised, call ``reset`` and begin again. Do not call ``crop``. It removes the same number of rows
+    from every layer, also from layers that the failed pass had not reached.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RecordingCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one layer's new rows ``[1, heads, rows, dim]`` to the pages, then do what the model expects."""
+        """Write one layer's new rows ``[1, heads, rows, dim]`` to the pages, then update the model's own cache."""
         start = self.get_seq_length(layer_idx)
         self._paged.write_at(self._places(start, int(key_states.shape[2])), layer_idx, key_states, value_states)
         if not self._paged.indexed(layer_idx) or self._index_rows(layer_idx) == start + key_states.shape[2]:
@@ -50,7 +51,7 @@ class RecordingCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Write one layer's new index keys ``[1, rows, dim]`` to the pages, then do what the model expects."""
+        """Write one layer's new index keys ``[1, rows, dim]`` to the pages, then update the model's own cache."""
         start = self._index_rows(layer_idx)
         where = self._places(start, int(indexer_key_states.shape[1]))
         self._paged.write_index_at(where, layer_idx, indexer_key_states)
@@ -60,12 +61,12 @@ class RecordingCache(Cache):
         return keys
 
     def _index_rows(self, layer_idx: int) -> int:
-        """Rows whose index keys are there: by these a layer with an index is final, as a pass may end half way."""
+        """Rows that have index keys. A layer with an index is final up to here, as a pass may end between the two."""
         own = cast("DynamicIndexedLayer", self.layers[layer_idx])
         return 0 if own.indexer_keys is None else int(own.indexer_keys.shape[1])
 
     def reset(self) -> None:
-        """Forget all rows; those to come may go to other pages, whatever their numbers."""
+        """Drop all rows; the next rows may have any numbers and go to other pages."""
         self._found = None
         super().reset()  # type: ignore[no-untyped-call] # transformers gives it no types
 

@@ -1,4 +1,4 @@
-"""Which cache a transformers model keeps, and which part of it a rank holds, read from its configuration."""
+"""The cache of a transformers model, and a rank's part of it, read from the model's configuration."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ INDEXED = frozenset({"deepseek_v32"})
 """Architectures whose every layer keeps an index of its own; others share one, or keep more than its keys."""
 
 STATE = "float32"
-"""Recurrent states are kept so, whatever the model's own type: products over thousands of tokens need it."""
+"""Type of recurrent states, whatever the model's own type: products over thousands of tokens need it."""
 
 
 def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b"") -> CacheSpec:
     """The whole model's cache.
 
-    Which kind of cache a layer keeps is transformers' own decision (``DynamicCache(config=config)``, version 5.23):
+    Transformers itself decides which kind of cache a layer has (``DynamicCache(config=config)``, version 5.23):
 
-    * attention: ``k`` and ``v`` per KV head, or for latent attention ``latent`` and ``rope``; the first is what the
-      model passes to its cache as keys, the second as values. A sliding window of ``n`` tokens includes the one that
-      is computed, so ``n - 1`` are kept;
-    * a sparse-attention index (DeepSeek-V3.2): ``index``, one unit a token, beside latent and rope;
+    * attention: ``k`` and ``v`` per KV head, or for latent attention ``latent`` and ``rope``: the model passes the
+      first to its cache as keys, the second as values. A sliding window of ``n`` tokens includes the current one, so
+      ``n - 1`` are cached;
+    * a sparse-attention index (DeepSeek-V3.2): ``index``, one unit per token, beside latent and rope;
     * a gated delta net: the blocks ``conv.q``, ``conv.k``, ``conv.v`` of its conv state ``[1, channels, kernel]``, and
       ``delta``: ``[1, heads, key dim, value dim]``;
     * Mamba 2: the blocks ``conv.x``, ``conv.b``, ``conv.c``, and ``ssm``: ``[1, heads, head dim, state]``.
@@ -38,10 +38,10 @@ def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b""
     Args:
         config: the model's configuration.
         dtype: element type of the cache, usually the model's.
-        model: what :attr:`CacheSpec.model` should be.
+        model: the value of :attr:`CacheSpec.model`.
 
     Raises:
-        UnsupportedError: a layer that keeps something else; names layer and kind.
+        UnsupportedError: a layer with another kind of cache; the message names layer and kind.
         MissingDependencyError: transformers is not installed.
     """
     require_transformers()
@@ -62,15 +62,16 @@ def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b""
 def shard_from_config(
     config: PreTrainedConfig, spec: CacheSpec, *, tp: int = 1, rank: int = 0, layers: Iterable[LayerId] | None = None
 ) -> Shard:
-    """What a rank holds of ``spec`` when transformers itself makes the model tensor-parallel (``tp_plan="auto"``).
+    """A rank's part of ``spec`` if transformers itself makes the model tensor-parallel (``tp_plan="auto"``).
 
-    Transformers cuts the KV heads of architectures that have a plan for it; all else every rank holds whole.
+    Transformers splits the KV heads of architectures that have a plan for it. Every rank holds all other components
+    whole.
 
     Args:
         config: the model's configuration.
         spec: its cache.
         tp: tensor-parallel size.
-        rank: which rank.
+        rank: tensor-parallel index.
         layers: the layers of its pipeline stage; None: all.
     """
     text = config.get_text_config(decoder=True)
@@ -85,7 +86,7 @@ def shard_from_config(
 
 
 def _components(kind: object, config: PreTrainedConfig, dtype: str) -> Iterator[Component]:
-    """What one layer keeps; ``config`` is that layer's."""
+    """The cache of one layer; ``config`` is that layer's."""
     from transformers.cache_utils import (
         DynamicIndexedLayer,
         DynamicLayer,

@@ -38,7 +38,7 @@ def _move(pool: MemoryPool, move: Move) -> U64:
 
 
 def _add(sums: U64, begin: U64, run: Run, skip: int, rows: int, units: int, unit_bytes: int) -> None:
-    """Sum entries of ``rows`` rows of ``units`` cells each; the run's first ``skip`` are not of them."""
+    """Sum entries of ``rows`` rows of ``units`` cells each; skip the run's first ``skip`` entries."""
     places = _placed(rows, units)
     index = run.index.reshape(rows, -1)
     for entry, entries, first, last in _blocks(len(sums), rows, units * unit_bytes):
@@ -51,7 +51,7 @@ def _add(sums: U64, begin: U64, run: Run, skip: int, rows: int, units: int, unit
 
 
 def _placed(rows: int, units: int) -> U64:
-    """What the place of every cell adds to that of the first, ``[rows, units]``."""
+    """The place of every cell relative to the first cell, ``[rows, units]``."""
     row = np.arange(rows, dtype=np.uint64)[:, None] * np.uint64(ROW)
     return row + np.arange(units, dtype=np.uint64) * np.uint64(UNIT)
 

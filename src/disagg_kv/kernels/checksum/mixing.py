@@ -62,7 +62,7 @@ def plane_key(layer: LayerId, component: str) -> int:
 def places(site: Site, layout: StagedLayout) -> U64:
     """The place of every entry's first cell, ``[entries]``.
 
-    The cell that is so many rows and units after it has the place ``rows * ROW + units * UNIT`` further on.
+    A cell ``rows`` rows and ``units`` units after it has the place plus ``rows * ROW + units * UNIT``.
 
     Raises:
         GeometryError: an entry's units do not lie in one of the runs that the shard holds.

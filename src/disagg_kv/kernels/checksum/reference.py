@@ -1,4 +1,4 @@
-"""What a checksum is: for every entry, the sum over its cells; in torch, whose 64-bit integers wrap around."""
+"""The specification of a checksum: for every entry, the sum over its cells, in torch with wrapping 64-bit integers."""
 
 from __future__ import annotations
 

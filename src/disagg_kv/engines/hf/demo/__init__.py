@@ -5,8 +5,8 @@
 tokens, caches and pages as files, which ``check`` compares with nothing but NumPy.
 """
 
-from .config import DemoConfig, Told, steps
+from .config import DemoConfig, Message, steps
 from .report import Report, TurnReport
 from .run import run_demo
 
-__all__ = ["DemoConfig", "Report", "Told", "TurnReport", "run_demo", "steps"]
+__all__ = ["DemoConfig", "Message", "Report", "TurnReport", "run_demo", "steps"]

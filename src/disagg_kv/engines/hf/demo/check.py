@@ -1,7 +1,7 @@
-"""Whether the bytes that arrived are the bytes that prefill had: files, NumPy and nothing else.
+"""The comparison of the received bytes with those of prefill, with files and NumPy only.
 
-Decode's pages are read out of a copy of its memory by the formula in ``Plane``'s docstring; what they should hold is
-put together from the caches that the prefill ranks' own models kept.
+Decode's pages are read from a copy of its memory, by the formula in ``Plane``'s docstring. The expected bytes come from
+the caches of the prefill ranks' own models.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ POISON = 0xA5
 
 @frozen
 class PlaneFile:
-    """How one component of one layer lies in ``pool-<rank>.npy``.
+    """The layout of one component of one layer in ``pool-<rank>.npy``.
 
     Args:
-        name: what it is called in the files of prefill.
+        name: its name in prefill's files.
         units: first unit (head, channel group) and one past the last.
-        rows: of a state; 0: a row per token.
-        window: only the last so many tokens had to arrive; None: all.
+        rows: rows of a state; 0: a row per token.
+        window: only this number of last tokens had to arrive; None: all.
         strides: offset, bytes from page to page, from row to row, from unit to unit.
     """
 
@@ -38,16 +38,16 @@ class PlaneFile:
 
 @frozen
 class PoolFile:
-    """How ``pool-<rank>.npy`` is laid out.
+    """The layout of ``pool-<rank>.npy``.
 
     Args:
-        planes: what it holds.
+        planes: its planes.
         page_size: tokens of a page.
         tables: the pages of every request.
-        slots: the slot of every request, where there are states.
-        used: pages that had rows of earlier turns: what lies in them beside the rows of ``tables`` does not matter.
-        kept: for every request, runs of rows that decode computed itself in an earlier turn and holds since. Their
-            bytes are in ``kept-<request>-<rank>.npy``, run after run: of pools with K and V in every layer.
+        slots: the slot of every request, if there are states.
+        used: pages that had rows of earlier turns; bytes in them beside the rows of ``tables`` do not matter.
+        kept: for every request, runs of rows that decode computed in an earlier turn and still holds. Their bytes are
+            in ``kept-<request>-<rank>.npy``, run after run: for pools with K and V in every layer.
     """
 
     planes: Sequence[PlaneFile]
@@ -60,12 +60,12 @@ class PoolFile:
 
 @frozen
 class Checked:
-    """What the comparison found.
+    """The result of the comparison.
 
     Args:
-        nbytes: bytes that had to be there, over all decode ranks.
-        wrong: how many of them are not what prefill had.
-        stray: bytes outside of them that are no longer what they were.
+        nbytes: bytes that had to arrive, over all decode ranks.
+        wrong: number of them that differ from prefill's.
+        stray: other bytes that changed.
     """
 
     nbytes: int

@@ -1,4 +1,4 @@
-"""What a demo is asked to do, and what its processes know about each other."""
+"""The configuration of a demo, and the messages between its processes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class DemoConfig:
     Args:
         model: its architecture: ``"llama"`` (grouped-query attention), ``"mla"`` (DeepSeek-V3: latents), ``"hybrid"``
             (Qwen3-Next: every other layer is a gated delta net), ``"mamba"`` (Falcon-H1: Mamba 2 and attention in every
-            layer), ``"window"`` (Qwen3, of which every other layer sees only the last 128 tokens).
+            layer), ``"window"`` (Qwen3, where every other layer sees only the last 128 tokens).
         prefill_tp: tensor-parallel processes of a prefill stage.
         prefill_pp: pipeline stages of prefill, each of which sends its own layers.
         decode_tp: tensor-parallel processes of a decode stage.
         decode_pp: pipeline stages of decode.
-        strategy: how the cache crosses, for example ``"staged"``.
+        strategy: the strategy's name, for example ``"staged"``.
         transport: a registered transport's name.
-        device: ``"cpu"``, or ``"cuda"``: models and caches lie on GPUs, of which ranks may share one; ``"llama"`` only.
-        transport_module: a module to import first, which registers that transport.
-        prefill_host: the IPv4 address at which decode reaches prefill's processes, and all the caller's store. Between
-            addresses other than 127.0.0.1 control frames are encrypted; the store and the cache itself are not.
-        decode_host: the address at which prefill reaches decode's processes.
-        decode_launch: words that begin the command of decode's processes, for example ``ip netns exec b``: they may be
-            in another network, but have this machine's files, clock and process ids.
-        requests: how many prompts, each the first of a conversation.
-        turns: how many prompts a conversation has: each is the one before, its answer, and ``turn_tokens`` more.
+        device: ``"cpu"``, or ``"cuda"``: models and caches are on GPUs, which ranks may share; ``"llama"`` only.
+        transport_module: a module that registers the transport; it is imported first.
+        prefill_host: the IPv4 address of prefill's processes for decode, and of the caller's store for all. If an
+            address is not 127.0.0.1, control frames are encrypted; the store and the cache itself are not.
+        decode_host: the address of decode's processes for prefill.
+        decode_launch: words before the command of decode's processes, for example ``ip netns exec b``. They may be in
+            another network, but share this machine's files, clock and process ids.
+        requests: number of prompts; each is the first of a conversation.
+        turns: prompts per conversation. Each is the previous prompt, its answer, and ``turn_tokens`` more.
         turn_tokens: tokens that a later prompt adds.
-        max_new_tokens: greedy tokens of each, the first of which prefill computes.
+        max_new_tokens: greedy tokens per prompt; prefill computes the first.
         prompt_tokens: length of the first prompt; the others are up to 127 tokens longer.
         chunk_tokens: tokens of one forward pass of prefill.
         prefill_page_size: rows of a page on the prefill side.
@@ -49,15 +49,15 @@ class DemoConfig:
         layers: layers of the model.
         kv_heads: KV heads of the model, which has twice as many query heads.
         head_dim: elements of one head.
-        inject: what is made wrong on the prefill side, after the model has used it and before it is sent; prefill's own
-            cache, which is the reference for bytes, stays right. ``"swap-heads"``: KV heads 0 and 1 are exchanged in
-            what is gathered, which only path ``staged`` does; the pages stay right. ``"negate"``: what the architecture
-            is shown for changes its sign: latents, states, or what a window still sees.
-        layer_group: layers that cross together, with the schedule ``layer_pipelined``.
+        inject: the error to introduce on the prefill side, after the model's pass and before the transfer. Prefill's
+            own cache, the reference for bytes, stays right. ``"swap-heads"``: the gather exchanges KV heads 0 and 1,
+            which only path ``staged`` allows; the pages stay right. ``"negate"``: latents, states, or rows inside a
+            window change sign.
+        layer_group: layers per group, with the schedule ``layer_pipelined``.
         trace: a file for the endpoints' spans, which Perfetto reads.
-        verify: how much is compared with checksums.
-        seed: of the model's weights and of the order of pages.
-        timeout_s: seconds until the demo gives up.
+        verify: the checksum mode of the endpoints.
+        seed: seed of the model's weights and of the order of pages.
+        timeout_s: seconds after which the demo fails.
     """
 
     model: Model = "llama"
@@ -175,7 +175,7 @@ class DemoConfig:
 
     @property
     def passes(self) -> int:
-        """Forward passes of prefill: each turn computes what the turn before has not."""
+        """Number of forward passes of prefill: each turn computes only its new tokens."""
         before = [(0,) * self.requests, *(self.lengths(turn) for turn in range(self.turns - 1))]
         new = (n - had for turn in range(self.turns) for n, had in zip(self.lengths(turn), before[turn], strict=True))
         return sum(-(-n // self.chunk_tokens) for n in new)
@@ -211,17 +211,17 @@ class DemoConfig:
 
 @frozen
 class Job:
-    """What the parent tells the processes that are started together.
+    """The configuration that the parent gives to processes which start together.
 
     Args:
         config: the demo.
-        work: the folder where everything goes.
+        work: the folder for all files.
         parent: the parent's process id.
-        store_port: of the parent's ``TCPStore`` on ``config.prefill_host``.
-        roles: theirs.
+        store_port: port of the parent's ``TCPStore`` on ``config.prefill_host``.
+        roles: the roles of these processes.
         model: the folder of their copy of the model.
-        gpus: what CUDA_VISIBLE_DEVICES calls the GPUs that there are.
-        secret: the key pair of all ranks, where they are not all at 127.0.0.1; the work folder is the user's alone.
+        gpus: the names of the GPUs in CUDA_VISIBLE_DEVICES.
+        secret: the key pair of all ranks, if they are not all at 127.0.0.1; only the user can read the work folder.
     """
 
     config: DemoConfig
@@ -235,17 +235,17 @@ class Job:
 
 
 @frozen
-class Told:
-    """One line from a process to the parent: what it has done.
+class Message:
+    """One line from a process to the parent.
 
     Args:
-        role: who.
-        rank: which.
+        role: the role of the process.
+        rank: its rank in that role.
         pid: its process id.
-        kind: ``ready``, ``done`` or ``failed``; or, for one request each: ``prefilled``, ``released``, ``arrived`` or
+        kind: ``ready``, ``done`` or ``failed``; or, once per request: ``prefilled``, ``released``, ``arrived`` or
             ``decoded``.
-        text: with ``failed``: why.
-        error: with ``failed``: the exception's class, empty where a process ended without a word.
+        text: with ``failed``: the reason.
+        error: with ``failed``: the exception's class; empty if the process ended without one.
     """
 
     role: Role
@@ -257,7 +257,7 @@ class Told:
 
 
 def steps(config: DemoConfig) -> int:
-    """How many lines other than ``failed`` a demo that works tells."""
+    """The number of messages other than ``failed`` of a successful demo."""
     ranks = config.prefills + config.decodes
     requests = config.turns * config.requests * (2 * ranks + 1)
     return 2 * (ranks + 1) + requests

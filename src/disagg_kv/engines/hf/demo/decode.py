@@ -25,7 +25,7 @@ from ..events import computed
 from . import wire
 from .lifetime import now
 from .member import Member
-from .model import Talks
+from .model import Conversations
 from .pool import dump, heads, laid_out, shuffled
 from .results import DecodeResult, Moved
 from .stage import Stage
@@ -34,11 +34,11 @@ Own = npt.NDArray[np.float32]
 
 
 @define
-class _Talk:
+class _Conversation:
     """One conversation.
 
     Args:
-        claim: its pages in this turn, where prefixes are kept.
+        claim: its pages in this turn, if prefixes are cached.
         table: its pages in this turn.
         answers: tokens generated so far.
         kept: rows that this rank computed and still holds, with their bytes ``[layers, 2, heads, rows, dim]``.
@@ -51,7 +51,7 @@ class _Talk:
 
 
 class _Rank:
-    """What a decode rank does in each turn."""
+    """The work of a decode rank in each turn."""
 
     def __init__(self, member: Member, store: Store, endpoint: DecodeEndpoint, pool: PagedPool) -> None:
         self.config = member.config
@@ -63,8 +63,8 @@ class _Rank:
         # A window's rows are sent afresh every time; such models have one turn.
         sums = CachedChecksums(pool) if self.config.verify != "off" else None
         self.cache = None if pool.site.spec.slides() else PrefixCache(index, free, pool.site, sums=sums)
-        self.talks = Talks(self.config)
-        self.each = [_Talk() for _ in range(self.config.requests)]
+        self.conversations = Conversations(self.config)
+        self.each = [_Conversation() for _ in range(self.config.requests)]
         self.rooms: list[Moved] = []
         self.held: list[int] = []
         self.used: set[int] = set()
@@ -79,30 +79,34 @@ class _Rank:
         self._minimum = StoreMinimum(store, "decode", Rank(member.rank), member.world)
 
     def receive(self, turn: int) -> None:
-        """Expect what is not held of every prompt, and wait for all of it."""
+        """Await the rows of every prompt that this rank does not hold."""
         receptions = []
-        for request, (talk, prompt) in enumerate(zip(self.each, self.talks.prompts, strict=True)):
-            table, held, kept = self._begin(talk, prompt, f"{request} {turn}")
+        for request, (conversation, prompt) in enumerate(zip(self.each, self.conversations.prompts, strict=True)):
+            table, held, kept = self._begin(conversation, prompt, f"{request} {turn}")
             receptions.append(self._endpoint.open(wire.room(request, turn), wire.SOURCE))
             state = self.slots[request : request + 1]
             receptions[-1].expect(
                 Expectation(len(prompt), [table], held={table.group: held}, kept=kept, state=state, aux=request)
             )
             self.held.append(held)
-            talk.kept = [(start, own[..., : max(held - start, 0), :]) for start, own in talk.kept if start < held]
+            conversation.kept = [
+                (start, own[..., : max(held - start, 0), :]) for start, own in conversation.kept if start < held
+            ]
         self.rooms += wire.released(self._endpoint.poll, receptions, self._member, "arrived")
-        for talk, reception in zip(self.each, receptions, strict=True):
-            assert talk.claim is None or talk.claim.settle(reception)
+        for conversation, reception in zip(self.each, receptions, strict=True):
+            assert conversation.claim is None or conversation.claim.settle(reception)
 
-    def _begin(self, talk: _Talk, prompt: Sequence[int], name: str) -> tuple[PageTable, int, tuple[CachedPages, ...]]:
-        """Pages for what is not held of a prompt, how much is, and its sums."""
+    def _begin(
+        self, conversation: _Conversation, prompt: Sequence[int], name: str
+    ) -> tuple[PageTable, int, tuple[CachedPages, ...]]:
+        """Take pages for rows of a prompt that are not held; returns them, the number of held rows, and their sums."""
         if self.cache is None:
             pages = self.free.take(-(-len(prompt) // self.paged.group.rows_per_page))
-            talk.table = PageTable(self.paged.group.id, pages)
-            return talk.table, 0, ()
-        talk.claim = claim = self.cache.claim(prompt)
+            conversation.table = PageTable(self.paged.group.id, pages)
+            return conversation.table, 0, ()
+        conversation.claim = claim = self.cache.claim(prompt)
         table = claim.begin(self._agreed(name, claim.rows if self._keeps else 0))
-        talk.table = claim.table
+        conversation.table = claim.table
         return table, claim.rows, claim.kept
 
     def _agreed(self, question: str, rows: int) -> int:
@@ -115,23 +119,23 @@ class _Rank:
     def generate(self, stage: Stage, turn: int) -> None:
         """Answer every prompt; unless it was the last turn, the answers' rows stay in the pages too."""
         config = self.config
-        for request, (talk, prompt) in enumerate(zip(self.each, list(self.talks.prompts), strict=True)):
-            assert talk.table is not None
+        for request, (conversation, prompt) in enumerate(zip(self.each, list(self.conversations.prompts), strict=True)):
+            assert conversation.table is not None
             generated = [int.from_bytes(self._pool.read_aux(request)[:4], "little")]
-            cache = self.paged.load(talk.table, len(prompt), self.slots[request] if self.slots else None)
+            cache = self.paged.load(conversation.table, len(prompt), self.slots[request] if self.slots else None)
             while len(generated) < config.max_new_tokens:
                 name = f"decode {request} {turn} {len(generated)}"
                 generated.append(stage.learn(name, stage.forward(name, generated[-1:], cache)))
-            talk.answers += tuple(generated)
+            conversation.answers += tuple(generated)
             if turn < config.turns - 1:
-                assert talk.claim is not None
-                self._keep(talk, talk.claim, [*prompt, *generated[:-1]], len(prompt), cache)
+                assert conversation.claim is not None
+                self._keep(conversation, conversation.claim, [*prompt, *generated[:-1]], len(prompt), cache)
                 if self._member.rank == 0:
-                    wire.say_answer(self._store, request, turn, generated)
-                self.talks.answered(request, turn, generated)
-            self._member.tell("decoded")
+                    wire.publish_answer(self._store, request, turn, generated)
+                self.conversations.answered(request, turn, generated)
+            self._member.notify("decoded")
 
-    def _keep(self, talk: _Talk, claim: Claim, tokens: list[int], start: int, cache: Cache) -> None:
+    def _keep(self, conversation: _Conversation, claim: Claim, tokens: list[int], start: int, cache: Cache) -> None:
         """Write the rows from ``start`` on, which ``cache`` has, into pages that the next turn may hold."""
         table = claim.grow(len(tokens))
         own = []
@@ -142,18 +146,18 @@ class _Rank:
             keys, values = of.keys[:, :, start:], of.values[:, :, start:]
             self.paged.write(layer, table, start, keys, values)
             own.append(torch.cat((keys, values)))
-        talk.kept.append((start, torch.stack(own).cpu().numpy()))
+        conversation.kept.append((start, torch.stack(own).cpu().numpy()))
         self.used.update(table.pages.tolist())
         claim.end(tokens, computed(self._member.device))
 
 
 def run(member: Member, store: Store) -> None:
-    """Turn by turn: expect every prompt's cache and wait for all of them, then generate."""
+    """For each turn: await every prompt's cache, then generate."""
     config = member.config
     stage = Stage(member, store)
     with wire.decode(member, store) as (endpoint, pool):
         rank = _Rank(member, store, endpoint, pool)
-        member.tell("ready")
+        member.notify("ready")
         ready = arrived = now()
         for turn in range(config.turns):
             rank.receive(turn)
@@ -161,13 +165,13 @@ def run(member: Member, store: Store) -> None:
             rank.generate(stage, turn)
         ended = now()
         member.save("pool", dump(pool))
-        for request, talk in enumerate(rank.each):
-            if talk.kept:
-                member.save(f"kept-{request}", np.concatenate([own for _, own in talk.kept], axis=3))
-        tables = [talk.table for talk in rank.each if talk.table is not None]
-        kept = [_runs(talk.kept) for talk in rank.each]
+        for request, conversation in enumerate(rank.each):
+            if conversation.kept:
+                member.save(f"kept-{request}", np.concatenate([own for _, own in conversation.kept], axis=3))
+        tables = [conversation.table for conversation in rank.each if conversation.table is not None]
+        kept = [_runs(conversation.kept) for conversation in rank.each]
         layout = laid_out(pool, tables, rank.slots, sorted(rank.used), kept)
-        tokens = tuple(talk.answers for talk in rank.each)
+        tokens = tuple(conversation.answers for conversation in rank.each)
         rooms, held = tuple(rank.rooms), tuple(rank.held)
         member.leave(DecodeResult(os.getpid(), heads(pool), ready, arrived, ended, tokens, rooms, held, layout))
 

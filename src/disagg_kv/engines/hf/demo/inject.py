@@ -1,4 +1,4 @@
-"""The negative control: what a check that never fails would not notice."""
+"""The negative control: errors on purpose, which the comparison must find."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class WrongGather(CpuKernels):
         super().gather(pool if self._other is None else self._other, moves, staging, after)
 
     def swap_heads(self, member: Member, pool: PagedPool, table: PageTable, start: int, stop: int) -> None:
-        """Prepare the rows ``[start, stop)``, in every layer, K and V; ``pool`` is what the model wrote and stays.
+        """Prepare the rows ``[start, stop)``, in every layer, K and V; the pages of ``pool`` stay unchanged.
 
-        Every rank of the group must call it, before it says that the rows are final. Heads of two ranks cross by
+        Every rank of the group must call it before it reports the rows as final. Heads of two ranks are exchanged by
         broadcast.
         """
         if self._other is None:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ....memory import spread
 from . import decode, prefill, reference
-from .config import Job, Role, Told
+from .config import Job, Message, Role
 from .lifetime import GRACE_S, die_with
 from .member import Member
 from .model import save_model
@@ -35,29 +35,29 @@ WORK: Mapping[Role, Callable[[Member, Store], None]] = {
 _JOB = msgspec.json.Decoder(Job)
 
 
-def tell(fd: int, told: Told) -> None:
+def send(fd: int, message: Message) -> None:
     """Write one line to the parent."""
-    line = msgspec.json.encode(told)
+    line = msgspec.json.encode(message)
     if len(line) >= LINE:  # JSON makes at most six bytes of one
-        line = msgspec.json.encode(attrs.evolve(told, text=told.text[: LINE // 8]))
+        line = msgspec.json.encode(attrs.evolve(message, text=message.text[: LINE // 8]))
     os.write(fd, line + b"\n")
 
 
 def run_member(job: Job, role: Role, rank: int, world: int, launcher: int, events: int) -> None:
-    """The whole life of one rank; exits with 1 if it failed, after having said why."""
+    """The whole life of one rank; exits with 1 if it failed, after reporting the reason."""
     die_with(launcher)
     if job.config.device == "cuda":
         # Nothing has used CUDA before. With one GPU to see, whatever says "local rank" means that one.
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(job, role, rank)
-    member = Member(job, role, rank, world, lambda told: tell(events, told))
+    member = Member(job, role, rank, world, lambda message: send(events, message))
     try:
         with member.group() as store:
             WORK[role](member, store)
     except Exception as error:
         traceback.print_exc()
-        member.tell("failed", str(error) or "no reason given", type(error).__name__)
+        member.notify("failed", str(error) or "no reason given", type(error).__name__)
         sys.exit(1)
-    member.tell("done")
+    member.notify("done")
 
 
 def gpu_of(job: Job, role: Role, rank: int) -> str:
@@ -85,7 +85,7 @@ def supervise(job: Job, events: int) -> bool:
                 code = process.exitcode or 0
                 good = good and code == 0
                 if code < 0:
-                    tell(events, Told(role, rank, process.pid or 0, "failed", f"killed by signal {-code}"))
+                    send(events, Message(role, rank, process.pid or 0, "failed", f"killed by signal {-code}"))
     finally:
         for process in live:
             process.terminate()

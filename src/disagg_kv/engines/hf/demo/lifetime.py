@@ -1,4 +1,4 @@
-"""Processes that never outlive the one that wants them, and a clock that they share."""
+"""Processes that never outlive their parent, and a clock that they share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when its parent, which must be ``parent``, ends (Linux prctl(2)).
+    """Make the kernel send SIGTERM to this process when its parent, which must be ``parent``, ends (Linux prctl(2)).
 
-    SIGTERM becomes ``SystemExit``, so that what is open gets closed; SIGINT is left to the parent.
+    SIGTERM becomes ``SystemExit``, so that open resources are closed; the parent handles SIGINT.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)

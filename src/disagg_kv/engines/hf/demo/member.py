@@ -1,4 +1,4 @@
-"""One process of a demo: who it is, and what it leaves for the parent."""
+"""One process of a demo: its role, and the results that it writes for the parent."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ....trace import Recorder, Silent
-from .config import Job, Kind, Role, Told
+from .config import Job, Kind, Message, Role
 from .store import reach
 
 
 class Member:
-    """Who this process is.
+    """The identity of this process.
 
     Args:
         job: the demo.
-        role: what it does.
-        rank: which of its role.
-        world: how many of its role there are: pipeline stage by stage, inside a stage by tensor-parallel rank.
-        tell: gives one line to the parent.
+        role: its role.
+        rank: its rank in that role.
+        world: number of ranks in that role: pipeline stage by stage, inside a stage by tensor-parallel rank.
+        send: sends one message to the parent.
     """
 
-    def __init__(self, job: Job, role: Role, rank: int, world: int, tell: Callable[[Told], None]) -> None:
+    def __init__(self, job: Job, role: Role, rank: int, world: int, send: Callable[[Message], None]) -> None:
         self.job = job
         self.config = job.config
         self.role: Role = role
@@ -43,15 +43,15 @@ class Member:
         self.model = Path(job.model)
         self.observer = Silent() if job.config.trace is None else Recorder()
         self.device = "cpu" if self.config.device == "cpu" else "cuda:0"
-        self._tell = tell
+        self._send = send
 
-    def tell(self, kind: Kind, text: str = "", error: str = "") -> None:
-        """Tell the parent what happened."""
-        self._tell(Told(self.role, self.rank, os.getpid(), kind, text, error))
+    def notify(self, kind: Kind, text: str = "", error: str = "") -> None:
+        """Send a message to the parent."""
+        self._send(Message(self.role, self.rank, os.getpid(), kind, text, error))
 
     @contextmanager
     def group(self) -> Iterator[Store]:
-        """Be one of the stage's tensor-parallel group inside; gives the parent's store."""
+        """Inside, this process is in its stage's tensor-parallel group; yields the parent's store."""
         store = reach(self.config.prefill_host, self.job.store_port, self.config.timeout_s)
         torch.set_num_threads(1)
         if self.device != "cpu":
@@ -76,7 +76,7 @@ class Member:
         np.save(self.work / f"{name}-{self.rank}.npy", array)
 
     def leave(self, result: object) -> None:
-        """Leave the result as ``<role>-<rank>.json``, and what was traced beside it."""
+        """Write the result to ``<role>-<rank>.json``, and the trace to a file beside it."""
         if isinstance(self.observer, Recorder):
             (self.work / f"trace-{self.role}-{self.rank}.json").write_bytes(msgspec.json.encode(self.observer.spans))
         (self.work / f"{self.role}-{self.rank}.json").write_bytes(msgspec.json.encode(result))
@@ -84,14 +84,14 @@ class Member:
 
 def wait_for(store: Store, key: str) -> bytes:
     """What another process stores under ``key``."""
-    while not store.check([key]):  # asks again and again: a waiting call would not let signals through
+    while not store.check([key]):  # polls, because a blocking call would delay signals
         time.sleep(0.002)
     value: bytes = store.get(key)
     return value
 
 
 def _join(rank: int, world: int, store: Store, device: str) -> None:
-    """Make the default process group, as ``torchrun`` would have made it possible; nothing with one rank.
+    """Create the default process group with the environment that ``torchrun`` sets; with one rank do nothing.
 
     Gloo also for GPUs: NCCL refuses ranks that share one.
     """

@@ -1,4 +1,4 @@
-"""The demo's model and prompts: random weights made on the spot, text of this library's own sources."""
+"""The demo's model and prompts: random weights created on the spot, text of this library's own sources."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WINDOW = 128
 def model_config(config: DemoConfig) -> PreTrainedConfig:
     """The model's configuration: two query heads per KV head, sizes that let two CPU cores run it.
 
-    Its weights are spread wider than usual: with transformers' default it would repeat one token for ever, and
-    equal tokens would prove little.
+    Its weights are spread wider than usual. With transformers' default it would repeat one token endlessly, and equal
+    tokens would prove little.
     """
     import transformers as hf
 
@@ -104,8 +104,8 @@ def load_model(folder: Path, tp: int, device: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=plan)
 
 
-class Talks:
-    """What is said in each conversation: byte tokens of this library's sources, each from another place."""
+class Conversations:
+    """The prompts of each conversation: byte tokens of this library's sources, each from another place."""
 
     def __init__(self, config: DemoConfig) -> None:
         package = Path(__file__).parents[3]

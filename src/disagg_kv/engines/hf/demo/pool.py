@@ -40,7 +40,7 @@ def shards_of(config: DemoConfig, role: Role) -> list[Shard]:
 def make_pool(
     config: DemoConfig, role: Role, rank: int, page_size: int, transport: Transport, device: str
 ) -> PagedPool:
-    """Pages for all requests and a few more, every byte poisoned; peers can write to them where that is possible.
+    """Pages for all requests and a few more, every byte poisoned; peers can write to them if the transport allows.
 
     In a conversation of several turns there are pages for two copies, one of which may be an earlier turn's.
     """
@@ -64,7 +64,7 @@ def make_pool(
 
 
 def dump(pool: PagedPool) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """A copy of the memory itself ``[nbytes]``."""
+    """A copy of the pool's memory ``[nbytes]``."""
     (buffer,) = pool.buffers
     copied: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor_of(buffer).cpu().numpy().copy()
     return copied
@@ -77,7 +77,7 @@ def laid_out(
     used: Sequence[int] = (),
     kept: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> PoolFile:
-    """How to read the pages of ``tables`` and the ``slots`` in what :func:`dump` gives; see :class:`PoolFile`."""
+    """The layout of the pages of ``tables`` and of the ``slots`` in a :func:`dump`; see :class:`PoolFile`."""
     site = pool.site
     planes = []
     for plane in site.planes:
@@ -91,7 +91,7 @@ def laid_out(
 
 
 def name_of(layer: LayerId, component: Component) -> str:
-    """What one layer's component is called in the files that processes leave."""
+    """The name of one layer's component in the files of the processes."""
     return f"{layer}.{component.name}"
 
 

@@ -17,16 +17,16 @@ from . import wire
 from .inject import WrongGather, negate_rows, negate_states
 from .lifetime import now
 from .member import Member
-from .model import Talks
+from .model import Conversations
 from .pool import heads, name_of, shuffled
 from .results import PrefillResult
 from .stage import Stage
 
 
 def run(member: Member, store: Store) -> None:
-    """Prefill every prompt and send its cache, then wait until nobody reads the pages any more.
+    """Prefill every prompt and send its cache, then wait until all pages are released.
 
-    What earlier turns left in the pages is offered before the forward pass.
+    The rows of earlier turns in the pages are sent before the forward pass.
     """
     config = member.config
     stage = Stage(member, store)
@@ -35,10 +35,10 @@ def run(member: Member, store: Store) -> None:
         paged = PagedHFCache(pool)
         free = PageAllocator(shuffled(paged.group.pages, config.seed))
         slots = PageAllocator(shuffled(config.requests + 1, config.seed))
-        member.tell("ready")
+        member.notify("ready")
         ready = now()
         deliveries = []
-        talks = Talks(config)
+        conversations = Conversations(config)
         pages = [free.take(paged.pages_for(rows)) for rows in config.lengths(config.turns - 1)]
         tables = [PageTable(paged.group.id, of) for of in pages]
         group = paged.state_group
@@ -47,11 +47,11 @@ def run(member: Member, store: Store) -> None:
         for turn in range(config.turns):
             for request, (table, cache) in enumerate(zip(tables, caches, strict=True)):
                 if turn:
-                    talks.answered(request, turn - 1, wire.answer(store, request, turn - 1))
+                    conversations.answered(request, turn - 1, wire.answer(store, request, turn - 1))
                 delivery = endpoint.open(wire.room(request, turn))
                 deliveries.append(delivery)
                 wire.awaited(delivery)
-                prompt = talks.prompts[request]
+                prompt = conversations.prompts[request]
                 cached = config.lengths(turn - 1)[request] if turn else 0
                 if cached:
                     delivery.send_chunk(cached, [table], computed(member.device))
@@ -74,7 +74,7 @@ def run(member: Member, store: Store) -> None:
                 if token is not None:  # the last stage has it
                     pool.write_aux(request, token.to_bytes(4, "little"))
                 delivery.finish(len(prompt), state=places[request], aux=None if token is None else request)
-                member.tell("prefilled")
+                member.notify("prefilled")
         for request, cache in enumerate(caches):
             np.savez(member.work / f"own-{request}-{member.rank}.npz", **_own(pool, cache))  # type: ignore[arg-type]
         ended = now()
@@ -83,7 +83,7 @@ def run(member: Member, store: Store) -> None:
 
 
 def _own(pool: PagedPool, cache: Cache) -> dict[str, npt.NDArray[np.float32]]:
-    """What the model itself keeps: by component and first unit ``[units, rows, elements]``."""
+    """The model's own cache: by component and first unit ``[units, rows, elements]``."""
     site = pool.site
     found: dict[str, npt.NDArray[np.float32]] = {}
     for layer, own in zip(site.shard.layers(), cache.layers, strict=True):

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from .lifetime import now
 from .member import Member
-from .model import Talks, load_model
+from .model import Conversations, load_model
 from .pool import descriptors_slice
 from .results import ReferenceResult
 
@@ -19,18 +19,18 @@ def run(member: Member, _: Store) -> None:
     """Generate every request's tokens; the cache never leaves the model."""
     config = member.config
     model: Any = load_model(member.model, 1, member.device)
-    member.tell("ready")
+    member.notify("ready")
     began = now()
-    talks = Talks(config)
+    conversations = Conversations(config)
     tokens: list[tuple[int, ...]] = [()] * config.requests
     for turn in range(config.turns):
-        for request, prompt in enumerate(talks.prompts):
+        for request, prompt in enumerate(conversations.prompts):
             ids = torch.tensor([prompt], device=member.device)
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=config.max_new_tokens
             )
             answer = tuple(out[0, len(prompt) :].tolist())
             tokens[request] += answer
-            talks.answered(request, turn, answer)
-            member.tell("decoded")
+            conversations.answered(request, turn, answer)
+            member.notify("decoded")
     member.leave(ReferenceResult(os.getpid(), now() - began, tuple(tokens), descriptors_slice(config)))

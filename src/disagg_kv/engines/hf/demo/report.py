@@ -1,4 +1,4 @@
-"""What a demo found out."""
+"""The report of a demo."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class TurnReport:
 
     Args:
         prompt_tokens: tokens of all prompts of this turn.
-        held_tokens: tokens of them that every decode rank held beforehand.
+        held_tokens: tokens of them that every decode rank already held.
         kv_bytes: bytes of cache that prefill sent.
-        kv_bytes_ideal: bytes that decode cannot have had: of all tokens after the whole pages of the turn before.
+        kv_bytes_ideal: bytes that decode cannot have had: those of all tokens after the previous turn's whole pages.
     """
 
     prompt_tokens: int
@@ -51,32 +51,32 @@ class TurnReport:
 
 @frozen
 class Report:
-    """One demo. It worked (``ok``) where tokens are equal and no byte is wrong.
+    """One demo. It succeeded (``ok``) if the tokens are equal and no byte is wrong.
 
     Args:
-        tokens_equal: every decode rank generated what one process with the whole model did.
-        wrong_bytes: bytes in decode's pages that are not prefill's.
-        stray_bytes: bytes of decode's memory, outside those rows, that were changed.
-        requests: how many conversations.
+        tokens_equal: every decode rank generated the tokens of one process with the whole model.
+        wrong_bytes: bytes in decode's pages that differ from prefill's.
+        stray_bytes: bytes of decode's memory, outside those rows, that changed.
+        requests: number of conversations.
         prompt_tokens: tokens of all prompts of all turns.
-        new_tokens: tokens generated for each.
+        new_tokens: tokens generated per prompt.
         kv_bytes: bytes of cache that prefill sent, over all ranks and turns.
         descriptors: writes that prefill posted.
-        descriptors_slice: writes that one per token and head slice would have been.
-        strategy: as asked for.
+        descriptors_slice: writes that the path ``slice`` would post: one per token and head slice.
+        strategy: as configured.
         paths: the paths that rooms took.
-        transport: as asked for.
-        device: as asked for.
-        model: as asked for.
+        transport: as configured.
+        device: as configured.
+        model: as configured.
         prefill_tp: processes of a prefill stage; prefill_pp: its stages.
         decode_tp: processes of a decode stage; decode_pp: its stages.
-        inject: what was made wrong on purpose.
+        inject: the error that was introduced on purpose.
         phases: seconds. ``start``: until every process was ready; ``prefill``: forward passes, first to last;
             ``transfer``: from the first forward pass to the last arrival, so it overlaps ``prefill``; ``decode`` and
             ``reference``: forward passes; ``check``: comparing; the phases of the endpoints: the slowest rank's sum.
         gb_per_s: ``kv_bytes`` in 1e9 bytes over the ``wire`` seconds of the slowest rank.
         ranks: every process.
-        turns: turn by turn.
+        turns: the report of each turn.
     """
 
     tokens_equal: bool
@@ -110,13 +110,13 @@ class Report:
 
 
 def assemble(config: DemoConfig, results: Results, checked: Checked, started: float, check_s: float) -> Report:
-    """Put together what the processes left and what the comparison found.
+    """Assemble the report from the results of the processes and of the comparison.
 
     Args:
         config: the demo.
-        results: what the processes left.
+        results: the results of the processes.
         checked: the comparison.
-        started: when the parent began, on the processes' clock.
+        started: start of the parent, on the processes' clock.
         check_s: seconds that the comparison took.
     """
     sent = [room for rank in results.prefill for room in rank.rooms]

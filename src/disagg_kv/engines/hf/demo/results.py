@@ -1,4 +1,4 @@
-"""What the processes leave for the parent, as JSON."""
+"""The results of the processes for the parent, as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import DemoConfig
 
 @frozen
 class Moved:
-    """What one endpoint says about one room.
+    """One endpoint's report of one room.
 
     Args:
         nbytes: bytes of cache it sent or received.
@@ -36,9 +36,9 @@ class PrefillResult:
     Args:
         pid: its process.
         heads: the KV heads it holds.
-        ready: when it could begin.
-        ended: when its last forward pass had ended.
-        rooms: what it sent, per request, turn after turn.
+        ready: the time at which it could begin.
+        ended: the end of its last forward pass.
+        rooms: its rooms, per request, turn after turn.
     """
 
     pid: int
@@ -55,13 +55,13 @@ class DecodeResult:
     Args:
         pid: its process.
         heads: the KV heads it holds.
-        ready: when it could begin.
-        arrived: when the last request's cache was there.
-        ended: when the last token was.
+        ready: the time at which it could begin.
+        arrived: the arrival of the last request's cache.
+        ended: the time of the last token.
         tokens: per request, the answers of all turns.
-        rooms: what it received, per request, turn after turn.
+        rooms: its rooms, per request, turn after turn.
         held: tokens that it held, per request, turn after turn.
-        pool: how its pages lie in ``pool-<rank>.npy``.
+        pool: the layout of its pages in ``pool-<rank>.npy``.
     """
 
     pid: int
@@ -77,13 +77,13 @@ class DecodeResult:
 
 @frozen
 class ReferenceResult:
-    """What one process with the whole model made of the prompts.
+    """The result of one process with the whole model.
 
     Args:
         pid: its process.
-        seconds: how long it took.
+        seconds: its running time.
         tokens: per request, the answers of all turns.
-        descriptors_slice: writes that one per token and slice would have been.
+        descriptors_slice: writes that the path ``slice`` would post.
     """
 
     pid: int
@@ -99,7 +99,7 @@ _REFERENCE = msgspec.json.Decoder(ReferenceResult)
 
 @frozen
 class Results:
-    """What all of them left.
+    """The results of all processes.
 
     Args:
         prefill: by rank.

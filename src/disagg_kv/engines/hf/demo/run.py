@@ -1,4 +1,4 @@
-"""The parent of a demo: starts it, hears its processes, compares what they left, and leaves nothing behind."""
+"""The parent of a demo: starts its processes, reads their messages, compares their results, and cleans up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ....trace import Span, chrome_trace
 from ....transports import between_processes
 from ..optional import require_transformers
 from .check import check
-from .config import LOOPBACK, DemoConfig, Job, Told
+from .config import LOOPBACK, DemoConfig, Job, Message
 from .lifetime import GRACE_S, now
 from .report import Report, assemble
 from .results import Results
@@ -41,21 +41,21 @@ ENVIRONMENT = {
 }
 
 _SPANS = msgspec.json.Decoder(list[Span])
-_TOLD = msgspec.json.Decoder(Told)
+_MESSAGE = msgspec.json.Decoder(Message)
 
 
-def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) -> Report:
-    """Run one demo in processes of its own; none of them, and no file, is left when this returns or raises.
+def run_demo(config: DemoConfig, on_message: Callable[[Message], None] = lambda _: None) -> Report:
+    """Run one demo in processes of its own. When this returns or raises, no process and no file of it is left.
 
     Args:
-        config: what to do.
-        told: called with every line from the processes, ``steps(config)`` of them if all goes well.
+        config: the demo.
+        on_message: called with every message of the processes; a successful demo sends ``steps(config)`` of them.
 
     Raises:
         ConfigurationError: the transport or strategy is unknown or cannot do this.
         MissingDependencyError: transformers is not installed.
-        PeerLostError: a process ended before its time; names it, and why if it could say so.
-        DeadlineError: ``config.timeout_s`` is over; names who has not finished.
+        PeerLostError: a process ended too early; the message names it, and the reason if it reported one.
+        DeadlineError: ``config.timeout_s`` has passed; the message names the processes that have not finished.
     """
     require_transformers()
     strategy(config.strategy)
@@ -72,7 +72,7 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
                 model = str(work / f"model-{number}")
                 job = Job(config, folder, os.getpid(), store.port, roles, model, visible, secret)
                 launchers.append(running.enter_context(_launched(job, number, prefix)))
-            _listen(config, launchers, work, told, started + config.timeout_s)
+            _listen(config, launchers, work, on_message, started + config.timeout_s)
         checking = now()
         results = Results.read(work, config)
         if config.trace is not None:
@@ -83,7 +83,7 @@ def run_demo(config: DemoConfig, told: Callable[[Told], None] = lambda _: None) 
 
 
 def _traces(work: Path, config: DemoConfig) -> dict[str, list[Span]]:
-    """The spans of every endpoint; on one host all of them use one clock."""
+    """The spans of every endpoint; on one host all endpoints use one clock."""
     ends = [(role, rank) for role, rank, _ in config.members if role != "reference"]
     read = {f"{role} {rank}": (work / f"trace-{role}-{rank}.json").read_bytes() for role, rank in ends}
     return {name: _SPANS.decode(of) for name, of in read.items()}
@@ -151,22 +151,22 @@ def _listen(
     config: DemoConfig,
     launchers: Sequence[subprocess.Popen[bytes]],
     work: Path,
-    told: Callable[[Told], None],
+    on_message: Callable[[Message], None],
     deadline: float,
 ) -> None:
-    """Hear every line until the last process has ended; raise if one of them failed or time is over."""
+    """Read every message until the last process has ended; raise if one of them failed or the deadline has passed."""
     waiting = {(role, rank) for role, rank, _ in config.members}
-    failures: list[Told] = []
+    failures: list[Message] = []
     codes: dict[int, int] = {}
     try:
         for line in _lines(launchers, codes, deadline):
-            one = _TOLD.decode(line)
+            one = _MESSAGE.decode(line)
             if one.kind == "failed":
                 failures.append(one)
                 continue
             if one.kind == "done":
                 waiting.discard((one.role, one.rank))
-            told(one)
+            on_message(one)
     except TimeoutError as exc:
         names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
         raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; still at work: {names}") from exc
@@ -175,13 +175,13 @@ def _listen(
 
 
 def _lines(launchers: Sequence[subprocess.Popen[bytes]], codes: dict[int, int], deadline: float) -> Iterator[bytes]:
-    """Lines of their standard outputs until all are closed; a TimeoutError when the deadline has passed.
+    """Lines of their standard outputs until all are closed; a TimeoutError after the deadline.
 
-    When one of them fails, the others are told to end: their ranks would wait for those that are gone.
+    If one of them fails, the others are terminated: their ranks would wait for those that have ended.
 
     Args:
         launchers: all of them.
-        codes: takes the exit code of each, in the order in which they end.
+        codes: receives the exit code of each, in the order in which they end.
         deadline: on the clock of ``now``.
     """
     rest = dict.fromkeys(launchers, b"")
@@ -207,8 +207,8 @@ def _lines(launchers: Sequence[subprocess.Popen[bytes]], codes: dict[int, int], 
                             other.terminate()
 
 
-def _failure(failures: list[Told], codes: Mapping[int, int], work: Path) -> errors.DisaggKVError:
-    """One error for all that went wrong: a killed process first, since it drags others with it, then wrong bytes."""
+def _failure(failures: list[Message], codes: Mapping[int, int], work: Path) -> errors.DisaggKVError:
+    """One error for all failures: a killed process first, since others fail because of it, then wrong bytes."""
     if not failures:
         number = next(number for number, code in codes.items() if code)
         tail = " | ".join((work / f"log-{number}").read_text(errors="replace").splitlines()[-5:])

@@ -1,4 +1,4 @@
-"""One pipeline stage of the model: its own layers, what the stage before computed, and who learns the token."""
+"""One pipeline stage of the model: its own layers, its input from the previous stage, and the next token."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Stage:
             _keep(self._model, member.stage, member.pp, last=self._last)
 
     def forward(self, name: str, tokens: Sequence[int], cache: Cache) -> int | None:
-        """Append ``tokens`` to ``cache``; the greedy next one on the last stage, None on the others.
+        """Append ``tokens`` to ``cache``; returns the greedy next token on the last stage, None on the others.
 
         Args:
-            name: of this pass, the same on all stages and used once.
-            tokens: any on stages but the first, which take in what the stage before made of them.
-            cache: of this stage's layers.
+            name: name of this pass, the same on all stages and used once.
+            tokens: used by the first stage; the others read the previous stage's hidden states.
+            cache: the cache of this stage's layers.
         """
         if self._first:
             given = {"input_ids": torch.tensor([list(tokens)], device=self._member.device)}

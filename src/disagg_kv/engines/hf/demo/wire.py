@@ -1,4 +1,4 @@
-"""Where the demo meets the library: endpoints over the chosen transport, made, waited for and closed."""
+"""The demo's use of the library: endpoints over the chosen transport, created, polled and closed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SOURCE = Source("prefill")
 """Where every request's cache comes from."""
 
 PAUSE_S = 0.001
-"""Seconds between two looks at the handles; an engine would look once per scheduler step."""
+"""Seconds between two polls of the handles; an engine would poll once per scheduler step."""
 
 
 def room(request: int, turn: int) -> RoomId:
-    """The room of a request; both sides know it beforehand, as from a router."""
+    """The room id of a request; both sides know it beforehand, as from a router."""
     return RoomId(f"request-{request}-{turn}".encode())
 
 
-def say_answer(store: Store, request: int, turn: int, tokens: Sequence[int]) -> None:
-    """Tell the next turn's prefill what was answered, as a client would."""
+def publish_answer(store: Store, request: int, turn: int, tokens: Sequence[int]) -> None:
+    """Publish an answer for the next turn's prefill, as a client would."""
     store.set(f"answer {request} {turn}", json.dumps(list(tokens)))
 
 
@@ -104,21 +104,21 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
 
 
 def _options(config: DemoConfig) -> Options:
-    """Silence is no end here: the parent sees when a rank ends, and a busy host may not let one speak in time."""
+    """Silence fails no room here: the parent sees when a rank ends, and a busy host may delay heartbeats."""
     return Options(silence_s=max(config.timeout_s, Options().silence_s), total_s=config.timeout_s)
 
 
 def _schedule(config: DemoConfig) -> Schedule | None:
-    """Prompts of a demo are too short for the schedule's own rules: the size of its groups is given."""
+    """Prompts of a demo are too short for the schedule's own rules, so the size of its groups is fixed."""
     layered = isinstance(strategy(config.strategy).schedule, LayerPipelined)
     return LayerPipelined(fixed=config.layer_group) if layered else None
 
 
 def awaited(handle: Handle) -> None:
-    """Wait until decode has said what it wants: engines too compute a prompt only then, as its layers can leave.
+    """Wait for decode's ``Expect``. Engines too compute a prompt only after it, so that its layers can be sent.
 
     Raises:
-        DisaggKVError: why the room failed; nothing is to be computed for it.
+        DisaggKVError: the room failed; do not compute it.
     """
     while handle.phase is Phase.CONNECTING:
         time.sleep(PAUSE_S)
@@ -128,10 +128,10 @@ def awaited(handle: Handle) -> None:
 def released(
     poll: Callable[[], Sequence[Handle]], handles: Sequence[Handle], member: Member, kind: Kind
 ) -> tuple[Moved, ...]:
-    """Wait until all rooms have ended well and nobody touches their pages; tells ``kind`` for each.
+    """Wait until all rooms have succeeded and are released; sends a message of ``kind`` for each.
 
     Raises:
-        DisaggKVError: why a room failed.
+        DisaggKVError: the reason why a room failed.
     """
     waiting = set(handles)
     while waiting:
@@ -139,7 +139,7 @@ def released(
             _check(handle)
             if handle.released:
                 waiting.discard(handle)
-                member.tell(kind)
+                member.notify(kind)
         time.sleep(PAUSE_S)
     return tuple(_moved(handle) for handle in handles)
 
@@ -156,7 +156,7 @@ def _channel(member: Member, host: str) -> ZmqChannel:
 
 
 def _carrier(config: DemoConfig, host: str, device: str) -> Transport:
-    """The chosen transport, told under which address others reach it if that is one of its options."""
+    """The chosen transport; if it has an option ``host``, with the address at which others reach it."""
     try:
         return between_processes(config.transport, device, **({} if host == LOOPBACK else {"host": host}))
     except UnknownNameError:
