@@ -1,4 +1,4 @@
-"""The only door, for people and CI alike: ``python3 -m nox -s demo``, then ``python3 -m nox -s tests``.
+"""All commands of the project, for people and CI: ``python3 -m nox -s demo``, then ``python3 -m nox -s tests``.
 
 Sessions that need torch share one environment, ``.nox/cpu``: torch is installed once. NIXL and Mooncake are in it, and
 tests of them are never skipped there.
@@ -73,7 +73,7 @@ def cpu(session: nox.Session, program: str, *args: str) -> None:
 
 
 def system_libraries(session: nox.Session) -> None:
-    """See to it that Mooncake can be loaded: install what is missing as root on Debian, else say how."""
+    """Make Mooncake loadable: as root on Debian install missing libraries, else fail with the command."""
     missing = [package for library, package in SYSTEM.items() if not loads(library)]
     if not missing:
         return

@@ -1,7 +1,7 @@
-"""Writes what ``benchmarks/results`` holds into docs/benchmarks.md and README.md, between their marks.
+"""Writes the results in ``benchmarks/results`` into docs/benchmarks.md and README.md, between their marks.
 
-A mark names a file of results: what stands between ``<!-- from cpu_grant.json -->`` and ``<!-- end -->`` is made from
-it here, every number with where it was measured. A test compares the pages with what this makes. After a benchmark:
+A mark names a file of results. The text between ``<!-- from cpu_grant.json -->`` and ``<!-- end -->`` is generated from
+that file, with hardware and commit. A test compares the pages with the generated text. After a benchmark:
 
     python benchmarks/page.py
 """
@@ -30,7 +30,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def where(found: Found) -> str:
-    """Where and with what something was measured."""
+    """Hardware, versions and commit of a measurement."""
     machine = found.get("machine", {})
     versions = found.get("versions") or machine["versions"]
     gpus = found.get("gpus") or [found.get("gpu")]
@@ -50,16 +50,18 @@ def shares(values: Iterable[float]) -> str:
 
 
 def above(shares_of: Iterable[float], why: str) -> str:
-    """What is said below a table in which a share of a ceiling is above 100%; nothing where none is."""
+    """The note below a table with a share above 100%; empty if there is none."""
     return f"\n\nA share above 100%: {why}" if max(shares_of, default=0.0) > 1 else ""
 
 
 PLAIN_CEILING = (
-    "the ceiling is one plain write for each pair of ranks, all at once, and no bound of the transport: several "
-    "segments are under way for each pair. Both are medians of runs in turns, and differ by less than their spread."
+    "the ceiling is one plain write per pair of ranks, all at the same time. It does not bound the transport, which "
+    "has several segments of a pair in flight. Both are medians of alternating runs, and differ by less than their spread."
 )
 
-COPY_CEILING = "the copy is a copy of as many contiguous bytes, measured beside the kernel, and no bound of the memory."
+COPY_CEILING = (
+    "the copy has the same number of contiguous bytes and is measured beside the kernel. It does not bound the memory."
+)
 
 
 def transfer(found: Found) -> str:
@@ -119,7 +121,7 @@ def grant(found: Found) -> str:
         for name, of in (("in a row", in_a_row), (f"after {after_pause['pause_s'] * 1e3:g} ms of silence", after_pause))
     )
     p50 = in_a_row["grant"]["p50"]
-    said = f"In a row: **{p50 * 1e6:,.0f} us**; the limit of 300 us is {'missed' if p50 >= 300e-6 else 'held'}."
+    said = f"In a row: **{p50 * 1e6:,.0f} us**; the limit of 300 us is {'missed' if p50 >= 300e-6 else 'met'}."
     return f"{said}\n\n{table([['us, p50 / p95', 'grant', 'bare ZeroMQ', 'ratio'], *rows])}"
 
 
@@ -135,11 +137,17 @@ def chunks(found: Found) -> str:
         ]
         for of in found["strategies"]
     )
-    head = ["strategy", "s, p50 / p95", "CPU s, prefill / decode", "us a chunk", "us a chunk, a quarter as many"]
+    head = [
+        "strategy",
+        "s, p50 / p95",
+        "CPU s, prefill / decode",
+        "us per chunk",
+        "us per chunk, a quarter of the chunks",
+    ]
     slowest = max(of["seconds"]["p50"] for of in found["strategies"])
     said = (
         f"{found['tokens']:,} tokens in chunks of {found['chunk']}: **{slowest:.1f} s**; the limit of 5 s is "
-        f"{'missed' if slowest >= 5 else 'held'}."
+        f"{'missed' if slowest >= 5 else 'met'}."
     )
     return f"{said}\n\n{table([head, *rows])}"
 
@@ -198,8 +206,8 @@ def prefix_workload(found: Found) -> str:
         row("TTFT p50, s", "ttft_p50", "{:.2f}"),
         row("TTFT p99, s", "ttft_p99", "{:.2f}"),
         row("between tokens, ms", "latency", "{:.1f}", 1e3),
-        row("that over the same batches undisturbed", "latency_at_equal_batch", "{:.4f}"),
-        row("the longest step over an undisturbed one", "worst_step", "{:.3f}"),
+        row("that, over the same batches without arrivals", "latency_at_equal_batch", "{:.4f}"),
+        row("longest step, over one without arrivals", "worst_step", "{:.3f}"),
         row("requests running", "batch", "{:.0f}"),
         row("requests/s", "requests_per_s", "{:.2f}"),
     ]
@@ -258,7 +266,7 @@ def pipeline(found: Found) -> str:
 
 
 def simulation(found: Found) -> str:
-    """How much was simulated, and with which faults."""
+    """The amount of simulation, and its faults."""
     return table(
         [
             ["simulated", ""],
@@ -266,18 +274,18 @@ def simulation(found: Found) -> str:
             ["violations", f"{found['violations']:,}"],
             ["events", f"{found['events']:,}"],
             ["simulated hours", f"{found['simulated_seconds'] / 3600:.1f}"],
-            ["rooms a world", f"{found['rooms_per_seed']:.2f}"],
-            ["ranks a world", f"{found['ranks_per_seed']:.2f}"],
-            ["segments a room", f"{found['segments_per_room']:.2f}"],
-            ["worlds a CPU second", f"{found['seeds_per_cpu_second']:.1f}"],
+            ["rooms per world", f"{found['rooms_per_seed']:.2f}"],
+            ["ranks per world", f"{found['ranks_per_seed']:.2f}"],
+            ["segments per room", f"{found['segments_per_room']:.2f}"],
+            ["worlds per CPU second", f"{found['seeds_per_cpu_second']:.1f}"],
             *([f"fault: {name}", f"{count:,}"] for name, count in found["faults"].items()),
         ]
     )
 
 
 def mutants(found: Found) -> str:
-    """What planted bugs cost to find: the simulator's figure of merit, then each bug, the dearest first."""
-    per_minute = f"**{found['killed_per_cpu_minute']:.1f} planted bugs killed per CPU minute**"
+    """The cost of finding planted bugs: the simulator's figure of merit, then each bug, most expensive first."""
+    per_minute = f"**{found['killed_per_cpu_minute']:.1f} planted bugs found per CPU minute**"
     said = f"{per_minute}: {found['killed']} of {found['planted']} in {found['cpu_seconds']:,.0f} CPU seconds."
     rows = (
         [bug["name"], bug["rule"] or "survives", f"{bug['seeds']:,}", f"{bug['cpu_seconds']:,.1f}"]
@@ -318,9 +326,9 @@ def gpu_transfer(found: Found) -> str:
     )
     settings = found["settings"]
     set_up = f"{settings['slots']} slots of {settings['slot_mib']} MiB, {settings['repeats']} repeats."
-    at_once = "; beside `slice`, at once" if any(c["strategy"] == "slice" for c in found["cases"]) else ""
-    set_up += f" Rows are final {found['queued_ms']:g} ms after they are handed over{at_once}."
-    lines = [f"{set_up} GPUs a rank: {found['ranks_per_gpu']}.", *_near(found["cases"])]
+    at_once = "; in runs with `slice`, at once" if any(c["strategy"] == "slice" for c in found["cases"]) else ""
+    set_up += f" Rows are final {found['queued_ms']:g} ms after they are submitted{at_once}."
+    lines = [f"{set_up} GPUs per rank: {found['ranks_per_gpu']}.", *_near(found["cases"])]
     head = ["case", "writes", "ms", "peer copies, ms", "share", "until all know", "wire phase", "host, us"]
     names = ("share", "share_until_known", "share_of_wire")
     high = above((c[name] for c in found["cases"] for name in names), PLAIN_CEILING)
@@ -332,11 +340,11 @@ def _near(cases: Sequence[Found]) -> Iterator[str]:
     for mib, limit in ((256, 0.70), (1024, 0.85)):
         of = [c for c in cases if c["strategy"] == "staged" and _mib_a_pair(c) == mib and c["tp"] != "1->1"]
         if of:
-            held = sum(c["share"] >= limit for c in of)
+            met = sum(c["share"] >= limit for c in of)
             yield (
-                f"With {mib:,} MiB a pair of ranks, other TP pairs than 1->1: {shares(c['share'] for c in of)} "
-                f"of plain copies, in the wire phase {shares(c['share_of_wire'] for c in of)}; "
-                f"{held} of {len(of)} hold the limit of {limit:.0%}."
+                f"With {mib:,} MiB per pair of ranks, without TP 1->1: {shares(c['share'] for c in of)} "
+                f"of plain copies; in the wire phase {shares(c['share_of_wire'] for c in of)}. "
+                f"{met} of {len(of)} cases meet the limit of {limit:.0%}."
             )
 
 
@@ -362,7 +370,7 @@ def gpu_paths(found: Found) -> str:
     ]
     what = f"`{slices['transport']}`, TP {slices['tp']}, {slices['tokens']:,} tokens, {slices['bytes'] >> 20:,} MiB."
     wire = (
-        "A further run leaves out what gather and scatter do: they copy nothing. There the wire phase of `staged` has "
+        "In a further run of `staged`, gather and scatter copy nothing. Its wire phase has "
         f"{staged['share_of_wire']:.0%} of the speed of plain copies."
     )
     return f"{what} {wire}\n\n{table(rows)}"
@@ -370,7 +378,7 @@ def gpu_paths(found: Found) -> str:
 
 def gpu_peer(found: Found) -> str:
     """Kernels side by side."""
-    times = {"ours_us": "ours, us", "ours_prepared_us": "ours, launch of what was prepared, us"}
+    times = {"ours_us": "ours, us", "ours_prepared_us": "ours, launch of a prepared kernel, us"}
     times["theirs_us"] = f"{found['peer']}, us"
     known = [name for name in times if any(name in c for c in found["cases"])]
     rows = (
@@ -396,7 +404,7 @@ def gpu_pipeline(found: Found) -> str:
 
     def wire(case: Found) -> str:
         speed = case["wire_GB_per_s"]
-        return "as it is" if speed is None else f"{speed:g} GB/s"
+        return "none emulated" if speed is None else f"{speed:g} GB/s"
 
     def row(case: Found) -> list[str]:
         if "error" in case:
@@ -459,21 +467,21 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_pipeline_quiet.json": gpu_pipeline,
     "h200_host.json": gpu_host,
 }
-"""What a mark can name: a file, or something of it."""
+"""The names in marks: a file, or a view of it."""
 
 
 def shown(view: str) -> str:
-    """What stands at that mark."""
+    """The text at a mark."""
     make, name = VIEWS[view], view.partition(",")[0]
     found = json.loads((RESULTS / name).read_text())
     return f"{make(found)}\n\n`benchmarks/results/{name}`: {where(found)}."
 
 
 def filled(text: str) -> str:
-    """A page with every mark's text made anew.
+    """A page with every mark's text generated again.
 
     Raises:
-        KeyError: a mark names what there is not.
+        KeyError: an unknown name in a mark.
     """
     return MARK.sub(lambda m: f"{m['view']}{m[2]}{shown(m['view'])}", text)
 

@@ -1,7 +1,7 @@
 """Move KV cache from prefill GPUs to decode GPUs.
 
 An engine builds a pool over its cache, opens a :class:`PrefillEndpoint` or a :class:`DecodeEndpoint` per rank, and
-handles a room per request. What is not named here or in a layer's ``__init__`` is private.
+opens a room per request. Names that neither this module nor a package's ``__init__`` exports are private.
 """
 
 from .channels import Channel

@@ -1,10 +1,10 @@
-"""Checks and conversions of what an engine gives to a public call, before anything is queued.
+"""Checks and conversions of the arguments of public calls, before anything is queued.
 
-Each function returns the value in the one form that the library stores, or raises a :class:`ConfigurationError` with
-the name of the argument and the value. A mistake is found on the thread that made it.
+Each function returns the value in the form that the library stores. For a wrong value it raises a
+:class:`ConfigurationError` with the name of the argument and the value, on the thread of the caller.
 
-Counts accept whatever supports ``__index__``: an ``int``, a NumPy integer, an integer tensor of one element. They
-refuse ``bool``: a truth value in the place of a number is a mistake of the caller.
+Counts accept any object with ``__index__``: an ``int``, a NumPy integer, an integer tensor of one element. They reject
+``bool``: a truth value instead of a number is a mistake.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .errors import ConfigurationError
 T = TypeVar("T")
 
 MOST = 1 << 62
-"""The largest count: the largest number that a frame carries, and more than any address."""
+"""The largest count: the largest number in a frame, and larger than any address."""
 
 MOST_SECONDS = 1e9
-"""The longest time, 31 years: timers of the operating system take no more than about ten times as much."""
+"""The longest time, 31 years; timers of the operating system accept about ten times as much."""
 
 
 def shown(value: object) -> str:
-    """A short text for any value, also where its ``repr`` raises or is long."""
+    """A short text for any value, even if its ``repr`` raises or is long."""
     try:
         return reprlib.repr(value)
     except Exception:
@@ -39,12 +39,12 @@ def shown(value: object) -> str:
 def wrong(
     name: str, value: object, wanted: str, error: type[ConfigurationError] = ConfigurationError
 ) -> ConfigurationError:
-    """The error for an argument that cannot be used; the caller raises it."""
+    """The error for an invalid argument; the caller raises it."""
     return error(f"{name}: {wanted}, not {shown(value)} ({type(value).__name__})")
 
 
 def _is_truth(value: object) -> bool:
-    """Whether a value is a ``bool`` of Python, NumPy or torch; one that cannot be asked is none."""
+    """Whether a value is a ``bool`` of Python, NumPy or torch; False if its type cannot be read."""
     try:
         return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     except Exception:
@@ -63,10 +63,10 @@ def count(
 
     Args:
         value: an object with ``__index__``; no ``bool``.
-        name: of the argument, for the message.
-        least: the smallest value that is allowed.
-        most: the largest one.
-        error: what to raise.
+        name: the argument's name, for the message.
+        least: the smallest allowed value.
+        most: the largest allowed value.
+        error: the class to raise.
 
     Raises:
         ConfigurationError: (or ``error``) another type, or out of range.
@@ -89,10 +89,10 @@ def count(
 def counts(
     value: object, name: str, *, least: int = 0, error: type[ConfigurationError] = ConfigurationError
 ) -> tuple[int, ...]:
-    """Integers from a list, an array, a range or anything else with items; see :func:`count`.
+    """Integers from a list, an array, a range or another iterable; see :func:`count`.
 
     Raises:
-        ConfigurationError: (or ``error``) no items, or one of them that is no such integer.
+        ConfigurationError: (or ``error``) no iterable, or an invalid item.
     """
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         raise wrong(name, value, "a list of integers is needed", error)
@@ -104,7 +104,7 @@ def counts(
 
 
 def seconds(value: object, name: str, *, zero: bool = False) -> float:
-    """A finite time in seconds, positive (or zero where that is allowed).
+    """A finite time in seconds, positive (or zero, if ``zero`` is True).
 
     Raises:
         ConfigurationError: another type, NaN, infinite, negative, or longer than :data:`MOST_SECONDS`.
@@ -117,7 +117,7 @@ def seconds(value: object, name: str, *, zero: bool = False) -> float:
 
 
 def real(value: object, name: str) -> float:
-    """A float; infinite and NaN are the caller's to refuse.
+    """A float; infinite and NaN are accepted.
 
     Raises:
         ConfigurationError: no number.
@@ -148,7 +148,7 @@ def octets(value: object, name: str, *, least: int = 0, most: int = 256) -> byte
     """Bytes from ``bytes``, ``bytearray`` or ``memoryview``, copied.
 
     Raises:
-        ConfigurationError: another type, or too short or long.
+        ConfigurationError: another type, or an invalid length.
     """
     if isinstance(value, str):
         raise ConfigurationError(f"{name}: bytes are needed, not text {shown(value)}; encode it, with str.encode()")
@@ -161,10 +161,10 @@ def octets(value: object, name: str, *, least: int = 0, most: int = 256) -> byte
 
 
 def text(value: object, name: str, *, least: int = 0, most: int = 4096) -> str:
-    """Text that can be encoded.
+    """Text that can be encoded as UTF-8.
 
     Raises:
-        ConfigurationError: another type, too short or long, or half of a surrogate pair.
+        ConfigurationError: another type, an invalid length, or half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise wrong(name, value, "text is needed")
@@ -202,10 +202,10 @@ def one(value: object, name: str, kind: type[T], error: type[ConfigurationError]
 def several(
     value: object, name: str, kind: type[T], error: type[ConfigurationError] = ConfigurationError
 ) -> tuple[T, ...]:
-    """A tuple of instances of a class, from a list or anything else with items.
+    """A tuple of instances of a class, from a list or another iterable.
 
     Raises:
-        ConfigurationError: (or ``error``) a single one, an array, a tensor, text, a mapping, or another item.
+        ConfigurationError: (or ``error``) a single instance, an array, a tensor, text, a mapping, or an invalid item.
     """
     wanted = f"a list of {kind.__name__} is needed"
     if isinstance(value, kind):
@@ -229,7 +229,7 @@ def mapping(value: object, name: str) -> dict[object, object]:
     """A plain copy of a mapping.
 
     Raises:
-        ConfigurationError: anything else, or one that cannot be read.
+        ConfigurationError: no mapping, or one that cannot be read.
     """
     if not isinstance(value, Mapping):
         raise wrong(name, value, "a mapping is needed")
@@ -240,16 +240,16 @@ def mapping(value: object, name: str) -> dict[object, object]:
 
 
 def methods(value: object, name: str, kind: str, *wanted: str) -> None:
-    """Check that an object has methods, as an event or another plug-in has.
+    """Check that an object has certain methods, for example those of an event.
 
     Args:
         value: the object; no class.
-        name: of the argument, for the message.
-        kind: what is needed, with its article.
+        name: the argument's name, for the message.
+        kind: the required kind of object, with its article.
         wanted: names of the methods.
 
     Raises:
-        ConfigurationError: one of them is not there.
+        ConfigurationError: a method is missing.
     """
     try:
         missing = [method for method in wanted if not callable(getattr(value, method, None))]
@@ -261,7 +261,7 @@ def methods(value: object, name: str, kind: str, *wanted: str) -> None:
 
 
 def attributes(value: object, name: str, kind: str, *wanted: str) -> None:
-    """Check that an object has attributes; see :func:`methods`."""
+    """Check that an object has certain attributes; see :func:`methods`."""
     try:
         missing = [attribute for attribute in wanted if not hasattr(value, attribute)]
     except Exception as exc:
@@ -271,7 +271,7 @@ def attributes(value: object, name: str, kind: str, *wanted: str) -> None:
 
 
 def function(value: object, name: str) -> Callable[..., object]:
-    """Something to call.
+    """A callable.
 
     Raises:
         ConfigurationError: it cannot be called.
@@ -282,17 +282,17 @@ def function(value: object, name: str) -> Callable[..., object]:
 
 
 def clock(value: object, name: str) -> None:
-    """Check that a function tells a time.
+    """Check that a function returns a time.
 
     Raises:
         ConfigurationError: it cannot be called, raises, or returns no number.
     """
-    tell = function(value, name)
+    read = function(value, name)
     try:
-        told = tell()
+        now = read()
     except Exception as exc:
         raise wrong(name, value, "a function that returns a time is needed") from exc
-    real(told, f"{name}: its result")
+    real(now, f"{name}: its result")
 
 
 def event(value: T, name: str) -> T:

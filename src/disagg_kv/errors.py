@@ -3,31 +3,31 @@
 ::
 
     DisaggKVError
-    ├── ConfigurationError            what the caller gave cannot work
+    ├── ConfigurationError            the caller's arguments or setup cannot work
     │   ├── UnknownNameError          no such strategy, transport, option ...; lists the known ones
-    │   ├── MissingDependencyError    an optional package or system library is not there; says what to install
-    │   ├── UnsupportedError          the model can say it, this version does not do it
-    │   ├── GeometryError             a shard, split, plane or page table that is not consistent
+    │   ├── MissingDependencyError    an optional package or system library is missing; names the remedy
+    │   ├── UnsupportedError          the geometry can express it, this version cannot move it
+    │   ├── GeometryError             an inconsistent shard, split, plane or page table
     │   └── IncompatiblePeerError     two sides that cannot work together; names the field
-    ├── CapacityError                 something bounded is full
+    ├── CapacityError                 a bounded resource is full
     │   ├── OversizeError             larger than the whole; will never fit
-    │   └── QuarantineFullError       too much memory waits for evidence; no new work is taken
+    │   └── QuarantineFullError       too much memory waits for evidence; no new work is accepted
     ├── ProtocolError
-    │   ├── LocalProtocolError        our own caller broke the order of calls
-    │   └── RemoteProtocolError       a peer sent what it must not send
+    │   ├── LocalProtocolError        the caller broke the order of calls
+    │   └── RemoteProtocolError       a peer sent an invalid or unexpected frame
     ├── TransportError                a write or a connection failed; see ``retryable``
     │   └── RegistrationError         memory that a transport cannot use
     ├── PeerLostError                 the peer is gone or silent
     │   └── InstanceClosedError       a rank of the instance has closed and withdrawn its address
-    ├── DeadlineError                 the room's own time is over
-    ├── AbortedError                  one of the two engines gave the room up
-    ├── EndpointBrokenError           the endpoint itself has failed; it takes no calls any more
-    ├── SupersededError               another process has taken the place of this rank
-    └── IntegrityError                what arrived is not what was sent
-        └── PrefixChangedError        what decode held is not what it kept; says how many rows are still right
+    ├── DeadlineError                 the room did not end within its own deadline
+    ├── AbortedError                  one of the two engines aborted the room
+    ├── EndpointBrokenError           the endpoint itself has failed, and rejects every call
+    ├── SupersededError               another process has replaced this rank
+    └── IntegrityError                received data differ from the sent data
+        └── PrefixChangedError        the pages of a held prefix changed; has the number of rows that are still right
 
-Messages name the room, the peer, the field and the numbers. Exceptions of other libraries are mapped where they
-enter, with ``raise ... from exc``.
+Messages name the room, the peer, the field and the numbers. Errors of other libraries are wrapped where the library
+calls them; the original is ``__cause__``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class DisaggKVError(Exception):
 
 
 class ConfigurationError(DisaggKVError, ValueError):
-    """What the caller gave cannot work."""
+    """The caller's arguments or setup cannot work."""
 
 
 class UnknownNameError(ConfigurationError):
-    """A name that nothing is registered under.
+    """An unknown name.
 
     Args:
-        kind: what was looked up, for example ``"transport"``.
-        name: what was asked for.
-        known: every name that would have worked.
+        kind: the kind of name, for example ``"transport"``.
+        name: the unknown name.
+        known: every known name.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
@@ -63,8 +63,8 @@ class MissingDependencyError(ConfigurationError):
     """An optional package or system library is not installed.
 
     Args:
-        what: the thing that needs it, for example ``"transport 'nixl'"``.
-        reason: what is missing.
+        what: the part that needs it, for example ``"transport 'nixl'"``.
+        reason: the missing package or library.
         remedy: the command that installs it.
     """
 
@@ -76,18 +76,18 @@ class MissingDependencyError(ConfigurationError):
 
 
 class UnsupportedError(ConfigurationError):
-    """The geometry can express it, this version does not move it."""
+    """The geometry can express it, but this version cannot move it."""
 
 
 class GeometryError(ConfigurationError):
-    """A shard, split, plane or page table that is not consistent."""
+    """An inconsistent shard, split, plane or page table."""
 
 
 class IncompatiblePeerError(ConfigurationError):
     """Two sides that cannot work together.
 
     Args:
-        field: the one thing that differs.
+        field: the property that differs.
         ours: our value.
         theirs: the peer's value.
     """
@@ -100,16 +100,16 @@ class IncompatiblePeerError(ConfigurationError):
 
 
 class CapacityError(DisaggKVError):
-    """Something bounded is full."""
+    """A bounded resource is full."""
 
 
 class OversizeError(CapacityError):
-    """Larger than the whole it should go into; it will never fit.
+    """A request larger than the whole resource; it never fits.
 
     Args:
-        what: the thing that is full.
-        asked: bytes asked for.
-        capacity: bytes there are.
+        what: the resource.
+        asked: bytes requested.
+        capacity: bytes of the resource.
     """
 
     def __init__(self, what: str, asked: int, capacity: int) -> None:
@@ -120,27 +120,27 @@ class OversizeError(CapacityError):
 
 
 class QuarantineFullError(CapacityError):
-    """Too much memory waits for evidence that no peer writes to it any more."""
+    """Too much memory waits for evidence that no peer can write to it any more."""
 
 
 class ProtocolError(DisaggKVError):
-    """The order of messages or calls was broken."""
+    """A message or a call out of order."""
 
 
 class LocalProtocolError(ProtocolError):
-    """Our own caller broke the order of calls."""
+    """The caller broke the order of calls."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """A peer sent what it must not send."""
+    """A peer sent an invalid or unexpected frame."""
 
 
 class TransportError(DisaggKVError):
     """A write or a connection failed.
 
     Args:
-        message: what failed, with the peer and the numbers.
-        retryable: True where the same write may succeed later.
+        message: the failure, with the peer and the numbers.
+        retryable: True if the same write may succeed later.
     """
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
@@ -149,40 +149,40 @@ class TransportError(DisaggKVError):
 
 
 class RegistrationError(TransportError):
-    """Memory that a transport cannot use: unregistered, overlapping, out of bounds, of the wrong kind."""
+    """Memory that a transport cannot use: not registered, overlapping, out of bounds, or of the wrong kind."""
 
 
 class PeerLostError(DisaggKVError):
-    """The peer is gone or has been silent for too long."""
+    """The peer has ended, cannot be reached, or has been silent for too long."""
 
 
 class InstanceClosedError(PeerLostError):
-    """A rank of the instance has closed its endpoint and withdrawn its address; the rendezvous says so."""
+    """A rank of the instance has closed its endpoint and withdrawn its address from the rendezvous."""
 
 
 class DeadlineError(DisaggKVError):
-    """The room's own time is over."""
+    """The room did not end within its own deadline."""
 
 
 class AbortedError(DisaggKVError):
-    """One of the two engines gave the room up."""
+    """One of the two engines aborted the room."""
 
 
 class EndpointBrokenError(DisaggKVError):
-    """The endpoint's own thread has ended by an error: all its rooms have failed, and it takes no calls any more.
+    """An error has ended the endpoint's own thread. All its rooms have failed, and it rejects every call.
 
-    Nothing is known of reads and writes that were under way: its rooms are never released. Its cause says why.
+    Reads and writes in flight cannot be tracked any more, so its rooms are never released. ``__cause__`` is the error.
     """
 
 
 class SupersededError(DisaggKVError):
-    """Another process has taken the place of this rank; this one takes no rooms while that one is there.
+    """Another process has replaced this rank. This process accepts no rooms while that one is connected.
 
     Args:
         instance: the instance.
         rank: the rank in it.
-        address: where the rank is now.
-        epoch: the life that it is now.
+        address: the other process's address.
+        epoch: the other process's epoch.
     """
 
     def __init__(self, instance: str, rank: int, address: str, epoch: bytes) -> None:
@@ -195,15 +195,15 @@ class SupersededError(DisaggKVError):
 
 
 class IntegrityError(DisaggKVError):
-    """What arrived is not what was sent."""
+    """Received data differ from the sent data."""
 
 
 class PrefixChangedError(IntegrityError):
-    """Pages of a held prefix are not what they were when they were kept.
+    """Pages of a held prefix have changed since their checksums were stored.
 
     Args:
         message: the room, the page, the layer and both sums.
-        rows: leading rows that are still right, whole pages.
+        rows: number of leading rows that are still right, in whole pages.
     """
 
     def __init__(self, message: str, rows: int) -> None:
@@ -212,7 +212,7 @@ class PrefixChangedError(IntegrityError):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says; its type, where it cannot even be printed. Foreign errors may raise in ``__str__``."""
+    """An error's message, or its type if ``__str__`` raises, as that of another library may."""
     try:
         return str(error)
     except Exception:
@@ -220,7 +220,7 @@ def text_of(error: BaseException) -> str:
 
 
 def without_frames(error: BaseException) -> None:
-    """Take the tracebacks away from an error that is kept: their frames would keep a peer's watch, and a descriptor."""
+    """Remove the tracebacks of a stored error: their frames would keep process watches and file descriptors alive."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

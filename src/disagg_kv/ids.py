@@ -1,4 +1,4 @@
-"""The identifiers that cross layers, as distinct types so that no bare number or string is taken for another."""
+"""The identifiers that cross layers, as distinct types, so that type checkers find mix-ups."""
 
 from typing import NewType
 
@@ -9,7 +9,7 @@ Generation = NewType("Generation", int)
 """One life of a room id on one decode endpoint; grows by one each time that endpoint opens a room."""
 
 Epoch = NewType("Epoch", bytes)
-"""One life of an endpoint: 16 random bytes, drawn at its start and never used again."""
+"""One life of an endpoint: 16 random bytes, drawn at its start and never reused."""
 
 LayerId = NewType("LayerId", int)
 """Index of a layer in the whole model, counted from 0 (draft-model layers follow the model's own)."""
@@ -21,26 +21,26 @@ PageId = NewType("PageId", int)
 """Index of a page in its group, counted from 0."""
 
 RegionId = NewType("RegionId", int)
-"""One registered buffer of a transport; meaningful with the peer that registered it."""
+"""One registered buffer of a transport; unique only together with the peer that registered it."""
 
 Ticket = NewType("Ticket", int)
 """One submitted batch of writes; never used twice by one transport object."""
 
 Peer = NewType("Peer", bytes)
-"""One incarnation of a remote transport, as its own descriptor names it."""
+"""One incarnation of a remote transport, from its descriptor."""
 
 Rank = NewType("Rank", int)
 """Index of an endpoint in its instance, counted from 0."""
 
 VirtualOffset = NewType("VirtualOffset", int)
-"""A place in the staging ring that only grows; the byte in memory is this modulo the capacity."""
+"""An offset in the staging ring that only grows; the byte in memory is this modulo the capacity."""
 
 
 def peer_name(epoch: bytes, instance: str | None = None, rank: int = 0) -> str:
-    """A peer as errors, logs and reports name it: ``instance/rank (epoch <32 hex digits>)``.
+    """The name of a peer in errors, logs and reports: ``instance/rank (epoch <32 hex digits>)``.
 
-    An endpoint's ``confirm_terminated`` takes the digits. Without an instance the epoch stands alone; characters of the
-    instance's name that would break a line of a log are replaced.
+    An endpoint's ``confirm_terminated`` accepts these digits. Without an instance the name is only the epoch.
+    Characters of the instance's name that would break a log line are replaced.
     """
     if instance is None:
         return f"epoch {epoch.hex()}"

@@ -1,6 +1,6 @@
-"""What the library tells about itself while it works: spans and counters.
+"""Observability: spans and counters.
 
-An :class:`Observer` is called from the endpoint's thread and must return at once. One that raises is dropped.
+The endpoint's thread calls an :class:`Observer`, which must return at once. An observer that raises is dropped.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ log = logging.getLogger("disagg_kv")
 class Span:
     """One piece of work on one room.
 
-    ``name`` is ``pass`` (a forward pass, from its announcement until it is closed), ``compute`` (layers of it),
-    ``groups`` (how they are cut), ``gather``, ``wire``, ``scatter`` or ``room``. Times are seconds of the endpoint's
-    clock; ``nbytes`` and ``descriptors`` are 0 where they mean nothing.
+    Args:
+        name: ``pass`` (a forward pass, from its announcement until it is closed), ``compute`` (layers of a pass),
+            ``groups`` (their division into groups), ``gather``, ``wire``, ``scatter`` or ``room``.
+        room: the room.
+        start: seconds of the endpoint's clock.
+        stop: seconds of the endpoint's clock.
+        nbytes: bytes moved; 0 where it does not apply.
+        descriptors: writes posted; 0 where it does not apply.
+        labels: further values, by name.
     """
 
     name: str
@@ -36,17 +42,17 @@ class Span:
 
 
 class Observer(Protocol):
-    """Where spans and counters go."""
+    """Receives spans and counters."""
 
     def span(self, span: Span) -> None:
         """A piece of work ended."""
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Something happened ``amount`` times."""
+        """An event was counted ``amount`` times."""
 
 
 class Silent:
-    """The default: nobody looks."""
+    """The default: drops everything."""
 
     def span(self, span: Span) -> None:
         """Drop it."""
@@ -56,24 +62,24 @@ class Silent:
 
 
 class Guarded:
-    """Passes on to an observer until that raises: then it is dropped, with one line in the log.
+    """Forwards to an observer until it raises. Then the observer is dropped, with one line in the log.
 
     Args:
-        observer: an engine's; its errors must not reach the endpoint.
+        observer: an engine's observer; its errors must not reach the endpoint.
     """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
 
     def span(self, span: Span) -> None:
-        """Pass it on."""
+        """Forward it."""
         try:
             self._observer.span(span)
         except Exception:
             self._drop()
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Pass it on."""
+        """Forward it."""
         try:
             self._observer.count(name, amount)
         except Exception:
@@ -85,14 +91,14 @@ class Guarded:
 
 
 class Recorder:
-    """Keeps everything; for demos, benchmarks and tests, not for a server (it grows without bound)."""
+    """Stores everything; for demos, benchmarks and tests, not for a server, because it grows without bound."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.counters: Counter[str] = Counter()
 
     def span(self, span: Span) -> None:
-        """Keep it."""
+        """Store it."""
         self.spans.append(span)
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -101,7 +107,7 @@ class Recorder:
 
 
 def chrome_trace(ranks: Mapping[str, Sequence[Span]]) -> dict[str, object]:
-    """Spans in the Trace Event Format that Perfetto and Chrome's tracing read: a process per rank, a row per kind.
+    """Spans in the Trace Event Format of Perfetto and Chrome: a process per rank, a row per kind.
 
     Times are microseconds since the first span began. All ranks must have used one clock: on one host
     ``time.monotonic`` is the same for every process.

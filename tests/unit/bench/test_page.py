@@ -33,7 +33,7 @@ def test_a_column_that_was_not_measured_is_left_out() -> None:
     found["cases"][1]["ours_prepared_us"] = 87.6
     head, _, gather, scatter = gpu_peer(found).splitlines()
     assert head.count("|") == gather.count("|") == scatter.count("|") == 6
-    assert "| ours, launch of what was prepared, us |" in head
+    assert "| ours, launch of a prepared kernel, us |" in head
     assert "| 88 |" in scatter
 
 

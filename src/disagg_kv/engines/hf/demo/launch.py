@@ -1,4 +1,4 @@
-"""Starts every rank of a demo: imports what takes long once, forks, and sees to it that all end together."""
+"""Starts every rank of a demo: imports slow modules once, forks, and ends all ranks together."""
 
 from __future__ import annotations
 
