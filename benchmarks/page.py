@@ -56,7 +56,8 @@ def above(shares_of: Iterable[float], why: str) -> str:
 
 PLAIN_CEILING = (
     "the ceiling is one plain write per pair of ranks, all at the same time. It does not bound the transport, which "
-    "has several segments of a pair in flight. Both are medians of alternating runs, and differ by less than their spread."
+    "has several segments of a pair in flight. Both are medians of alternating runs, and differ by less than their "
+    "spread."
 )
 
 COPY_CEILING = (

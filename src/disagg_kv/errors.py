@@ -116,7 +116,7 @@ class OversizeError(CapacityError):
         self.what = what
         self.asked = asked
         self.capacity = capacity
-        super().__init__(f"{what}: {asked} bytes asked, but there are only {capacity}")
+        super().__init__(f"{what}: {asked} bytes requested, but there are only {capacity}")
 
 
 class QuarantineFullError(CapacityError):

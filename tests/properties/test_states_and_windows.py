@@ -159,7 +159,7 @@ def test_states_are_cut_by_layers_where_they_do_not_fit_a_slot() -> None:
     intake = Intake.build(STATES, [shard(STATES)], shard(STATES))
     cut = intake.cut_states(range(2), slot_bytes=64, lease_bytes=1 << 20)
     assert cut == [Segment(0, 1, 0, 1, True), Segment(0, 1, 1, 2, True)]
-    with pytest.raises(OversizeError, match="staging slot, for one row of layer 0: 64 bytes asked"):
+    with pytest.raises(OversizeError, match="staging slot, for one row of layer 0: 64 bytes requested"):
         intake.cut_states(range(2), slot_bytes=63, lease_bytes=1 << 20)
 
 

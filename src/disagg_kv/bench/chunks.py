@@ -182,7 +182,7 @@ def _request(
     if bad or sent.nbytes != came.nbytes:
         raise IntegrityError(
             f"{strategy}, {shape.tokens:,} tokens: {bad:,} bytes are wrong, {sent.nbytes:,} were sent and "
-            f"{came.nbytes:,} came; no time of it counts"
+            f"{came.nbytes:,} came; its times are invalid"
         )
     return sent, came
 

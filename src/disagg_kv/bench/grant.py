@@ -165,7 +165,7 @@ def _room(prefill: Ranks, decode: Ranks, name: str, pause_s: float) -> list[Gran
     if bad or sent.segments != ASKED + 1 or sent.grants:
         raise IntegrityError(
             f"room {name!r}: {bad:,} bytes are wrong, and {sent.segments} segments crossed with {ASKED + 1} grants "
-            f"and {len(sent.grants)} others; no time of it counts"
+            f"and {len(sent.grants)} others; its times are invalid"
         )
     return grants
 
@@ -192,7 +192,7 @@ class _Pair:
         try:
             return self._pull.recv()
         except zmq.Again as exc:
-            raise DeadlineError("bare ZeroMQ: no answer comes") from exc
+            raise DeadlineError("bare ZeroMQ: no answer") from exc
 
     def let_go(self) -> None:
         """On the thread that uses it."""

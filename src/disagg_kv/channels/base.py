@@ -33,7 +33,7 @@ def check_together(address: str, frames: Sequence[bytes]) -> None:
     if not frames or not fit_together(frames):
         nbytes = sum(map(len, frames))
         most = f"1 to {MAX_TOGETHER} of {MAX_FRAME} bytes"
-        raise ConfigurationError(f"{len(frames)} frames of {nbytes} bytes to {address}: {most} go together")
+        raise ConfigurationError(f"{len(frames)} frames of {nbytes} bytes to {address}: one message takes {most}")
 
 
 @frozen

@@ -76,11 +76,11 @@ def _open(bind: str, file: Path) -> int:
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except (PermissionError, IsADirectoryError) as error:
-        raise ConfigurationError(f"channel {bind!r}: {file} is not ours to lock: {error}") from error
+        raise ConfigurationError(f"channel {bind!r}: {file} cannot be locked by this user: {error}") from error
     found = os.fstat(lock)
     if found.st_uid != os.geteuid() or found.st_mode & 0o077 or not stat.S_ISREG(found.st_mode):
         os.close(lock)
-        raise ConfigurationError(f"channel {bind!r}: {file} is not ours alone; use a folder that only this user writes")
+        raise ConfigurationError(f"channel {bind!r}: {file} is open to other users; use a private folder")
     return lock
 
 
@@ -106,7 +106,7 @@ def listening(path: Path, backlog: int) -> socket.socket:
 
 def _refuse_in_use(bind: str, path: Path) -> None:
     if not path.is_socket():
-        raise ConfigurationError(f"channel {bind!r}: the file is there and is no socket")
+        raise ConfigurationError(f"channel {bind!r}: the file exists and is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # a process that has stopped accepting is still there
         if probe.connect_ex(str(path)) not in _NO_LISTENER:

@@ -40,11 +40,11 @@ class Keys:
     def __attrs_post_init__(self) -> None:
         bad = [key for key in self.allowed if not re.fullmatch(_KEY, key)]
         if bad:
-            raise ConfigurationError(f"public keys have 40 characters of Z85; these are none: {bad}")
+            raise ConfigurationError(f"invalid public keys {bad}: a key has 40 characters of Z85")
         try:
             public = zmq.curve_public(self.secret.encode()).decode()
         except (ValueError, zmq.ZMQError) as exc:
-            raise ConfigurationError("a secret key has 40 characters of Z85; this is none") from exc
+            raise ConfigurationError("invalid secret key: a key has 40 characters of Z85") from exc
         object.__setattr__(self, "public", public)
 
     @classmethod

@@ -221,7 +221,7 @@ class UnixChannel:
 
     def wake(self) -> None:
         """Make a waiting ``poll`` return; from any thread, also after ``close``."""
-        with suppress(OSError):  # full: it is awake already; closed: nobody waits
+        with suppress(OSError):  # full: it is awake already; closed: no thread waits
             self._waker.send(b"\0")
 
     def forget(self, address: str) -> None:

@@ -115,7 +115,7 @@ class ZmqChannel:
         unencrypted_network: bool = False,
     ) -> None:
         if keys is not None and unencrypted_network:
-            raise ConfigurationError(f"channel {bind!r}: with keys everything is encrypted; unencrypted_network is not")
+            raise ConfigurationError(f"channel {bind!r}: keys and unencrypted_network exclude each other")
         self._home = Home(f"the channel {bind!r}")
         self._keys = keys
         self._anywhere = unencrypted_network or keys is not None

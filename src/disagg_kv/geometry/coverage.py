@@ -120,7 +120,7 @@ class Coverage:
                 known = (band.first, band.last, band.until(start))
             least = known[2] if least is None else min(least, known[2])
         if least is None:
-            raise GeometryError("no layers: what has landed in none of them has no end")
+            raise GeometryError("no layers are given")
         return least
 
     def check_integrity(self) -> None:

@@ -150,8 +150,8 @@ def _refuse_unsupported(spec: CacheSpec, writers: Sequence[Shard], target: Shard
     for side, holding in ((side, h) for side, shard in sides for h in shard):
         if not _holds_all_rows(holding):
             raise UnsupportedError(
-                f"{side}, {holding.component!r}: context parallelism is not moved yet: row class {holding.index} of "
-                f"{holding.ways}, {holding.granule} rows each"
+                f"{side}, {holding.component!r}: context parallelism is not supported yet: row class "
+                f"{holding.index} of {holding.ways}, {holding.granule} rows each"
             )
 
 

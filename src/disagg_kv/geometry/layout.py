@@ -72,7 +72,7 @@ class Plane:
         arguments.text(self.component, "plane: component")
         arguments.text(self.group, "plane: group")
         for name in ("layer", "buffer", "offset", "page_stride", "row_stride", "unit_stride"):
-            # Signs and sizes are looked at with the site.
+            # Signs and sizes are checked with the site.
             least, value = -arguments.MOST, getattr(self, name)
             object.__setattr__(self, name, arguments.count(value, f"plane: {name}", least=least, error=GeometryError))
 

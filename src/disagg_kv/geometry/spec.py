@@ -114,9 +114,9 @@ class Component:
     def unsupported(self) -> str | None:
         """Why this version cannot move the component yet, or None if it can."""
         if self.tokens_per_row > 1:
-            return f"component {self.name!r}: rows of {self.tokens_per_row} tokens are not moved yet"
+            return f"component {self.name!r}: rows of {self.tokens_per_row} tokens are not supported yet"
         if self.tile_rows > 1:
-            return f"component {self.name!r}: tiles of {self.tile_rows} rows are not moved yet"
+            return f"component {self.name!r}: tiles of {self.tile_rows} rows are not supported yet"
         return None
 
 

@@ -49,7 +49,7 @@ class Mark:
             self._queue.wait(stream, self.cuda_event)
 
     def __del__(self) -> None:
-        # Whoever waits on a GPU waits for what was recorded before: to record again changes nothing for them.
+        # A wait on a GPU refers to the earlier record, so recording again does not change it.
         self._queue.spare.append(self.cuda_event)
 
 

@@ -240,7 +240,7 @@ class PagedPool:
     def _aux_row(self, slot: int) -> U8:
         slot = arguments.count(slot, "aux slot", least=-arguments.MOST, error=GeometryError)
         if not 0 <= slot < len(self._aux):
-            raise GeometryError(f"aux slot {slot} of {len(self._aux)}")
+            raise GeometryError(f"aux slot {slot}: the pool has {len(self._aux)}")
         row: U8 = self._aux[slot]
         return row
 
@@ -255,7 +255,7 @@ def _allocated(allocator: Callable[[int], Buffer], nbytes: int) -> Buffer:
     except DisaggKVError:
         raise
     except Exception as exc:
-        raise CapacityError(f"the allocator gave no {nbytes} bytes: {exc}") from exc
+        raise CapacityError(f"the allocator failed for {nbytes} bytes: {exc}") from exc
     return arguments.one(found, "allocator: result", Buffer)
 
 

@@ -85,14 +85,14 @@ class PrefixCache:
             arguments.one(sums, "sums", CachedChecksums)
         if len(site.token_groups) != 1:
             groups = [g.id for g in site.token_groups]
-            raise ConfigurationError(f"a prefix cache is of one group of pages, not {groups}")
+            raise ConfigurationError(f"a prefix cache needs exactly one group of token pages, not {groups}")
         if site.spec.slides():
             raise ConfigurationError(
-                "a prefix cache is for layers that see all tokens: rows of a sliding window are written afresh by "
+                "a prefix cache is for layers that see all tokens: rows of a sliding window are written again by "
                 "every room, into pages that others may hold"
             )
         if sums is not None and sums.pool.site != site:
-            raise ConfigurationError("the sums of kept pages are of another pool")
+            raise ConfigurationError("the checksums belong to another pool")
         self.group = site.token_groups[0]
         own = namespace_of(site.spec, extra)
         if index.namespace != own:
@@ -100,7 +100,9 @@ class PrefixCache:
                 f"an index for another model: its namespace is {index.namespace.hex()}, the pool's {own.hex()}"
             )
         if index.page_rows != self.group.rows_per_page:
-            raise ConfigurationError(f"an index of {index.page_rows} rows a page for {self.group.rows_per_page}")
+            raise ConfigurationError(
+                f"the index has {index.page_rows} rows per page, the pool {self.group.rows_per_page}"
+            )
         self.index = index
         self.pages = pages
         self.sums = sums
@@ -120,7 +122,7 @@ class PrefixCache:
         self._take_back()
         there = self.pages.free + self.index.evictable
         if count > there:
-            raise CapacityError(f"group {self.group.id!r}: {count} pages asked, {there} are free or can be evicted")
+            raise CapacityError(f"group {self.group.id!r}: {count} pages requested, {there} are free or can be evicted")
         if count > self.pages.free:
             self.pages.give(self.index.evict(count - self.pages.free))
         return self.pages.take(count)
@@ -290,7 +292,7 @@ class Claim:
 
     def _check(self, state: _State) -> None:
         if self._state is not state:
-            raise LocalProtocolError(f"a claim that is {self._state.value}, not {state.value}")
+            raise LocalProtocolError(f"the claim is {self._state.value}, not {state.value}")
 
 
 def _tokens(given: Tokens) -> npt.NDArray[np.integer]:

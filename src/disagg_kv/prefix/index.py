@@ -125,7 +125,7 @@ class HashPrefixIndex:
         self._check(lock)
         rows = arguments.count(rows, "rows", least=-arguments.MOST, error=GeometryError)
         if not 0 <= rows <= lock.rows:
-            raise GeometryError(f"{rows} rows of a prefix of {lock.rows}")
+            raise GeometryError(f"{rows} rows, but the lock has {lock.rows}")
         keep = rows // self._page_rows
         dropped, lock.ids = lock.ids[keep:], lock.ids[:keep]
         self._drop(dropped)
@@ -163,7 +163,7 @@ class HashPrefixIndex:
         self._check(lock)
         rows = arguments.count(rows, "rows", least=-arguments.MOST, error=GeometryError)
         if not 0 <= rows <= lock.rows:
-            raise GeometryError(f"{rows} rows of a prefix of {lock.rows}")
+            raise GeometryError(f"{rows} rows, but the lock has {lock.rows}")
         after: dict[int, list[int]] = {}
         for page in self._at.values():
             after.setdefault(self._before[page], []).append(page)
@@ -232,13 +232,13 @@ class HashPrefixIndex:
         """Nothing has changed yet."""
         known = len(lock.ids)
         if len(contents) < known or any(self._content[p] != c for p, c in zip(lock.ids, contents, strict=False)):
-            raise GeometryError(f"tokens that do not begin with the {lock.rows} rows that are locked")
+            raise GeometryError(f"the tokens do not begin with the {lock.rows} locked rows")
         if len(given) != len(contents) - known:
             raise GeometryError(f"{len(given)} pages for {len(contents) - known} whole pages after row {lock.rows}")
         if given and not 0 <= min(given) <= max(given) < self._pages:
-            raise GeometryError(f"pages {min(given)} to {max(given)} of {self._pages}")
+            raise GeometryError(f"page ids {min(given)} to {max(given)}, but the index has {self._pages} pages")
         if len(set(given)) != len(given):
-            raise GeometryError("a page is given twice")
+            raise GeometryError("a page id is repeated")
         present = [page for page in given if page < len(self._content) and self._content[page] is not None]
         if present:
             raise LocalProtocolError(f"pages {present[:8]} are in the index already")

@@ -39,7 +39,7 @@ class PageAllocator:
         """
         count = arguments.count(count, "pages asked")
         if count > len(self._free):
-            raise CapacityError(f"{count} pages asked, {len(self._free)} of {len(self._all)} are free")
+            raise CapacityError(f"{count} pages requested, {len(self._free)} of {len(self._all)} are free")
         taken = [self._free.popleft() for _ in range(count)]
         self._there.difference_update(taken)
         return np.array(taken, np.int32)

@@ -34,7 +34,7 @@ class CachedChecksums:
             arguments.methods(kernels, "kernels", "a set of kernels", "checksum")
         if len(pool.site.token_groups) != 1:
             raise ConfigurationError(
-                f"sums of kept pages are of one group of pages, not {[g.id for g in pool.site.token_groups]}"
+                f"checksums need exactly one group of token pages, not {[g.id for g in pool.site.token_groups]}"
             )
         (self._group,) = pool.site.token_groups
         self.pool = pool

@@ -85,7 +85,7 @@ class StoreMinimum:
         if not 0 <= number <= _MOST:
             raise ConfigurationError(f"{question!r}: cannot agree on {number}")
         if question in self._open:
-            raise LocalProtocolError(f"{question!r}: {self._open[question]} was said already")
+            raise LocalProtocolError(f"{question!r}: our number {self._open[question]} is published already")
         try:
             self._store.set(self._key(question, self._rank), json.dumps(number))
         except RuntimeError as exc:
@@ -102,7 +102,7 @@ class StoreMinimum:
         """
         arguments.text(question, "question")
         if question not in self._open:
-            raise LocalProtocolError(f"{question!r}: nothing was said, or it is answered already")
+            raise LocalProtocolError(f"{question!r}: our number is not published, or the question is answered already")
         try:
             values = self._values(question)
             if values is None:

@@ -24,4 +24,6 @@ def check_rank(instance: str, rank: Rank, world: int) -> tuple[Rank, int]:
 def check_world(instance: str, rank: Rank, world: int, known: int) -> None:
     """Raise a :class:`ConfigurationError` if a rank's world size is not that of the ranks before it."""
     if world != known:
-        raise ConfigurationError(f"instance {instance!r}: rank {rank} says it is one of {world}, others said {known}")
+        raise ConfigurationError(
+            f"instance {instance!r}: rank {rank} publishes {world} ranks, others published {known}"
+        )

@@ -52,7 +52,8 @@ class StaticRendezvous:
             check_world(instance, rank, world, len(ranks))
             if address in ranks and ranks.index(address) != rank:
                 raise ConfigurationError(
-                    f"instance {instance!r}: rank {rank} says it is at {address}, where rank {ranks.index(address)} is"
+                    f"instance {instance!r}: rank {rank} publishes {address}, "
+                    f"the address of rank {ranks.index(address)}"
                 )
             ranks[rank] = address
 

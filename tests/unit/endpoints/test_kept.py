@@ -373,7 +373,7 @@ def test_sums_of_other_pools_are_refused() -> None:
     """Bad input: several groups, and sums of another rank's pool."""
     held = Held.make()
     one, other = held.caches
-    with pytest.raises(ConfigurationError, match="sums of kept pages are of another pool"):
+    with pytest.raises(ConfigurationError, match="checksums belong to another pool"):
         PrefixCache(one.index, one.pages, held.rig.decodes[0].pool.site, sums=other.sums)
     site = held.rig.decodes[0].pool.site
     two = attrs.evolve(site, groups=(*site.groups, attrs.evolve(site.groups[0], id=GroupId("other"))))

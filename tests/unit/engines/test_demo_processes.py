@@ -266,7 +266,7 @@ def test_a_frozen_rank_ends_the_demo_at_its_deadline() -> None:
 
     error, _ = run(attrs.evolve(QUICK, timeout_s=40.0), freeze)
     assert isinstance(error, DeadlineError)
-    assert "not done after 40 s; still at work: " in str(error)
+    assert "not done after 40 s; not finished: " in str(error)
     assert "reference rank 0" in str(error)
 
 

@@ -78,7 +78,7 @@ def test_context_parallelism_is_refused_by_name(change: dict[str, Any]) -> None:
     """The model can say it; this version does not move it."""
     spec = CacheSpec.mla(1, 2, "int8")
     (holding,) = shard(spec).holdings
-    with pytest.raises(UnsupportedError, match="writer 1, 'latent': context parallelism is not moved yet: row class"):
+    with pytest.raises(UnsupportedError, match="writer 1, 'latent': context parallelism is not supported yet"):
         elect(spec, [shard(spec), Shard([attrs.evolve(holding, **change)])], shard(spec))
     with pytest.raises(UnsupportedError, match="target, 'latent': context parallelism"):
         elect(spec, [shard(spec)], Shard([attrs.evolve(holding, **change)]))
@@ -87,6 +87,6 @@ def test_context_parallelism_is_refused_by_name(change: dict[str, Any]) -> None:
 def test_components_that_are_not_moved_yet_are_refused_where_they_are_needed() -> None:
     """A target without them is served."""
     spec = CacheSpec({LayerId(0): [Component("k", "int8", 1, 1)], LayerId(1): [Component("c4", "int8", 1, 1, 4)]})
-    with pytest.raises(UnsupportedError, match="component 'c4': rows of 4 tokens are not moved yet"):
+    with pytest.raises(UnsupportedError, match="component 'c4': rows of 4 tokens are not supported yet"):
         elect(spec, [shard(spec)], shard(spec))
     assert elect(spec, [shard(spec)], shard(spec, layers=[LayerId(0)])) == ((Share("k", (LayerId(0),), range(1)),),)

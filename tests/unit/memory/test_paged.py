@@ -274,15 +274,15 @@ def test_aux_slots_and_lengths_are_checked() -> None:
     spec = CacheSpec.mla(1, 4, "float16")
     pool = PagedPool.allocate(spec, shard(spec), pages=1, page_size=2, aux_slots=3, aux_bytes=4)
     for slot in (-1, 3):
-        with pytest.raises(GeometryError, match=f"aux slot {slot} of 3"):
+        with pytest.raises(GeometryError, match=f"aux slot {slot}: the pool has 3"):
             pool.read_aux(slot)
-        with pytest.raises(GeometryError, match=f"aux slot {slot} of 3"):
+        with pytest.raises(GeometryError, match=f"aux slot {slot}: the pool has 3"):
             pool.write_aux(slot, b"")
     with pytest.raises(GeometryError, match="aux slot 0: 5 bytes for a row of 4"):
         pool.write_aux(0, b"12345")
     none = PagedPool.allocate(spec, shard(spec), pages=1, page_size=2)
     assert none.aux_bytes == 0
-    with pytest.raises(GeometryError, match="aux slot 0 of 0"):
+    with pytest.raises(GeometryError, match="aux slot 0: the pool has 0"):
         none.read_aux(0)
     for slots, nbytes in ((1, 0), (0, 1), (-1, 4), (1, -4)):
         with pytest.raises(GeometryError, match=f"{slots} aux slots of {nbytes} bytes"):

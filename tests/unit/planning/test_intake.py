@@ -53,7 +53,7 @@ def test_layers_are_cut_only_where_no_row_fits() -> None:
 def test_one_row_of_one_layer_that_does_not_fit_is_refused(slot: int, lease: int, what: str, asked: int) -> None:
     """For good, with both sizes."""
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
-    message = f"{what}, for one row of layer 0: {asked} bytes asked, but there are only {min(slot, lease)}"
+    message = f"{what}, for one row of layer 0: {asked} bytes requested, but there are only {min(slot, lease)}"
     with pytest.raises(OversizeError, match=message):
         intake.cut(0, 2, range(4), slot_bytes=slot, lease_bytes=lease)
 

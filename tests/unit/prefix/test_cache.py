@@ -147,7 +147,7 @@ def test_what_is_held_is_never_evicted_for_others() -> None:
     first.end()
     holder = of.claim(list(range(16)))
     assert holder.rows == 16
-    with pytest.raises(CapacityError, match="6 pages asked, 4 are free or can be evicted"):
+    with pytest.raises(CapacityError, match="6 pages requested, 4 are free or can be evicted"):
         of.claim(list(range(100, 124))).begin()
     holder.end()
     evicting = of.claim(list(range(100, 124)))
@@ -161,7 +161,7 @@ def test_an_index_for_another_model_is_refused() -> None:
     other = CacheSpec.kv(1, 1, 4, "float16", model=b"other")
     with pytest.raises(ConfigurationError, match="another model"):
         PrefixCache(HashPrefixIndex(4, 8, namespace_of(other)), PageAllocator(range(8)), SITE)
-    with pytest.raises(ConfigurationError, match="2 rows a page for 4"):
+    with pytest.raises(ConfigurationError, match="2 rows per page, the pool 4"):
         PrefixCache(HashPrefixIndex(2, 8, namespace_of(SPEC)), PageAllocator(range(8)), SITE)
     two = attrs.evolve(SITE, groups=(*SITE.groups, Group(GroupId("other"), 4, 8)))
     with pytest.raises(ConfigurationError, match=r"one group of pages, not \['kv', 'other'\]"):
@@ -172,7 +172,7 @@ def test_a_pool_with_windows_is_refused_and_one_with_states_is_not() -> None:
     """A window's rows are written afresh into pages that others may hold; states are no part of a prefix."""
     window = CacheSpec.uniform(1, [Component("k", "float16", 1, 8, window=8)])
     sliding = plain_site(window, shard(window), 32, 4)
-    with pytest.raises(ConfigurationError, match="sliding window are written afresh"):
+    with pytest.raises(ConfigurationError, match="sliding window are written again"):
         PrefixCache(HashPrefixIndex(4, 8, namespace_of(window)), PageAllocator(range(8)), sliding)
     state = Component("ssm", "float16", 1, 6, tokens_per_row=0, rows=1)
     hybrid = CacheSpec({**SPEC.layers, LayerId(1): (state,)})

@@ -118,7 +118,7 @@ def test_what_is_wrong_is_never_matched_again_and_leaves_by_eviction() -> None:
     assert sorted(index.evict(9).tolist()) == [1, 2, 3, 5]
     index.check_integrity()
     for rows in (-1, 5):
-        with pytest.raises(GeometryError, match="rows of a prefix of 4"):
+        with pytest.raises(GeometryError, match="rows, but the lock has 4"):
             index.forget(again, rows)
     with pytest.raises(LocalProtocolError):
         index.forget(lock, 0)
@@ -166,7 +166,7 @@ def test_locks_that_are_over_or_of_another_index_are_refused() -> None:
     lock = index.match([1, 2])
     with pytest.raises(LocalProtocolError, match="another's"):
         other.insert(lock, [1, 2], pages(0))
-    with pytest.raises(GeometryError, match="1 rows of a prefix of 0"):
+    with pytest.raises(GeometryError, match="1 rows, but the lock has 0"):
         index.shorten(lock, 1)
     with pytest.raises(GeometryError, match="-1 rows"):
         index.shorten(lock, -1)

@@ -43,7 +43,7 @@ def test_more_than_are_free_is_refused() -> None:
     """With the numbers, and nothing is taken."""
     pages = PageAllocator(range(4))
     pages.take(3)
-    with pytest.raises(CapacityError, match="2 pages asked, 1 of 4 are free"):
+    with pytest.raises(CapacityError, match="2 pages requested, 1 of 4 are free"):
         pages.take(2)
     with pytest.raises(ConfigurationError, match="pages asked must be at least 0, not -1"):
         pages.take(-1)

@@ -128,12 +128,12 @@ def test_instances_and_questions_are_told_apart() -> None:
 def test_questions_out_of_order_are_refused() -> None:
     """Bad input: said twice, asked before it was said, asked after the answer, negative, a rank that is none."""
     ranks = StoreMinimum(HashStore(), "decode", Rank(0), 1)
-    with pytest.raises(LocalProtocolError, match="nothing was said"):
+    with pytest.raises(LocalProtocolError, match="our number is not published"):
         ranks.agreed("room")
     with pytest.raises(ConfigurationError, match="-1"):
         ranks.say("room", -1)
     ranks.say("room", 5)
-    with pytest.raises(LocalProtocolError, match="5 was said already"):
+    with pytest.raises(LocalProtocolError, match="our number 5 is published already"):
         ranks.say("room", 6)
     assert ranks.agreed("room") == 5
     with pytest.raises(LocalProtocolError, match="answered already"):

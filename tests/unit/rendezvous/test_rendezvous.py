@@ -71,7 +71,7 @@ class TestEveryRendezvous:
 
     def test_ranks_that_disagree_about_their_number_are_refused_with_both_numbers(self, rendezvous: Rendezvous) -> None:
         rendezvous.publish("prefill", Rank(0), 4, "zero")
-        with pytest.raises(ConfigurationError, match="rank 1 says it is one of 2, others said 4"):
+        with pytest.raises(ConfigurationError, match="rank 1 publishes 2 ranks, others published 4"):
             rendezvous.publish("prefill", Rank(1), 2, "one")
 
     def test_threads_may_publish_at_once(self, rendezvous: Rendezvous) -> None:
@@ -105,7 +105,7 @@ class TestStatic:
     def test_the_address_of_another_rank_is_refused(self) -> None:
         """Bad input: nothing changes; a rank may say its own address again, and another instance may have it."""
         static = StaticRendezvous({"prefill": ["zero", "one"]})
-        with pytest.raises(ConfigurationError, match="'prefill': rank 1 says it is at zero, where rank 0 is"):
+        with pytest.raises(ConfigurationError, match="'prefill': rank 1 publishes zero, the address of rank 0"):
             static.publish("prefill", Rank(1), 2, "zero")
         static.publish("prefill", Rank(0), 2, "zero")
         static.publish("other", Rank(0), 1, "zero")

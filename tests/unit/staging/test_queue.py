@@ -60,7 +60,7 @@ class TestOneRequest:
 
     def test_more_than_an_eighth_of_the_ring_is_refused_with_both_sizes(self, queue: Queue) -> None:
         assert queue.lease_limit == EIGHTH
-        with pytest.raises(OversizeError, match=f"{EIGHTH + 1} bytes asked, but there are only {EIGHTH}"):
+        with pytest.raises(OversizeError, match=f"{EIGHTH + 1} bytes requested, but there are only {EIGHTH}"):
             ready(queue, "p", "a", nbytes=EIGHTH + 1)
 
     def test_no_bytes_are_refused(self, queue: Queue) -> None:

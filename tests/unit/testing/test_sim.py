@@ -104,7 +104,7 @@ def test_the_simulated_channel_refuses_what_no_channel_sends_together(frames: li
     world = World(next(s for s in (Scenario.draw(seed, EVERY) for seed in range(100)) if s.together))
     channel = world.nodes[0].channel
     assert isinstance(channel, SupportsBatches)
-    with pytest.raises(ConfigurationError, match="1 to 64 of 1048576 bytes go together"):
+    with pytest.raises(ConfigurationError, match="one message takes 1 to 64 of 1048576 bytes"):
         channel.send_all("sim://prefill0", frames)
 
 

@@ -102,11 +102,11 @@ def _components(kind: object, config: PreTrainedConfig, dtype: str) -> Iterator[
         yield Component("index", dtype, 1, config.index_head_dim * item_bytes(dtype))
         return
     elif type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        raise UnsupportedError(f"keeps a {type(kind).__name__}, which is not moved yet")
+        raise UnsupportedError(f"keeps a {type(kind).__name__}, which cannot be moved yet")
     if isinstance(kind, DynamicLayer):
         kept = kind.sliding_window - 1 if isinstance(kind, DynamicSlidingWindowLayer) else None
         if kept == 0:
-            raise UnsupportedError("a sliding window of 1 token keeps nothing")
+            raise UnsupportedError("a sliding window of 1 token caches nothing")
         yield from _attention(config, dtype, kept)
 
 

@@ -121,7 +121,7 @@ class DemoConfig:
                 f"turns {self.turns}: the last prompt has {max(self.lengths(self.turns - 1))} tokens"
             )
         if self.device == "cuda" and (self.prefill_host != LOOPBACK or self.decode_launch or self.inject is not None):
-            raise ConfigurationError("device 'cuda' is for one host, and for nothing made wrong")
+            raise ConfigurationError("device 'cuda' supports one host, and no inject")
         if self.device == "cuda" and self.model != "llama":
             raise ConfigurationError(f"device 'cuda' is for the model 'llama', not {self.model!r}")
         if (self.prefill_host == LOOPBACK) != (self.decode_host == LOOPBACK):

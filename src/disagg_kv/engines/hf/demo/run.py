@@ -169,7 +169,7 @@ def _listen(
             on_message(one)
     except TimeoutError as exc:
         names = ", ".join(f"{role} rank {rank}" for role, rank in sorted(waiting))
-        raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; still at work: {names}") from exc
+        raise DeadlineError(f"demo: not done after {config.timeout_s:g} s; not finished: {names}") from exc
     if failures or any(codes.values()):
         raise _failure(failures, codes, work)
 
