@@ -378,5 +378,5 @@ def test_sums_of_other_pools_are_refused() -> None:
     site = held.rig.decodes[0].pool.site
     two = attrs.evolve(site, groups=(*site.groups, attrs.evolve(site.groups[0], id=GroupId("other"))))
     pool = PagedPool.adopt(two.spec, two.shard, two.groups, two.planes, held.rig.decodes[0].pool.buffers)
-    with pytest.raises(ConfigurationError, match=r"of one group of pages, not \['kv', 'other'\]"):
+    with pytest.raises(ConfigurationError, match=r"exactly one group of token pages, not \['kv', 'other'\]"):
         CachedChecksums(pool)

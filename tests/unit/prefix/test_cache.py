@@ -164,7 +164,7 @@ def test_an_index_for_another_model_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="2 rows per page, the pool 4"):
         PrefixCache(HashPrefixIndex(2, 8, namespace_of(SPEC)), PageAllocator(range(8)), SITE)
     two = attrs.evolve(SITE, groups=(*SITE.groups, Group(GroupId("other"), 4, 8)))
-    with pytest.raises(ConfigurationError, match=r"one group of pages, not \['kv', 'other'\]"):
+    with pytest.raises(ConfigurationError, match=r"one group of token pages, not \['kv', 'other'\]"):
         PrefixCache(HashPrefixIndex(4, 8, namespace_of(SPEC)), PageAllocator(range(8)), two)
 
 
