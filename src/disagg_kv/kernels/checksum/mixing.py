@@ -1,21 +1,21 @@
-"""What a cell adds to a checksum, and where in the whole cache a cell lies.
+"""The contribution of a cell to a checksum, and the place of a cell in the whole cache.
 
-A *cell* is one unit of one row of one component of one layer: what no split ever cuts. Its bytes are words of four,
-little-endian, the last one filled up with zeros; with all arithmetic modulo 2^64 it adds ::
+A *cell* is one unit of one row of one component of one layer; no split cuts it. Its bytes are little-endian words of
+four, the last one padded with zeros. With all arithmetic modulo 2^64, it adds ::
 
     mix(place + sum of word[j] * key[j])
 
-where ``key[j]`` is odd and the same for every cell, and ``place`` differs for every (layer, component, row, unit) of
-the whole cache. A checksum is the sum over cells: whatever tensor parallelism, pipeline stages, replicas, pages, memory
-layouts and segments make of the cells, the sums of the pieces add up to the sum of the whole.
+``key[j]`` is odd and the same for every cell. ``place`` differs for every (layer, component, row, unit) of the whole
+cache. A checksum is the sum over cells. Tensor parallelism, pipeline stages, replicas, pages, memory layouts and
+segments only group the cells, so the sums of the pieces add up to the sum of the whole.
 
-``mix`` is one to one and a key is odd, so a change of one word always shows. Cells that are exchanged, shifted or left
-over from before change what goes into ``mix`` in two places or more; they hide behind each other once in 2^64 times. So
+``mix`` is one to one and a key is odd, so a change of one word is always detected. Cells that are exchanged, shifted or
+left over from an earlier transfer change at least two inputs of ``mix``. These changes cancel once in 2^64 times. So
 does other damage within one cell, or once in 2^(64-v) times if the differences of all its words are multiples of 2^v.
-This finds faults; it does not stop a peer who wants to deceive.
+Checksums find faults; they do not stop a peer that deceives on purpose.
 
-``mix`` and the keys are SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), the
-factors of rows and units those of a low-discrepancy sequence in three dimensions, whose multiples lie far apart.
+``mix`` and the keys are SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). The
+factors of rows and units are those of a low-discrepancy sequence in three dimensions, whose multiples lie far apart.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What gather is: for every entry, indexing of the plane ``[pages, rows_per_page, units, unit_bytes]``."""
+"""The specification of gather: for every entry, indexing of the plane ``[pages, rows_per_page, units, unit_bytes]``."""
 
 from __future__ import annotations
 

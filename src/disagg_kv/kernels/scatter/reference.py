@@ -1,4 +1,4 @@
-"""What scatter is: for every entry, assignment to the plane ``[pages, rows_per_page, units, unit_bytes]``."""
+"""The specification of scatter: per entry, assignment to the plane ``[pages, rows_per_page, units, unit_bytes]``."""
 
 from __future__ import annotations
 
