@@ -1,8 +1,29 @@
-"""A room on one decode rank: which rows are awaited, who has sent what, and what a peer may still write to."""
+"""A room on one decode rank: which rows are awaited, which have landed, and which memory a peer may still write to.
+
+Theory of operation. :class:`ReceiveRoom` takes one event at a time and returns effects; it reads no clock and does no
+I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair of state and event.
+
+* ``OPENED``: the engine has opened the room. ``Awaited`` brings the engine's rows, ``Introduced`` the prefill ranks.
+  With both, each prefill rank gets an ``Expect``, which is repeated until ``Expected`` answers it.
+* ``MOVING``: a writer requests a lease for a segment, writes, and announces its part (``ChunkReady``). All writers of a
+  segment share one lease; each has its own range of it. When the last part has arrived, the lease is scattered. A
+  segment on exposed pages has no lease, and is scattered only where it is compared.
+* ``LANDED``: every writer is done, all that it announced has arrived, and the landed rows are exactly those awaited.
+  This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against.
+* ``CLOSED``: the ranks have decided, and every lease is free.
+* ``DRAINING``: the room has failed. Its phase is final at once, but its memory is not free: a write may be under way.
+
+Every frame may be lost, repeated or late, so each handler accepts repetitions. A request is numbered (``ask``): one
+that was given back does not get a lease again. Rows come as rectangles of rows and layers that must not overlap.
+
+Memory comes back on evidence only. A lease may be reused once each writer that may write to it has announced its part,
+or is proved to write nothing more: it sent ``Drained``, or its process has ended and ``drain_s`` has passed. A lost
+connection proves nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and
+:meth:`ReceiveRoom._release` is the one place that asks it and frees. Exposed pages follow the same rule by room:
+:attr:`ReceiveRoom.released` says when the engine may free them.
+"""
 
 from __future__ import annotations
-
-from itertools import combinations
 
 from ..errors import (
     AbortedError,
@@ -12,7 +33,6 @@ from ..errors import (
     IntegrityError,
     RemoteProtocolError,
 )
-from ..geometry import Coverage
 from ..ids import Epoch, Generation, Rank, RoomId
 from ..planning import Intake, RowRange, Segment
 from .base import (
@@ -62,16 +82,17 @@ from .frames import (
     WirePace,
     words,
 )
-from .machine import Machine, corners, ours, overlap
-from .parts import InboundSegment, Writer, leased, misplaced, waited_for
+from .inbound import InboundSegment, InboundSegments
+from .machine import Machine, ours
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
 from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire
+from .writers import Writer, misplaced, waited_for
 
 
 class ReceiveRoom(Machine[Receiving]):
-    """The decode side's state machine. Outcome is ``phase`` and ``error``; whose the pages are is ``released``."""
+    """The decode side's state machine. ``phase`` and ``error`` are its outcome; ``released``: its pages are free."""
 
     def __init__(
         self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, now: float, total_s: float
@@ -80,8 +101,6 @@ class ReceiveRoom(Machine[Receiving]):
         self.room = room
         self.generation = generation
         self.error: DisaggKVError | None = None
-        self.segments_landed = 0
-        self.bytes_landed = 0
         self.path = ""
         self.paths: dict[Rank, str] = {}
         self._epoch = epoch
@@ -93,15 +112,13 @@ class ReceiveRoom(Machine[Receiving]):
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
         self._writers: dict[Epoch, Writer] = {}
-        self._parts: dict[Segment, InboundSegment] = {}
-        self._claimed = {state: Coverage() for state in (False, True)}
-        self._coverage = {state: Coverage() for state in (False, True)}
+        self._parts = InboundSegments()
         self._stop: int | None = None
         self._exposed = False
         self._declined = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
-        """See :meth:`Machine.handle`; frames of strangers only count, and so does all that comes after the end."""
+        """See :meth:`Machine.handle`; a frame of a stranger, and any event after the end, only counts."""
         stranger = isinstance(event, RoomFrame) and event.src not in self._writers
         if stranger or self.state is Receiving.CLOSED:
             self.ignored += 1
@@ -119,12 +136,22 @@ class ReceiveRoom(Machine[Receiving]):
 
     @property
     def released(self) -> bool:
-        """True: nobody reads or writes the room's pages any more, neither we nor a peer."""
+        """Whether neither this rank nor a peer reads or writes the room's pages any more."""
         if self.state is Receiving.CLOSED:
             return True
-        if self.state is not Receiving.DRAINING or any(p.scattering for p in self._parts.values()):
+        if self.state is not Receiving.DRAINING or self._parts.scattering:
             return False
         return not any(self._may_touch_pages(w) for w in self._writers.values())
+
+    @property
+    def segments_landed(self) -> int:
+        """Segments whose rows are in our pages."""
+        return self._parts.segments_landed
+
+    @property
+    def bytes_landed(self) -> int:
+        """Bytes of those segments."""
+        return self._parts.bytes_landed
 
     @property
     def writers(self) -> tuple[Epoch, ...]:
@@ -226,40 +253,20 @@ class ReceiveRoom(Machine[Receiving]):
         self._out.append(Reserve(part.asker, segment, part.nbytes, event.ready))
 
     def _part(self, w: Writer, box: Box) -> InboundSegment | None:
-        """The live segment, new or old; None: it was answered, or the room has failed over it."""
+        """The segment in hand, new or not; None: it was answered, or it has failed the room."""
         assert self._awaited is not None
         assert self._intake is not None
+        a = self._awaited
+        rows = range(self._intake.floor(a.start), a.most if self._stop is None else self._stop)
         try:
             segment = segment_from_wire(box)
-            if segment in self._parts:
-                part = self._parts[segment]
-            else:
-                if self._coverage[segment.state].contains(*corners(segment)):
-                    self._landed(w, segment)
-                    return None
-                part = self._new_part(w, segment)
-            if w.rank not in part.writers:
-                raise RemoteProtocolError(f"prefill rank {w.rank} was not elected for any of {segment}")
+            if segment not in self._parts and self._parts.has_landed(segment):
+                self._landed(w, segment)
+                return None
+            return self._parts.find(segment, w.rank, w.epoch, self._intake, rows)
         except (RemoteProtocolError, GeometryError) as exc:
             self._fail(RemoteProtocolError(f"{self._name()}: {exc}"))
             return None
-        if segment not in self._parts:
-            self._claimed[segment.state].add(*corners(segment))
-            self._parts[segment] = part
-        return part
-
-    def _new_part(self, w: Writer, segment: Segment) -> InboundSegment:
-        assert self._awaited is not None
-        assert self._intake is not None
-        most = self._awaited.most if self._stop is None else self._stop
-        first = self._intake.floor(self._awaited.start)
-        if not segment.state and (segment.start < first or segment.stop > most):
-            raise RemoteProtocolError(f"rows {segment.start}-{segment.stop} outside {first}-{most}")
-        self._intake.validate(segment)
-        if self._claimed[segment.state].overlaps(*corners(segment)):
-            raise RemoteProtocolError(f"{segment} overlaps another segment")
-        offsets, nbytes = self._intake.lease(segment)
-        return InboundSegment(tuple(offsets), offsets, nbytes, w.epoch)
 
     def _on_leased(self, event: Leased) -> None:
         part = self._parts[event.segment]
@@ -287,16 +294,15 @@ class ReceiveRoom(Machine[Receiving]):
             self._out.append(Prepare(segment, part.places(part.writers)))
 
     def _on_given_back(self, event: Return) -> None:
-        """A writer does without what it was granted; the lease is free once nobody has it."""
+        """A writer returns what it was granted."""
         w, segment = self._writers[Epoch(event.src)], Segment(*event.segment)
         self._send(w, Returned(**self._to(w), segment=event.segment, ask=event.ask))
         part = self._parts.get(segment)
         if part is None or w.rank in part.arrived or part.asks.get(w.rank) != event.ask:
             return
         part.asked.discard(w.rank)
-        if not part.asked:
+        if self._release(segment, part):
             part.lease, part.prepared = None, False
-            self._out.append(Free(segment))
 
     def _on_chunk_ready(self, event: ChunkReady) -> None:
         assert self._awaited is not None
@@ -346,11 +352,9 @@ class ReceiveRoom(Machine[Receiving]):
         self._finish_part(event.segment)
 
     def _finish_part(self, segment: Segment) -> None:
-        self._coverage[segment.state].add(*corners(segment))
-        self.segments_landed += 1
-        self.bytes_landed += sum(nbytes for _, nbytes in self._parts[segment].offsets.values())
-        del self._parts[segment]
-        self._out.append(Free(segment))
+        self._parts.land(segment)
+        if self._release(segment, self._parts[segment]):
+            self._parts.drop(segment)
         self._check_landed()
 
     def _on_aux_part(self, event: AuxPart) -> None:
@@ -378,20 +382,19 @@ class ReceiveRoom(Machine[Receiving]):
         self._check_landed()
 
     def _check_landed(self) -> None:
-        """Succeed only if landed segments exactly cover our box: ``Done`` alone proves nothing.
+        """Vote for success only if the landed segments exactly cover the awaited rows: ``Done`` alone proves nothing.
 
-        Whether they do is judged when all that was announced has come: ``Done`` may overtake notices.
+        ``Done`` may overtake notices, so this waits until each announced segment has arrived.
         """
         assert self._awaited is not None
         assert self._intake is not None
         complete = all(w.complete for w in self._writers.values())
-        if not complete or any(p.scattering for p in self._parts.values()):
+        if not complete or self._parts.scattering:
             return
         assert self._stop is not None
-        needed = self._intake.needed(RowRange(self._awaited.start, self._stop))
-        short = [box for box in needed if not self._coverage[box.state].covers(*corners(box))] or [*self._parts]
-        if short:
-            what = f"{'states of ' if short[0].state else ''}layers {short[0].layers}"
+        missing = self._parts.missing(self._intake, RowRange(self._awaited.start, self._stop))
+        if missing:
+            what = f"{'states of ' if missing[0].state else ''}layers {missing[0].layers}"
             self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))
             return
         aux = next((w.results for w in self._writers.values() if w.results is not None), None)
@@ -407,7 +410,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._landed(self._writers[Epoch(event.src)], Segment(*event.segment))
 
     def _on_doubt(self, event: Abort | Drained | Cancel) -> None:
-        """Too late to fail alone: ask the others to."""
+        """It is too late to fail alone: vote against the room, so that all ranks fail it."""
         if isinstance(event, Cancel):
             reason = str(event.error)
         else:
@@ -481,12 +484,7 @@ class ReceiveRoom(Machine[Receiving]):
             w.aux.clear()
         self._out.append(Vote(False, str(error)))
         self._tell_abort()
-        for segment, part in list(self._parts.items()):
-            if part.lease is not None:
-                self._out.append(Quarantine(segment))
-            elif not part.scattering:
-                del self._parts[segment]
-                self._out.append(Free(segment))
+        self._out += [Quarantine(segment) for segment in self._parts if self._parts[segment].lease is not None]
         self._settle()
 
     def _tell_abort(self) -> None:
@@ -507,6 +505,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._send(w, Abort(**self._to(w), reason=words(self.error)))
 
     def _on_leased_late(self, event: Leased) -> None:
+        """No writer knows of this lease."""
         self._out.append(Free(event.segment))
 
     def _on_late_chunk(self, event: ChunkReady) -> None:
@@ -556,32 +555,38 @@ class ReceiveRoom(Machine[Receiving]):
         return self._exposed and w.done is None and not w.evidence
 
     def _owes(self, w: Writer) -> bool:
-        """True while this writer may still write to memory of ours."""
-        return self._may_touch_pages(w) or (not w.evidence and leased(self._parts.values(), w.rank) > 0)
+        """Whether this writer may still write to memory of ours."""
+        return self._may_touch_pages(w) or (not w.evidence and self._parts.leased(w.rank) > 0)
 
     def owed(self) -> dict[Epoch, tuple[int, bool]]:
-        """Of a room that failed: whose evidence is awaited, for how many bytes of leases, and whether for pages."""
-        owing, parts = [w for w in self._writers.values() if self._owes(w)], self._parts.values()
-        return {w.epoch: (leased(parts, w.rank), self._may_touch_pages(w)) for w in owing}
+        """For each writer that may still write to memory of this failed room: bytes of leases, and whether to pages."""
+        owing = [w for w in self._writers.values() if self._owes(w)]
+        return {w.epoch: (self._parts.leased(w.rank), self._may_touch_pages(w)) for w in owing}
 
     def _settle(self) -> None:
-        """Give back what nobody writes to any more; close when nothing is left."""
-        safe = {w.rank for w in self._writers.values() if w.evidence}
-        for segment, part in list(self._parts.items()):
-            if not part.scattering and not part.asked - part.arrived - safe:
-                del self._parts[segment]
-                self._out.append(Free(segment))
-        # A room that decode declined waits until there is a prefill to tell, or none can be reached.
+        """Release what no writer can reach any more; close when nothing is left."""
+        for segment in self._parts:
+            if self._release(segment, self._parts[segment]):
+                self._parts.drop(segment)
+        # A room that decode declined waits until it has sent its abort to prefill, or prefill cannot be reached.
         ended = bool(self._writers) or not self._declined
         for w in self._writers.values():
             if w.evidence or (w.lost and not self._owes(w)):
                 self._repeat.stop(("abort", w.rank))
             else:
                 ended = False
-        if ended and not self._parts:
+        if ended and not any(self._parts):
             self.state = Receiving.CLOSED
 
-    # Words.
+    def _release(self, segment: Segment, part: InboundSegment) -> bool:
+        """Free a segment's lease, or its place in the queue, if it may be reused."""
+        quiet = [w.rank for w in self._writers.values() if w.evidence]
+        reusable = part.reusable(quiet, wanted=self.error is None)
+        if reusable:
+            self._out.append(Free(segment))
+        return reusable
+
+    # Names and frames.
 
     def _name(self) -> str:
         return f"room {self.room.hex()} generation {self.generation}"
@@ -597,13 +602,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
-        for a, b in combinations(self._parts, 2):
-            assert not overlap(a, b), (a, b)
-        for part in self._parts.values():
-            part.check_integrity()
-        if self.error is None:
-            for w in self._writers.values():
-                asked = [p for p in self._parts.values() if w.rank in p.asks and w.rank not in p.arrived]
-                assert w.open == len(asked), (w, asked)
-        assert self.state is not Receiving.CLOSED or not self._parts
-        assert (self.error is None) or self.state in (Receiving.DRAINING, Receiving.CLOSED)
+        live = self.error is None
+        self._parts.check_integrity({w.rank: w.open for w in self._writers.values()} if live else None)
+        assert self.state is not Receiving.CLOSED or not any(self._parts)
+        assert live or self.state in (Receiving.DRAINING, Receiving.CLOSED)
