@@ -20,7 +20,7 @@ import attrs
 from disagg_kv.bench.machine import Machine
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
-from disagg_kv.planning import Intake, PartView, Segment, explain, plain_site
+from disagg_kv.planning import Intake, Limits, PartView, Segment, explain, plain_site
 
 TOKENS, LAYERS, HEADS, DIM, PAGE = 128 * 1024, 64, 8, 128, 64
 SLOT, LEASE = 64 << 20, 512 << 20
@@ -38,7 +38,7 @@ def _plan(spec: CacheSpec) -> tuple[list[Segment], int, dict[str, float]]:
     times = [clock()]
     intake = Intake.build(spec, writers, target)
     times.append(clock())
-    segments = intake.cut(0, TOKENS, range(LAYERS), slot_bytes=SLOT, lease_bytes=LEASE, page_rows=PAGE)
+    segments = intake.cut(0, TOKENS, range(LAYERS), Limits(SLOT, LEASE, PAGE))
     times.append(clock())
     leases = [intake.lease(segment) for segment in segments]
     times.append(clock())

@@ -20,7 +20,7 @@ import numpy as np
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, News, Rejected, UnixChannel
 from disagg_kv.errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Rank, RoomId
-from disagg_kv.planning import Writes
+from disagg_kv.planning import Limits, Writes
 from disagg_kv.protocol import Codec, Hello
 from disagg_kv.protocol import frames as f
 from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
@@ -139,9 +139,7 @@ def plan(data: bytes) -> None:
     # What fits nowhere, and pages that do not fit, are errors of ours that end the room.
     with suppress(DisaggKVError):
         for layers in intake.ranges(Rank(0)):
-            for segment in intake.cut(
-                0, stop, layers, slot_bytes=4096, lease_bytes=hello.lease_bytes, page_rows=remote.page_rows()
-            ):
+            for segment in intake.cut(0, stop, layers, Limits(4096, hello.lease_bytes, remote.page_rows())):
                 for path in paths().values():
                     _post(path, Job(me.site, remote.site, intake.parts[0], view, segment, me.tables, tables), hello)
 

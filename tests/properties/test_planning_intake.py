@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disagg_kv.errors import OversizeError
 from disagg_kv.ids import GroupId, Rank
-from disagg_kv.planning import Intake, PartView, Segment
+from disagg_kv.planning import Intake, Limits, PartView, Segment
 from tests.support import oracle
 from tests.support.worlds import ORDERS, Order, World, build_site, build_table, worlds
 
@@ -32,7 +32,7 @@ def test_a_cut_tiles_its_rectangle_within_its_limits(
         intake = Intake.build(world.spec, world.writers, target, rotation)
         for stage in intake.stages:
             try:
-                cut = intake.cut(start, stop, stage, slot_bytes=slot, lease_bytes=lease, page_rows=page, alignment=16)
+                cut = intake.cut(start, stop, stage, Limits(slot, lease, page, 16))
             except OversizeError:
                 assert not all(_fits(intake, Segment(0, 1, layer, layer + 1), slot, lease) for layer in stage)
                 continue

@@ -14,6 +14,7 @@ from disagg_kv.geometry import CacheSpec, Component, PageTable, Shard, shard, st
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.planning import (
     Intake,
+    Limits,
     PartView,
     RowRange,
     Segment,
@@ -43,9 +44,9 @@ def _cuts(intake: Intake, edges: list[int], limits: tuple[int, int], page_rows: 
             *(
                 one
                 for a, b in itertools.pairwise(edges)
-                for one in intake.cut(a, b, stage, slot_bytes=slot, lease_bytes=lease, page_rows=page_rows, alignment=1)
+                for one in intake.cut(a, b, stage, Limits(slot, lease, page_rows, 1))
             ),
-            *intake.cut_states(stage, slot_bytes=slot, lease_bytes=lease, alignment=1),
+            *intake.cut_states(stage, Limits(slot, lease, alignment=1)),
         )
     ]
 
@@ -148,7 +149,7 @@ def test_a_replicated_state_has_one_sender_per_layer() -> None:
     """Replicas divide states by layers, as they do KV."""
     writers = [shard(STATES)] * 2
     intake = Intake.build(STATES, writers, shard(STATES))
-    (segment,) = intake.cut_states(range(2), slot_bytes=1 << 20, lease_bytes=1 << 20)
+    (segment,) = intake.cut_states(range(2), Limits(1 << 20, 1 << 20))
     assert segment == Segment(0, 1, 0, 2, state=True)
     assert [intake.part_bytes(segment, Rank(r)) for r in range(2)] == [64, 64]
     assert [[part.layers for part in parts] for parts in intake.parts] == [[(0,)], [(1,)]]
@@ -157,21 +158,21 @@ def test_a_replicated_state_has_one_sender_per_layer() -> None:
 def test_states_are_cut_by_layers_where_they_do_not_fit_a_slot() -> None:
     """And what one layer's states of one row need is refused for good, with both sizes."""
     intake = Intake.build(STATES, [shard(STATES)], shard(STATES))
-    cut = intake.cut_states(range(2), slot_bytes=64, lease_bytes=1 << 20)
+    cut = intake.cut_states(range(2), Limits(64, 1 << 20))
     assert cut == [Segment(0, 1, 0, 1, True), Segment(0, 1, 1, 2, True)]
     with pytest.raises(OversizeError, match="staging slot, for one row of layer 0: 64 bytes requested"):
-        intake.cut_states(range(2), slot_bytes=63, lease_bytes=1 << 20)
+        intake.cut_states(range(2), Limits(63, 1 << 20))
 
 
 def test_a_pipeline_stage_sends_the_states_of_its_own_layers() -> None:
     """Decode without a pipeline gets them from all stages."""
     writers = [shard(STATES, layers=stage) for stage in stages(STATES, 2)]
     intake = Intake.build(STATES, writers, shard(STATES))
-    assert [s for stage in intake.stages for s in intake.cut_states(stage, slot_bytes=99, lease_bytes=999)] == [
+    assert [s for stage in intake.stages for s in intake.cut_states(stage, Limits(99, 999))] == [
         Segment(0, 1, 0, 1, True),
         Segment(0, 1, 1, 2, True),
     ]
-    assert intake.cut(0, 9, range(1), slot_bytes=99, lease_bytes=999) == []
+    assert intake.cut(0, 9, range(1), Limits(99, 999)) == []
 
 
 def test_rows_before_the_window_are_in_no_segment_where_all_layers_slide() -> None:
@@ -180,11 +181,11 @@ def test_rows_before_the_window_are_in_no_segment_where_all_layers_slide() -> No
     intake = Intake.build(spec, [shard(spec)], shard(spec))
     room = intake.for_rows(RowRange(96, 100))
     assert room.floor(96) == 84
-    assert room.cut(0, 100, range(2), slot_bytes=1 << 20, lease_bytes=1 << 20) == [Segment(84, 100, 0, 2)]
+    assert room.cut(0, 100, range(2), Limits(1 << 20, 1 << 20)) == [Segment(84, 100, 0, 2)]
     assert room.part_bytes(Segment(84, 100, 0, 2), Rank(0)) == 4 * (8 + 16)
     assert room.needed(RowRange(96, 100)) == (Segment(92, 100, 0, 1), Segment(84, 100, 1, 2))
     open_end = intake.for_rows(RowRange(96, None))
-    assert open_end.cut(0, 100, range(2), slot_bytes=1 << 20, lease_bytes=1 << 20) == [Segment(0, 100, 0, 2)]
+    assert open_end.cut(0, 100, range(2), Limits(1 << 20, 1 << 20)) == [Segment(0, 100, 0, 2)]
 
 
 def test_where_not_all_rows_fit_they_are_cut_where_a_window_begins() -> None:
@@ -193,7 +194,7 @@ def test_where_not_all_rows_fit_they_are_cut_where_a_window_begins() -> None:
         {LayerId(0): [Component("k", "int8", 1, 1)], LayerId(1): [Component("k", "int8", 1, 9, window=10)]}
     )
     intake = Intake.build(spec, [shard(spec)], shard(spec)).for_rows(RowRange(0, 100))
-    cut = intake.cut(0, 100, range(2), slot_bytes=100, lease_bytes=1 << 20)
+    cut = intake.cut(0, 100, range(2), Limits(100, 1 << 20))
     assert cut == [Segment(0, 90, 0, 2), Segment(90, 100, 0, 2)]
 
 

@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 from disagg_kv.errors import PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import Epoch, GroupId, Rank, RoomId
-from disagg_kv.planning import Batch, Intake, Segment
+from disagg_kv.planning import Batch, Intake, Limits, Segment
 from disagg_kv.protocol import (
     Awaited,
     Cancel,
@@ -167,9 +167,7 @@ class World:
             expect.start,
             expect.stop,
             exposed,
-            4096,
-            8192,
-            page_rows=4,
+            Limits(4096, 8192, 4),
             groups=self._groups if self.setup.group else None,
         )
 

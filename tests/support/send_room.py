@@ -10,7 +10,7 @@ import numpy as np
 from disagg_kv.errors import TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import Epoch, Generation, GroupId, LayerId, Rank, RoomId
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import Intake, Limits, Segment
 from disagg_kv.protocol import (
     Effect,
     FlowPlan,
@@ -44,7 +44,7 @@ FINAL = TransportError("no route")
 
 
 def plan(*, exposed: bool = False, start: int = 0, stop: int | None = 8, slot_bytes: int = 4096) -> FlowPlan:
-    return FlowPlan(Rank(0), INTAKE, start, stop, exposed, slot_bytes, 8192, 4)
+    return FlowPlan(Rank(0), INTAKE, start, stop, exposed, Limits(slot_bytes, 8192, 4))
 
 
 def head(rank: int = 0) -> Head:

@@ -16,7 +16,7 @@ from attrs import define, frozen
 from ..endpoints.decode.rate_limit import RateLimiter
 from ..errors import CapacityError, ConfigurationError
 from ..geometry import I32, CacheSpec, item_bytes, shard
-from ..planning import Intake, plain_site
+from ..planning import Intake, Limits, plain_site
 from ..prefix import Claim, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from ..protocol import Phase
 from .prefix_workload import Prompt
@@ -313,12 +313,11 @@ class Emulator:
 
     def _transfer(self, request: _Request, start: int, stop: int, *, last: bool) -> None:
         e, host = self._e, self._clock()
+        limits = Limits(e.slot_bytes, e.lease_bytes, e.decode_page)
         pieces: list[tuple[int, int]] = []
         for target, intake in enumerate(self._intakes):
             for layers in intake.stages:
-                for segment in intake.cut(
-                    start, stop, layers, slot_bytes=e.slot_bytes, lease_bytes=e.lease_bytes, page_rows=e.decode_page
-                ):
+                for segment in intake.cut(start, stop, layers, limits):
                     nbytes = sum(intake.part_bytes(segment, writer) for writer in intake.writers(segment))
                     pieces.append((target, nbytes))
         host = 0.0 if self._ideal else self._clock() - host

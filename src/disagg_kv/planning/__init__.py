@@ -1,6 +1,6 @@
 """From boxes to segments, descriptors and staged layouts. Pure."""
 
-from .base import EVERY, RowRange, Segment, StagedLayout, Writes
+from .base import EVERY, UNLIMITED, Limits, RowRange, Segment, StagedLayout, Writes
 from .cost import Choice, CostModel, Estimate, choose
 from .descriptors import (
     Run,
@@ -20,6 +20,7 @@ from .staged import PartView, part_view
 
 __all__ = [
     "EVERY",
+    "UNLIMITED",
     "Adaptive",
     "Batch",
     "Choice",
@@ -29,6 +30,7 @@ __all__ = [
     "Groups",
     "Intake",
     "LayerRun",
+    "Limits",
     "OtherPath",
     "Pace",
     "PairParts",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 import attrs
 import numpy as np
 from attrs import field, frozen
 
+from ..errors import GeometryError
 from ..geometry import I32, I64
+from ..ids import Rank
+
+ALIGN = 256
+"""Bytes to which writers' parts are aligned in a lease."""
 
 _same = attrs.cmp_using(eq=np.array_equal)
 
@@ -60,6 +65,46 @@ class RowRange:
 
 EVERY = RowRange()
 """All tokens of a room of any length."""
+
+
+@frozen
+class Limits:
+    """What cuts rows and layers into segments: the staging memory of both sides, and the pages.
+
+    Args:
+        slot_bytes: the most bytes that one writer's part of a segment may have.
+        lease_bytes: the most bytes that the lease of a segment may have.
+        page_rows: rows of a page; segments end at multiples of it where a page fits.
+        alignment: bytes; each writer's part begins at a multiple of it in the lease.
+
+    Raises:
+        GeometryError: ``page_rows`` or ``alignment`` are below 1.
+    """
+
+    slot_bytes: int
+    lease_bytes: int
+    page_rows: int = 1
+    alignment: int = ALIGN
+
+    def __attrs_post_init__(self) -> None:
+        if min(self.page_rows, self.alignment) < 1:
+            raise GeometryError(f"segments at pages of {self.page_rows} rows, parts aligned to {self.alignment} bytes")
+
+    def aligned(self, nbytes: int) -> int:
+        """``nbytes``, rounded up to the alignment."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def exceeded(self, sizes: Mapping[Rank, int]) -> tuple[str, int, int] | None:
+        """The limit that parts of these bytes exceed: its name, the bytes asked, the limit; None: they fit."""
+        largest = max(sizes.values(), default=0)
+        if largest > self.slot_bytes:
+            return "staging slot", largest, self.slot_bytes
+        lease = sum(map(self.aligned, sizes.values()))
+        return ("staging lease", lease, self.lease_bytes) if lease > self.lease_bytes else None
+
+
+UNLIMITED = Limits(1 << 62, 1 << 62)
+"""Limits of a path that needs no staging memory."""
 
 
 @frozen

@@ -9,7 +9,7 @@ from attrs import frozen
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Group, Plane, Shard, Share, Site
 from ..ids import GroupId, LayerId, Rank
-from .base import RowRange, Segment
+from .base import Limits, RowRange, Segment
 from .cost import Choice, CostModel, Estimate, choose
 from .descriptors import direct_count, refuse_direct, runs, slice_count
 from .intake import Intake
@@ -169,6 +169,7 @@ def explain(
     if not decode:
         raise ConfigurationError("a plan needs at least one decode rank")
     sources = [plain_site(spec, shard, tokens, page_size[0], order[0]) for shard in prefill]
+    limits = Limits(slot_bytes, lease_bytes, page_size[0])
     pairs: list[PairPlan] = []
     for number, shard in enumerate(decode):
         site = plain_site(spec, shard, tokens, page_size[1], order[1])
@@ -178,8 +179,8 @@ def explain(
             segment
             for stage in intake.stages
             for segment in (
-                *intake.cut(0, tokens, stage, slot_bytes=slot_bytes, lease_bytes=lease_bytes, page_rows=page_size[0]),
-                *intake.cut_states(stage, slot_bytes=slot_bytes, lease_bytes=lease_bytes),
+                *intake.cut(0, tokens, stage, limits),
+                *intake.cut_states(stage, limits),
             )
         ]
         sizes = [intake.lease(segment)[0] for segment in cuts]

@@ -16,13 +16,10 @@ from attrs import field, frozen
 from ..errors import GeometryError, OversizeError
 from ..geometry import I64, CacheSpec, Extent, Shard, Share, elect
 from ..ids import LayerId, Rank
-from .base import EVERY, RowRange, Segment
+from .base import ALIGN, EVERY, Limits, RowRange, Segment
 
 INTAKES = 256
 """Intakes that are kept, those used last."""
-
-ALIGN = 256
-"""Bytes to which writers' parts are aligned in a lease."""
 
 BOXES = 1024
 """Runs of layers of which an intake remembers the shares, and boxes whose sizes it does; a peer may name many."""
@@ -54,8 +51,8 @@ class _Share:
         return n * (self.index + 1) // self.ways - n * self.index // self.ways
 
 
-_Cut = tuple[Segment, int, int, int, int]
-"""A box and the limits and pages that it is cut by."""
+_Cut = tuple[Segment, Limits]
+"""A box, and what it is cut by."""
 
 _Bound = tuple[_Share, int, int, int]
 """A share, its bytes of one row of some layers, and the rows that are needed of it: first and end."""
@@ -200,56 +197,54 @@ class Intake:
                 offset += _ceil(nbytes, alignment) * alignment
         return places, offset
 
-    def cut(
-        self,
-        start: int,
-        stop: int,
-        layers: range,
-        *,
-        slot_bytes: int,
-        lease_bytes: int,
-        page_rows: int = 1,
-        alignment: int = ALIGN,
-    ) -> list[Segment]:
+    def cut(self, start: int, stop: int, layers: range, limits: Limits) -> list[Segment]:
         """Cut the tokens ``[start, stop)`` of ``layers`` into segments, the same for every writer of these layers.
 
         All layers stay together, and rows are cut into near-equal pieces within the limits, of which the first and the
-        last are half as long, at the nearest multiples of ``page_rows`` where a page fits. Only where not even one row
+        last are half as long, at the nearest multiples of a page's rows where a page fits. Only where not even one row
         fits, the layers are cut too, into as few runs as possible. Where not all rows fit at once and a window begins
         among them, they are cut there first. Rows of which nothing is needed are in no segment.
 
         Args:
             start: first row.
             stop: one past the last row.
-            layers: a run of layers within one of :attr:`stages`.
-            slot_bytes: what one writer's part may have at most.
-            lease_bytes: what a whole lease may have at most.
-            page_rows: rows of a page.
-            alignment: as for :meth:`lease`.
+            layers: layer ids, a run within one of :attr:`stages`.
+            limits: of staging memory.
 
         Raises:
             GeometryError: rows or layers that make no segment.
             OversizeError: one row of one layer is more than a limit.
         """
-        key = (Segment(start, stop, layers.start, layers.stop), slot_bytes, lease_bytes, page_rows, alignment)
+        key = Segment(start, stop, layers.start, layers.stop), limits
         known = self._cuts.get(key)
         if known is None:
-            if not 0 <= start <= stop or page_rows < 1:
-                raise GeometryError(f"cannot cut rows [{start}, {stop}) at pages of {page_rows} rows")
+            if not 0 <= start <= stop:
+                raise GeometryError(f"cannot cut rows [{start}, {stop})")
             self._check_layers(layers)
-            known = self._remember(key, self._cut(key[0], _Limits(slot_bytes, lease_bytes, alignment), page_rows))
+            known = self._remember(key, self._cut(key[0], limits))
         return list(known)
 
-    def cut_states(self, layers: range, *, slot_bytes: int, lease_bytes: int, alignment: int = ALIGN) -> list[Segment]:
+    def cut_states(self, layers: range, limits: Limits) -> list[Segment]:
         """Cut the states of ``layers`` into segments; none where they have no state. Else as :meth:`cut`."""
-        key = (Segment(0, 0, layers.start, layers.stop, state=True), slot_bytes, lease_bytes, 1, alignment)
+        key = Segment(0, 0, layers.start, layers.stop, state=True), limits
         known = self._cuts.get(key)
         if known is None:
             self._check_layers(layers)
             box = key[0]._replace(stop=self._state_rows(layers))
-            limits = _Limits(slot_bytes, lease_bytes, alignment)
-            known = self._remember(key, self._cut(box, limits, 1) if box.rows else [])
+            known = self._remember(key, self._cut(box, attrs.evolve(limits, page_rows=1)) if box.rows else [])
         return list(known)
+
+    def segments(self, writer: Rank, start: int, stop: int, limits: Limits) -> list[Segment]:
+        """Every segment of the layers that a writer holds: the tokens ``[start, stop)``, and the states.
+
+        Raises:
+            GeometryError, OversizeError: as :meth:`cut`.
+        """
+        return [
+            segment
+            for layers in self.ranges(writer)
+            for segment in (*self.cut(start, stop, layers, limits), *self.cut_states(layers, limits))
+        ]
 
     def _remember(self, key: _Cut, segments: list[Segment]) -> tuple[Segment, ...]:
         if len(self._cuts) >= CUTS:
@@ -257,7 +252,7 @@ class Intake:
         self._cuts[key] = known = tuple(segments)
         return known
 
-    def _cut(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
+    def _cut(self, box: Segment, limits: Limits) -> list[Segment]:
         bounds = self._bounds(box)
         if not bounds:
             return []
@@ -270,10 +265,10 @@ class Intake:
         segments: list[Segment] = []
         for start, stop in pairwise(sorted({low, high, *(e for ab in bounds for e in ab if low < e < high)})):
             for run in self._layer_runs(box._replace(start=start, stop=start + 1), limits):
-                segments += self._row_runs(run._replace(stop=stop), limits, page_rows)
+                segments += self._row_runs(run._replace(stop=stop), limits)
         return segments
 
-    def _row_runs(self, box: Segment, limits: _Limits, page_rows: int) -> list[Segment]:
+    def _row_runs(self, box: Segment, limits: Limits) -> list[Segment]:
         """Near-equal runs of rows that fit, of which the first and the last are half as long; one row fits.
 
         While the first is gathered the wire is idle, and while the last is scattered: so both are short. All rows of
@@ -282,7 +277,7 @@ class Intake:
         if not any(self._sizes(box).values()):
             return []
         most = self._most_rows(box, limits)
-        step = page_rows if most >= page_rows else 1
+        step = limits.page_rows if most >= limits.page_rows else 1
         low, high = box.start // step, _ceil(box.stop, step)
         count = 1 if most == box.rows else _ceil(high - low, most // step)
         if count == 1:
@@ -337,7 +332,7 @@ class Intake:
             self._sized[box] = sizes
         return sizes
 
-    def _layer_runs(self, row: Segment, limits: _Limits) -> list[Segment]:
+    def _layer_runs(self, row: Segment, limits: Limits) -> list[Segment]:
         """As few runs of the layers of one row as possible that fit."""
         if not limits.exceeded(self._sizes(row)):
             return [row]
@@ -352,7 +347,7 @@ class Intake:
                 first = layer
         return [*runs, row._replace(first=first)]
 
-    def _most_rows(self, box: Segment, limits: _Limits) -> int:
+    def _most_rows(self, box: Segment, limits: Limits) -> int:
         """The most rows, up to those of the box, of which every number up to that fits.
 
         Of ``n`` rows a share takes ``n // ways`` of them, rounded up or down as it happens. Only the rounded-up number
@@ -376,21 +371,6 @@ class Intake:
 def intake_of(spec: CacheSpec, writers: tuple[Shard, ...], target: Shard, rotation: int) -> Intake:
     """An intake that is kept, by value: pairs of instances that are split alike share it. As :meth:`Intake.build`."""
     return Intake.build(spec, writers, target, rotation)
-
-
-@frozen
-class _Limits:
-    slot_bytes: int
-    lease_bytes: int
-    alignment: int
-
-    def exceeded(self, sizes: dict[Rank, int]) -> tuple[str, int, int] | None:
-        """What does not fit, its bytes and the limit; None: everything fits."""
-        largest = max(sizes.values(), default=0)
-        if largest > self.slot_bytes:
-            return "staging slot", largest, self.slot_bytes
-        lease = sum(_ceil(nbytes, self.alignment) * self.alignment for nbytes in sizes.values())
-        return ("staging lease", lease, self.lease_bytes) if lease > self.lease_bytes else None
 
 
 def _stages(

@@ -11,7 +11,7 @@ from attrs import define, frozen
 
 from ..errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch, Generation, Rank, RoomId, peer_name
-from ..planning import Batch, Intake, Segment
+from ..planning import Batch, Intake, Limits, Segment
 from .base import (
     Cancel,
     Finished,
@@ -76,7 +76,7 @@ class FlowPlan:
         start: the first row that it awaits, windows included.
         stop: one past the last, None: where our engine ends.
         exposed: True: its pages are exposed and need no lease.
-        slot_bytes, lease_bytes, page_rows: see :meth:`~disagg_kv.planning.Intake.cut`.
+        limits: what cuts it into segments.
         path: its name.
         groups: how the layers of some rows are grouped; None: all together.
         pace: how fast we are, once all is sent.
@@ -87,9 +87,7 @@ class FlowPlan:
     start: int
     stop: int | None
     exposed: bool
-    slot_bytes: int
-    lease_bytes: int
-    page_rows: int
+    limits: Limits
     path: str = "staged"
     groups: Grouping | None = None
     pace: Callable[[], WirePace | None] = lambda: None
@@ -173,9 +171,7 @@ class Flow(Machine[Sending]):
         p = self.plan
         for run in p.intake.ranges(p.rank):
             for layers in [run] if p.groups is None else p.groups(run, start, stop, batch):
-                for segment in p.intake.cut(
-                    start, stop, layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes, page_rows=p.page_rows
-                ):
+                for segment in p.intake.cut(start, stop, layers, p.limits):
                     self._plan(segment)
 
     def awaits_no_more(self, stop: int) -> bool:
@@ -191,7 +187,7 @@ class Flow(Machine[Sending]):
             return
         self._stated = True
         for layers in p.intake.ranges(p.rank):
-            for segment in p.intake.cut_states(layers, slot_bytes=p.slot_bytes, lease_bytes=p.lease_bytes):
+            for segment in p.intake.cut_states(layers, p.limits):
                 self._plan(segment)
 
     def _plan(self, segment: Segment) -> None:

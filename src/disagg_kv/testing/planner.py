@@ -22,7 +22,7 @@ from ..geometry import CacheSpec, PageTable, Shard, shard
 from ..ids import GroupId, LayerId, Rank
 from ..kernels import CpuKernels, Move
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
-from ..planning import Intake, RowRange, StagedLayout, Writes, part_view
+from ..planning import Intake, Limits, RowRange, StagedLayout, Writes, part_view
 from ..strategies import Job, TransferPlanner
 
 KV = GroupId("kv")
@@ -153,12 +153,12 @@ class Transfer:
     def parts(self, exposed: bool) -> Iterator[Part]:
         """Each segment of each writer; target's pages are known to the writer only where they are exposed."""
         case, intake = self.case, self.intake
-        limits = {"slot_bytes": STAGING_BYTES, "lease_bytes": STAGING_BYTES, "page_rows": case.page_sizes[1]}
+        limits = Limits(STAGING_BYTES, STAGING_BYTES, case.page_sizes[1])
         for rank, (source, shares) in enumerate(zip(self.sources, intake.parts, strict=True)):
             sites = source.pool.site, self.target.pool.site
             here, there = (part_view(site, tuple(shares), case.spec).for_rows(intake.room) for site in sites)
             for layers in intake.ranges(Rank(rank)):
-                for segment in intake.cut(case.start, case.stop, layers, **limits):
+                for segment in intake.cut(case.start, case.stop, layers, limits):
                     nbytes = intake.part_bytes(segment, Rank(rank))
                     if nbytes:
                         tables = self.target.tables if exposed else {}

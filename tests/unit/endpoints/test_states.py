@@ -11,7 +11,7 @@ from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import GeometryError, LocalProtocolError, OversizeError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, attention_tp, shard
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import Intake, Limits, Segment
 from disagg_kv.protocol import Phase, RoomFrame
 from disagg_kv.protocol.frames import ChunkReady, StagingRequest
 from disagg_kv.strategies import LayerPipelined
@@ -240,12 +240,12 @@ def test_a_row_of_states_is_cut_by_layers_before_it_is_refused() -> None:
     """And what does not fit even so names the layer."""
     shards = tp_shards(HYBRID, 1)
     intake = Intake.build(HYBRID, shards, shards[0])
-    cut = intake.cut_states(range(4), slot_bytes=4 * (64 + 18), lease_bytes=1 << 20)
+    cut = intake.cut_states(range(4), Limits(4 * (64 + 18), 1 << 20))
     rows = [Segment(row, row + 1, first, first + 2, True) for first in (0, 2) for row in range(2)]
     assert cut == [*rows, Segment(2, 3, 0, 4, True)], "only the conv states have a third row"
     assert sum(intake.part_bytes(one, Rank(0)) for one in cut) == STATE_BYTES
     with pytest.raises(OversizeError, match="for one row of layer 0"):
-        intake.cut_states(range(4), slot_bytes=4 * (64 + 18) - 1, lease_bytes=1 << 20)
+        intake.cut_states(range(4), Limits(4 * (64 + 18) - 1, 1 << 20))
 
 
 def test_each_request_of_an_instance_with_attention_data_parallelism_goes_to_one_of_its_groups() -> None:

@@ -7,7 +7,7 @@ import pytest
 from disagg_kv.errors import ConfigurationError, GeometryError, OversizeError
 from disagg_kv.geometry import CacheSpec, Shard, shard, stages
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import Intake, Limits, Segment
 
 SPEC = CacheSpec.kv(4, 2, 8, "int8")  # a row of a head is 16 bytes a layer
 BOTH = [shard(SPEC, tp=2, rank=r) for r in range(2)]
@@ -26,24 +26,24 @@ def test_a_lease_is_writer_major_and_aligned() -> None:
 def test_rows_are_cut_at_pages_near_equally_but_for_short_ends() -> None:
     """At absolute multiples of the page, whatever row the cut begins at; the wire idles only at the ends."""
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
-    cut = intake.cut(5, 40, range(4), slot_bytes=64 * 17, lease_bytes=1 << 20, page_rows=8)
+    cut = intake.cut(5, 40, range(4), Limits(64 * 17, 1 << 20, 8))
     assert [(s.start, s.stop) for s in cut] == [(5, 8), (8, 24), (24, 32), (32, 40)]
-    plain = intake.cut(5, 40, range(4), slot_bytes=64 * 17, lease_bytes=1 << 20, page_rows=32)
+    plain = intake.cut(5, 40, range(4), Limits(64 * 17, 1 << 20, 32))
     assert [(s.start, s.stop) for s in plain] == [(5, 11), (11, 23), (23, 34), (34, 40)]
-    assert intake.cut(5, 5, range(4), slot_bytes=1, lease_bytes=1) == []
+    assert intake.cut(5, 5, range(4), Limits(1, 1)) == []
 
 
 def test_the_lease_limits_rows_too() -> None:
     """Two writers' parts of 256 bytes fill a lease of 512: padding counts."""
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
-    cut = intake.cut(0, 8, range(4), slot_bytes=1 << 20, lease_bytes=512)
+    cut = intake.cut(0, 8, range(4), Limits(1 << 20, 512))
     assert [s.rows for s in cut] == [2, 4, 2]
 
 
 def test_layers_are_cut_only_where_no_row_fits() -> None:
     """As few runs as possible; each run's rows are cut on their own."""
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
-    cut = intake.cut(0, 2, range(4), slot_bytes=48, lease_bytes=1 << 20)
+    cut = intake.cut(0, 2, range(4), Limits(48, 1 << 20))
     assert cut == [Segment(0, 1, 0, 3), Segment(1, 2, 0, 3), Segment(0, 2, 3, 4)]
 
 
@@ -55,14 +55,14 @@ def test_one_row_of_one_layer_that_does_not_fit_is_refused(slot: int, lease: int
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
     message = f"{what}, for one row of layer 0: {asked} bytes requested, but there are only {min(slot, lease)}"
     with pytest.raises(OversizeError, match=message):
-        intake.cut(0, 2, range(4), slot_bytes=slot, lease_bytes=lease)
+        intake.cut(0, 2, range(4), Limits(slot, lease))
 
 
 def test_a_single_row_that_only_one_replica_sends_fits_where_two_would_not() -> None:
     """Replicas that share a layer by rows do not all have a share of one row."""
     spec = CacheSpec.mla(1, 16, "int8")
     intake = Intake.build(spec, [shard(spec)] * 3, shard(spec))
-    cut = intake.cut(0, 3, range(1), slot_bytes=16, lease_bytes=256)
+    cut = intake.cut(0, 3, range(1), Limits(16, 256))
     assert [s.rows for s in cut] == [1, 1, 1]
     assert [intake.writers(s) for s in cut] == [(2,)] * 3
 
@@ -110,11 +110,14 @@ def test_segments_from_the_wire_are_checked(segment: Segment, message: str) -> N
 def test_cuts_that_make_no_sense_are_refused() -> None:
     """Before anything is computed."""
     intake = Intake.build(SPEC, BOTH, shard(SPEC))
-    for start, stop, page in ((-1, 2, 1), (3, 2, 1), (0, 2, 0)):
+    for start, stop in ((-1, 2), (3, 2)):
         with pytest.raises(ConfigurationError, match="cannot cut rows"):
-            intake.cut(start, stop, range(4), slot_bytes=99, lease_bytes=999, page_rows=page)
+            intake.cut(start, stop, range(4), Limits(99, 999))
+    for page, alignment in ((0, 1), (1, 0)):
+        with pytest.raises(GeometryError, match=f"pages of {page} rows, parts aligned to {alignment} bytes"):
+            Limits(99, 999, page, alignment)
     with pytest.raises(GeometryError, match=r"layers \[2, 6\) are not"):
-        intake.cut(0, 2, range(2, 6), slot_bytes=99, lease_bytes=999)
+        intake.cut(0, 2, range(2, 6), Limits(99, 999))
 
 
 def test_a_target_without_layers_is_refused() -> None:
@@ -127,4 +130,4 @@ def test_rows_that_fit_stay_one_segment_though_they_end_inside_a_page() -> None:
     """40 rows on pages of 16 are one write, not two."""
     spec = CacheSpec.kv(2, 4, 8, "float32")
     intake = Intake.build(spec, [shard(spec)], shard(spec))
-    assert intake.cut(0, 40, range(2), slot_bytes=1 << 20, lease_bytes=1 << 20, page_rows=16) == [Segment(0, 40, 0, 2)]
+    assert intake.cut(0, 40, range(2), Limits(1 << 20, 1 << 20, 16)) == [Segment(0, 40, 0, 2)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from disagg_kv.geometry import CacheSpec, PageTable, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.planning import Intake, PartView, Segment, StagedLayout, plain_site
+from disagg_kv.planning import Intake, Limits, PartView, Segment, StagedLayout, plain_site
 
 SPEC = CacheSpec.kv(64, 8, 128, "bfloat16")
 WRITERS = [shard(SPEC, tp=8, rank=r) for r in range(8)]
@@ -21,7 +21,7 @@ Plan = list[tuple[Segment, StagedLayout]]
 def _plan(tokens: int, slot_bytes: int) -> Plan:
     intake = Intake.build(SPEC, WRITERS, TARGET)
     view = PartView(plain_site(SPEC, WRITERS[2], tokens, 64), intake.parts[2], SPEC)
-    cut = intake.cut(0, tokens, range(64), slot_bytes=slot_bytes, lease_bytes=1 << 50, page_rows=64)
+    cut = intake.cut(0, tokens, range(64), Limits(slot_bytes, 1 << 50, 64))
     return [(segment, view.layout(segment)) for segment in cut]
 
 

@@ -7,7 +7,7 @@ import pytest
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import LayerId, Rank
-from disagg_kv.planning import Intake, Segment
+from disagg_kv.planning import Intake, Limits, Segment
 from disagg_kv.protocol import (
     Decided,
     FlowPlan,
@@ -107,7 +107,7 @@ def test_a_rank_that_was_not_elected_says_done_only() -> None:
     idle = next(Rank(r) for r in (0, 1) if not intake.part_bytes(Segment(0, 1, 0, 1), Rank(r)))
     room = Room(chunks=0)
     room.add(1)
-    assert room.expect(given=FlowPlan(idle, intake, 0, 1, False, 4096, 8192, 4)) == []
+    assert room.expect(given=FlowPlan(idle, intake, 0, 1, False, Limits(4096, 8192, 4))) == []
     assert sent(room.machine.finish(1, None, b"", 0.0)) == [Done]
 
 

@@ -9,10 +9,8 @@ from attrs import evolve, field, frozen
 from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...geometry import Share, Site
 from ...ids import Rank
-from ...planning import CostModel, Intake, PartView, Segment, choose
+from ...planning import UNLIMITED, CostModel, Intake, Limits, PartView, Segment, choose
 from ...strategies import AUTO, Job, TransferPlanner
-
-UNLIMITED = 1 << 62
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared while nobody knows how many there will be."""
@@ -27,9 +25,7 @@ class RankPair:
     target: Site
     intake: Intake = field(eq=id)  # both are kept by value: equal ones are one object
     view: PartView = field(eq=id)
-    slot_bytes: int
-    lease_bytes: int
-    page_rows: int
+    limits: Limits
 
     @property
     def parts(self) -> Sequence[Share]:
@@ -42,15 +38,7 @@ class RankPair:
         Raises:
             OversizeError: not one row fits a slot and a lease.
         """
-        slot, lease = self.slot_bytes, self.lease_bytes
-        return [
-            segment
-            for layers in self.intake.ranges(self.rank)
-            for segment in (
-                *self.intake.cut(start, stop, layers, slot_bytes=slot, lease_bytes=lease, page_rows=self.page_rows),
-                *self.intake.cut_states(layers, slot_bytes=slot, lease_bytes=lease),
-            )
-        ]
+        return self.intake.segments(self.rank, start, stop, self.limits)
 
     def fitted(self) -> RankPair:
         """The same, without limits where staging is too small: a path that exposes pages needs none.
@@ -60,7 +48,7 @@ class RankPair:
         try:
             self.cut(0, 1)
         except OversizeError:
-            return evolve(self, slot_bytes=UNLIMITED, lease_bytes=UNLIMITED)
+            return evolve(self, limits=evolve(UNLIMITED, page_rows=self.limits.page_rows))
         return self
 
 

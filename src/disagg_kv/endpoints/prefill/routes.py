@@ -20,6 +20,7 @@ from ...planning import (
     Groups,
     Intake,
     LayerRun,
+    Limits,
     Pace,
     RowRange,
     Segment,
@@ -162,8 +163,8 @@ class Router:
         routes, site = self._routes[remote.epoch], self._pool.site
         rows = RowRange(frame.start, frame.stop)
         intake, view = routes.intake(room).for_rows(rows), routes.view(room, me.rank, site).for_rows(rows)
-        limits = me.slot_bytes, hello.lease_bytes, remote.page_rows()
-        pair = RankPair(me.rank, site, remote.site, intake, view, *limits)
+        limits = Limits(me.slot_bytes, hello.lease_bytes, remote.page_rows())
+        pair = RankPair(me.rank, site, remote.site, intake, view, limits)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         path, reason = self._choose(remote, routes.rotation(room), frame, pair)
@@ -182,9 +183,7 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages,
-            pair.slot_bytes,
-            pair.lease_bytes,
-            pair.page_rows,
+            pair.limits,
             path.name,
             grouping,
             self._measured,
