@@ -20,7 +20,8 @@ import attrs
 from disagg_kv.bench.machine import Machine
 from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import Rank
-from disagg_kv.planning import Intake, Limits, PartView, Segment, explain, plain_site
+from disagg_kv.planning import Intake, Limits, PartView, Segment, plain_site
+from disagg_kv.strategies import explain
 
 TOKENS, LAYERS, HEADS, DIM, PAGE = 128 * 1024, 64, 8, 128, 64
 SLOT, LEASE = 64 << 20, 512 << 20
@@ -42,7 +43,7 @@ def _plan(spec: CacheSpec) -> tuple[list[Segment], int, dict[str, float]]:
     times.append(clock())
     leases = [intake.lease(segment) for segment in segments]
     times.append(clock())
-    view = PartView(site, intake.parts[0], spec)
+    view = PartView(site, intake.parts[0])
     layouts = [view.layout(segment) for segment in segments]
     times.append(clock())
     sent = sum(layout.nbytes for layout in layouts)

@@ -20,7 +20,7 @@ import numpy as np
 from disagg_kv.channels import MAX_FRAME, MAX_TOGETHER, Arrived, News, Rejected, UnixChannel
 from disagg_kv.errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Rank, RoomId
-from disagg_kv.planning import Limits, Writes
+from disagg_kv.planning import EVERY, Limits, Writes
 from disagg_kv.protocol import Codec, Hello
 from disagg_kv.protocol import frames as f
 from disagg_kv.protocol.wire import shard_from_wire, site_from_wire, spec_from_wire, tables_from_wire
@@ -132,16 +132,16 @@ def plan(data: bytes) -> None:
         return
     if hello.role == me.role or me.role == "decode":
         return
-    remote, routes = me.meet(hello)
-    intake, room = routes.intake(RoomId(b"room")), RoomId(b"room")
-    view = routes.view(room, Rank(0), me.site)
+    remote, plans = me.meet(hello)
+    rotation = plans.rotation(RoomId(b"room"))
+    intake, pair = plans.intake(rotation), plans.pair(rotation, Rank(0), me.site, EVERY)
     stop = min(given.stop, me.rows)
     # What fits nowhere, and pages that do not fit, are errors of ours that end the room.
     with suppress(DisaggKVError):
         for layers in intake.ranges(Rank(0)):
             for segment in intake.cut(0, stop, layers, Limits(4096, hello.lease_bytes, remote.page_rows())):
                 for path in paths().values():
-                    _post(path, Job(me.site, remote.site, intake.parts[0], view, segment, me.tables, tables), hello)
+                    _post(path, Job(pair, segment, me.tables, tables), hello)
 
 
 def _post(path: TransferPlanner, job: Job, hello: Hello) -> None:

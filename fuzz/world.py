@@ -11,11 +11,11 @@ from msgspec import structs
 from disagg_kv.channels import Channel, InprocChannel, News
 from disagg_kv.endpoints.runtime.handshake import EndpointInfo, RemoteEndpoint, Role
 from disagg_kv.endpoints.runtime.incarnation import Incarnation
-from disagg_kv.endpoints.runtime.plan_cache import PlanCache
 from disagg_kv.errors import DisaggKVError
 from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import GroupId, Rank
 from disagg_kv.memory import PagedPool
+from disagg_kv.planning import InstancePlans
 from disagg_kv.protocol import Codec, Hello, Options
 from disagg_kv.protocol import frames as f
 from disagg_kv.strategies import paths
@@ -46,10 +46,10 @@ class Fixed:
         )  # fmt: skip
         self.admit = self.me.admit
 
-    def meet(self, hello: Hello) -> tuple[RemoteEndpoint, PlanCache]:
+    def meet(self, hello: Hello) -> tuple[RemoteEndpoint, InstancePlans]:
         """A peer of the other side, admitted before."""
         remote = RemoteEndpoint.of(hello)
-        return remote, PlanCache(self.me.shards, remote.site)
+        return remote, InstancePlans(self.me.shards, remote.site)
 
 
 @cache

@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 
+from disagg_kv.planning.cache import PlanCache
+
 
 @runtime_checkable
 class Remembering(Protocol):
@@ -74,3 +76,5 @@ def _forget() -> None:
             for kept in vars(module).values():
                 if isinstance(kept, Remembering):
                     kept.cache_clear()
+                elif isinstance(kept, PlanCache):
+                    kept.clear()

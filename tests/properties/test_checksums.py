@@ -86,11 +86,11 @@ def test_partial_sums_add_up_to_the_whole_cache_however_it_is_cut(
         target, table = _filled(spec, held, page_sizes[1], layouts[1], 5, ROWS)
         sent = arrived = 0
         for parts, (pool, pages) in zip(elect(spec, world.writers, held, rotation), sources, strict=True):
-            sent += _sum(pool, pages, PartView(pool.site, parts, spec), segments)
-            arrived += _sum(target, table, PartView(target.site, parts, spec), segments)
+            sent += _sum(pool, pages, PartView(pool.site, parts), segments)
+            arrived += _sum(target, table, PartView(target.site, parts), segments)
         whole = elect(spec, [shard(spec)], held)[0]
         single, rows = _filled(spec, shard(spec), 5, "NHD", 5, ROWS)
-        of_whole = _sum(single, rows, PartView(single.site, whole, spec), [Segment(0, ROWS, layers[0], layers[-1] + 1)])
+        of_whole = _sum(single, rows, PartView(single.site, whole), [Segment(0, ROWS, layers[0], layers[-1] + 1)])
         assert sent % 2**64 == arrived % 2**64 == of_whole
 
 
@@ -104,7 +104,7 @@ def _room() -> tuple[PagedPool, PageTable, int]:
 
 def _all(pool: PagedPool, table: PageTable) -> int:
     parts = elect(SPEC, [pool.site.shard], pool.site.shard)[0]
-    return _sum(pool, table, PartView(pool.site, parts, SPEC), [Segment(0, ROWS, 0, 2)])
+    return _sum(pool, table, PartView(pool.site, parts), [Segment(0, ROWS, 0, 2)])
 
 
 @given(
@@ -202,7 +202,7 @@ def test_many_rows_and_many_layers_are_summed_in_blocks() -> None:
     for layers, rows, dims in ((1, 5000, (64, 64)), (40, 3, (8, 5)), (3, 900, (48, 100))):
         spec = CacheSpec.kv(layers, 2, dims[0], "bfloat16", v_head_dim=dims[1])
         pool, table = _filled(spec, shard(spec), 16, "NHD", 1, rows)
-        view = PartView(pool.site, elect(spec, [shard(spec)], shard(spec))[0], spec)
+        view = PartView(pool.site, elect(spec, [shard(spec)], shard(spec))[0])
         moves = [Move(view.layout(Segment(0, rows, 0, layers)), {KV: table}, 0)]
         found = [of.tolist() for kernels in ON_CPU for of in kernels.checksum(pool, moves, None).read()]
         assert found[0] == found[1]

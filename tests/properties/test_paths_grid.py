@@ -17,8 +17,8 @@ from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, Shard, shard
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.kernels import CpuKernels, Move
 from disagg_kv.memory import PagedPool
-from disagg_kv.planning import Segment, Writes
-from disagg_kv.planning.descriptors import direct_writes, refuse_direct, slice_writes
+from disagg_kv.planning import PairPlan, Segment, Writes
+from disagg_kv.planning.descriptors import direct_writes, slice_writes
 from disagg_kv.planning.intake import Intake
 from disagg_kv.planning.staged import PartView
 from tests.support.pools import KV, Bytes, buffer_over, noise
@@ -123,7 +123,7 @@ def _one_sided(sources: Sequence[_Rank], target: _Rank, intake: Intake, *, direc
     plan = direct_writes if direct else slice_writes
     posted = 0
     for source, parts in zip(sources, intake.parts, strict=True):
-        writes = plan(source.pool.site, target.pool.site, parts, WHOLE, source.tables, target.tables)
+        writes = plan(PairPlan(source.pool.site, target.pool.site, parts), WHOLE, source.tables, target.tables)
         _write(writes, source.filled, target.memory)
         posted += writes.total()
     return posted
@@ -139,13 +139,13 @@ def _staged(sources: Sequence[_Rank], target: _Rank, intake: Intake) -> int:
         moves: list[Move] = []
         for writer, (offset, size) in places.items():
             source, parts = sources[writer], intake.parts[writer]
-            layout = PartView(source.pool.site, parts, source.pool.site.spec).layout(segment)
+            layout = PartView(source.pool.site, parts).layout(segment)
             assert layout.nbytes == size
             slot = noise(size, 8)
             kernels.gather(source.pool, [Move(layout, source.tables, 0)], buffer_over(slot), None)
             lease[offset : offset + size] = slot
             posted += size
-            seen = PartView(target.pool.site, parts, source.pool.site.spec).layout(segment)
+            seen = PartView(target.pool.site, parts).layout(segment)
             moves.append(Move(seen, target.tables, offset))
         kernels.scatter(target.pool, moves, buffer_over(lease))
     return posted
@@ -173,7 +173,7 @@ def _check(sources: Sequence[_Rank], target: _Rank, intake: Intake, *, alike: bo
     """Compare the pools that the paths leave with what plain indexing says, byte for byte."""
     held = [sum(len(h.units) for h in rank.pool.site.shard if h.component == "k") for rank in (*sources, target)]
     direct = not any(
-        refuse_direct(s.pool.site, target.pool.site, p) for s, p in zip(sources, intake.parts, strict=True)
+        PairPlan(s.pool.site, target.pool.site, p).direct_refusal for s, p in zip(sources, intake.parts, strict=True)
     )
     assert direct or not (alike and len(set(held)) == 1)
     for path in ["slice", "staged"] + ["direct"] * direct:
@@ -203,6 +203,6 @@ def test_pools_that_differ_in_pages_are_refused_by_direct_alone(writer: Rank) ->
     """The refusal names both page sizes."""
     sources, (target,) = _ranks("prefill", 2, 2, 16, "NHD", ALIKE), _ranks("decode", 1, 2, 64, "NHD", ALIKE)
     parts = _intake(2, 1, 0, 2, ALIKE, 0).parts[writer]
-    reason = refuse_direct(sources[writer].pool.site, target.pool.site, parts)
+    reason = PairPlan(sources[writer].pool.site, target.pool.site, parts).direct_refusal
     assert reason is not None
     assert "16 rows here and of 64 rows there" in reason

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from disagg_kv.geometry import Share, Site, elect
 from disagg_kv.ids import GroupId
-from disagg_kv.planning import Segment, Writes, coalesce, direct_writes, refuse_direct, slice_writes
+from disagg_kv.planning import PairPlan, Segment, Writes, coalesce, direct_writes, slice_writes
 from tests.support import oracle
 from tests.support.worlds import ORDERS, Order, World, build_site, build_table, worlds
 
@@ -39,13 +39,14 @@ def _check(source: Site, target: Site, parts: tuple[Share, ...], segment: Segmen
         assert sum(times) == writes.total()
         assert writes.total() == sum(oracle.unit_bytes(source, layer, component) for component, layer, _, _ in cells)
 
-    sliced = slice_writes(source, target, parts, segment, here, there)
+    pair = PairPlan(source, target, parts)
+    sliced = slice_writes(pair, segment, here, there)
     holds(sliced)
     merged = coalesce(sliced)
     holds(merged)
     assert len(merged) <= len(sliced)
-    if refuse_direct(source, target, parts) is None:
-        direct = direct_writes(source, target, parts, segment, here, there)
+    if pair.direct_refusal is None:
+        direct = direct_writes(pair, segment, here, there)
         holds(direct)
         assert len(direct) <= len(sliced)
         assert {*zip(direct.local_off.tolist(), direct.nbytes.tolist(), strict=True)} == {
@@ -89,7 +90,7 @@ def test_equal_pools_exchange_runs_of_pages(
             for p in parts
             for layer in p.layers
         ):
-            assert refuse_direct(source, source, parts) is None
+            assert PairPlan(source, source, parts).direct_refusal is None
         _check(source, source, parts, segment, seed)
 
 

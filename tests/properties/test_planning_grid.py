@@ -9,7 +9,7 @@ import pytest
 
 from disagg_kv.geometry import CacheSpec, elect, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.planning import PartView, Segment, direct_writes, refuse_direct, slice_writes
+from disagg_kv.planning import PairPlan, Segment, direct_writes, slice_writes
 from tests.support import oracle
 from tests.support.worlds import Order, build_site, build_table
 
@@ -39,15 +39,16 @@ def test_all_paths_leave_the_same_pool(prefill: int, decode: int, heads: int) ->
             memory = oracle.fresh(here, 100 + rank)
             from_ = {GroupId("kv"): build_table(here, ROWS.start, ROWS.stop, seed + rank)}
             expected = oracle.moved(here, memory, from_, there, expected, tables, oracle.sent(parts, ROWS))
-            sliced, _ = oracle.posted(slice_writes(here, there, parts, ROWS, from_, tables), memory, sliced)
-            layouts = [PartView(site, parts, spec).layout(ROWS) for site in (here, there)]
+            pair = PairPlan(here, there, parts)
+            sliced, _ = oracle.posted(slice_writes(pair, ROWS, from_, tables), memory, sliced)
+            layouts = [view.layout(ROWS) for view in (pair.source_view, pair.target_view)]
             part = np.frombuffer(oracle.staged_bytes(here, memory, from_, layouts[0]), np.uint8)
             staged = [buffer.copy() for buffer in staged]
             for cell, offset, nbytes in oracle.laid_out(there, layouts[1]):
                 buffer, at = oracle.where(there, tables, cell)
                 staged[buffer][at : at + nbytes] = part[offset : offset + nbytes]
-            if refuse_direct(here, there, parts) is None:
-                direct, _ = oracle.posted(direct_writes(here, there, parts, ROWS, from_, tables), memory, direct)
+            if pair.direct_refusal is None:
+                direct, _ = oracle.posted(direct_writes(pair, ROWS, from_, tables), memory, direct)
             else:
                 refused = True
         assert oracle.equal(sliced, expected)

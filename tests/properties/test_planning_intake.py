@@ -101,7 +101,7 @@ def test_a_staged_part_gathers_and_scatters_to_the_same_place(
         for stage, (rank, parts) in itertools.product(intake.stages, enumerate(intake.parts)):
             segment = Segment(start, start + rows, stage.start, stage.stop)
             here = build_site(world.spec, world.writers[rank], 2, 16, orders[0])
-            ours, theirs = (PartView(site, parts, world.spec).layout(segment) for site in (here, there))
+            ours, theirs = (PartView(site, parts).layout(segment) for site in (here, there))
             assert ours.offset.tolist() == theirs.offset.tolist()
             assert ours.nbytes == theirs.nbytes == intake.part_bytes(segment, Rank(rank))
             cells = list(oracle.laid_out(here, ours))

@@ -15,11 +15,11 @@ from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.planning import (
     Intake,
     Limits,
+    PairPlan,
     PartView,
     RowRange,
     Segment,
     direct_writes,
-    refuse_direct,
     slice_writes,
 )
 from tests.support import oracle
@@ -71,7 +71,7 @@ def test_the_union_is_the_box_each_cell_once(
             intake.validate(segment)
             for rank, parts in enumerate(intake.parts):
                 here = build_site(world.spec, world.writers[rank], 2, 32, orders[0])
-                ours, theirs = (PartView(s, parts, world.spec).for_rows(rows).layout(segment) for s in (here, there))
+                ours, theirs = (PartView(s, parts).for_rows(rows).layout(segment) for s in (here, there))
                 cells = list(oracle.laid_out(here, ours))
                 assert cells == list(oracle.laid_out(there, theirs))
                 assert ours.nbytes == theirs.nbytes == sum(n for _, _, n in cells)
@@ -121,17 +121,17 @@ def test_slices_and_runs_of_pages_move_the_same_cells(
         for i, site in enumerate((source, there))
     )
     memory, before = oracle.fresh(source, seed), oracle.fresh(there, seed + 2)
-    parts = intake.parts[0]
+    pair = PairPlan(source, there, intake.parts[0], rows)
     wanted = oracle.needed(world.spec, target, held, stop, known=True)
     for segment in _cuts(intake, [intake.floor(held), stop], (1 << 20, 1 << 20)):
-        layout = PartView(source, parts, world.spec).for_rows(rows).layout(segment)
+        layout = pair.source_view.layout(segment)
         cells = [cell for cell, _, _ in oracle.laid_out(source, layout)]
         assert set(cells) <= set(wanted)
         expected = oracle.moved(source, memory, tables, there, before, others, cells)
-        direct = refuse_direct(source, there, parts) is None
+        direct = pair.direct_refusal is None
         assert direct or stride == 1 or _reordered(writer)
         for plan in (slice_writes, direct_writes)[: 1 + direct]:
-            after, times = oracle.posted(plan(source, there, parts, segment, tables, others, rows), memory, before)
+            after, times = oracle.posted(plan(pair, segment, tables, others), memory, before)
             assert oracle.equal(after, expected)
             assert max(times) <= 1
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import DeadlineError, DisaggKVError, PeerLostError
 from ..memory import spread
-from ..planning import Explanation
+from ..strategies import Explanation
 from ..transports import transport
 from .rank import Setup, serve
 from .shape import Role, TransferShape

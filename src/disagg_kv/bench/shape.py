@@ -10,9 +10,8 @@ from attrs import frozen
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, shard
 from ..memory import Layout
-from ..planning import Explanation, explain
 from ..protocol import Verify, check_verify
-from ..strategies import other_paths, strategy
+from ..strategies import Explanation, explain, strategy
 
 Role = Literal["prefill", "decode"]
 
@@ -126,7 +125,6 @@ class TransferShape:
             self.tokens,
             (self.page_size, self.decode_page_size),
             order=(self.layout, self.decode_layout),
-            others=other_paths(),
         )
         for path in named:
             if path in found.refused:

@@ -8,7 +8,7 @@ import numpy as np
 from attrs import field, frozen
 
 from ..errors import IntegrityError
-from ..planning import Explanation
+from ..strategies import Explanation
 from .bulk import spread
 from .machine import Machine
 from .rank import Moved

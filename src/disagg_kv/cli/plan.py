@@ -11,8 +11,8 @@ from rich.text import Text
 
 from ..errors import ConfigurationError
 from ..geometry import CacheSpec, Shard, shard, stages
-from ..planning import Batch, CostModel, Explanation, Groups, LayerRun, Pace, PairPlan, explain
-from ..strategies import LayerPipelined, other_paths
+from ..planning import Batch, CostModel, Groups, LayerRun, Pace
+from ..strategies import Explanation, LayerPipelined, PairCount, explain
 from .options import DecodePageSize, Layers, PageSize
 from .output import Json, JsonFlag, emit
 
@@ -61,7 +61,6 @@ def plan(
         order=(order, decode_order or order),
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
-        others=other_paths(),
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
     emit(
@@ -120,7 +119,7 @@ def _spec(
     return CacheSpec.kv(layers, kv_heads, head_dim, dtype, v_head_dim=v_head_dim)
 
 
-def _pair(pair: PairPlan) -> dict[str, Json]:
+def _pair(pair: PairCount) -> dict[str, Json]:
     return {
         "prefill_rank": pair.writer,
         "decode_rank": pair.target,

@@ -2,21 +2,13 @@
 
 from .base import EVERY, UNLIMITED, Limits, RowRange, Segment, StagedLayout, Writes
 from .cost import Choice, CostModel, Estimate, choose
-from .descriptors import (
-    Run,
-    Tables,
-    coalesce,
-    direct_count,
-    direct_writes,
-    refuse_direct,
-    runs,
-    slice_count,
-    slice_writes,
-)
-from .explain import Explanation, OtherPath, PairParts, PairPlan, explain, plain_site
+from .descriptors import Tables, coalesce, direct_count, direct_writes, slice_count, slice_writes
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
+from .instance import InstancePlans
 from .intake import Intake, intake_of
-from .staged import PartView, part_view
+from .pair import PairPlan, Run
+from .site import plain_site
+from .staged import PartView
 
 __all__ = [
     "EVERY",
@@ -26,14 +18,12 @@ __all__ = [
     "Choice",
     "CostModel",
     "Estimate",
-    "Explanation",
     "Groups",
+    "InstancePlans",
     "Intake",
     "LayerRun",
     "Limits",
-    "OtherPath",
     "Pace",
-    "PairParts",
     "PairPlan",
     "PartView",
     "RowRange",
@@ -46,14 +36,10 @@ __all__ = [
     "coalesce",
     "direct_count",
     "direct_writes",
-    "explain",
     "exposed_s",
     "fastest",
     "intake_of",
-    "part_view",
     "plain_site",
-    "refuse_direct",
-    "runs",
     "slice_count",
     "slice_writes",
     "whole",

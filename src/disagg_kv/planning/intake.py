@@ -6,7 +6,6 @@ Both sides compute this from the same shards, so that only ranges ever cross the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import groupby, pairwise
 
 import attrs
@@ -17,18 +16,7 @@ from ..errors import GeometryError, OversizeError
 from ..geometry import I64, CacheSpec, Extent, Shard, Share, elect
 from ..ids import LayerId, Rank
 from .base import ALIGN, EVERY, Limits, RowRange, Segment
-
-INTAKES = 256
-"""Intakes that are kept, those used last."""
-
-BOXES = 1024
-"""Runs of layers of which an intake remembers the shares, and boxes whose sizes it does; a peer may name many."""
-
-ROOMS = 16
-"""Rooms, by the rows that decode awaits of them, of which an intake with windows remembers its own for each."""
-
-CUTS = 32
-"""Boxes of which an intake remembers the segments: those that paths are compared for, and those of chunks."""
+from .cache import PlanCache
 
 _same = attrs.cmp_using(eq=np.array_equal)
 
@@ -78,10 +66,10 @@ class Intake:
     _kinds: tuple[tuple[range, tuple[Extent, ...]], ...]  # runs of layers whose components have the same extents
     _slides: bool
     _room: RowRange = EVERY
-    _known: dict[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=dict, eq=False, repr=False)
-    _rooms: dict[RowRange, Intake] = field(init=False, factory=dict, eq=False, repr=False)
-    _cuts: dict[_Cut, tuple[Segment, ...]] = field(init=False, factory=dict, eq=False, repr=False)
-    _sized: dict[Segment, dict[Rank, int]] = field(init=False, factory=dict, eq=False, repr=False)
+    _known: PlanCache[tuple[int, int, bool], list[_Bound]] = field(init=False, factory=PlanCache, eq=False, repr=False)
+    _rooms: PlanCache[RowRange, Intake] = field(init=False, factory=PlanCache, eq=False, repr=False)
+    _cuts: PlanCache[_Cut, tuple[Segment, ...]] = field(init=False, factory=PlanCache, eq=False, repr=False)
+    _sized: PlanCache[Segment, dict[Rank, int]] = field(init=False, factory=PlanCache, eq=False, repr=False)
 
     @classmethod
     def build(cls, spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: int = 0) -> Intake:
@@ -122,13 +110,8 @@ class Intake:
         """
         if not self._slides:
             return self
-        intake = self._rooms.get(rows)
-        if intake is None:
-            intake = attrs.evolve(self, room=rows)
-            if len(self._rooms) >= ROOMS:
-                self._rooms.clear()
-            self._rooms[rows] = intake
-        return intake
+        found = self._rooms.get(rows)
+        return self._rooms.keep(rows, attrs.evolve(self, room=rows)) if found is None else found
 
     @property
     def room(self) -> RowRange:
@@ -221,7 +204,7 @@ class Intake:
             if not 0 <= start <= stop:
                 raise GeometryError(f"cannot cut rows [{start}, {stop})")
             self._check_layers(layers)
-            known = self._remember(key, self._cut(key[0], limits))
+            known = self._cuts.keep(key, tuple(self._cut(key[0], limits)))
         return list(known)
 
     def cut_states(self, layers: range, limits: Limits) -> list[Segment]:
@@ -231,7 +214,8 @@ class Intake:
         if known is None:
             self._check_layers(layers)
             box = key[0]._replace(stop=self._state_rows(layers))
-            known = self._remember(key, self._cut(box, attrs.evolve(limits, page_rows=1)) if box.rows else [])
+            segments = self._cut(box, attrs.evolve(limits, page_rows=1)) if box.rows else []
+            known = self._cuts.keep(key, tuple(segments))
         return list(known)
 
     def segments(self, writer: Rank, start: int, stop: int, limits: Limits) -> list[Segment]:
@@ -245,12 +229,6 @@ class Intake:
             for layers in self.ranges(writer)
             for segment in (*self.cut(start, stop, layers, limits), *self.cut_states(layers, limits))
         ]
-
-    def _remember(self, key: _Cut, segments: list[Segment]) -> tuple[Segment, ...]:
-        if len(self._cuts) >= CUTS:
-            self._cuts.clear()
-        self._cuts[key] = known = tuple(segments)
-        return known
 
     def _cut(self, box: Segment, limits: Limits) -> list[Segment]:
         bounds = self._bounds(box)
@@ -310,9 +288,7 @@ class Intake:
                 for share, n in both
                 if n and (share.extent.rows > 0) == box.state
             ]
-            if len(self._known) >= BOXES:
-                self._known.clear()
-            self._known[key] = known
+            self._known.keep(key, known)
         return known
 
     def _bounds(self, box: Segment) -> set[tuple[int, int]]:
@@ -327,9 +303,7 @@ class Intake:
             for share, row_bytes, low, high in self._shares_of(box):
                 rows = max(0, min(high, box.stop) - max(low, box.start))
                 sizes[share.writer] = sizes.get(share.writer, 0) + share.rows(rows) * row_bytes
-            if len(self._sized) >= BOXES:
-                self._sized.clear()
-            self._sized[box] = sizes
+            self._sized.keep(box, sizes)
         return sizes
 
     def _layer_runs(self, row: Segment, limits: Limits) -> list[Segment]:
@@ -367,10 +341,13 @@ class Intake:
         return low
 
 
-@lru_cache(INTAKES)
+_intakes: PlanCache[tuple[CacheSpec, tuple[Shard, ...], Shard, int], Intake] = PlanCache()
+
+
 def intake_of(spec: CacheSpec, writers: tuple[Shard, ...], target: Shard, rotation: int) -> Intake:
-    """An intake that is kept, by value: pairs of instances that are split alike share it. As :meth:`Intake.build`."""
-    return Intake.build(spec, writers, target, rotation)
+    """The intake of these values: endpoints of one process that are split alike share it. As :meth:`Intake.build`."""
+    key = spec, writers, target, rotation
+    return _intakes.get(key) or _intakes.keep(key, Intake.build(*key))
 
 
 def _stages(

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import lru_cache
 
 import numpy as np
-from attrs import field, frozen
+from attrs import frozen
 
 from ..errors import GeometryError
-from ..geometry import I32, I64, CacheSpec, Extent, Share, Site
+from ..geometry import I32, I64, Extent, Share, Site
 from .base import EVERY, RowRange, Segment, StagedLayout
-
-VIEWS = 256
-"""Views that are kept, those used last."""
-
-BOXES = 256
-"""Runs of layers of which a view remembers the planes; a peer may name many."""
-
-SIZES = 64
-"""Sizes of segments that are remembered of each."""
-
-LAYOUTS = 16
-"""Segments of which the whole layout is: it is asked for to gather, to sum and to scatter, and by several rooms."""
+from .cache import PlanCache
 
 
 @frozen(eq=False)
@@ -31,8 +19,7 @@ class Planes:
     """What a view has of some layers: a column of its table each, and whether all of it needs the same rows.
 
     ``before`` are the bytes of one row of all planes before each, ``row_bytes`` those of all; ``low`` to ``high`` are
-    the rows of which whole planes are sent (from ``low`` up to ``low``: none). ``sizes`` are numbers of rows of such
-    segments, each with where its planes begin and what all its layouts share; ``layouts`` are those of segments.
+    the rows of which whole planes are sent (from ``low`` up to ``low``: none).
     """
 
     plane: I32
@@ -47,21 +34,6 @@ class Planes:
     row_bytes: int
     low: int
     high: int
-    sizes: dict[int, tuple[I64, object]] = field(factory=dict, repr=False)
-    layouts: dict[Segment, StagedLayout] = field(factory=dict, repr=False)
-
-    def size(self, rows: int) -> tuple[I64, object]:
-        """Of so many rows; remembered, as segments have few sizes."""
-        found = self.sizes.get(rows)
-        if found is None:
-            if len(self.sizes) >= SIZES:
-                self.sizes.clear()
-            found = self.sizes[rows] = self.before * rows, object()
-        return found
-
-
-ROOMS = 16
-"""Rooms, by the rows that decode awaits of them, of which a view with windows remembers its own for each."""
 
 
 class PartView:
@@ -72,14 +44,14 @@ class PartView:
 
     Args:
         site: the pool.
-        parts: what the writer was elected to send.
-        spec: the whole cache; the order of its components is the order of the bytes.
+        parts: what the writer was elected to send. The order of the components in the pool's spec is that of the bytes.
 
     Raises:
         GeometryError: the pool lacks a plane, or does not hold a part's units in one run.
     """
 
-    def __init__(self, site: Site, parts: Sequence[Share], spec: CacheSpec) -> None:
+    def __init__(self, site: Site, parts: Sequence[Share]) -> None:
+        spec = site.spec
         order = {name: i for i, name in enumerate(spec.names())}
         plane_of = {(plane.layer, plane.component): i for i, plane in enumerate(site.planes)}
         rows: list[tuple[int, ...]] = []
@@ -101,7 +73,7 @@ class PartView:
         self._extents, self._extent = tuple(extents), table[9]
         self._state = np.array([e.rows > 0 for e in self._extents], bool)[self._extent]
         self._slides = spec.slides()
-        self._rooms: dict[RowRange, PartView] = {}
+        self._rooms: PlanCache[RowRange, PartView] = PlanCache()
         self._bind(EVERY)
 
     def for_rows(self, rows: RowRange) -> PartView:
@@ -112,20 +84,19 @@ class PartView:
         if view is None:
             view = copy(self)
             view._bind(rows)
-            if len(self._rooms) >= ROOMS:
-                self._rooms.clear()
-            self._rooms[rows] = view
+            self._rooms.keep(rows, view)
         return view
 
     def _bind(self, rows: RowRange) -> None:
         bounds = [e.bounds(rows.start, rows.stop) for e in self._extents]
         self._low, self._high = np.array(bounds, np.int64).reshape(len(bounds), 2).T[:, self._extent]
-        self._known: dict[tuple[int, int, bool], Planes] = {}
+        self._planes: PlanCache[tuple[int, int, bool], Planes] = PlanCache()
+        self._layouts: PlanCache[Segment, StagedLayout] = PlanCache()
 
     def planes(self, segment: Segment) -> Planes:
         """The planes of a segment's layers that have its kind of rows; remembered, as few runs of layers are."""
         key = (segment.first, segment.last, segment.state)
-        known = self._known.get(key)
+        known = self._planes.get(key)
         if known is None:
             keep = (self._layer >= segment.first) & (self._layer < segment.last) & (self._state == segment.state)
             of_row, ways, lows, highs = self._row_bytes[keep], self._ways[keep], self._low[keep], self._high[keep]
@@ -145,27 +116,19 @@ class PartView:
                 int(lows.max()) if whole else 0,
                 int(highs.min()) if whole else 0,
             )
-            if len(self._known) >= BOXES:
-                self._known.clear()
-            self._known[key] = known
+            self._planes.keep(key, known)
         return known
 
     def layout(self, segment: Segment) -> StagedLayout:
         """Where the bytes of this segment lie; planes of other layers and planes without rows are left out."""
-        of = self.planes(segment)
-        found = of.layouts.get(segment)
-        if found is None:
-            if len(of.layouts) >= LAYOUTS:
-                of.layouts.clear()
-            found = of.layouts[segment] = self._layout(of, segment)
-        return found
+        found = self._layouts.get(segment)
+        return self._layouts.keep(segment, self._layout(self.planes(segment), segment)) if found is None else found
 
     def _layout(self, of: Planes, segment: Segment) -> StagedLayout:
         if of.low <= segment.start < segment.stop <= of.high:
             rows, start = segment.rows, np.full(len(of.plane), segment.start, np.int64)
-            offset, alike = of.size(rows)
-            what = of.plane, of.first_unit, of.units, start, start + rows, offset
-            return StagedLayout(*what, nbytes=of.row_bytes * rows).one_of(alike)
+            what = of.plane, of.first_unit, of.units, start, start + rows, of.before * rows
+            return StagedLayout(*what, nbytes=of.row_bytes * rows).one_of((of, rows))
         low = np.maximum(of.lows, segment.start)
         needed = np.maximum(np.minimum(of.highs, segment.stop) - low, 0)
         start, stop = low + needed * of.index // of.ways, low + needed * (of.index + 1) // of.ways
@@ -178,10 +141,13 @@ class PartView:
         )
 
 
-@lru_cache(VIEWS)
-def part_view(site: Site, parts: tuple[Share, ...], spec: CacheSpec) -> PartView:
-    """A view that is kept, by value: rooms, rotations and peers that are alike share it. As :class:`PartView`."""
-    return PartView(site, parts, spec)
+_views: PlanCache[tuple[Site, tuple[Share, ...]], PartView] = PlanCache()
+
+
+def part_view(site: Site, parts: tuple[Share, ...]) -> PartView:
+    """The view of these values: rotations and peers that are alike share it. As :class:`PartView`."""
+    key = site, parts
+    return _views.get(key) or _views.keep(key, PartView(site, parts))
 
 
 def _local(runs: Sequence[range], part: Share, layer: int) -> int:

@@ -1,13 +1,13 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
 from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner
+from .explain import Explanation, PairCount, explain
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .registry import (
     AUTO,
     PER_CHUNK,
     Strategy,
     auto_paths,
-    other_paths,
     paths,
     register,
     schedules,
@@ -21,11 +21,13 @@ __all__ = [
     "AUTO",
     "PER_CHUNK",
     "DirectPlanner",
+    "Explanation",
     "Feature",
     "Full",
     "Incremental",
     "Job",
     "LayerPipelined",
+    "PairCount",
     "PerChunk",
     "Schedule",
     "Selection",
@@ -35,7 +37,7 @@ __all__ = [
     "Tables",
     "TransferPlanner",
     "auto_paths",
-    "other_paths",
+    "explain",
     "paths",
     "register",
     "schedules",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
-from ..geometry import PageTable, Share, Site
+from ..geometry import PageTable
 from ..ids import GroupId
-from ..planning import EVERY, Groups, LayerRun, PartView, RowRange, Segment, StagedLayout, Writes
+from ..planning import Groups, LayerRun, PairPlan, Segment, StagedLayout, Writes
 
 Tables = Mapping[GroupId, PageTable]
 
@@ -20,25 +20,16 @@ class Job:
     """One writer's part of one segment, as both sides of it see it.
 
     Args:
-        source: the writer's pool.
-        target: the receiver's pool.
-        parts: what the writer was elected to send to this receiver.
-        view: ``parts`` in the pool of whoever asks: the writer for ``send``, the receiver for ``receive``; for
-            ``rows`` already.
+        pair: what the writer sends to the receiver, and both pools.
         segment: which rows and layers.
-        source_tables: the room's pages at the writer; empty for ``receive``.
-        target_tables: the room's pages at the receiver, where they are exposed; else empty for ``send``.
-        rows: which rows of the room are awaited.
+        source_tables: the room's pages at the writer; empty for ``receive`` and ``count``.
+        target_tables: the room's pages at the receiver; for ``send`` empty unless they are exposed.
     """
 
-    source: Site
-    target: Site
-    parts: Sequence[Share]
-    view: PartView
+    pair: PairPlan
     segment: Segment
-    source_tables: Tables
-    target_tables: Tables
-    rows: RowRange = EVERY
+    source_tables: Tables = field(factory=dict)
+    target_tables: Tables = field(factory=dict)
 
 
 class TransferPlanner(Protocol):
@@ -63,8 +54,8 @@ class TransferPlanner(Protocol):
     version: int
     exposes_pages: bool
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
-        """Why this path cannot move these parts between these pools, with the numbers; None: it can."""
+    def refuse(self, pair: PairPlan) -> str | None:
+        """Why this path cannot move the parts of a pair between its pools, with the numbers; None: it can."""
         ...
 
     def send(self, job: Job) -> Writes | StagedLayout:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..errors import LocalProtocolError
-from ..geometry import Share, Site
-from ..planning import StagedLayout, Writes, direct_writes, refuse_direct, slice_writes
+from ..planning import PairPlan, StagedLayout, Writes, direct_writes, slice_writes
 from ..planning.descriptors import direct_total, slice_total
 from .base import Job
 
@@ -18,15 +15,13 @@ class DirectPlanner:
     version = 1
     exposes_pages = True
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+    def refuse(self, pair: PairPlan) -> str | None:
         """Needs equal page sizes and strides, and all units of a page."""
-        return refuse_direct(source, target, parts)
+        return pair.direct_refusal
 
     def send(self, job: Job) -> Writes:
         """One write per run of pages."""
-        return direct_writes(
-            job.source, job.target, job.parts, job.segment, job.source_tables, job.target_tables, job.rows
-        )
+        return direct_writes(job.pair, job.segment, job.source_tables, job.target_tables)
 
     def receive(self, job: Job) -> StagedLayout:
         """Nothing is received into staging."""
@@ -34,7 +29,7 @@ class DirectPlanner:
 
     def count(self, job: Job) -> int:
         """At most one write per page and plane."""
-        return direct_total(job.source, job.target, tuple(job.parts), job.segment, job.rows)
+        return direct_total(job.pair, job.segment)
 
 
 class SlicePlanner:
@@ -44,15 +39,13 @@ class SlicePlanner:
     version = 1
     exposes_pages = True
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+    def refuse(self, pair: PairPlan) -> str | None:
         """Any two layouts will do."""
         return None
 
     def send(self, job: Job) -> Writes:
         """One write per row and run of units."""
-        return slice_writes(
-            job.source, job.target, job.parts, job.segment, job.source_tables, job.target_tables, job.rows
-        )
+        return slice_writes(job.pair, job.segment, job.source_tables, job.target_tables)
 
     def receive(self, job: Job) -> StagedLayout:
         """Nothing is received into staging."""
@@ -60,7 +53,7 @@ class SlicePlanner:
 
     def count(self, job: Job) -> int:
         """One write per row and run of units."""
-        return slice_total(job.source, job.target, tuple(job.parts), job.segment, job.rows)
+        return slice_total(job.pair, job.segment)
 
 
 class StagedPlanner:
@@ -70,17 +63,17 @@ class StagedPlanner:
     version = 1
     exposes_pages = False
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+    def refuse(self, pair: PairPlan) -> str | None:
         """Any two layouts will do."""
         return None
 
     def send(self, job: Job) -> StagedLayout:
         """What to gather."""
-        return job.view.layout(job.segment)
+        return job.pair.source_view.layout(job.segment)
 
     def receive(self, job: Job) -> StagedLayout:
         """What to scatter."""
-        return job.view.layout(job.segment)
+        return job.pair.target_view.layout(job.segment)
 
     def count(self, job: Job) -> int:
         """One bulk write."""

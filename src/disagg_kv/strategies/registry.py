@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 from attrs import frozen
 
 from .. import arguments
-from ..errors import ConfigurationError, DisaggKVError, UnknownNameError, text_of
-from ..planning import OtherPath, PairParts
-from .base import Job, Schedule, Selection, TransferPlanner
+from ..errors import ConfigurationError, UnknownNameError
+from .base import Schedule, Selection, TransferPlanner
 from .paths import DirectPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 from .selections import Full, Incremental
@@ -141,30 +140,6 @@ def paths() -> dict[str, TransferPlanner]:
 def auto_paths() -> tuple[TransferPlanner, ...]:
     """The paths that ``auto`` compares: the library's own, and the registered ones that say ``joins_auto``."""
     return tuple(path for path in paths().values() if path.name in _BUILT_IN or _says_auto(path) is True)
-
-
-def other_paths() -> tuple[OtherPath, ...]:
-    """The registered paths that are not the library's own, for :func:`disagg_kv.planning.explain`."""
-    return tuple(
-        OtherPath(path.name, path.exposes_pages, _says_auto(path) is True, partial(_count, path))
-        for path in paths().values()
-        if path.name not in _BUILT_IN
-    )
-
-
-def _count(path: TransferPlanner, pair: PairParts) -> int | str:
-    """How many writes a path takes for all that a prefill rank sends to a decode rank, or why it cannot."""
-    try:
-        reason = path.refuse(pair.source, pair.target, pair.parts)
-        if reason is not None:
-            return arguments.text(reason, f"path {path.name!r}: refuse(): its result")
-        what = pair.source, pair.target, pair.parts, pair.view
-        counts = [path.count(Job(*what, segment, {}, {}, pair.rows)) for segment in pair.segments]
-    except DisaggKVError as exc:
-        return text_of(exc)  # as a prefill endpoint takes it
-    except Exception as exc:
-        raise ConfigurationError(f"path {path.name!r}: {text_of(exc)}") from exc
-    return sum(arguments.count(number, f"path {path.name!r}: count(): its result") for number in counts)
 
 
 def schedules() -> dict[str, Schedule]:

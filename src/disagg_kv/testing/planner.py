@@ -22,7 +22,7 @@ from ..geometry import CacheSpec, PageTable, Shard, shard
 from ..ids import GroupId, LayerId, Rank
 from ..kernels import CpuKernels, Move
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
-from ..planning import Intake, Limits, RowRange, StagedLayout, Writes, part_view
+from ..planning import Intake, Limits, PairPlan, RowRange, StagedLayout, Writes
 from ..strategies import Job, TransferPlanner
 
 KV = GroupId("kv")
@@ -155,15 +155,14 @@ class Transfer:
         case, intake = self.case, self.intake
         limits = Limits(STAGING_BYTES, STAGING_BYTES, case.page_sizes[1])
         for rank, (source, shares) in enumerate(zip(self.sources, intake.parts, strict=True)):
-            sites = source.pool.site, self.target.pool.site
-            here, there = (part_view(site, tuple(shares), case.spec).for_rows(intake.room) for site in sites)
+            pair = PairPlan(source.pool.site, self.target.pool.site, shares, intake.room)
             for layers in intake.ranges(Rank(rank)):
                 for segment in intake.cut(case.start, case.stop, layers, limits):
                     nbytes = intake.part_bytes(segment, Rank(rank))
                     if nbytes:
                         tables = self.target.tables if exposed else {}
-                        send = Job(*sites, shares, here, segment, source.tables, tables, intake.room)
-                        receive = Job(*sites, shares, there, segment, {}, self.target.tables, intake.room)
+                        send = Job(pair, segment, source.tables, tables)
+                        receive = Job(pair, segment, {}, self.target.tables)
                         yield Part(source, send, receive, nbytes)
 
     def check(self) -> None:
@@ -184,9 +183,10 @@ class TransferPlannerSuite:
         """Why the path cannot carry a case."""
         planner, target = self.planner(), of.target.pool.site
         for source, parts in zip(of.sources, of.intake.parts, strict=True):
-            reason = planner.refuse(source.pool.site, target, parts)
+            pair = PairPlan(source.pool.site, target, parts)
+            reason = planner.refuse(pair)
             assert reason is None or reason, "a refusal without a reason"
-            assert planner.refuse(source.pool.site, target, parts) == reason, "another answer to the same question"
+            assert planner.refuse(pair) == reason, "another answer to the same question"
             if reason is not None:
                 return reason
         return None

@@ -32,6 +32,7 @@ from disagg_kv.errors import AbortedError, ConfigurationError, GeometryError, Ov
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.memory import PagedPool
+from disagg_kv.planning.staged import _views
 from disagg_kv.protocol import MAX_AUX, Codec, Hello, Options, Phase
 from disagg_kv.protocol.flow import room_head
 from disagg_kv.protocol.frames import Complete, Done, Expect, Grant, Head, Refused, WireTable
@@ -166,7 +167,9 @@ def test_a_path_that_plans_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) 
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1), strategy="staged"), rig.decode(tp_shards(SPEC, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(StagedPlanner, "send", lambda _, job: attrs.evolve(job.view.layout(job.segment), nbytes=4096))
+        patched.setattr(
+            StagedPlanner, "send", lambda _, job: attrs.evolve(job.pair.source_view.layout(job.segment), nbytes=4096)
+        )
         request = rig.request("room", prefills, decodes, 8).start().failed()
     assert "which takes a layout of 2048 bytes" in str(request.sends[0].error)
     rig.request("next", prefills, decodes, 8).start().landed()
@@ -471,7 +474,7 @@ def test_cells_of_the_tables_can_be_watched(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers of ever other shapes cost no memory, and no two parts are taken for each other."""
-    monkeypatch.setattr("disagg_kv.endpoints.prefill.routes.CHOICES", 2)
+    monkeypatch.setattr("disagg_kv.planning.cache.KEPT", 2)
     rig = Rig(SPEC)
     prefills = rig.prefill(tp_shards(SPEC, 1), strategy="staged")
     instances = [
@@ -480,7 +483,8 @@ def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.Monkey
     for turn in range(2):
         for number, decodes in enumerate(instances):
             rig.request(f"{turn} {number}", prefills, decodes, 8).start().landed()
-    assert len(prefills[0].endpoint._role._router._shares) <= 2
+    assert len(prefills[0].endpoint._role._router._chooser._chosen) <= 2
+    assert len(_views) <= 2
     rig.quiet()
 
 

@@ -124,7 +124,7 @@ def test_pages_that_are_gathered_for_others_are_not_released(monkeypatch: pytest
     def send(path: StagedPlanner, job: Job) -> StagedLayout:
         if planned:
             raise ValueError("not this one")
-        planned.append(job.view.layout(job.segment))
+        planned.append(job.pair.source_view.layout(job.segment))
         return planned[0]
 
     monkeypatch.setattr(StagedPlanner, "send", send)

@@ -13,8 +13,7 @@ from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Sh
 from disagg_kv.ids import GroupId, LayerId, RegionId
 from disagg_kv.kernels import CpuKernels, Kernels, Move, ReferenceKernels
 from disagg_kv.memory import Buffer, PagedPool, bytes_of
-from disagg_kv.planning import Segment
-from disagg_kv.planning.descriptors import direct_writes, slice_writes
+from disagg_kv.planning import PairPlan, Segment, direct_writes, slice_writes
 from disagg_kv.transports import Extents
 from tests.support.pools import Bytes, noise, staged_layout
 
@@ -87,7 +86,7 @@ def test_descriptors_of_far_pages_name_their_bytes() -> None:
     tables = {K: PageTable(K, PAGES)}
     segment = Segment(0, len(PAGES) * ROWS, 0, 1)
     for make, each in ((slice_writes, UNIT), (direct_writes, PAGE)):
-        writes = make(site, site, parts, segment, tables, tables)
+        writes = make(PairPlan(site, site, parts), segment, tables, tables)
         want = sorted(number * PAGE + at for number in PAGES for at in range(0, PAGE, each))
         assert sorted(writes.local_off.tolist()) == sorted(writes.remote_off.tolist()) == want
         base = 1 << 40

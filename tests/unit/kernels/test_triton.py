@@ -171,7 +171,7 @@ def test_a_pattern_is_found_by_what_layouts_say_of_each_other_and_is_that_of_the
     pool = PagedPool.allocate(spec, shard(spec), pages=4, page_size=4)
     planes = Planes(pool)
     writers = [shard(spec, tp=2, rank=rank) for rank in range(2)]
-    views = [PartView(pool.site, parts, spec) for parts in elect(spec, writers, shard(spec))]
+    views = [PartView(pool.site, parts) for parts in elect(spec, writers, shard(spec))]
     segments = [Segment(0, 4, 0, 2), Segment(4, 8, 0, 2), Segment(0, 5, 0, 2), Segment(0, 4, 0, 1)]
     for pair in itertools.product(segments, repeat=2):
         first, again = ([v.layout(segment) for v, segment in zip(views, pair, strict=True)] for _ in range(2))

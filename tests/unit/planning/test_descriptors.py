@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import numpy as np
 import pytest
 
 from disagg_kv.errors import GeometryError
-from disagg_kv.geometry import CacheSpec, PageTable, Shard, Share, Site, elect, shard
+from disagg_kv.geometry import CacheSpec, PageTable, Shard, Site, elect, shard
 from disagg_kv.ids import GroupId
-from disagg_kv.planning import Segment, Writes, coalesce, direct_writes, plain_site, refuse_direct, slice_writes
+from disagg_kv.planning import PairPlan, Segment, Writes, coalesce, direct_writes, plain_site, slice_writes
 from disagg_kv.planning.descriptors import Tables, _byte_runs
 
 KV = GroupId("kv")
-Planner = Callable[[Site, Site, Sequence[Share], Segment, Tables, Tables], Writes]
+Planner = Callable[[PairPlan, Segment, Tables, Tables], Writes]
 SPEC = CacheSpec.kv(2, 4, 8, "int8")
 WHOLE = Segment(0, 32, 0, 2)
 
@@ -34,10 +34,10 @@ def test_slices_are_one_write_per_row_and_plane() -> None:
     (parts,) = elect(SPEC, [ours], ours)
     nhd, hnd = (plain_site(SPEC, ours, 64, 8, order) for order in ("NHD", "HND"))
     tables = _tables(4, 1, 7, 2)
-    writes = slice_writes(nhd, nhd, parts, WHOLE, tables, tables)
+    writes = slice_writes(PairPlan(nhd, nhd, parts), WHOLE, tables, tables)
     assert len(writes) == 32 * 4
     assert set(writes.nbytes.tolist()) == {16}
-    writes = slice_writes(nhd, hnd, parts, WHOLE, tables, tables)
+    writes = slice_writes(PairPlan(nhd, hnd, parts), WHOLE, tables, tables)
     assert len(writes) == 32 * 4 * 2
     assert set(writes.nbytes.tolist()) == {8}
 
@@ -46,10 +46,10 @@ def test_pages_that_follow_one_another_on_both_sides_are_one_write() -> None:
     """3, 4, 5 to 1, 2, 6 is two runs in each of the four planes, and 7 is a third one."""
     (parts,) = elect(SPEC, [shard(SPEC)], shard(SPEC))
     here, there = _pair(SPEC, shard(SPEC), shard(SPEC))
-    writes = direct_writes(here, there, parts, WHOLE, _tables(3, 4, 5, 7), _tables(1, 2, 6, 0))
+    writes = direct_writes(PairPlan(here, there, parts), WHOLE, _tables(3, 4, 5, 7), _tables(1, 2, 6, 0))
     assert sorted(writes.nbytes.tolist()) == [256] * 8 + [512] * 4
     half = direct_writes(
-        here, there, parts, Segment(13, 30, 1, 2), _tables(3, 4, 5, first=8), _tables(1, 2, 6, first=8)
+        PairPlan(here, there, parts), Segment(13, 30, 1, 2), _tables(3, 4, 5, first=8), _tables(1, 2, 6, first=8)
     )
     assert sorted(half.nbytes.tolist()) == [6 * 32] * 2 + [11 * 32] * 2
 
@@ -58,7 +58,7 @@ def test_part_of_a_page_of_hnd_is_one_write_per_unit() -> None:
     """And a whole page is one."""
     (parts,) = elect(SPEC, [shard(SPEC)], shard(SPEC))
     site = plain_site(SPEC, shard(SPEC), 64, 8, "HND")
-    writes = direct_writes(site, site, parts, Segment(0, 12, 0, 1), _tables(3, 5), _tables(4, 1))
+    writes = direct_writes(PairPlan(site, site, parts), Segment(0, 12, 0, 1), _tables(3, 5), _tables(4, 1))
     assert sorted(writes.nbytes.tolist()) == [32] * 8 + [256] * 2
 
 
@@ -69,26 +69,26 @@ def test_why_whole_pages_cannot_be_exchanged() -> None:
     (some,) = elect(SPEC, [whole], half)
     small, large = plain_site(SPEC, whole, 64, 8), plain_site(SPEC, whole, 64, 16)
     hnd = plain_site(SPEC, whole, 64, 8, "HND")
-    assert refuse_direct(small, large, all_parts) == "layer 0, 'k': pages of 8 rows here and of 16 rows there"
-    assert refuse_direct(small, plain_site(SPEC, half, 64, 8), some) == (
+    assert PairPlan(small, large, all_parts).direct_refusal == "layer 0, 'k': pages of 8 rows here and of 16 rows there"
+    assert PairPlan(small, plain_site(SPEC, half, 64, 8), some).direct_refusal == (
         "layer 0, 'k': 2 units to send, but rows have 4 units here and 2 there"
     )
-    assert refuse_direct(small, hnd, all_parts) == "layer 0, 'k': rows are 32 bytes apart here and 8 there"
+    assert PairPlan(small, hnd, all_parts).direct_refusal == "layer 0, 'k': rows are 32 bytes apart here and 8 there"
     with pytest.raises(GeometryError, match="direct: layer 0, 'k': rows are 32 bytes apart"):
-        direct_writes(small, hnd, all_parts, WHOLE, _tables(0, 1, 2, 3), _tables(0, 1, 2, 3))
-    assert refuse_direct(small, small, all_parts) is None
-    assert refuse_direct(small, small, ()) is None
+        direct_writes(PairPlan(small, hnd, all_parts), WHOLE, _tables(0, 1, 2, 3), _tables(0, 1, 2, 3))
+    assert PairPlan(small, small, all_parts).direct_refusal is None
+    assert PairPlan(small, small, ()).direct_refusal is None
 
 
 def test_strides_that_nothing_uses_are_no_reason() -> None:
     """NHD and HND are the same with one row in a page or with one unit in a row."""
     (parts,) = elect(SPEC, [shard(SPEC)], shard(SPEC))
     nhd, hnd = (plain_site(SPEC, shard(SPEC), 64, 1, order) for order in ("NHD", "HND"))
-    assert refuse_direct(nhd, hnd, parts) is None
+    assert PairPlan(nhd, hnd, parts).direct_refusal is None
     spec = CacheSpec.mla(1, 4, "int8")
     (parts,) = elect(spec, [shard(spec)], shard(spec))
     nhd, hnd = (plain_site(spec, shard(spec), 64, 8, order) for order in ("NHD", "HND"))
-    assert refuse_direct(nhd, hnd, parts) is None
+    assert PairPlan(nhd, hnd, parts).direct_refusal is None
 
 
 def test_units_with_other_strides_are_a_reason() -> None:
@@ -97,7 +97,7 @@ def test_units_with_other_strides_are_a_reason() -> None:
     here, there = _pair(SPEC, shard(SPEC), shard(SPEC))
     wide = [attrs.evolve(p, row_stride=32, unit_stride=16, page_stride=512) for p in there.planes]
     there = attrs.evolve(there, planes=wide)
-    assert refuse_direct(here, there, parts) == "layer 0, 'k': units are 8 bytes apart here and 16 there"
+    assert PairPlan(here, there, parts).direct_refusal == "layer 0, 'k': units are 8 bytes apart here and 16 there"
 
 
 @pytest.mark.parametrize("plan", [slice_writes, direct_writes])
@@ -115,7 +115,7 @@ def test_page_tables_are_checked_before_anything_is_planned(plan: Planner) -> No
     ):
         for ours, theirs in ((bad, good), (good, bad)):
             with pytest.raises(GeometryError, match=message):
-                plan(here, there, parts, WHOLE, ours, theirs)
+                plan(PairPlan(here, there, parts), WHOLE, ours, theirs)
 
 
 def test_offsets_beyond_four_gigabytes() -> None:
@@ -124,7 +124,7 @@ def test_offsets_beyond_four_gigabytes() -> None:
     site = plain_site(spec, shard(spec), 8192, 1)
     (parts,) = elect(spec, [shard(spec)], shard(spec))
     for plan in (slice_writes, direct_writes):
-        writes = plan(site, site, parts, Segment(0, 1, 0, 1), _tables(8191), _tables(5000))
+        writes = plan(PairPlan(site, site, parts), Segment(0, 1, 0, 1), _tables(8191), _tables(5000))
         assert (writes.local_off.tolist(), writes.remote_off.tolist()) == ([8191 << 20], [5000 << 20])
 
 
@@ -141,5 +141,5 @@ def test_batches_are_renamed_and_summed() -> None:
     renamed = one.renamed(np.array([7], np.int32), np.array([8, 9], np.int32))
     assert renamed == Writes.one(7, 10, 9, 20, 30)
     assert renamed.total() == 30
-    empty = slice_writes(*_pair(SPEC, shard(SPEC), shard(SPEC)), (), WHOLE, {}, {})
+    empty = slice_writes(PairPlan(*_pair(SPEC, shard(SPEC), shard(SPEC)), ()), WHOLE, {}, {})
     assert len(empty) == len(coalesce(empty)) == empty.total() == 0

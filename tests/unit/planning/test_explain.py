@@ -9,8 +9,9 @@ import pytest
 
 from disagg_kv.errors import ConfigurationError, GeometryError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, Site, elect, shard, stages
-from disagg_kv.planning import Segment, direct_writes, explain, plain_site, slice_writes
+from disagg_kv.planning import PairPlan, Segment, direct_writes, plain_site, slice_writes
 from disagg_kv.planning.descriptors import Tables
+from disagg_kv.strategies import explain
 
 SPECS = {"kv": CacheSpec.kv(3, 4, 2, "int8", v_head_dim=3), "mla": CacheSpec.mla(3, 4, "float16")}
 
@@ -39,13 +40,13 @@ def test_counts_are_those_of_the_planners(
         there = plain_site(spec, theirs[pair.target], tokens, pages[1], orders[1])
         parts = elect(spec, ours, theirs[pair.target])[pair.writer]
         tables = _tables(here, 1), _tables(there, 2)
-        sliced = slice_writes(here, there, parts, Segment(0, tokens, 0, 3), *tables)
+        sliced = slice_writes(PairPlan(here, there, parts), Segment(0, tokens, 0, 3), *tables)
         assert (pair.descriptors["slice"], pair.nbytes) == (len(sliced), sliced.total())
         expected["slice"] += len(sliced)
         assert pair.descriptors["staged"] == pair.segments
         assert ("direct" in pair.refused) != ("direct" in pair.descriptors)
         if "direct" not in pair.refused:
-            direct = direct_writes(here, there, parts, Segment(0, tokens, 0, 3), *tables)
+            direct = direct_writes(PairPlan(here, there, parts), Segment(0, tokens, 0, 3), *tables)
             assert pair.descriptors["direct"] == len(direct)
             expected["direct"] += len(direct)
     assert plan.nbytes == sum(pair.nbytes for pair in plan.pairs)

@@ -20,7 +20,7 @@ Plan = list[tuple[Segment, StagedLayout]]
 
 def _plan(tokens: int, slot_bytes: int) -> Plan:
     intake = Intake.build(SPEC, WRITERS, TARGET)
-    view = PartView(plain_site(SPEC, WRITERS[2], tokens, 64), intake.parts[2], SPEC)
+    view = PartView(plain_site(SPEC, WRITERS[2], tokens, 64), intake.parts[2])
     cut = intake.cut(0, tokens, range(64), Limits(slot_bytes, 1 << 50, 64))
     return [(segment, view.layout(segment)) for segment in cut]
 

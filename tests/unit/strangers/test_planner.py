@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from disagg_kv.cli.main import run
 from disagg_kv.errors import ConfigurationError, GeometryError
-from disagg_kv.geometry import CacheSpec, Share, Site, shard
-from disagg_kv.planning import StagedLayout, Writes, explain
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.planning import PairPlan, StagedLayout, Writes
 from disagg_kv.strategies import (
     Job,
     SlicePlanner,
     StagedPlanner,
     TransferPlanner,
     auto_paths,
-    other_paths,
+    explain,
     paths,
     register,
 )
@@ -40,9 +39,9 @@ class Logged:
         self.inner = inner
         self.asked: list[str] = []
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+    def refuse(self, pair: PairPlan) -> str | None:
         self.asked.append("refuse")
-        return self.inner.refuse(source, target, parts)
+        return self.inner.refuse(pair)
 
     def send(self, job: Job) -> Writes | StagedLayout:
         self.asked.append("send")
@@ -73,8 +72,8 @@ class Halves:
     version = 1
     exposes_pages = True
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
-        one = [c.name for layer in source.spec.layers.values() for c in layer if c.unit_bytes < 2]
+    def refuse(self, pair: PairPlan) -> str | None:
+        one = [c.name for layer in pair.source.spec.layers.values() for c in layer if c.unit_bytes < 2]
         return f"units of one byte: {one}" if one else None
 
     def send(self, job: Job) -> Writes:
@@ -194,7 +193,7 @@ def test_plan_says_why_a_registered_planner_cannot() -> None:
     """In its own words; one that raises is refused as an endpoint refuses it, or named."""
 
     class Refusing(Logged):
-        def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+        def refuse(self, pair: PairPlan) -> str | None:
             raise GeometryError("not today")
 
     class Broken(Logged):
@@ -205,12 +204,12 @@ def test_plan_says_why_a_registered_planner_cannot() -> None:
     register(Halves())
     register(Refusing("refusing", SlicePlanner()))
     sides = tiny, [shard(tiny)], [shard(tiny)], 4, (4, 4)
-    refused = explain(*sides, others=other_paths()).refused
+    refused = explain(*sides).refused
     assert refused["halves"] == "prefill rank 0 to decode rank 0: units of one byte: ['k', 'v']"
     assert refused["refusing"] == "prefill rank 0 to decode rank 0: not today"
     register(Broken("broken", SlicePlanner()))
     with pytest.raises(ConfigurationError, match="path 'broken': no count"):
-        explain(*sides, others=other_paths())
+        explain(*sides)
 
 
 @pytest.mark.parametrize(

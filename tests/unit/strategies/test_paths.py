@@ -9,7 +9,7 @@ from disagg_kv.errors import LocalProtocolError
 from disagg_kv.geometry import CacheSpec, Component, PageTable, shard
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.memory import PagedPool
-from disagg_kv.planning import Intake, PartView, RowRange, Segment, Writes, direct_count, runs, slice_count
+from disagg_kv.planning import Intake, PairPlan, RowRange, Segment, Writes, direct_count, slice_count
 from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -23,7 +23,7 @@ def job(prefill_tp: int) -> Job:
     target = PagedPool.allocate(SPEC, shard(SPEC), pages=8, page_size=4).site
     parts = Intake.build(SPEC, shards, target.shard).parts[Rank(0)]
     tables = {KV: PageTable(KV, np.array([5, 2, 3], np.int32))}
-    return Job(source, target, parts, PartView(source, parts, SPEC), Segment(0, 10, 0, 2), tables, tables)
+    return Job(PairPlan(source, target, parts), Segment(0, 10, 0, 2), tables, tables)
 
 
 @pytest.mark.parametrize("path", [DirectPlanner(), SlicePlanner()])
@@ -31,7 +31,7 @@ def test_exposed_pages_are_written_in_place(path: TransferPlanner) -> None:
     """Direct and slice plan writes, at most as many as they count beforehand, and scatter nothing."""
     one = job(1)
     assert path.exposes_pages
-    assert path.refuse(one.source, one.target, one.parts) is None
+    assert path.refuse(one.pair) is None
     writes = path.send(one)
     assert isinstance(writes, Writes)
     assert writes.total() == 10 * 2 * 2 * 4 * 16
@@ -43,10 +43,10 @@ def test_exposed_pages_are_written_in_place(path: TransferPlanner) -> None:
 def test_direct_needs_equal_layouts() -> None:
     """A head slice is no whole page: direct says so, slice writes it row by row."""
     two = job(2)
-    reason = DirectPlanner().refuse(two.source, two.target, two.parts)
+    reason = DirectPlanner().refuse(two.pair)
     assert reason is not None
     assert "2 units" in reason
-    assert SlicePlanner().refuse(two.source, two.target, two.parts) is None
+    assert SlicePlanner().refuse(two.pair) is None
     assert SlicePlanner().count(two) == 10 * 2 * 2
 
 
@@ -64,8 +64,8 @@ def test_layers_that_are_alike_count_as_each_of_them_does() -> None:
     parts = Intake.build(spec, [held], held).parts[Rank(0)]
     for segment in (Segment(3, 13, 0, 5), Segment(4, 12, 2, 4), Segment(0, 3, 0, 5, state=True)):
         for site in (source, target):
-            given = list(runs(source, site, parts, segment, rows))
-            one = Job(source, site, parts, PartView(source, parts, spec), segment, {}, {}, rows)
+            pair = PairPlan(source, site, parts, rows)
+            given, one = list(pair.runs(segment)), Job(pair, segment)
             assert SlicePlanner().count(one) == sum(map(slice_count, given)) > 0
             assert DirectPlanner().count(one) == sum(map(direct_count, given)) > 0
 
@@ -74,7 +74,6 @@ def test_staged_gathers_and_writes_once() -> None:
     """Staged takes any layouts, one write, and the same bytes in the same order on both sides."""
     path, two = StagedPlanner(), job(2)
     assert not path.exposes_pages
-    assert path.refuse(two.source, two.target, two.parts) is None
+    assert path.refuse(two.pair) is None
     assert path.count(two) == 1
-    there = Job(two.source, two.target, two.parts, PartView(two.target, two.parts, SPEC), two.segment, {}, {})
-    assert path.send(two).nbytes == path.receive(there).nbytes == 10 * 2 * 2 * 2 * 16
+    assert path.send(two).nbytes == path.receive(two).nbytes == 10 * 2 * 2 * 2 * 16

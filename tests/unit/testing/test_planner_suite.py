@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from attrs import evolve
 
-from disagg_kv.geometry import Share, Site
-from disagg_kv.planning import StagedLayout, Writes
+from disagg_kv.planning import PairPlan, StagedLayout, Writes
 from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner
 from disagg_kv.testing.planner import CASES, Transfer, TransferPlannerSuite
 
@@ -79,7 +76,7 @@ class Moody(SlicePlanner):
 
     asked = 0
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+    def refuse(self, pair: PairPlan) -> str | None:
         type(self).asked += 1
         return None if type(self).asked % 2 else "not now"
 
@@ -87,7 +84,7 @@ class Moody(SlicePlanner):
 class Useless(SlicePlanner):
     """It refuses everything."""
 
-    def refuse(self, source: Site, target: Site, parts: Sequence[Share]) -> str | None:
+    def refuse(self, pair: PairPlan) -> str | None:
         return "never"
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from attrs import define, field
 
-from ...geometry import Share
 from ...ids import Rank
-from ...planning import PartView
+from ...planning import InstancePlans, PairPlan
 from ...protocol import ReceiveRoom, Receiving, RoomKey
 from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
 from ..runtime.handshake import RemoteEndpoint
-from ..runtime.plan_cache import PlanCache
 from .handle import CheckedExpectation, ReceptionHandle
 
 
@@ -21,7 +17,7 @@ from .handle import CheckedExpectation, ReceptionHandle
 class DecodeRoom:
     """A room, its prefill ranks, and the pages of its rows.
 
-    ``checking``: the comparison of its cached pages. ``views``: the share of each prefill rank, and its place here.
+    ``checking``: the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
     """
 
     key: RoomKey
@@ -30,11 +26,11 @@ class DecodeRoom:
     source: Source
     silence_s: float
     opened: float
-    routes: PlanCache | None = None
+    plans: InstancePlans | None = None
     remotes: tuple[RemoteEndpoint, ...] = ()
     wanted: CheckedExpectation | None = None
     checking: CachedPagesCheck | None = None
-    views: dict[Rank, tuple[Sequence[Share], PartView]] = field(factory=dict)
+    pairs: dict[Rank, PairPlan] = field(factory=dict)
 
     def next_at(self) -> float | None:
         """When something is due: a deadline, a repeat, or the end of the search for its prefill ranks."""

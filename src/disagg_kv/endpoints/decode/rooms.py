@@ -17,7 +17,7 @@ from ...errors import (
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
-from ...planning import Segment
+from ...planning import InstancePlans, Segment
 from ...protocol import (
     MAX_ENTRIES,
     AskAgain,
@@ -74,7 +74,6 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.peer_registry import HeldMemory
-from ..runtime.plan_cache import PlanCache
 from ..runtime.silence import Silences
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
@@ -122,7 +121,7 @@ class DecodeSide:
         self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
         self._rooms: dict[RoomKey, DecodeRoom] = {}
         self._discovery = Discovery(loop)
-        self._routes: dict[tuple[Epoch, ...], PlanCache] = {}
+        self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
         self._checking: list[DecodeRoom] = []
@@ -242,13 +241,13 @@ class DecodeSide:
         """Begin a room with its prefill ranks."""
         room.remotes = remotes
         writers = tuple(r.epoch for r in remotes)
-        if writers not in self._routes:
-            self._routes[writers] = PlanCache(remotes[0].shards, self._pool.site)
-        room.routes = self._routes[writers]
+        if writers not in self._plans:
+            self._plans[writers] = InstancePlans(remotes[0].shards, self._pool.site)
+        room.plans = self._plans[writers]
         pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
         for epoch in writers:
             self._silences.watch(epoch, room.key, room.silence_s, self._loop.now)
-        self._handle(room, Introduced(writers, room.routes.intake(room.key.room), pace))
+        self._handle(room, Introduced(writers, room.plans.intake(room.plans.rotation(room.key.room)), pace))
 
     def on_answer(self, answer: LookupResult) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
@@ -282,8 +281,8 @@ class DecodeSide:
             self._handle(room, lost)
         self._queue.forget(lost.peer)
         self._paces.pop(lost.peer, None)
-        for writers in [w for w in self._routes if lost.peer in w]:
-            del self._routes[writers]
+        for writers in [w for w in self._plans if lost.peer in w]:
+            del self._plans[writers]
 
     def on_gone(self, epoch: Epoch) -> None:
         """Evidence: it writes nothing more."""

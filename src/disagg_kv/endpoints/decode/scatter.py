@@ -15,11 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from attrs import define
 
 from ...errors import IntegrityError
-from ...geometry import Share
 from ...ids import Epoch, Rank
 from ...kernels import Kernels, Move, Prepared, SupportsPreparing, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
-from ...planning import PartView, RowRange, Segment
+from ...planning import PairPlan, RowRange, Segment
 from ...protocol import Prepare, RoomKey, Scatter, Scattered
 from ...staging import GrantQueue
 from ...strategies import Job, TransferPlanner
@@ -278,7 +277,7 @@ class ScatterQueue:
         assert room.wanted is not None
         began = self._loop.clock()
         site, segment, tables = self._pool.site, effect.segment, room.wanted.tables
-        layouts = {rank: self._view(room, rank)[1].layout(segment) for rank in effect.sums}
+        layouts = {rank: self._pair(room, rank).target_view.layout(segment) for rank in effect.sums}
         sums = layer_sums(self._kernels, self._pool, segment, layouts, tables, one.event)
         one.comparing = self._loop.clock() - began
         room.handle.report.spend("checksum", one.comparing)
@@ -289,21 +288,19 @@ class ScatterQueue:
 
     def _move(self, room: DecodeRoom, segment: Segment, rank: Rank, base: int) -> Move:
         assert room.wanted is not None
-        site = self._pool.site
-        rows = RowRange(room.wanted.start, room.wanted.stop)
-        parts, view = self._view(room, rank)
-        job = Job(room.remotes[rank].site, site, parts, view, segment, {}, room.wanted.tables, rows)
-        return Move(self._paths[room.machine.paths[rank]].receive(job), room.wanted.tables, base)
+        tables = room.wanted.tables
+        job = Job(self._pair(room, rank), segment, target_tables=tables)
+        return Move(self._paths[room.machine.paths[rank]].receive(job), tables, base)
 
-    def _view(self, room: DecodeRoom, rank: Rank) -> tuple[Sequence[Share], PartView]:
-        """What a prefill rank was elected to send of what this room awaits, and where it lies in our pool."""
-        if rank not in room.views:
-            assert room.routes is not None
+    def _pair(self, room: DecodeRoom, rank: Rank) -> PairPlan:
+        """What a prefill rank sends of what this room awaits."""
+        found = room.pairs.get(rank)
+        if found is None:
+            assert room.plans is not None
             assert room.wanted is not None
-            name, rows = room.key.room, RowRange(room.wanted.start, room.wanted.stop)
-            view = room.routes.view(name, rank, self._pool.site).for_rows(rows)
-            room.views[rank] = room.routes.intake(name).parts[rank], view
-        return room.views[rank]
+            rows, rotation = RowRange(room.wanted.start, room.wanted.stop), room.plans.rotation(room.key.room)
+            found = room.pairs[rank] = room.plans.pair(rotation, rank, room.remotes[rank].site, rows)
+        return found
 
     def check_integrity(self, leases: GrantQueue[Epoch, _At], rooms: Collection[DecodeRoom]) -> None:
         """Raise AssertionError unless all that is prepared, or will be, lies in a lease of one of these rooms."""

@@ -4,72 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from ...errors import ConfigurationError, DisaggKVError, OversizeError
-from ...geometry import Share, Site
-from ...ids import Rank
-from ...planning import UNLIMITED, CostModel, Intake, Limits, PartView, Segment, choose
+from ...ids import Epoch, Rank
+from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
+from ...planning.cache import PlanCache
 from ...strategies import AUTO, Job, TransferPlanner
 
 NOMINAL_ROWS = 1024
-"""Rows for which paths are compared while nobody knows how many there will be."""
+"""Rows for which paths are compared where the request's length is not known yet."""
 
 
-@frozen
-class RankPair:
-    """One prefill rank and one decode rank, for one room's election."""
+@frozen(eq=False)
+class PathRequest:
+    """What a path is asked for.
 
-    rank: Rank
-    source: Site
-    target: Site
-    intake: Intake = field(eq=id)  # both are kept by value: equal ones are one object
-    view: PartView = field(eq=id)
+    Args:
+        pair: what the prefill rank sends to the decode rank.
+        intake: what the decode rank gets from all prefill ranks.
+        writer: the prefill rank.
+        limits: of staging memory.
+        allowed: names of the paths that decode allows.
+        exposed: decode's pages are exposed.
+        rows: rows of the request, rounded; 0: not known.
+    """
+
+    pair: PairPlan
+    intake: Intake
+    writer: Rank
     limits: Limits
+    allowed: tuple[str, ...]
+    exposed: bool
+    rows: int
 
-    @property
-    def parts(self) -> Sequence[Share]:
-        """What the prefill rank was elected to send."""
-        return self.intake.parts[self.rank]
 
-    def cut(self, start: int, stop: int) -> list[Segment]:
-        """The segments in which this rank sends these rows and the states.
+_Question = tuple[Epoch, int, tuple[str, ...], bool, int]
+"""A decode rank, a rotation, and what is allowed, exposed and how long."""
+
+
+class PathChooser:
+    """Chooses, and remembers what it chose: to compare paths takes longer than to send a short request.
+
+    Args:
+        wanted: a path's name, or ``"auto"``.
+        paths: those that are known here.
+        costs: of this endpoint's transport.
+    """
+
+    def __init__(self, wanted: str, paths: Sequence[TransferPlanner], costs: CostModel) -> None:
+        self._wanted = wanted
+        self._paths = paths
+        self._costs = costs
+        self._chosen: PlanCache[_Question, tuple[TransferPlanner, str]] = PlanCache()
+
+    def choose(
+        self, epoch: Epoch, rotation: int, theirs: Sequence[tuple[str, int]], request: PathRequest
+    ) -> tuple[TransferPlanner, str]:
+        """The path, and one sentence that says why.
+
+        Args:
+            epoch: the decode rank's.
+            rotation: of the room.
+            theirs: names and versions of the paths that the decode rank knows.
+            request: what the path is for.
 
         Raises:
-            OversizeError: not one row fits a slot and a lease.
+            ConfigurationError: as :func:`choose_path`.
         """
-        return self.intake.segments(self.rank, start, stop, self.limits)
-
-    def fitted(self) -> RankPair:
-        """The same, without limits where staging is too small: a path that exposes pages needs none.
-
-        All writers of a segment come to the same result, as limits hold for all their parts together.
-        """
-        try:
-            self.cut(0, 1)
-        except OversizeError:
-            return evolve(self, limits=evolve(UNLIMITED, page_rows=self.limits.page_rows))
-        return self
+        key = epoch, rotation, request.allowed, request.exposed, request.rows
+        found = self._chosen.get(key)
+        if found is None:
+            known = [path for path in self._paths if (path.name, path.version) in theirs]
+            found = self._chosen.keep(key, choose_path(self._wanted, known, request, self._costs))
+        return found
 
 
 def choose_path(
-    wanted: str,
-    known: Sequence[TransferPlanner],
-    allowed: Sequence[str],
-    exposed: bool,
-    pair: RankPair,
-    rows: int,
-    costs: CostModel,
+    wanted: str, known: Sequence[TransferPlanner], request: PathRequest, costs: CostModel
 ) -> tuple[TransferPlanner, str]:
     """The path, and one sentence that says why.
 
     Args:
         wanted: a path's name, or ``"auto"``.
         known: the paths that both sides have in the same version.
-        allowed: names that decode allows for this request.
-        exposed: its pages are exposed.
-        pair: the two ranks.
-        rows: rows of the request; 0: not known.
+        request: what the path is for.
         costs: of this pair.
 
     Raises:
@@ -80,7 +99,7 @@ def choose_path(
     for path in known:
         if wanted not in (AUTO, path.name):
             continue
-        reason = _refusal(path, allowed, exposed, pair)
+        reason = _refusal(path, request)
         if reason is None:
             able.append(path)
         else:
@@ -89,12 +108,12 @@ def choose_path(
         if able:
             return able[0], f"{wanted} was asked for"
         raise ConfigurationError(f"path {wanted!r} cannot: {refusals.get(wanted, 'decode does not know it')}")
-    if not pair.parts and able:
+    if not request.pair.parts and able:
         return able[0], "this rank was not elected to send anything"
-    rows = rows or NOMINAL_ROWS
-    segments = pair.fitted().cut(0, rows)
-    jobs = [Job(pair.source, pair.target, pair.parts, pair.view, s, {}, {}, pair.intake.room) for s in segments]
-    nbytes = sum(pair.intake.part_bytes(s, pair.rank) for s in segments)
+    intake, writer, limits = request.intake, request.writer, fitted(request.intake, request.writer, request.limits)
+    segments = intake.segments(writer, 0, request.rows or NOMINAL_ROWS, limits)
+    jobs = [Job(request.pair, segment) for segment in segments]
+    nbytes = sum(intake.part_bytes(segment, writer) for segment in segments)
     estimates = []
     for path in able:
         staged = 0 if path.exposes_pages else len(segments)
@@ -103,14 +122,26 @@ def choose_path(
     return next(p for p in able if p.name == choice.path), choice.reason
 
 
-def _refusal(path: TransferPlanner, allowed: Sequence[str], exposed: bool, pair: RankPair) -> str | None:
-    if path.name not in allowed:
+def fitted(intake: Intake, writer: Rank, limits: Limits) -> Limits:
+    """The same limits, or none where staging is too small: a path that exposes pages needs none.
+
+    All writers of a segment come to the same result, as limits hold for all their parts together.
+    """
+    try:
+        intake.segments(writer, 0, 1, limits)
+    except OversizeError:
+        return evolve(UNLIMITED, page_rows=limits.page_rows)
+    return limits
+
+
+def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:
+    if path.name not in request.allowed:
         return "decode does not allow it"
-    if path.exposes_pages and not exposed:
+    if path.exposes_pages and not request.exposed:
         return "decode's pages are not exposed"
     try:
         if not path.exposes_pages:
-            pair.cut(0, 1)
-        return path.refuse(pair.source, pair.target, pair.parts)
+            request.intake.segments(request.writer, 0, 1, request.limits)
+        return path.refuse(request.pair)
     except DisaggKVError as exc:
         return str(exc)

@@ -180,7 +180,7 @@ class PreparedGathers:
         if tables is None or not isinstance(plan, StagedLayout):
             return None
         destinations = sum(flow.has(segment) for flow in room.machine.flows.values())
-        return Planned(plan, tables, route.share, destinations, self._loop.clock() - started)
+        return Planned(plan, tables, route.pair.source_view, destinations, self._loop.clock() - started)
 
     def _prepare(self, room: PrefillRoom, segment: Segment, members: list[tuple[Transfer, Planned]]) -> None:
         places, moves, where = SlotLayout(), dict[int, Move](), list[tuple[Transfer, int]]()

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
-from itertools import count
+from functools import partial
 
 import numpy as np
-from attrs import field, frozen
+from attrs import frozen
 
 from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
-from ...geometry import I32, Share
+from ...geometry import I32
 from ...ids import Epoch, Rank, RegionId, RoomId
 from ...memory import MemoryPool
 from ...planning import (
     Batch,
     CostModel,
     Groups,
+    InstancePlans,
     Intake,
     LayerRun,
     Limits,
     Pace,
+    PairPlan,
     RowRange,
     Segment,
     StagedLayout,
@@ -33,33 +33,10 @@ from ...protocol.wire import tables_from_wire
 from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
-from ..runtime.plan_cache import PlanCache
-from .negative_cache import bound
-from .path_choice import RankPair, choose_path
+from .path_choice import PathChooser, PathRequest, fitted
 
 Told = Callable[[range, Groups], None]
 """Hears of a run of layers how it is cut."""
-
-CHOICES = 4096
-"""Choices of a path that are remembered: comparing them takes longer than sending a short request."""
-
-
-ALIKE = 256
-"""Choices that endpoints share, as they depend on values alone: those of a process that are split alike."""
-
-
-@frozen
-class _Known:
-    """Paths, each equal to itself alone: nobody has to make one that can be compared."""
-
-    paths: tuple[TransferPlanner, ...] = field(eq=lambda paths: tuple(map(id, paths)))
-
-
-@lru_cache(ALIKE)
-def _chosen(
-    path: str, known: _Known, allowed: Sequence[str], exposed: bool, pair: RankPair, length: int, costs: CostModel
-) -> tuple[TransferPlanner, str]:
-    return choose_path(path, known.paths, allowed, exposed, pair, length, costs)
 
 
 @frozen
@@ -69,9 +46,9 @@ class Route:
     Args:
         remote: the rank.
         path: how they cross; reason: why so.
-        pair: the two ranks.
+        pair: what this rank sends to it.
+        intake: what it gets from all ranks.
         tables: its pages, where they are exposed.
-        share: ranks with equal numbers get the same bytes.
         ring: its ring.
         start: the first row that it awaits.
         verify: how much it wants compared.
@@ -80,9 +57,9 @@ class Route:
     remote: RemoteEndpoint
     path: TransferPlanner
     reason: str
-    pair: RankPair
+    pair: PairPlan
+    intake: Intake
     tables: Tables
-    share: tuple[int, RowRange]
     ring: RegionId
     start: int
     verify: Verify
@@ -114,20 +91,15 @@ class Router:
         self._strategy = strategy
         self._schedule = schedule
         self._pace = pace
-        self._paths = tuple(paths)
         self._regions: I32 = np.array(me.regions, np.int32)
         caps = me.transport.caps
-        self._costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
-        self._routes: dict[Epoch, PlanCache] = {}
-        self._shares: OrderedDict[tuple[Share, ...], int] = OrderedDict()
-        self._numbers = count()
-        self._choices: OrderedDict[tuple[Epoch, int, tuple[str, ...], bool, int], tuple[TransferPlanner, str]] = (
-            OrderedDict()
-        )
+        costs = CostModel(write_s=caps.write_s, bytes_per_s=caps.bytes_per_s)
+        self._chooser = PathChooser(strategy.path, tuple(paths), costs)
+        self._plans: dict[Epoch, InstancePlans] = {}
 
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
-        self._routes.pop(epoch, None)
+        self._plans.pop(epoch, None)
 
     def find(
         self,
@@ -158,23 +130,22 @@ class Router:
         me, hello = self._me, remote.hello
         starts = {Rank(route.remote.hello.rank): route.start for route in others if route.remote.site.token_groups}
         check_start(f"room {room.hex()}", frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
-        if remote.epoch not in self._routes:
-            self._routes[remote.epoch] = PlanCache(me.shards, remote.site)
-        routes, site = self._routes[remote.epoch], self._pool.site
-        rows = RowRange(frame.start, frame.stop)
-        intake, view = routes.intake(room).for_rows(rows), routes.view(room, me.rank, site).for_rows(rows)
-        limits = Limits(me.slot_bytes, hello.lease_bytes, remote.page_rows())
-        pair = RankPair(me.rank, site, remote.site, intake, view, limits)
+        plans = self._plans.get(remote.epoch)
+        if plans is None:
+            plans = self._plans[remote.epoch] = InstancePlans(me.shards, remote.site)
+        rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
+        intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, self._pool.site, rows)
         if frame.tables is not None and not hello.regions:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
-        path, reason = self._choose(remote, routes.rotation(room), frame, pair)
+        limits = Limits(me.slot_bytes, hello.lease_bytes, remote.page_rows())
+        exposed, length = frame.tables is not None, self._length(frame)
+        request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length)
+        path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request)
         if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
-        pair = pair.fitted()
-        share = self._share(tuple(pair.parts))
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
-        route = Route(remote, path, reason, pair, tables, (share, intake.room), ring, frame.start, frame.verify)
+        route = Route(remote, path, reason, pair, intake, tables, ring, frame.start, frame.verify)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, told, pace)
         plan = FlowPlan(
@@ -183,19 +154,12 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages,
-            pair.limits,
+            fitted(intake, me.rank, limits),
             path.name,
             grouping,
             self._measured,
         )
         return route, plan
-
-    def _share(self, parts: tuple[Share, ...]) -> int:
-        """A number for these parts, never used for others: what was forgotten is only gathered once more."""
-        if parts not in self._shares:
-            self._shares[parts] = next(self._numbers)
-            bound(self._shares, CHOICES)
-        return self._shares[parts]
 
     def _measured(self) -> WirePace | None:
         pace = self._pace()
@@ -215,27 +179,17 @@ class Router:
         told(run, groups)
         return groups.cut(run)
 
-    def _choose(
-        self, remote: RemoteEndpoint, rotation: int, frame: Expect, pair: RankPair
-    ) -> tuple[TransferPlanner, str]:
-        theirs = set(remote.hello.paths)
-        known = [p for p in self._paths if (p.name, p.version) in theirs]
+    def _length(self, frame: Expect) -> int:
+        """Rows of the request for the choice of its path: up to a power of two, and to the pool; 0: not known."""
+        if frame.stop is None or frame.stop <= frame.start:
+            return 0
         most = max((g.rows_per_page * g.pages for g in self._pool.site.groups), default=1)
-        length = 0 if frame.stop is None else min(_rounded(frame.stop - frame.start), most)
-        exposed = frame.tables is not None
-        key = (remote.epoch, rotation, frame.paths, exposed, length)
-        if key not in self._choices:
-            chosen = _chosen(self._strategy.path, _Known(tuple(known)), frame.paths, exposed, pair, length, self._costs)
-            self._choices[key] = chosen
-            bound(self._choices, CHOICES)
-        return self._choices[key]
+        return min(1 << (frame.stop - frame.start - 1).bit_length(), most)
 
     def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
         """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
-        pair = route.pair
-        job = Job(pair.source, pair.target, pair.parts, pair.view, segment, tables, route.tables, pair.intake.room)
-        plan = route.path.send(job)
+        plan = route.path.send(Job(route.pair, segment, tables, route.tables))
         if transfer.offset is None and isinstance(plan, Writes):
             return plan.renamed(self._regions, np.array(hello.regions, np.int32))
         if transfer.offset is None or isinstance(plan, Writes) or plan.nbytes != transfer.nbytes:
@@ -257,8 +211,3 @@ def taken(routes: Sequence[Route], theirs: RemoteEndpoint) -> str | None:
         if ours.hello.rank == theirs.hello.rank:
             return f"another life of rank {theirs.hello.rank} has this room already"
     return None
-
-
-def _rounded(rows: int) -> int:
-    """Up to a power of two, as far as the choice of a path is concerned."""
-    return 1 << (rows - 1).bit_length() if rows > 0 else rows

@@ -329,7 +329,7 @@ class TransferQueue:
         try:
             plan = self._router.plan(route, transfer, tables) if planned is None else planned.plan
             compared = verified(room.key.room, transfer.segment, self._verify, route.verify)
-            summed = route.pair.view.layout(transfer.segment) if compared else None
+            summed = route.pair.source_view.layout(transfer.segment) if compared else None
         except Exception as exc:
             error = ours(exc, f"room {room.key.room.hex()} towards {self._loop.peer_registry.name(transfer.to)}")
             self._moved(room, transfer.to, WriteFailed(transfer.segment, error, True))
@@ -343,7 +343,7 @@ class TransferQueue:
         if not isinstance(event, Quiet):
             nbytes = 0
             if isinstance(event, Wrote):
-                nbytes = room.routes[to].pair.intake.part_bytes(event.segment, self._loop.me.rank)
+                nbytes = room.routes[to].intake.part_bytes(event.segment, self._loop.me.rank)
             self._throughput.ended((room.key, to, event.segment), nbytes)
         self._happened.append(Moved(room, to, event))
 
@@ -396,7 +396,7 @@ class TransferQueue:
         specs: list[tuple[TransferSpec, int]] = []
         places = SlotLayout()
         for transfer in self._same(room, first, foreseen):
-            share = room.routes[transfer.to].share
+            share = room.routes[transfer.to].pair.source_view
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slots.slot_bytes):
                 continue
             self._queue.remove(room, transfer.to, transfer.segment)

@@ -12,7 +12,7 @@ from ....geometry import CacheSpec, Component, PageTable, Shard, stages
 from ....ids import LayerId
 from ....kernels.tensors import tensor_of
 from ....memory import PagedPool
-from ....planning import explain
+from ....strategies import explain
 from ....transports import SupportsAllocate, Transport
 from .. import shard_from_config, spec_from_config
 from .check import POISON, PlaneFile, PoolFile

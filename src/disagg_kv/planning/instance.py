@@ -1,0 +1,62 @@
+"""What the ranks of one instance send to one target: planned once, and the same for all of their rooms."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from ..geometry import Shard, Site
+from ..geometry.election import rotations
+from ..ids import Rank, RoomId
+from .base import RowRange
+from .cache import PlanCache
+from .intake import Intake, intake_of
+from .pair import PairPlan
+
+
+class InstancePlans:
+    """The plans between a prefill instance and one decode rank, per rotation and window; an endpoint has one per peer.
+
+    Args:
+        writers: the shard of each rank of the prefill instance, by rank.
+        target: the decode rank's pool.
+
+    Raises:
+        GeometryError, UnsupportedError: as :func:`disagg_kv.geometry.elect`.
+    """
+
+    def __init__(self, writers: Sequence[Shard], target: Site) -> None:
+        self.target = target
+        self._writers = tuple(writers)
+        self._rotations = rotations(target.spec, self._writers, target.shard)
+        self._intakes: PlanCache[int, Intake] = PlanCache()
+        self._pairs: PlanCache[tuple[int, RowRange, Rank, Site], PairPlan] = PlanCache()
+
+    def rotation(self, room: RoomId) -> int:
+        """Which replica takes which piece of this room: stable between processes, unlike Python's own hash."""
+        return int.from_bytes(hashlib.blake2b(room, digest_size=4).digest(), "big") % self._rotations
+
+    def intake(self, rotation: int) -> Intake:
+        """What the target gets from each writer, for rooms of any rows."""
+        found = self._intakes.get(rotation)
+        if found is None:
+            made = intake_of(self.target.spec, self._writers, self.target.shard, rotation)
+            found = self._intakes.keep(rotation, made)
+        return found
+
+    def pair(self, rotation: int, writer: Rank, source: Site, rows: RowRange) -> PairPlan:
+        """What one writer sends to the target.
+
+        Args:
+            rotation: of the room.
+            writer: the prefill rank.
+            source: its pool.
+            rows: those of the room that decode awaits.
+        """
+        rows = self.intake(rotation).for_rows(rows).room
+        key = rotation, rows, writer, source
+        found = self._pairs.get(key)
+        if found is None:
+            made = PairPlan(source, self.target, self.intake(rotation).parts[writer], rows)
+            found = self._pairs.keep(key, made)
+        return found

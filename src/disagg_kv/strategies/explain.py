@@ -1,0 +1,150 @@
+"""What each path would post for one request, counted without posting or even listing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from .. import arguments
+from ..errors import ConfigurationError, DisaggKVError, text_of
+from ..geometry import CacheSpec, Shard
+from ..ids import Rank
+from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
+from .base import Job, TransferPlanner
+from .registry import auto_paths, paths
+
+
+@frozen
+class PairCount:
+    """What one prefill rank sends to one decode rank.
+
+    Args:
+        writer: the prefill rank.
+        target: the decode rank.
+        nbytes: bytes, the same on every path.
+        descriptors: writes, for each path that can.
+        segments: segments in which the writer has bytes.
+        refused: the reason, for each path that cannot.
+    """
+
+    writer: Rank
+    target: Rank
+    nbytes: int
+    descriptors: Mapping[str, int]
+    segments: int
+    refused: Mapping[str, str]
+
+
+@frozen
+class Explanation:
+    """One request, path by path.
+
+    Args:
+        pairs: the pairs of ranks between which bytes move, by decode rank, then prefill rank.
+        descriptors: writes in all, for each path that every pair can take.
+        nbytes: bytes in all, the same on every path.
+        refused: the first reason, for each path that some pair cannot take.
+        auto: what ``auto`` takes, and why: estimates are those of the prefill rank that takes longest.
+    """
+
+    pairs: tuple[PairCount, ...]
+    descriptors: Mapping[str, int]
+    nbytes: int
+    refused: Mapping[str, str]
+    auto: Choice
+
+
+def explain(
+    spec: CacheSpec,
+    prefill: Sequence[Shard],
+    decode: Sequence[Shard],
+    tokens: int,
+    page_size: tuple[int, int],
+    *,
+    order: tuple[str, str] = ("NHD", "NHD"),
+    slot_bytes: int = 64 << 20,
+    lease_bytes: int = 512 << 20,
+    rotation: int = 0,
+    cost: CostModel | None = None,
+) -> Explanation:
+    """Count what each registered path posts for one request of ``tokens`` tokens, all of them sent.
+
+    No two pages of the request follow one another in memory, as in a pool that has been in use for a while.
+
+    Args:
+        spec: the whole cache.
+        prefill: shards of the prefill ranks.
+        decode: shards of the decode ranks.
+        tokens: rows of the request.
+        page_size: rows of a page, (prefill, decode).
+        order: ``"NHD"`` or ``"HND"``, (prefill, decode).
+        slot_bytes: size of a prefill staging slot.
+        lease_bytes: the most that one lease may have.
+        rotation: which replica takes which piece.
+        cost: costs of the fabric; None: the defaults.
+
+    Raises:
+        ConfigurationError: numbers that cannot be, shards that do not fit together, or a path that raises.
+        OversizeError: one row of one layer is more than a slot or a lease.
+    """
+    if not decode:
+        raise ConfigurationError("a plan needs at least one decode rank")
+    sources = [plain_site(spec, shard, tokens, page_size[0], order[0]) for shard in prefill]
+    limits, known, pairs = Limits(slot_bytes, lease_bytes, page_size[0]), paths(), list[PairCount]()
+    for number, shard in enumerate(decode):
+        site = plain_site(spec, shard, tokens, page_size[1], order[1])
+        rows = RowRange(0, tokens)
+        intake = Intake.build(spec, prefill, shard, rotation).for_rows(rows)
+        for rank, parts in enumerate(intake.parts):
+            sizes = {s: intake.part_bytes(s, Rank(rank)) for s in intake.segments(Rank(rank), 0, tokens, limits)}
+            segments = [segment for segment, nbytes in sizes.items() if nbytes]
+            if segments:
+                pair, counts, refused = PairPlan(sources[rank], site, parts, rows), dict[str, int](), dict[str, str]()
+                for path in known.values():
+                    found = _count(path, pair, segments)
+                    if isinstance(found, str):
+                        refused[path.name] = found
+                    else:
+                        counts[path.name] = found
+                one = Rank(rank), Rank(number), sum(sizes.values())
+                pairs.append(PairCount(*one, counts, len(segments), refused))
+    return _sum_up(pairs, cost or CostModel(), known)
+
+
+def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -> int | str:
+    """How many writes a path takes for these segments, or why it cannot."""
+    try:
+        reason = path.refuse(pair)
+        if reason is not None:
+            return arguments.text(reason, f"path {path.name!r}: refuse(): its result")
+        counts = [path.count(Job(pair, segment)) for segment in segments]
+    except DisaggKVError as exc:
+        return text_of(exc)  # as a prefill endpoint takes it
+    except Exception as exc:
+        raise ConfigurationError(f"path {path.name!r}: {text_of(exc)}") from exc
+    return sum(arguments.count(number, f"path {path.name!r}: count(): its result") for number in counts)
+
+
+def _sum_up(pairs: Sequence[PairCount], cost: CostModel, known: Mapping[str, TransferPlanner]) -> Explanation:
+    refused: dict[str, str] = {}
+    for pair in pairs:
+        for path, reason in pair.refused.items():
+            refused.setdefault(path, f"prefill rank {pair.writer} to decode rank {pair.target}: {reason}")
+    able = [path for path in known if path not in refused]
+    totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
+    compared = {path.name for path in auto_paths()}
+    slowest = [_slowest(pairs, path, not known[path].exposes_pages, cost) for path in able if path in compared]
+    refusals = {path: reason for path, reason in refused.items() if path in compared}
+    return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused, choose(slowest, refusals))
+
+
+def _slowest(pairs: Sequence[PairCount], path: str, staged: bool, cost: CostModel) -> Estimate:
+    """The estimate of the prefill rank that takes longest for all that it sends."""
+    estimates: list[Estimate] = []
+    for writer in sorted({pair.writer for pair in pairs}):
+        mine = [pair for pair in pairs if pair.writer == writer]
+        descriptors, nbytes = (sum(pair.descriptors[path] for pair in mine), sum(pair.nbytes for pair in mine))
+        segments = sum(pair.segments for pair in mine) if staged else 0
+        estimates.append(cost.estimate(path, descriptors, nbytes, segments))
+    return max(estimates, key=lambda e: e.seconds)
