@@ -11,6 +11,7 @@ FLOW = "protocol.flow:Flow."
 MOVER = "endpoints.prefill.transfers:TransferQueue."
 PREFILL = "endpoints.prefill.rooms:PrefillSide."
 DECODE = "endpoints.decode.rooms:DecodeSide."
+LAUNCHES = "endpoints.prepared:PreparedLaunches."
 SCATTER = "endpoints.decode.scatter:ScatterQueue."
 DELIVERY = "endpoints.prefill.handle:DeliveryHandle."
 CLAIM = "prefix.cache:Claim."
@@ -81,14 +82,14 @@ BUGS: Sequence[Mutant] = (
     Mutant("a write straight from pages does not wait for its rows",
            MOVER + "_direct", "after = spec.after if self._posts_wait else None", "after = None"),
     Mutant("a gather that was prepared for all is launched for some",
-           MOVER + "_gather", "foreseen.members == [", "foreseen.members or ["),
+           LAUNCHES + "take", "if ready.condition != condition:", "if not ready:"),
     Mutant("what was prepared for a room that failed is kept",
            DECODE + "_apply", "case Quarantine(segment):\n                self._scatters.drop(room.key, segment)",
            "case Quarantine(segment):\n                pass"),
     Mutant("what a room that failed would have gathered is kept",
            PREFILL + "_publish", "self.transfers.prepared.forget(room)", "pass"),
     Mutant("what was prepared in vain is not given back",
-           SCATTER + "_give_up", "ready.prepared.drop()", "pass"),
+           LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",
            RECEIVE + "_check_landed", "if not complete or self._parts.scattering:",
            "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.LANDED\n"

@@ -161,8 +161,8 @@ def test_nothing_is_foreseen_for_kernels_that_prepare_nothing() -> None:
     kernels, event = CountingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
-    assert not ahead(rig).waiting
-    assert not ahead(rig).foreseen
+    assert not ahead(rig).gathers.waiting
+    assert not ahead(rig).gathers.ready
     event.fired = True
     request.landed()
 
@@ -252,8 +252,8 @@ def test_a_gather_that_is_prepared_again_takes_the_place_of_the_first() -> None:
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
-    (room, segment), members = next(iter(ahead(rig).planned.items()))
-    ahead(rig)._prepare(room, segment, list(members.values()))
+    key, members = next(iter(ahead(rig).planned.items()))
+    ahead(rig).gathers.prepare(key, lambda: ahead(rig)._gather(list(members.values())))
     assert len(kernels.held) == SEGMENTS
     event.fired = True
     request.landed()
@@ -267,8 +267,8 @@ def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     request = granted(rig, event)
     role = rig.prefills[0].endpoint._role
     role.check_integrity()
-    room, _ = next(iter(ahead(rig).foreseen))
-    with pytest.raises(AssertionError, match="foreseen for a room that is over"):
+    room, _ = next(iter(ahead(rig).gathers.ready))
+    with pytest.raises(AssertionError, match="prepared for a room that is over"):
         ahead(rig).check_integrity(set(role._rooms.values()) - {room})
     event.fired = True
     request.landed()

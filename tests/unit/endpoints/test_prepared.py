@@ -177,8 +177,9 @@ def test_what_was_prepared_for_other_places_is_not_launched() -> None:
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
-    for ready in scatterer(rig)._prepared.values():
-        ready.places = {rank: base + 1 for rank, base in ready.places.items()}
+    prepared = scatterer(rig).prepared.ready
+    for at, ready in prepared.items():
+        prepared[at] = attrs.evolve(ready, condition={rank: base + 1 for rank, base in ready.condition.items()})
     event.fired = True
     request.landed()
     assert not kernels.launched
@@ -235,13 +236,13 @@ def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
-    prepared, role = scatterer(rig)._prepared, rig.decodes[0].endpoint._role
+    prepared, role = scatterer(rig).prepared.ready, rig.decodes[0].endpoint._role
     (key, segment), ready = next(iter(prepared.items()))
     role.check_integrity()
     for at, what in (
         ((RoomKey(key.room, Generation(99)), segment), ready),
         ((key, segment._replace(start=segment.start + 1)), ready),
-        ((key, segment), attrs.evolve(ready, places=dict.fromkeys(ready.places, 1 << 20))),
+        ((key, segment), attrs.evolve(ready, condition=dict.fromkeys(ready.condition, 1 << 20))),
     ):
         kept = prepared.copy()
         prepared[at] = what

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from attrs import define
+from attrs import define, frozen
 
 from ...errors import IntegrityError
 from ...ids import Epoch, Rank
@@ -23,6 +23,7 @@ from ...protocol import Prepare, RoomKey, Scatter, Scattered
 from ...staging import GrantQueue
 from ...strategies import Job, TransferPlanner
 from ...trace import Span
+from ..prepared import PreparedLaunches
 from ..runtime.checksums import compare, layer_sums
 from ..runtime.event_loop import EventLoop
 from .rate_limit import RateLimiter
@@ -47,16 +48,20 @@ class _Scattering:
 
 _Begun = tuple[_Scattering, Scatter, list[Move]]
 _At = tuple[RoomKey, Segment]
+_Order = tuple[DecodeRoom, Prepare]
+_Places = Mapping[Rank, int]
 
 
-@define(eq=False)
-class _Ready:
-    """A prepared launch for parts that begin at these places and have ``nbytes`` together."""
+@frozen(eq=False)
+class _PreparedScatter:
+    """A prepared launch for parts that have ``nbytes`` together."""
 
-    room: DecodeRoom
-    places: Mapping[Rank, int]
     nbytes: int
     prepared: Prepared
+
+    def drop(self) -> None:
+        """See :class:`~disagg_kv.endpoints.prepared.Launch`."""
+        self.prepared.drop()
 
 
 class ScatterQueue:
@@ -89,35 +94,24 @@ class ScatterQueue:
         self._waiting: deque[tuple[DecodeRoom, Scatter]] = deque()
         self._running: list[_Scattering] = []
         self._over: deque[tuple[_Scattering, Exception | None]] = deque()
-        self._unprepared: dict[_At, tuple[DecodeRoom, Prepare]] = {}
-        self._prepared: dict[_At, _Ready] = {}
+        self.prepared: PreparedLaunches[_At, _Order, _Places, _PreparedScatter] = PreparedLaunches(loop, "scatters")
 
     def prepare(self, room: DecodeRoom, effect: Prepare) -> None:
         """A segment will arrive there."""
         if self._preparing is not None:
-            self._unprepared[room.key, effect.segment] = room, effect
+            self.prepared.waiting[room.key, effect.segment] = room, effect
 
     def add(self, room: DecodeRoom, effect: Scatter) -> None:
         """A segment has arrived: what is prepared for it, and need not wait, is launched before this thread goes on."""
         first = not self._waiting
         self._waiting.append((room, effect))
-        ready = self._prepared.get((room.key, effect.segment)) if first and self._together else None
-        if ready is not None and ready.places == effect.parts:
+        ready = self.prepared.ready.get((room.key, effect.segment)) if first and self._together else None
+        if ready is not None and ready.condition == effect.parts:
             self._next()
 
     def drop(self, room: RoomKey, segment: Segment) -> None:
         """A segment has no lease any more, or its room has failed: nothing will be launched for it."""
-        self._unprepared.pop((room, segment), None)
-        ready = self._prepared.pop((room, segment), None)
-        if ready is not None:
-            self._give_up(ready)
-
-    def _give_up(self, ready: _Ready) -> None:
-        try:
-            ready.prepared.drop()
-        except Exception:
-            # What the kernels kept for it is lost to them; no room depends on it.
-            self._loop.observer.count("scatters.not_dropped")
+        self.prepared.forget((room, segment))
 
     @property
     def ready_at(self) -> float | None:
@@ -150,12 +144,12 @@ class ScatterQueue:
     @property
     def active(self) -> bool:
         """Whether there is anything to do, to prepare or to take."""
-        return bool(self._running or self._waiting or self._over or self._unprepared)
+        return bool(self._running or self._waiting or self._over or self.prepared.waiting)
 
     @property
     def waits(self) -> bool:
         """Whether something is under way, or to be prepared, of which nothing else tells this thread."""
-        return bool(self._running or self._unprepared)
+        return bool(self._running or self.prepared.waiting)
 
     def _next(self) -> list[_Begun]:
         """Launch what may begin now and is prepared; the rest of what may begin now, in one launch, comes out."""
@@ -171,7 +165,8 @@ class ScatterQueue:
             if failed:
                 self._over.append((one, None))
                 continue
-            ready = self._take(room.key, effect)
+            self.prepared.waiting.pop((room.key, effect.segment), None)
+            ready = self.prepared.take((room.key, effect.segment), effect.parts)
             if ready is not None:
                 self._launch(one, effect, ready)
                 continue
@@ -187,16 +182,7 @@ class ScatterQueue:
             entries += sum([len(move.layout.plane) for move in moves])
         return begun
 
-    def _take(self, key: RoomKey, effect: Scatter) -> _Ready | None:
-        """What was prepared for exactly this, where something was."""
-        self._unprepared.pop((key, effect.segment), None)
-        ready = self._prepared.pop((key, effect.segment), None)
-        if ready is not None and ready.places != effect.parts:
-            self._give_up(ready)
-            return None
-        return ready
-
-    def _launch(self, one: _Scattering, effect: Scatter, ready: _Ready) -> None:
+    def _launch(self, one: _Scattering, effect: Scatter, ready: _PreparedScatter) -> None:
         if self._pace is not None:
             self._pace.begin(ready.nbytes, self._loop.now)
         event: Event | None = None
@@ -208,23 +194,22 @@ class ScatterQueue:
         self._follow(one, effect, event, error)
 
     def prepare_one(self) -> None:
-        """The one whose lease is the oldest: what is wrong with it now will be met again, and told, when it arrives."""
-        if not self._unprepared:
+        """Prepare the segment whose lease is the oldest."""
+        key = next(iter(self.prepared.waiting), None)
+        if key is None:
             return
-        # What was granted just now goes out before: bytes may come the sooner.
+        # Grants leave first: the sooner bytes come.
         self._loop.flush(self._loop.now)
+        room, effect = self.prepared.waiting.pop(key)
+        self.prepared.prepare(key, lambda: self._prepare(room, effect))
+
+    def _prepare(self, room: DecodeRoom, effect: Prepare) -> tuple[_Places, _PreparedScatter] | None:
         assert self._preparing is not None
-        (key, segment), (room, effect) = next(iter(self._unprepared.items()))
-        del self._unprepared[key, segment]
-        try:
-            moves = [self._move(room, segment, rank, base) for rank, base in effect.parts.items()]
-            prepared = self._preparing.prepare_scatter(self._pool, moves, self._ring)
-        except Exception:
-            self._loop.observer.count("scatters.not_prepared")
-            return
-        if prepared is not None:
-            nbytes = sum([move.layout.nbytes for move in moves])
-            self._prepared[key, segment] = _Ready(room, effect.parts, nbytes, prepared)
+        moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
+        prepared = self._preparing.prepare_scatter(self._pool, moves, self._ring)
+        if prepared is None:
+            return None
+        return effect.parts, _PreparedScatter(sum([move.layout.nbytes for move in moves]), prepared)
 
     def _begin(self, begun: Sequence[_Begun]) -> None:
         self._loop.flush()
@@ -304,14 +289,16 @@ class ScatterQueue:
 
     def check_integrity(self, leases: GrantQueue[Epoch, _At], rooms: Collection[DecodeRoom]) -> None:
         """Raise AssertionError unless all that is prepared, or will be, lies in a lease of one of these rooms."""
-        if not self._unprepared and not self._prepared:
+        waiting, ready = self.prepared.waiting, self.prepared.ready
+        if not waiting and not ready:
             return
-        assert not self._unprepared.keys() & self._prepared.keys()
-        places = {at: (room, effect.parts) for at, (room, effect) in self._unprepared.items()}
-        places |= {at: (ready.room, ready.places) for at, ready in self._prepared.items()}
-        for at, (room, parts) in places.items():
-            lease = leases.granted(at)
-            assert room in rooms, f"prepared for a room that is over: {at}"
+        assert not waiting.keys() & ready.keys()
+        assert all(room in rooms for room, _ in waiting.values()), "to be prepared for a room that is over"
+        known = {room.key: room for room in rooms}
+        places = [(at, effect.parts) for at, (_, effect) in waiting.items()]
+        for at, parts in [*places, *((at, one.condition) for at, one in ready.items())]:
+            room, lease = known.get(at[0]), leases.granted(at)
+            assert room is not None, f"prepared for a room that is over: {at}"
             assert room.machine.error is None, f"prepared for a room that has failed: {at}"
             assert lease is not None, f"prepared without a lease: {at}"
             assert all(lease.offset <= base < lease.offset + lease.nbytes for base in parts.values()), at

@@ -1,18 +1,20 @@
-"""Gathers that are planned, and prepared where kernels can, while their rows are still computed."""
+"""Gathers that are planned and prepared while their rows are still computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable
+from typing import TypeVar
 
 from attrs import define, field, frozen
 
 from ...ids import Epoch
 from ...kernels import Kernels, Move, PreparedGather, SupportsPreparing
-from ...memory import Buffer, Event, MemoryPool
+from ...memory import Buffer, MemoryPool
 from ...planning import Segment, StagedLayout, Writes
 from ...protocol import Transfer
 from ...staging import ALIGNMENT
 from ...strategies import Tables
+from ..prepared import PreparedLaunches
 from ..runtime.event_loop import EventLoop
 from .room import PrefillRoom
 from .routes import Route
@@ -55,29 +57,17 @@ class SlotLayout:
         return self.of[share]
 
 
-@define(eq=False)
-class PlannedGather:
-    """A prepared gather of a segment, for these transfers, each so far from where it begins; ``over``: done with."""
+V = TypeVar("V")
 
-    members: list[tuple[Transfer, int]]
-    gather: PreparedGather
-    over: bool = False
-
-    def order(self, transfer: Transfer) -> int:
-        """Transfers in this order go where they were prepared to."""
-        known = [one for one, _ in self.members]
-        return known.index(transfer) if transfer in known else len(known)
-
-    def launch(self, base: int, after: Event | None) -> Event | None:
-        """See :meth:`PreparedGather.launch`."""
-        self.over = True
-        return self.gather.launch(base, after)
+_At = tuple[PrefillRoom, Segment]
+_Members = list[tuple[Transfer, int]]
+"""Transfers that one gather serves, each with its place in the slot."""
 
 
 class PreparedGathers:
     """Runs on the endpoint's thread only. A room whose pages are taken away is forgotten: a grant may outlive them.
 
-    Only kernels that prepare are worth it: others copy for longer than anybody plans. One transfer is planned in a
+    Only kernels that prepare are worth it: others copy for longer than planning takes. One transfer is planned in a
     step: an engine may be launching its own kernels meanwhile, and holds the same interpreter. With the last
     destination of a segment the gather for all of them is prepared.
 
@@ -103,20 +93,25 @@ class PreparedGathers:
         self._staging = staging
         self._slot_bytes = slot_bytes
         self._plan = plan
-        self.waiting: dict[tuple[PrefillRoom, Epoch, Segment], Transfer] = {}
-        self.planned: dict[tuple[PrefillRoom, Segment], dict[Epoch, tuple[Transfer, Planned]]] = {}
-        self.foreseen: dict[tuple[PrefillRoom, Segment], PlannedGather] = {}
+        self.planned: dict[_At, dict[Epoch, tuple[Transfer, Planned]]] = {}
+        self.gathers: PreparedLaunches[_At, dict[Epoch, Transfer], _Members, PreparedGather] = PreparedLaunches(
+            loop, "gathers"
+        )
 
     def add(self, room: PrefillRoom, transfer: Transfer) -> None:
         """A transfer has its grant, and not its rows; it takes the place of one whose grant was given back."""
         if self._preparing is not None:
             self._take(room, transfer)
-            self.drop(self.foreseen.pop((room, transfer.segment), None))
-            self.waiting[room, transfer.to, transfer.segment] = transfer
+            self.gathers.drop((room, transfer.segment))
+            self.gathers.waiting.setdefault((room, transfer.segment), {})[transfer.to] = transfer
 
-    def gather(self, room: PrefillRoom, segment: Segment) -> PlannedGather | None:
-        """What is prepared for a segment; the caller launches or drops it."""
-        return self.foreseen.pop((room, segment), None)
+    def order(self, room: PrefillRoom, transfers: list[Transfer]) -> list[Transfer]:
+        """Transfers of one segment, in the order in which a gather is prepared for them, if one is."""
+        ready = self.gathers.ready.get((room, transfers[0].segment)) if len(transfers) > 1 else None
+        if ready is None:
+            return transfers
+        places = {transfer: number for number, (transfer, _) in enumerate(ready.condition)}
+        return sorted(transfers, key=lambda transfer: places.get(transfer, len(places)))
 
     def take(self, room: PrefillRoom, transfer: Transfer) -> Planned | None:
         """What is planned for exactly this transfer, whose rows are there now."""
@@ -124,54 +119,38 @@ class PreparedGathers:
         return None if found is None or found[0] != transfer else found[1]
 
     def _take(self, room: PrefillRoom, transfer: Transfer) -> tuple[Transfer, Planned] | None:
-        self.waiting.pop((room, transfer.to, transfer.segment), None)
         key = room, transfer.segment
-        members = self.planned.get(key, {})
-        found = members.pop(transfer.to, None)
-        if not members:
-            self.planned.pop(key, None)
-        return found
+        if key in self.gathers.waiting:
+            _pop(self.gathers.waiting, key, transfer.to)
+        return _pop(self.planned, key, transfer.to) if key in self.planned else None
 
     def forget(self, room: PrefillRoom) -> None:
-        """A room has failed or ended."""
-        for waiting in [key for key in self.waiting if key[0] == room]:
-            del self.waiting[waiting]
-        for key in [key for key in self.planned if key[0] == room]:
-            del self.planned[key]
-        for key in [key for key in self.foreseen if key[0] == room]:
-            self.drop(self.foreseen.pop(key))
-
-    def drop(self, found: PlannedGather | None) -> None:
-        """It is not launched, unless it was."""
-        if found is None or found.over:
-            return
-        found.over = True
-        try:
-            found.gather.drop()
-        except Exception:
-            # What the kernels kept for it is lost to them; no room depends on it.
-            self._loop.observer.count("gathers.not_dropped")
+        """A room has failed or ended, or its pages are taken away."""
+        for key in [key for key in {**self.gathers.waiting, **self.gathers.ready, **self.planned} if key[0] is room]:
+            self.gathers.forget(key)
+            self.planned.pop(key, None)
 
     def work(self) -> bool:
-        """Plan one; True while others wait for that."""
-        if not self.waiting:
+        """Plan one transfer of the segment that was granted first; True while others wait for that."""
+        key = next(iter(self.gathers.waiting), None)
+        if key is None:
             return False
-        room, to, segment = next(iter(self.waiting))
-        transfer = self.waiting.pop((room, to, segment))
-        try:
-            planned = self._foresee(room, transfer)
-            if planned is not None:
-                members = self.planned.setdefault((room, segment), {})
-                members[to] = transfer, planned
-                if len(members) == planned.destinations:
-                    self._prepare(room, segment, list(members.values()))
-        except Exception:
-            # The same is done again when the rows are there: what is wrong is met then, and fails the room.
-            self._loop.observer.count("gathers.not_prepared")
-        return bool(self.waiting)
+        transfer = next(iter(self.gathers.waiting[key].values()))
+        _pop(self.gathers.waiting, key, transfer.to)
+        self.gathers.prepare(key, lambda: self._prepare(key[0], transfer))
+        return bool(self.gathers.waiting)
+
+    def _prepare(self, room: PrefillRoom, transfer: Transfer) -> tuple[_Members, PreparedGather] | None:
+        """Plan a transfer; with the last one of its segment, a gather for all of them."""
+        planned = self._foresee(room, transfer)
+        if planned is None:
+            return None
+        known = self.planned.setdefault((room, transfer.segment), {})
+        known[transfer.to] = transfer, planned
+        return self._gather(list(known.values())) if len(known) == planned.destinations else None
 
     def _foresee(self, room: PrefillRoom, transfer: Transfer) -> Planned | None:
-        """What a transfer will gather; None: that cannot be said before its rows are there, or it will not come."""
+        """What a transfer will gather; None: that is not known before its rows are there, or it has become void."""
         segment, started = transfer.segment, self._loop.clock()
         if segment.state or not room.machine.flows[transfer.to].awaits(transfer):
             return None
@@ -182,27 +161,34 @@ class PreparedGathers:
         destinations = sum(flow.has(segment) for flow in room.machine.flows.values())
         return Planned(plan, tables, route.pair.source_view, destinations, self._loop.clock() - started)
 
-    def _prepare(self, room: PrefillRoom, segment: Segment, members: list[tuple[Transfer, Planned]]) -> None:
+    def _gather(self, members: list[tuple[Transfer, Planned]]) -> tuple[_Members, PreparedGather] | None:
         places, moves, where = SlotLayout(), dict[int, Move](), list[tuple[Transfer, int]]()
         for transfer, planned in members:
             if not places.room_for(planned.share, transfer.nbytes, self._slot_bytes):
-                return
+                return None
             place = places.add(planned.share, transfer.nbytes)
             moves.setdefault(place, Move(planned.plan, planned.tables, place))
             where.append((transfer, place))
         assert self._preparing is not None
         gather = self._preparing.prepare_gather(self._pool, list(moves.values()), self._staging)
-        if gather is not None:
-            self.drop(self.foreseen.pop((room, segment), None))
-            self.foreseen[room, segment] = PlannedGather(where, gather)
+        return None if gather is None else (where, gather)
 
     def check_integrity(self, rooms: Container[PrefillRoom]) -> None:
-        """Raise AssertionError unless all of it is for these rooms, which still hope."""
-        if not self.waiting and not self.planned and not self.foreseen:
+        """Raise AssertionError unless all of it is for these rooms, which may still succeed."""
+        waiting, ready = self.gathers.waiting, self.gathers.ready
+        if not waiting and not ready and not self.planned:
             return
-        known = {(room, to, segment) for (room, segment), some in self.planned.items() for to in some}
-        assert not self.waiting.keys() & known
-        assert all(self.planned.values()), "nobody's plans"
-        for (room, segment), found in self.foreseen.items():
-            assert {(room, t.to, segment) for t, _ in found.members} <= known, "prepared for nobody"
-        assert all(room in rooms for room, _, _ in (*self.waiting, *known)), "foreseen for a room that is over"
+        assert all([*waiting.values(), *self.planned.values()]), "an empty entry"
+        for key, transfers in waiting.items():
+            assert not transfers.keys() & self.planned.get(key, {}).keys(), "planned, and to be planned"
+        for key, found in ready.items():
+            assert {t.to for t, _ in found.condition} <= self.planned.get(key, {}).keys(), "a gather without its plans"
+        assert all(room in rooms for room, _ in (*waiting, *self.planned)), "prepared for a room that is over"
+
+
+def _pop(table: dict[_At, dict[Epoch, V]], key: _At, to: Epoch) -> V | None:
+    """Take one destination out of a segment's entry, and the entry with the last of them."""
+    found = table[key].pop(to, None)
+    if not table[key]:
+        del table[key]
+    return found

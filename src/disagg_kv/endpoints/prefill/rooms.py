@@ -407,7 +407,7 @@ class PrefillSide:
             if not more:
                 break
         moving = self.transfers.waits or budget.spent
-        if self.transfers.prepared.waiting:
+        if self.transfers.prepared.gathers.waiting:
             self._loop.flush()
             moving |= self.transfers.prepared.work()
         if self._loop.idle.linger_s:

@@ -52,7 +52,7 @@ from ..runtime.budget import Budget
 from ..runtime.checksums import PendingChecksums, layer_sums
 from ..runtime.event_loop import EventLoop
 from ..runtime.peer_registry import HeldMemory
-from .prepared import Planned, PlannedGather, PreparedGathers, SlotLayout
+from .prepared import Planned, PreparedGathers, SlotLayout
 from .room import PrefillRoom
 from .routes import Route, Router
 from .slots import Slot, StagingSlots
@@ -244,7 +244,7 @@ class TransferQueue:
     def active(self) -> bool:
         """Whether there is anything to do, to prepare or to take."""
         return bool(self._queue or self._posts or self._gathering or self._summing or self._happened) or bool(
-            self.prepared.waiting
+            self.prepared.gathers.waiting
         )
 
     @property
@@ -377,25 +377,23 @@ class TransferQueue:
         """One gather for all destinations of the same segment that are granted by now and fit the slot."""
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
         self._reading(room, 1)
-        foreseen, begun = self.prepared.gather(room, first.segment), False
+        begun = False
         try:
-            specs = self._specs(room, first, foreseen)
+            specs = self._specs(room, first)
             begun = bool(specs)
             if begun:
-                self._gather(room, slot, specs, foreseen)
+                self._gather(room, slot, specs)
         finally:
             if not begun:
                 self._reading(room, -1)
-            # Unless it is launched by now, it was prepared for a gather that is another one now.
-            self.prepared.drop(foreseen)
+            # What was not launched was prepared for another gather.
+            self.prepared.gathers.drop((room, first.segment))
 
-    def _specs(
-        self, room: PrefillRoom, first: Transfer, foreseen: PlannedGather | None
-    ) -> list[tuple[TransferSpec, int]]:
+    def _specs(self, room: PrefillRoom, first: Transfer) -> list[tuple[TransferSpec, int]]:
         """Begin what one gather can carry, each with its place in the slot."""
         specs: list[tuple[TransferSpec, int]] = []
         places = SlotLayout()
-        for transfer in self._same(room, first, foreseen):
+        for transfer in self.prepared.order(room, self._queue.same(room, first.segment)):
             share = room.routes[transfer.to].pair.source_view
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slots.slot_bytes):
                 continue
@@ -404,27 +402,16 @@ class TransferQueue:
             spec = self._begin(room, transfer, planned)
             if planned is not None and (spec is None or spec.tables is not planned.tables):
                 # Its pages were taken away meanwhile, or it has become void.
-                self.prepared.drop(foreseen)
+                self.prepared.gathers.drop((room, transfer.segment))
             if spec is not None:
                 specs.append((spec, places.add(share, transfer.nbytes)))
         return specs
 
-    def _same(self, room: PrefillRoom, first: Transfer, foreseen: PlannedGather | None) -> list[Transfer]:
-        """Pending transfers of one segment, in the order that is prepared."""
-        same = self._queue.same(room, first.segment)
-        return same if foreseen is None or len(same) == 1 else sorted(same, key=foreseen.order)
-
     def _full(self, to: Epoch) -> bool:
         return self._slots.full(to)
 
-    def _gather(
-        self,
-        room: PrefillRoom,
-        slot: Slot[_Post],
-        specs: list[tuple[TransferSpec, int]],
-        foreseen: PlannedGather | None,
-    ) -> None:
-        """``foreseen`` is launched if it is a gather of exactly these, and good still."""
+    def _gather(self, room: PrefillRoom, slot: Slot[_Post], specs: list[tuple[TransferSpec, int]]) -> None:
+        """Launch the gather that was prepared for exactly these transfers, or gather them without."""
         moves: dict[int, Move] = {}
         posts: list[tuple[_Post, Writes]] = []
         summed: list[tuple[_Post, TransferSpec, int]] = []
@@ -442,9 +429,10 @@ class TransferQueue:
             # First: once a gather is under way its slot is not free before it has ended.
             self._sum(summed)
             started = self._clock()
-            exact = foreseen is not None and foreseen.members == [(spec.transfer, place) for spec, place in specs]
-            if foreseen is not None and exact and not foreseen.over:
-                event = foreseen.launch(slot.offset, after)
+            members = [(spec.transfer, place) for spec, place in specs]
+            prepared = self.prepared.gathers.take((room, specs[0][0].transfer.segment), members)
+            if prepared is not None:
+                event = prepared.launch(slot.offset, after)
             else:
                 event = self._kernels.gather(self._pool, list(moves.values()), self._staging, after)
         except Exception as exc:

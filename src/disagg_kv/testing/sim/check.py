@@ -264,7 +264,8 @@ class Checks:
         self.released(node)
         check_holders(self._world, node)
         role = node.role
-        known = len(role._scatters._prepared if isinstance(role, DecodeSide) else role.transfers.prepared.foreseen)
+        launches = role._scatters.prepared if isinstance(role, DecodeSide) else role.transfers.prepared.gathers
+        known = len(launches.ready)
         if len(node.prepared) != known:
             self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
         due = role.next_at()
@@ -335,10 +336,11 @@ class Checks:
                     "quarantine": endpoint.quarantined_bytes,
                     "waiting": role._queue.waiting,
                     "scatters": len(role._scatters._running) + len(role._scatters._waiting),
-                    "prepared": len(node.prepared) + len(role._scatters._unprepared),
+                    "prepared": len(node.prepared) + len(role._scatters.prepared.waiting),
                 }
             elif isinstance(endpoint, PrefillEndpoint):
                 mover = endpoint._transfers
+                gathers = mover.prepared.gathers
                 left |= {
                     "slots": endpoint.pinned_slots,
                     "transfers": len(mover._queue),
@@ -346,7 +348,7 @@ class Checks:
                     "gathers": len(mover._gathering),
                     "flows": len(endpoint._role._flows),
                     "newest": len(endpoint._role._newest),
-                    "prepared": len(node.prepared) + len(mover.prepared.waiting) + len(mover.prepared.foreseen),
+                    "prepared": len(node.prepared) + len(gathers.waiting) + len(gathers.ready),
                 }
             if any(left.values()):
                 self._fail(

@@ -379,7 +379,7 @@ class SimNode:
             self.endpoint, self.role = decode, decode._role
             assert isinstance(decode._ring, RingStagingAllocator)
             self._live = decode._ring._live
-            self._queue = decode._role._scatters._unprepared
+            self._queue = decode._role._scatters.prepared.waiting
             self.exposes = decode._role._exposed
         else:
             prefill = PrefillEndpoint(
@@ -393,7 +393,7 @@ class SimNode:
             self.endpoint, self.role = prefill, prefill._role
             self._live = {}
             self._queue = prefill._transfers._queue
-            self._ahead = prefill._transfers.prepared.waiting
+            self._ahead = prefill._transfers.prepared.gathers.waiting
         self._end_rooms = self.role.integrity_failure
         self.role.integrity_failure = self._handle_error  # type: ignore[method-assign]
         self.loop = self.endpoint._loop
