@@ -10,7 +10,8 @@ What the columns count:
 * calls: Python functions of the library that began, or generators that went on. Before Python 3.12 a comprehension is
   such a function. What attrs generates is in no file of the library and does not count.
 * files: files of the library with at least one such call.
-* changes: of the calls into the two files below, in their order, those that follow a call into the other file.
+* changes: how often control goes from prefill's rooms to its transfers and posted writes, or back. Of the calls into
+  the files below, in their order, those count that follow a call into the other side.
 
     python benchmarks/walk.py
 """
@@ -45,7 +46,11 @@ from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import InprocTransport
 
 LAYERS, ROWS = 2, 100
-BETWEEN = ("endpoints/prefill/transfers.py", "endpoints/prefill/rooms.py")
+SIDES = {
+    "endpoints/prefill/rooms.py": "rooms",
+    "endpoints/prefill/transfers.py": "transfers",
+    "endpoints/prefill/writes.py": "transfers",
+}
 LIBRARY = f"{Path(disagg_kv.__file__).parent}/"
 MOST_TURNS = 100
 
@@ -65,8 +70,8 @@ class Counted:
 
     @property
     def changes(self) -> int:
-        """How often control goes from one of the files in ``BETWEEN`` to the other."""
-        return sum(a != b for a, b in pairwise(file for file in self.calls if file in BETWEEN))
+        """How often control goes from one of the ``SIDES`` to the other."""
+        return sum(a != b for a, b in pairwise(SIDES[file] for file in self.calls if file in SIDES))
 
     @property
     def row(self) -> str:

@@ -9,6 +9,7 @@ from .planting import Mutant
 RECEIVE = "protocol.receive_room:ReceiveRoom."
 FLOW = "protocol.flow:Flow."
 MOVER = "endpoints.prefill.transfers:TransferQueue."
+WRITES = "endpoints.prefill.writes:PostedWrites."
 PREFILL = "endpoints.prefill.rooms:PrefillSide."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
@@ -37,7 +38,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("links to dead subscribers are kept for ever",
            LINKS + "drop", "self._disconnect(link)", "pass"),
     Mutant("a write that could not be posted is only logged",
-           MOVER + "_post", "post.error = exc", "pass"),
+           WRITES + "post", "post.error = exc", "pass"),
     Mutant("a failed gather ends whatever runs it",
            MOVER + "_gather", "except Exception as exc:", "except ZeroDivisionError as exc:"),
     Mutant("our own heartbeat is taken for that of a frozen peer",
@@ -78,7 +79,7 @@ BUGS: Sequence[Mutant] = (
            DECODE + "_apply", "case Free(segment):\n                self._scatters.drop(room.key, segment)",
            "case Free(segment):\n                pass"),
     Mutant("a write does not wait for its gather",
-           MOVER + "_gather", "self._post(post, writes, event)", "self._post(post, writes, None)"),
+           MOVER + "_gather", "self.writes.post(post, writes, event)", "self.writes.post(post, writes, None)"),
     Mutant("a write straight from pages does not wait for its rows",
            MOVER + "_direct", "after = spec.after if self._posts_wait else None", "after = None"),
     Mutant("a gather that was prepared for all is launched for some",
@@ -101,7 +102,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("Done is said while a write is under way",
            FLOW + "_check_finished", "self._unheard < len", "self._unheard + len(self._unquiet) < len"),
     Mutant("a slot is used again while a failed write may read it",
-           MOVER + "_end", "if not post.unquiet:", "if True:"),
+           WRITES + "end", "if not post.unquiet:", "if True:"),
     Mutant("a write that is not quiet is posted again",
            FLOW + "_on_write_failed", "if event.quiesced:", "if True:"),
     Mutant("pages that are taken away are still read",
@@ -247,7 +248,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a lease that waits for several peers counts for one of them",
            RECEIVE + "owed", "if self._owes(w)]", "if self._owes(w)][:1]"),
     Mutant("a slot that is still read counts as the bytes of one write",
-           MOVER + "owed", "(self._slots.slot_bytes, 0)", "(post.transfer.nbytes, 0)"),
+           WRITES + "owed", "(self._slots.slot_bytes, 0)", "(post.transfer.nbytes, 0)"),
     Mutant("who may still write to exposed pages is not listed",
            RECEIVE + "owed", "if self._owes(w)]", "if self._parts.leased(w.rank)]"),
     Mutant("the digits that an error prints are not those that an operator may give",

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.walk import BETWEEN, measure
+from benchmarks.walk import SIDES, measure
 from tests.support.pages import ROOT
 
 LIBRARY = ROOT / "src/disagg_kv"
@@ -126,7 +126,7 @@ def test_the_walk_in_numbers_counts_the_same_each_time() -> None:
     """The page shows what the script prints: every part, in its order."""
     first, second = measure(), measure()
     assert first == second
-    assert all((LIBRARY / file).is_file() for file in BETWEEN)
+    assert all((LIBRARY / file).is_file() for file in SIDES)
     shown = [row.split(" | ")[0].removeprefix("| ") for row in rows("The walk in numbers")]
     assert shown == [counted.name for counted in first]
     assert all(counted.calls for counted in first)

@@ -289,7 +289,7 @@ def test_a_writer_that_does_not_say_what_it_was_asked_for_fails_the_room(
     rig = Rig(KV)
     prefills, decodes = rig.prefill(tp_shards(KV, 1)), rig.decode(tp_shards(KV, 1), verify=FULL)
     monkeypatch.setattr(
-        "disagg_kv.endpoints.prefill.transfers._Post.sums", property(lambda self: change, lambda self, sums: None)
+        "disagg_kv.endpoints.prefill.writes.Post.sums", property(lambda self: change, lambda self, sums: None)
     )
     request = rig.request("room", prefills, decodes, 8).start().failed()
     assert isinstance(request.receives[0].error, RemoteProtocolError)

@@ -50,7 +50,8 @@ from .negative_cache import NegativeCache
 from .room import PrefillRoom
 from .routes import Router, taken
 from .throughput import EventFifo, ThroughputEstimator
-from .transfers import Broken, TransferQueue, Unread
+from .transfers import TransferQueue
+from .writes import Broken, Unread
 
 
 class PrefillSide:
@@ -336,7 +337,7 @@ class PrefillSide:
                 remote,
                 frame,
                 tuple(room.routes.values()),
-                self.transfers.slots_of(self._failed, epoch),
+                self.transfers.writes.slots_of(self._failed, epoch),
                 self.transfers.quota,
                 partial(room.grouped, loop),
             )
@@ -374,7 +375,7 @@ class PrefillSide:
     def on_gone(self, epoch: Epoch) -> None:
         """Nothing moves between us any more."""
         try:
-            self.transfers.gone(epoch)
+            self.transfers.writes.gone(epoch)
         finally:
             self._take_outcomes()
         self._to_flows(epoch, Gone(epoch))
@@ -411,7 +412,7 @@ class PrefillSide:
             self._loop.flush()
             moving |= self.transfers.prepared.work()
         if self._loop.idle.linger_s:
-            for epoch in self.transfers.crossing():
+            for epoch in self.transfers.writes.crossing():
                 self._loop.nudge(epoch)
         return moving or waiting
 
@@ -423,7 +424,7 @@ class PrefillSide:
             self._take_outcomes()
 
     def _take_outcomes(self) -> None:
-        while (happened := self.transfers.outcome()) is not None:
+        while (happened := self.transfers.writes.outcome()) is not None:
             room = happened.room
             if isinstance(happened, Broken):
                 self.broken([room.key], happened.error)
@@ -447,7 +448,7 @@ class PrefillSide:
     def on_ticket(self, event: WriteEnded | Settled) -> None:
         """A write ended."""
         try:
-            self.transfers.on_ticket(event)
+            self.transfers.writes.on_ticket(event)
         finally:
             self._take_outcomes()
 
@@ -478,7 +479,7 @@ class PrefillSide:
             self._failed.add(room.key)
             self.transfers.prepared.forget(room)
             hellos = [route.remote.hello for route in room.routes.values()]
-            self._loop.peer_registry.hold(room.key, self.transfers.owed(room), hellos)
+            self._loop.peer_registry.hold(room.key, self.transfers.writes.owed(room), hellos)
         room.account(self._loop.now)
         phase, handle, released = machine.phase, room.handle, machine.released
         if not handle.shows(phase, released):
@@ -527,7 +528,7 @@ class PrefillSide:
                 self._apply(room, room.machine.handle(lost.peer, Cancel(lost.error), now))
         self._early.expire(now)
         self._negative.expire(now)
-        self.quarantined_slots = self.transfers.slots_of(self._failed) if self._failed else 0
+        self.quarantined_slots = self.transfers.writes.slots_of(self._failed) if self._failed else 0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""

@@ -11,20 +11,19 @@ final, or will be at an event that a GPU waits for, and once it has its place at
     add -> pending -> gather into a slot -> post -> tickets end -> outcome       (staged)
     add -> pending ----------------------> post -> tickets end -> outcome       (straight from page to page)
 
-Calls go one way. The endpoint's side calls ``look`` and ``start`` in each step of its loop, and ``on_ticket`` for each
-report of the transport. None of them calls the side. What the side has to know waits until it takes it (``outcome``):
-how a transfer went, that no page of a room is read any more, that an event of a room raised. The outcomes survive an
-exception, so a room never waits for one that was lost.
+Calls go one way. The endpoint's side calls ``look`` and ``start`` in each step of its loop, and ``writes.on_ticket``
+for each report of the transport. None of them calls the side. What the side has to know waits until it takes it
+(``writes.outcome``): how a transfer went, that no page of a room is read any more, that an event of a room raised.
 
 ``start`` begins at most one gather. So a transport that copies inside ``submit`` has reported the end of the last
 write, and has its slot back, before the next gather looks for one.
 
 Two counts keep memory from being reused too early. A page of a room may be read while ``room.machine.reads`` is not
 zero: gathers, checksums and direct writes each count from before they begin until they cannot read any more. A slot may
-be read while it has a pin, and is written while it is filling: see :mod:`.slots`. A ticket that has *ended* may still
-read (a write that timed out). Only a ticket that is *quiet* gives its pin back.
+be read while it has a pin, and is written while it is filling: see :mod:`.slots`. :mod:`.writes` has the tickets, and
+says when a write reads no more.
 
-One gather serves all destinations of a segment that have their grants by then, and equal parts are gathered once.
+One gather serves all destinations of a segment that have their grants, and equal parts are gathered once.
 Checksums are taken of the pages, not of the slot: a wrong gather must not vouch for itself.
 
 Where kernels and transport wait for events by themselves, gather and write are queued at once, behind the event after
@@ -33,58 +32,27 @@ which the rows are final, and this thread only asks later whether they have ende
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
-from ...errors import PeerLostError
-from ...ids import Epoch, RegionId, Ticket, peer_name
+from ...ids import Epoch, RegionId
 from ...kernels import Kernels, Move, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import StagedLayout, Writes
-from ...protocol import Quiet, RoomKey, Transfer, Verify, WriteFailed, Wrote, verified
+from ...protocol import Transfer, Verify, WriteFailed, verified
 from ...protocol.machine import ours
 from ...strategies import Tables
-from ...trace import Span
-from ...transports import Settled, WriteEnded
 from ..runtime.budget import Budget
 from ..runtime.checksums import PendingChecksums, layer_sums
 from ..runtime.event_loop import EventLoop
-from ..runtime.peer_registry import HeldMemory
 from .prepared import Planned, PreparedGathers, SlotLayout
 from .room import PrefillRoom
 from .routes import Route, Router
 from .slots import Slot, StagingSlots
 from .throughput import ThroughputEstimator
 from .waiting import PendingTransfers
-
-
-@frozen
-class Moved:
-    """How a transfer of a room to one destination went."""
-
-    room: PrefillRoom
-    to: Epoch
-    event: Wrote | WriteFailed | Quiet
-
-
-@frozen
-class Unread:
-    """No page of the room is read any more, for now."""
-
-    room: PrefillRoom
-
-
-@frozen
-class Broken:
-    """The event after which rows of the room are final raised: whether they are final is unknown."""
-
-    room: PrefillRoom
-    error: Exception
-
-
-Happened = Moved | Unread | Broken
+from .writes import Post, PostedWrites
 
 
 @frozen
@@ -109,33 +77,12 @@ class TransferSpec:
 
 
 @define(eq=False)
-class _Post:
-    """What was posted for one transfer, as one: it ends when all its tickets have ended.
-
-    Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``.
-    """
-
-    room: PrefillRoom
-    transfer: Transfer
-    slot: Slot[_Post] | None
-    began: float
-    posted: bool = False
-    crossing: bool = False
-    tickets: set[Ticket] = field(factory=set)
-    unquiet: set[Ticket] = field(factory=set)
-    error: Exception | None = None
-    sums: bytes | None = None
-    summing: bool = False
-    held: bool = False
-
-
-@define(eq=False)
 class _Summing:
     """Checksums under way, and which of them are whose; ``event`` None: they are there."""
 
     event: Event | None
     room: PrefillRoom
-    posts: list[tuple[_Post, int]]
+    posts: list[tuple[Post, int]]
     sums: PendingChecksums[int]
 
 
@@ -145,8 +92,8 @@ class _Gathering:
 
     event: Event
     room: PrefillRoom
-    slot: Slot[_Post]
-    posts: list[tuple[_Post, Writes]]
+    slot: Slot[Post]
+    posts: list[tuple[Post, Writes]]
     posted: bool
 
 
@@ -181,8 +128,6 @@ class TransferQueue:
         self._pool = pool
         self._kernels = kernels
         self._streams = kernels if isinstance(kernels, SupportsStreams) else None
-        self._transport = transport
-        self._max_batch = transport.caps.max_batch
         self._posts_wait = transport.caps.waits_events
         self._staging = staging
         self._region = region
@@ -190,14 +135,11 @@ class TransferQueue:
         self._throughput = throughput
         self._verify: Verify = verify
         self._clock = loop.clock
-        self._slots = StagingSlots[_Post](staging.nbytes, slot_bytes)
-        self._of_room: dict[PrefillRoom, dict[_Post, None]] = {}
+        self._slots = StagingSlots[Post](staging.nbytes, slot_bytes)
+        self.writes = PostedWrites(loop, self._slots, throughput)
         self._queue = PendingTransfers[PrefillRoom]()
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
-        self._posts: dict[Ticket, _Post] = {}
-        self._looked = loop.clock()
-        self._happened: deque[Happened] = deque()
         self._waiting = False
         self.prepared = PreparedGathers(loop, pool, kernels, staging, slot_bytes, router.plan)
 
@@ -211,40 +153,12 @@ class TransferQueue:
         """Slots that cannot be reused yet."""
         return self._slots.held
 
-    def slots_of(self, rooms: Collection[RoomKey], to: Epoch | None = None) -> int:
-        """Slots that writes of these rooms, to one destination or all, may still read; slots are few, writes many."""
-        if not rooms:
-            return 0
-        posts = {
-            post.slot: None for post in self._pinning() if post.room.key in rooms and to in (None, post.transfer.to)
-        }
-        return len(posts)
-
-    def _pinning(self) -> list[_Post]:
-        return [post for posts in self._of_room.values() for post in posts if post.slot is not None]
-
-    def owed(self, room: PrefillRoom) -> dict[Epoch, HeldMemory]:
-        """What writes of a room may still read, per destination: whole slots, and pages."""
-        held: dict[Epoch, HeldMemory] = {}
-        for post in self._of_room.get(room, ()):
-            so_far = held.get(post.transfer.to, HeldMemory())
-            slot, page = (0, post.transfer.nbytes) if post.slot is None else (self._slots.slot_bytes, 0)
-            held[post.transfer.to] = HeldMemory(0, so_far.page_bytes + page, so_far.slot_bytes + slot)
-        return held
-
-    def crossing(self) -> list[Epoch]:
-        """To whom bytes are on the wire, whose came first first."""
-        return list(dict.fromkeys(post.transfer.to for post in self._posts.values() if post.crossing and post.tickets))
-
-    def outcome(self) -> Happened | None:
-        """The oldest outcome that was not taken yet; None: all were."""
-        return self._happened.popleft() if self._happened else None
-
     @property
     def active(self) -> bool:
         """Whether there is anything to do, to prepare or to take."""
-        return bool(self._queue or self._posts or self._gathering or self._summing or self._happened) or bool(
-            self.prepared.gathers.waiting
+        writes, prepared = self.writes, self.prepared.gathers
+        return bool(
+            self._queue or writes.posts or self._gathering or self._summing or writes.outcomes or prepared.waiting
         )
 
     @property
@@ -267,7 +181,7 @@ class TransferQueue:
             self._look(one)
         for summing in list(self._summing):
             self._look_at_sums(summing)
-        self._looked = self._clock()
+        self.writes.looked = self._clock()
 
     def start(self, budget: Budget) -> bool:
         """Begin what can begin, but one gather at most; True: another gather may be able to begin."""
@@ -275,7 +189,7 @@ class TransferQueue:
         slot = self._slots.reusable() if self._queue else None
         found = None if slot is None else self._queue.first(self._full)
         if slot is None or found is None or not budget.take():
-            self._looked = self._clock()
+            self.writes.looked = self._clock()
             return False
         self._staged(*found, slot)
         return True
@@ -283,7 +197,7 @@ class TransferQueue:
     @property
     def waits(self) -> bool:
         """Whether something is under way, or waits for an event, of which nothing else tells this thread."""
-        return bool(self._gathering or self._posts or self._summing) or self._waiting
+        return bool(self._gathering or self.writes.posts or self._summing) or self._waiting
 
     def _begin_direct(self, budget: Budget) -> bool:
         """Post what goes straight to pages; True while something waits for an event that nothing else tells of.
@@ -298,7 +212,7 @@ class TransferQueue:
                     waits = after is not None and not after.query()
                 except Exception as exc:
                     self._queue.remove(room, to, transfer.segment)
-                    self._happened.append(Broken(room, exc))
+                    self.writes.broken(room, exc)
                     continue
                 waiting |= waits
                 if waits or not budget.take():
@@ -332,26 +246,12 @@ class TransferQueue:
             summed = route.pair.source_view.layout(transfer.segment) if compared else None
         except Exception as exc:
             error = ours(exc, f"room {room.key.room.hex()} towards {self._loop.peer_registry.name(transfer.to)}")
-            self._moved(room, transfer.to, WriteFailed(transfer.segment, error, True))
+            self.writes.moved(room, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
         took = self._clock() - started
         room.handle.report.spend("plan", took)
         self._throughput.planned(took)
         return TransferSpec(transfer, plan, tables, after, route, summed)
-
-    def _moved(self, room: PrefillRoom, to: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
-        if not isinstance(event, Quiet):
-            nbytes = 0
-            if isinstance(event, Wrote):
-                nbytes = room.routes[to].intake.part_bytes(event.segment, self._loop.me.rank)
-            self._throughput.ended((room.key, to, event.segment), nbytes)
-        self._happened.append(Moved(room, to, event))
-
-    def _reading(self, room: PrefillRoom, by: int) -> None:
-        """Count reads of the room's pages that begin (``by`` is positive) or end."""
-        room.machine.reads += by
-        if not room.machine.reads:
-            self._happened.append(Unread(room))
 
     # Straight from pages to pages.
 
@@ -360,23 +260,23 @@ class TransferQueue:
         if spec is None:
             return
         assert isinstance(spec.plan, Writes)
-        self._reading(room, 1)
+        self.writes.reading(room, 1)
         after = spec.after if self._posts_wait else None
-        post = self._new_post(room, transfer, None)
+        post = self.writes.begin(room, transfer, None)
         try:
             self._sum([(post, spec, 0)])
         except Exception as exc:
             post.error = exc
-            self._end(post)
+            self.writes.end(post)
             return
-        self._post(post, spec.plan, after)
+        self.writes.post(post, spec.plan, after)
 
     # Through a slot.
 
-    def _staged(self, room: PrefillRoom, first: Transfer, slot: Slot[_Post]) -> None:
+    def _staged(self, room: PrefillRoom, first: Transfer, slot: Slot[Post]) -> None:
         """One gather for all destinations of the same segment that are granted by now and fit the slot."""
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
-        self._reading(room, 1)
+        self.writes.reading(room, 1)
         begun = False
         try:
             specs = self._specs(room, first)
@@ -385,7 +285,7 @@ class TransferQueue:
                 self._gather(room, slot, specs)
         finally:
             if not begun:
-                self._reading(room, -1)
+                self.writes.reading(room, -1)
             # What was not launched was prepared for another gather.
             self.prepared.gathers.drop((room, first.segment))
 
@@ -410,17 +310,17 @@ class TransferQueue:
     def _full(self, to: Epoch) -> bool:
         return self._slots.full(to)
 
-    def _gather(self, room: PrefillRoom, slot: Slot[_Post], specs: list[tuple[TransferSpec, int]]) -> None:
+    def _gather(self, room: PrefillRoom, slot: Slot[Post], specs: list[tuple[TransferSpec, int]]) -> None:
         """Launch the gather that was prepared for exactly these transfers, or gather them without."""
         moves: dict[int, Move] = {}
-        posts: list[tuple[_Post, Writes]] = []
-        summed: list[tuple[_Post, TransferSpec, int]] = []
+        posts: list[tuple[Post, Writes]] = []
+        summed: list[tuple[Post, TransferSpec, int]] = []
         after = specs[0][0].after
         for spec, place in specs:
             transfer = spec.transfer
             assert isinstance(spec.plan, StagedLayout)
             assert transfer.offset is not None
-            post = self._new_post(room, transfer, slot)
+            post = self.writes.begin(room, transfer, slot)
             where = slot.offset + place
             moves.setdefault(place, Move(spec.plan, spec.tables, where))
             posts.append((post, Writes.one(self._region, where, spec.route.ring, transfer.offset, spec.plan.nbytes)))
@@ -446,7 +346,7 @@ class TransferQueue:
         self._gathering.append(_Gathering(event, room, slot, posts, self._posts_wait))
         if self._posts_wait:
             for post, writes in posts:
-                self._post(post, writes, event)
+                self.writes.post(post, writes, event)
         self._throughput.launched(self._clock() - started)
 
     def _look(self, one: _Gathering) -> None:
@@ -461,28 +361,28 @@ class TransferQueue:
         one.slot.filling = False
         if one.posted:
             # Writes that waited for an event which failed say so by their tickets.
-            self._reading(one.room, -1)
+            self.writes.reading(one.room, -1)
             for post, _ in one.posts:
-                self._crosses(post, self._clock())
+                self.writes.crosses(post, self._clock())
         elif error is not None:
             self._not_gathered(one.room, one.posts, error)
         else:
             self._gathered(one.room, one.posts)
 
-    def _not_gathered(self, room: PrefillRoom, posts: list[tuple[_Post, Writes]], error: Exception) -> None:
-        self._reading(room, -1)
+    def _not_gathered(self, room: PrefillRoom, posts: list[tuple[Post, Writes]], error: Exception) -> None:
+        self.writes.reading(room, -1)
         for post, _ in posts:
             post.error = error
-            self._end(post)
+            self.writes.end(post)
 
-    def _gathered(self, room: PrefillRoom, posts: list[tuple[_Post, Writes]]) -> None:
-        self._reading(room, -1)
+    def _gathered(self, room: PrefillRoom, posts: list[tuple[Post, Writes]]) -> None:
+        self.writes.reading(room, -1)
         for post, writes in posts:
-            self._post(post, writes, None)
+            self.writes.post(post, writes, None)
 
     # Checksums.
 
-    def _sum(self, begun: Sequence[tuple[_Post, TransferSpec, int]]) -> None:
+    def _sum(self, begun: Sequence[tuple[Post, TransferSpec, int]]) -> None:
         """Begin to sum the parts that want it, each once however many destinations it has."""
         layouts = {place: spec.summed for _, spec, place in begun if spec.summed is not None}
         if not layouts:
@@ -491,7 +391,7 @@ class TransferQueue:
         started = self._clock()
         sums = layer_sums(self._kernels, self._pool, post.transfer.segment, layouts, spec.tables, spec.after)
         post.room.handle.report.spend("checksum", self._clock() - started)
-        self._reading(post.room, 1)
+        self.writes.reading(post.room, 1)
         posts = [(post, place) for post, spec, place in begun if spec.summed is not None]
         for post, _ in posts:
             post.summing = True
@@ -516,130 +416,18 @@ class TransferQueue:
         for post, place in one.posts:
             post.summing, post.sums, post.error = False, found.get(place), post.error or error
             if post.held:
-                self._outcome(post)
-        self._reading(one.room, -1)
-
-    # Posting and ending.
-
-    def _new_post(self, room: PrefillRoom, transfer: Transfer, slot: Slot[_Post] | None) -> _Post:
-        post = _Post(room, transfer, slot, self._clock())
-        self._of_room.setdefault(room, {})[post] = None
-        if slot is not None:
-            self._slots.pin(slot, post, transfer.to)
-        return post
-
-    def _post(self, post: _Post, writes: Writes, after: Event | None) -> None:
-        started = self._clock()
-        post.posted = True
-        if after is None or post.slot is None:
-            self._crosses(post, started)
-        try:
-            for batch in writes.batches(self._max_batch):
-                # Asked for each: nothing may begin to read or write once a peer's end was seen.
-                ticket = self._transport.submit(self._loop.reach(post.transfer.to), batch, after=after)
-                post.tickets.add(ticket)
-                self._posts[ticket] = post
-        except Exception as exc:
-            # A transport may be somebody else's code. It raises before it has a ticket: nothing of this batch moves.
-            post.error = exc
-        report = post.room.handle.report
-        report.descriptors += len(writes)
-        report.spend("post", self._clock() - started)
-        if not post.tickets:
-            self._end(post)
-
-    def _crosses(self, post: _Post, at: float) -> None:
-        """The first time: its bytes are on the wire since ``at``, as far as anybody here can see."""
-        if post.crossing or not post.posted:
-            return
-        if post.slot is not None:
-            self._span("gather", post, at)
-        post.crossing, post.began = True, at
-        post.room.handle.report.write_begins(at)
-        self._throughput.crossing((post.room.key, post.transfer.to, post.transfer.segment), at)
-
-    def _span(self, name: str, post: _Post, stop: float) -> None:
-        """A piece of a transfer's work is over."""
-        if self._loop.traced:
-            transfer = post.transfer
-            labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
-            room = post.room.key.room
-            self._loop.observer.span(Span(name, room, post.began, stop, transfer.nbytes, labels=labels))
-
-    def on_ticket(self, event: WriteEnded | Settled) -> None:
-        """A write ended, or is quiet at last."""
-        post = self._posts.get(event.ticket)
-        if post is None:
-            return
-        if isinstance(event, Settled):
-            self._quiet(post, event.ticket)
-            return
-        post.tickets.discard(event.ticket)
-        post.error = post.error or event.error
-        if event.quiesced:
-            del self._posts[event.ticket]
-        else:
-            post.unquiet.add(event.ticket)
-        if not post.tickets:
-            self._end(post)
-
-    def _end(self, post: _Post) -> None:
-        """All tickets have ended, well or not, quiet or not."""
-        if post.posted:
-            # The gather before it ended since the last look, too.
-            self._crosses(post, max(post.began, self._looked))
-            ended = self._clock()
-            post.room.handle.report.write_ends(ended)
-            self._span("wire", post, ended)
-        if not post.unquiet:
-            self._unpin(post)
-        if post.summing and post.error is None:
-            post.held = True
-        else:
-            self._outcome(post)
-
-    def _outcome(self, post: _Post) -> None:
-        transfer = post.transfer
-        if post.error is None:
-            post.room.handle.report.nbytes += transfer.nbytes
-            self._moved(post.room, transfer.to, Wrote(transfer.segment, post.sums))
-        else:
-            self._moved(post.room, transfer.to, WriteFailed(transfer.segment, post.error, not post.unquiet))
-
-    def _quiet(self, post: _Post, ticket: Ticket) -> None:
-        del self._posts[ticket]
-        post.unquiet.discard(ticket)
-        if not post.unquiet and not post.tickets:
-            self._unpin(post)
-            self._moved(post.room, post.transfer.to, Quiet(post.transfer.segment))
-
-    def _unpin(self, post: _Post) -> None:
-        posts = self._of_room[post.room]
-        del posts[post]
-        if not posts:
-            del self._of_room[post.room]
-        if post.slot is not None:
-            self._slots.unpin(post.slot, post)
-        else:
-            self._reading(post.room, -1)
-
-    def gone(self, epoch: Epoch) -> None:
-        """A destination's process has ended and nothing moves between us any more: its tickets are quiet."""
-        for ticket, post in [(t, p) for t, p in self._posts.items() if p.transfer.to == epoch]:
-            if ticket in post.unquiet:
-                self._quiet(post, ticket)
-            else:
-                self.on_ticket(WriteEnded(ticket, PeerLostError(f"peer {peer_name(epoch)} is gone")))
+                self.writes.close(post)
+        self.writes.reading(one.room, -1)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         self._slots.check_integrity()
-        if not self._of_room and not self._posts and not self._gathering:
+        if not self.writes.of_room and not self.writes.posts and not self._gathering:
             assert not self._slots.held
             return
         pinned = {pin for slot in self._slots for pin in slot.pins}
-        assert pinned == set(self._pinning()), pinned
-        live = {post for post in self._posts.values() if post.slot is not None}
+        assert pinned == set(self.writes.pinning()), pinned
+        live = {post for post in self.writes.posts.values() if post.slot is not None}
         live |= {post for one in self._gathering if not one.posted for post, _ in one.posts}
         assert pinned == live, (pinned, live)
         filling = {one.slot for one in self._gathering}

@@ -344,7 +344,7 @@ class Checks:
                 left |= {
                     "slots": endpoint.pinned_slots,
                     "transfers": len(mover._queue),
-                    "posts": len(mover._posts),
+                    "posts": len(mover.writes.posts),
                     "gathers": len(mover._gathering),
                     "flows": len(endpoint._role._flows),
                     "newest": len(endpoint._role._newest),

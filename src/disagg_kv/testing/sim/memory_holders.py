@@ -96,7 +96,7 @@ def _prefill(role: PrefillSide) -> Iterator[Piece]:
         for post in slot.pins:
             if post.room.key in failed or post.room.key not in role._rooms:
                 yield post.transfer.to, post.room.key.room, 0, 0, mover._slots.slot_bytes
-    for post in {id(post): post for post in mover._posts.values() if post.slot is None}.values():
+    for post in {id(post): post for post in mover.writes.posts.values() if post.slot is None}.values():
         if post.room.key in failed or post.room.key not in role._rooms:
             yield post.transfer.to, post.room.key.room, 0, post.transfer.nbytes, 0
 
