@@ -40,7 +40,7 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
     def labels(self) -> dict[str, str]:
-        """What traces say of it."""
+        """Labels of its spans in traces."""
         kind = "states" if self.state else "rows"
         return {"layers": f"{self.first}-{self.last}", kind: f"{self.start}-{self.stop}"}
 
@@ -52,11 +52,11 @@ class Segment(NamedTuple):
 
 @frozen
 class RowRange:
-    """Which tokens of a room decode awaits; what is needed of a window follows from it.
+    """Which tokens of a room decode awaits; the rows that a window needs follow from it.
 
     Args:
-        start: those before it are held already.
-        stop: where the room ends; None: not known yet.
+        start: the first row; decode holds those before it.
+        stop: one past the room's last row; None: not known yet.
     """
 
     start: int = 0
@@ -129,10 +129,10 @@ class StagedLayout:
     offset: I64 = field(eq=_same)
     nbytes: int
     alike: Hashable = field(default=None, init=False, eq=False, repr=False)
-    """Parts that are equal in this differ in nothing but ``row_start[0]``; None, as after ``evolve``: nobody knows."""
+    """Parts that are equal in this differ in nothing but ``row_start[0]``; None, as after ``evolve``: not known."""
 
     def one_of(self, alike: Hashable) -> StagedLayout:
-        """Say that this part and others differ in nothing but ``row_start[0]``."""
+        """Mark this part and others that differ from it in nothing but ``row_start[0]``; returns the part."""
         object.__setattr__(self, "alike", alike)
         return self
 

@@ -95,7 +95,7 @@ class Groups:
         return -(-self.layers // self.size)
 
     def cut(self, run: range) -> list[range]:
-        """The groups of a run of so many layers."""
+        """The groups of a run of layers: ranges of layer ids, ascending."""
         return [range(a, min(a + self.size, run.stop)) for a in range(run.start, run.stop, self.size)]
 
 
@@ -110,9 +110,9 @@ class Adaptive:
 
     Args:
         min_tokens: below this mean length of a pass's rooms there is one group.
-        saturation: at so many times ``min_tokens`` the fewest groups are reached.
+        saturation: the fewest groups are reached at this multiple of ``min_tokens``.
         most, least: how many groups.
-        few_layers: so many layers or fewer are one group.
+        few_layers: this number of layers or fewer is one group.
 
     Raises:
         ConfigurationError: numbers below 1 (``saturation``: 1.01), or ``least`` above ``most``.
@@ -133,7 +133,7 @@ class Adaptive:
             raise ConfigurationError(f"layer groups: least {self.least} is above most {self.most}")
 
     def groups(self, layers: int, tokens: Sequence[int]) -> Groups:
-        """The groups of a pass over rooms of so many new tokens each."""
+        """The groups of a pass over rooms that have these numbers of new tokens."""
         if not tokens:
             return whole(layers, "an empty pass has no groups")
         mean = sum(tokens) / len(tokens)
@@ -149,7 +149,7 @@ class Adaptive:
 
 
 def exposed_s(compute_s: float, wire_s: float, groups: int, group_s: float) -> float:
-    """Seconds from the pass's beginning to the last byte's landing, if the layers cross in so many equal groups.
+    """Seconds from the pass's beginning to the last byte's landing, if the layers cross in equal groups.
 
     Where computing takes longer only the last group is left when it ends; where the wire does, only the first group is
     waited for before it is busy for good.

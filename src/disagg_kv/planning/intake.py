@@ -296,7 +296,7 @@ class Intake:
         return {(low, high) for _, _, low, high in self._shares_of(box)}
 
     def _sizes(self, box: Segment) -> dict[Rank, int]:
-        """Bytes per writer, ascending; shares of one writer follow one another. Remembered: nobody may change it."""
+        """Bytes per writer, ascending; shares of one writer follow one another. Remembered: never change it."""
         sizes = self._sized.get(box)
         if sizes is None:
             sizes = {}

@@ -1,4 +1,4 @@
-"""The axes of a strategy that have code: the path, how bytes cross, and the schedule, when."""
+"""The three axes of a strategy: the path (how bytes cross), the schedule (when), the selection (which rows)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TransferPlanner(Protocol):
         ...
 
     def count(self, job: Job) -> int:
-        """How many writes the job takes, at most; tables are not looked at."""
+        """How many writes the job takes, at most; it reads no page tables."""
         ...
 
 

@@ -1,7 +1,7 @@
 """From the ring into pages: prepared while bytes are on their way, launched when the pace allows it.
 
-What comes when the endpoint's thread has slept finds it cold: nearly all of what a launch costs the host is therefore
-done when the lease is granted, where kernels support it. What is not prepared and has come together is one launch.
+A launch costs the host most when the endpoint's thread has slept. Where kernels support it, nearly all of that work is
+done when the lease is granted. Segments that are not prepared and have come together are one launch.
 
 Calls go one way: the endpoint's side adds what has arrived, calls ``look``, ``start`` and ``prepare_one`` in each step
 of its loop, and takes what has ended (``outcome``).
@@ -68,7 +68,7 @@ class ScatterQueue:
     """Runs on the endpoint's thread only.
 
     A segment is prepared when its parts' places are known, one in a step and after all that is urgent. A prepared
-    launch belongs to the segment's lease: :meth:`drop` is told when that ends.
+    launch belongs to the segment's lease: the side calls :meth:`drop` when that ends.
 
     Arrivals must not hold up what is being decoded, so each waits until the pace allows it. What may begin in one
     step is one launch where kernels are queued on a GPU; a CPU scatters one segment after another, so that the ring
@@ -173,7 +173,7 @@ class ScatterQueue:
             try:
                 moves = [self._move(room, effect.segment, rank, base) for rank, base in effect.parts.items()]
             except Exception as exc:
-                # A path may be somebody else's code: its errors fail this room alone.
+                # A path may be foreign code: its errors fail this room alone.
                 self._over.append((one, exc))
                 continue
             if self._pace is not None:

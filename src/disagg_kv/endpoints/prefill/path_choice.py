@@ -39,8 +39,8 @@ class PathRequest:
     rows: int
 
 
-_Question = tuple[Epoch, int, tuple[str, ...], bool, int]
-"""A decode rank, a rotation, and what is allowed, exposed and how long."""
+_Question = tuple[int, tuple[str, ...], bool, int]
+"""A rotation, the paths that decode allows, whether its pages are exposed, and rows."""
 
 
 class PathChooser:
@@ -56,7 +56,11 @@ class PathChooser:
         self._wanted = wanted
         self._paths = paths
         self._costs = costs
-        self._chosen: PlanCache[_Question, tuple[TransferPlanner, str]] = PlanCache()
+        self._chosen: dict[Epoch, PlanCache[_Question, tuple[TransferPlanner, str]]] = {}
+
+    def forget(self, epoch: Epoch) -> None:
+        """A decode rank is lost."""
+        self._chosen.pop(epoch, None)
 
     def choose(
         self, epoch: Epoch, rotation: int, theirs: Sequence[tuple[str, int]], request: PathRequest
@@ -72,11 +76,12 @@ class PathChooser:
         Raises:
             ConfigurationError: as :func:`choose_path`.
         """
-        key = epoch, rotation, request.allowed, request.exposed, request.rows
-        found = self._chosen.get(key)
+        chosen = self._chosen.setdefault(epoch, PlanCache())
+        key = rotation, request.allowed, request.exposed, request.rows
+        found = chosen.get(key)
         if found is None:
             known = [path for path in self._paths if (path.name, path.version) in theirs]
-            found = self._chosen.keep(key, choose_path(self._wanted, known, request, self._costs))
+            found = chosen.keep(key, choose_path(self._wanted, known, request, self._costs))
         return found
 
 

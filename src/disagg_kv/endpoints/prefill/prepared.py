@@ -28,7 +28,7 @@ class Planned:
         plan, tables: from where.
         share: transfers of one segment for which this is equal carry the same bytes.
         destinations: how many get some of the segment.
-        seconds: what it took to plan.
+        seconds: time that planning took.
     """
 
     plan: StagedLayout
@@ -46,7 +46,7 @@ class SlotLayout:
     used: int = 0
 
     def room_for(self, share: Hashable, nbytes: int, slot_bytes: int) -> bool:
-        """Whether it fits a slot of so many bytes; the first does always."""
+        """Whether a part fits a slot of ``slot_bytes``; the first always does."""
         return share in self.of or not self.of or self.used + nbytes <= slot_bytes
 
     def add(self, share: Hashable, nbytes: int) -> int:
@@ -159,7 +159,7 @@ class PreparedGathers:
         if tables is None or not isinstance(plan, StagedLayout):
             return None
         destinations = sum(flow.has(segment) for flow in room.machine.flows.values())
-        return Planned(plan, tables, route.pair.source_view, destinations, self._loop.clock() - started)
+        return Planned(plan, tables, route.view, destinations, self._loop.clock() - started)
 
     def _gather(self, members: list[tuple[Transfer, Planned]]) -> tuple[_Members, PreparedGather] | None:
         places, moves, where = SlotLayout(), dict[int, Move](), list[tuple[Transfer, int]]()

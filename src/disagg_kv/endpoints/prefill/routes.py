@@ -22,6 +22,7 @@ from ...planning import (
     Limits,
     Pace,
     PairPlan,
+    PartView,
     RowRange,
     Segment,
     StagedLayout,
@@ -35,8 +36,8 @@ from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from .path_choice import PathChooser, PathRequest, fitted
 
-Told = Callable[[range, Groups], None]
-"""Hears of a run of layers how it is cut."""
+OnGroups = Callable[[range, Groups], None]
+"""Called with a run of layers and the groups into which it is cut."""
 
 
 @frozen
@@ -47,6 +48,7 @@ class Route:
         remote: the rank.
         path: how they cross; reason: why so.
         pair: what this rank sends to it.
+        view: that in our pool; routes with the same bytes have the same view.
         intake: what it gets from all ranks.
         tables: its pages, where they are exposed.
         ring: its ring.
@@ -58,6 +60,7 @@ class Route:
     path: TransferPlanner
     reason: str
     pair: PairPlan
+    view: PartView
     intake: Intake
     tables: Tables
     ring: RegionId
@@ -66,7 +69,7 @@ class Route:
 
 
 class Router:
-    """Decides, and remembers what was decided for whom.
+    """Finds the route of a room towards a decode rank, and plans its transfers.
 
     Args:
         me: this endpoint.
@@ -100,6 +103,7 @@ class Router:
     def forget(self, epoch: Epoch) -> None:
         """A decode rank is lost."""
         self._plans.pop(epoch, None)
+        self._chooser.forget(epoch)
 
     def find(
         self,
@@ -109,7 +113,7 @@ class Router:
         others: Sequence[Route],
         stuck: int,
         quota: int,
-        told: Told,
+        on_groups: OnGroups,
     ) -> tuple[Route, FlowPlan]:
         """Decide how the bytes cross.
 
@@ -120,7 +124,7 @@ class Router:
             others: of the ranks of its instance that asked before.
             stuck: staging slots that wait for evidence of this destination.
             quota: staging slots that one destination may pin.
-            told: hears how layers are grouped.
+            on_groups: called with each decision how layers are grouped.
 
         Raises:
             ConfigurationError: no path can.
@@ -145,9 +149,9 @@ class Router:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
-        route = Route(remote, path, reason, pair, intake, tables, ring, frame.start, frame.verify)
+        route = Route(remote, path, reason, pair, pair.source_view, intake, tables, ring, frame.start, frame.verify)
         pace = None if frame.pace is None else Pace(*frame.pace)
-        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, told, pace)
+        grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, on_groups, pace)
         plan = FlowPlan(
             me.rank,
             intake,
@@ -166,17 +170,17 @@ class Router:
         return None if pace is None else (pace.layer_token_s, pace.bytes_per_s, pace.group_s)
 
     def _groups(
-        self, intake: Intake, told: Told, pace: Pace | None, run: range, start: int, stop: int, batch: Batch
+        self, intake: Intake, on_groups: OnGroups, pace: Pace | None, run: range, start: int, stop: int, batch: Batch
     ) -> Sequence[range]:
-        """How a run of layers is cut: equal on all ranks that hold it, so they go by what decode has told all of them.
+        """How a run of layers is cut: equal on all ranks that hold it, so they go by the pace in decode's ``Expect``.
 
-        It tells what one of them measured, in its last room with this instance. A rank that is alone knows better.
+        One of them measured it in its last room with this instance. A rank that holds the run alone uses its own pace.
         """
         if sum(run in intake.ranges(Rank(rank)) for rank in range(len(intake.parts))) == 1:
             pace = self._pace()
         sizes = [nbytes for _, nbytes in intake.lease(Segment(start, stop, run.start, run.stop))[0].values()]
         groups = self._schedule.groups(LayerRun(len(run), stop - start, max(sizes, default=0), batch, pace))
-        told(run, groups)
+        on_groups(run, groups)
         return groups.cut(run)
 
     def _length(self, frame: Expect) -> int:
@@ -187,7 +191,7 @@ class Router:
         return min(1 << (frame.stop - frame.start - 1).bit_length(), most)
 
     def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
-        """What to post or to gather: never more than the part, nor outside the ring that the peer told us of."""
+        """What to post or to gather: never more than the part, nor outside the peer's ring."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
         plan = route.path.send(Job(route.pair, segment, tables, route.tables))
         if transfer.offset is None and isinstance(plan, Writes):

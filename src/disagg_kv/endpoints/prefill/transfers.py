@@ -107,7 +107,7 @@ class TransferQueue:
         staging, region: the buffer that is cut into slots, as it is registered.
         slot_bytes: size of a slot.
         router: plans a transfer.
-        throughput: told how fast transfers are.
+        throughput: measures how fast transfers are.
         verify: how many segments this side wants compared.
     """
 
@@ -196,13 +196,13 @@ class TransferQueue:
 
     @property
     def waits(self) -> bool:
-        """Whether something is under way, or waits for an event, of which nothing else tells this thread."""
+        """Whether something is under way, or waits for an event, that only polling finds."""
         return bool(self._gathering or self.writes.posts or self._summing) or self._waiting
 
     def _begin_direct(self, budget: Budget) -> bool:
-        """Post what goes straight to pages; True while something waits for an event that nothing else tells of.
+        """Post what goes straight to pages; True while something waits for an event that only polling finds.
 
-        Of a room and a destination only the first is asked for: rows are final in order.
+        Of a room and a destination only the first transfer is considered: rows become final in order.
         """
         waiting = False
         for room, to in self._queue.lines():
@@ -222,14 +222,14 @@ class TransferQueue:
         return waiting
 
     def orders(self, event: Event) -> bool:
-        """Whether gathers put themselves behind an event, so that no thread needs to look at it."""
+        """Whether gathers wait for an event by themselves, so that no thread polls it."""
         try:
             return self._streams is not None and self._streams.orders(event)
         except Exception:
-            return False  # it raises when the endpoint asks it, too, and its rooms fail with the reason
+            return False  # it raises again when the endpoint asks it: then its rooms fail with the reason
 
     def _begin(self, room: PrefillRoom, transfer: Transfer, planned: Planned | None) -> TransferSpec | None:
-        """From now on a transfer reads and writes. None: it has become void, or it cannot be planned."""
+        """Begin a transfer: it reads and writes from now on. None: it is void, or it cannot be planned."""
         if not room.machine.flows[transfer.to].begin(transfer):
             return None
         after = room.ready_events.before(transfer.segment)
@@ -243,7 +243,7 @@ class TransferQueue:
         try:
             plan = self._router.plan(route, transfer, tables) if planned is None else planned.plan
             compared = verified(room.key.room, transfer.segment, self._verify, route.verify)
-            summed = route.pair.source_view.layout(transfer.segment) if compared else None
+            summed = route.view.layout(transfer.segment) if compared else None
         except Exception as exc:
             error = ours(exc, f"room {room.key.room.hex()} towards {self._loop.peer_registry.name(transfer.to)}")
             self.writes.moved(room, transfer.to, WriteFailed(transfer.segment, error, True))
@@ -274,7 +274,7 @@ class TransferQueue:
     # Through a slot.
 
     def _staged(self, room: PrefillRoom, first: Transfer, slot: Slot[Post]) -> None:
-        """One gather for all destinations of the same segment that are granted by now and fit the slot."""
+        """Gather once for all destinations of a segment that have their grants and fit the slot."""
         # Counted before anything begins: one destination's failure must not release what is gathered for the others.
         self.writes.reading(room, 1)
         begun = False
@@ -294,7 +294,7 @@ class TransferQueue:
         specs: list[tuple[TransferSpec, int]] = []
         places = SlotLayout()
         for transfer in self.prepared.order(room, self._queue.same(room, first.segment)):
-            share = room.routes[transfer.to].pair.source_view
+            share = room.routes[transfer.to].view
             if self._full(transfer.to) or not places.room_for(share, transfer.nbytes, self._slots.slot_bytes):
                 continue
             self._queue.remove(room, transfer.to, transfer.segment)
