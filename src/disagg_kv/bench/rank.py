@@ -38,6 +38,9 @@ LOOK_S = 0.0005
 SELDOM_S = 0.002
 """The same where nobody measures the end: looking costs the ranks that still work."""
 
+BUSY_S = 0.001
+"""Seconds of Python code between two polls of an engine thread that is busy."""
+
 GRANTED_S = 0.02
 """After so long, grants for rows that were announced are there."""
 
@@ -403,19 +406,34 @@ def _portable(error: Exception) -> DisaggKVError:
 
 
 def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, look_s: float | None = None) -> None:
-    wait_until(good, handle, shape.timeout_s, LOOK_S if look_s is None else look_s)
+    wait_until(good, handle, shape.timeout_s, LOOK_S if look_s is None else look_s, busy=shape.busy)
 
 
-def wait_until(good: Callable[[], bool], handle: RoomHandle, timeout_s: float, pause_s: float) -> None:
-    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time. 0: do not sleep."""
+def wait_until(
+    good: Callable[[], bool], handle: RoomHandle, timeout_s: float, pause_s: float, *, busy: bool = False
+) -> None:
+    """Look every ``pause_s`` seconds; raise the room's error, or a :class:`DeadlineError` in time. 0: do not sleep.
+
+    ``busy``: run Python code in place of each pause, for :data:`BUSY_S`.
+    """
     until = time.monotonic() + timeout_s
     while not good():
         if handle.error is not None:
             raise handle.error
         if time.monotonic() > until:
             raise DeadlineError(f"room {handle.room.hex()}: not done after {timeout_s:g} s")
-        if pause_s:
+        if busy:
+            run_python(BUSY_S)
+        elif pause_s:
             time.sleep(pause_s)
+
+
+def run_python(seconds: float) -> None:
+    """Run Python code, as an engine does, and then release the interpreter once, as a kernel launch does."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    time.sleep(0)
 
 
 def _moved(handle: RoomHandle, began: float, ended: float, grants: tuple[float, ...] = ()) -> Moved:

@@ -40,6 +40,7 @@ class TransferShape:
         slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.
         ring_bytes: of each decode rank; None: the endpoint's own choice.
         group: layers of a group where a schedule cuts them; None: as it chooses.
+        busy: while a transfer is under way, each rank's engine thread runs Python code between two polls.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
         repeats: measured transfers per strategy.
@@ -67,6 +68,7 @@ class TransferShape:
     slot_bytes: int | None = None
     ring_bytes: int | None = None
     group: int | None = None
+    busy: bool = False
     wire_bytes_per_s: float | None = None
     verify: Verify = "off"
     repeats: int = 20

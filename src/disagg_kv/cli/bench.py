@@ -56,6 +56,9 @@ def transfer(
     announced: Annotated[
         bool, typer.Option("--announced", help="Announce the rows first, as an engine does before a pass.")
     ] = False,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Let each engine thread run Python code while a transfer is under way.")
+    ] = False,
     slots: Annotated[int, typer.Option(min=1, help="Staging slots of a prefill rank.")] = 8,
     slot_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a staging slot.")] = None,
     ring_mib: Annotated[int | None, typer.Option(min=1, help="MiB of a decode rank's staging ring.")] = None,
@@ -88,6 +91,7 @@ def transfer(
         layout=layout,
         decode_layout=decode_layout or layout,
         announced=announced,
+        busy=busy,
         slots=slots,
         slot_bytes=slot_mib and slot_mib << 20,
         ring_bytes=ring_mib and ring_mib << 20,
@@ -133,7 +137,7 @@ def _table(report: TransferReport) -> Table:
     shape = report.shape
     title = (
         f"TP {shape.prefill_tp} -> {shape.decode_tp} over {shape.transport}: {shape.tokens:,} tokens, "
-        f"{report.nbytes / 1e6:,.1f} MB, {shape.repeats} repeats"
+        f"{report.nbytes / 1e6:,.1f} MB, {shape.repeats} repeats{', engine threads busy' if shape.busy else ''}"
     )
     table = Table("", *names, "plain writes", title=title)
     for name in names[:1]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,12 +14,14 @@ import pytest
 
 from disagg_kv.bench import TransferShape, bulk, machine, ranks, run_transfer
 from disagg_kv.bench.data import fill, page_ids, poison, wrong
-from disagg_kv.bench.rank import _portable
+from disagg_kv.bench.rank import BUSY_S, _portable, wait_until
 from disagg_kv.bench.ranks import Ranks
 from disagg_kv.errors import DeadlineError, DisaggKVError, IncompatiblePeerError, IntegrityError, PeerLostError
+from disagg_kv.ids import RoomId
 from disagg_kv.memory import PagedPool
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport, registry
+from tests.support.rig import Rig, tp_shards
 
 SMALL = TransferShape(
     transport="inproc",
@@ -129,3 +133,17 @@ def test_the_machine_is_named_also_where_less_is_known(tmp_path: Path) -> None:
     assert machine.commit(tmp_path / "file.py") is None
     here = machine.commit(Path(machine.__file__))
     assert here is None or len(here.removesuffix("-dirty")) == 40
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_only_a_busy_engine_thread_computes_between_two_polls(busy: bool) -> None:
+    """Ten polls of a room: the processor time that the thread spends in the nine slices between them."""
+    rig = Rig(SMALL.spec())
+    (prefill,) = rig.prefill(tp_shards(SMALL.spec(), 1))
+    polls = iter(range(10))
+    with closing(prefill.endpoint) as end:
+        delivery = end.open(RoomId(b"busy"))
+        began = time.thread_time()
+        wait_until(lambda: next(polls) == 9, delivery, 60.0, 0.0001, busy=busy)
+        spent = time.thread_time() - began
+    assert (spent >= 2 * BUSY_S) == busy

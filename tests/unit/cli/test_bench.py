@@ -117,6 +117,14 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(word in text for word in ("gather", "share of ceiling", "plain writes", "every byte was right"))
 
 
+def test_busy_engine_threads_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--transport", "shm", "--strategies", "staged", "--prefill-tp", "1", "--repeats", "1"]
+    assert bench(capsys, *one, "--busy")["shape"]["busy"] is True
+    assert bench(capsys, *one)["shape"]["busy"] is False
+    assert run([*SMALL, *one, "--busy"]) == 0
+    assert "engine threads busy" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_group_asks_for_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench"]) == 2
     assert "Missing command" in capsys.readouterr().err
