@@ -108,7 +108,7 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.StagingRequest, segment=boxes, ask=numbers, ready=st.booleans()),
     room_frame(f.Queued, segment=boxes),
     room_frame(f.Grant, segment=boxes, ask=numbers, lease=numbers, offset=numbers, nbytes=numbers),
-    room_frame(f.Landed, segment=boxes),
+    room_frame(f.Landed, segments=st.lists(boxes, min_size=1, max_size=3).map(tuple)),
     room_frame(f.ChunkReady, segment=boxes, lease=st.none() | numbers, sums=st.none() | st.binary(max_size=40)),
     room_frame(
         f.Done, stop=numbers, segments=numbers, aux=st.none() | st.binary(max_size=40), tag=st.binary(max_size=32)

@@ -218,7 +218,7 @@ class DecodeNode(Node):
         answer: RoomFrame
         match frame:
             case StagingRequest() | ChunkReady() if done:
-                answer = Landed(**head, segment=frame.segment)
+                answer = Landed(**head, segments=(frame.segment,))
             case Done() if done:
                 answer = Complete(**head)
             case StagingRequest() | ChunkReady() | Done():

@@ -59,8 +59,8 @@ def grant(s: Segment = A, nbytes: int = 1024, rank: int = 0, ask: int = 0) -> Gr
     return Grant(**head(rank), segment=box(s), ask=ask, lease=s.start, offset=s.start * 100, nbytes=nbytes)
 
 
-def landed(s: Segment = A) -> Landed:
-    return Landed(**head(), segment=box(s))
+def landed(*segments: Segment) -> Landed:
+    return Landed(**head(), segments=tuple(map(box, segments or (A,))))
 
 
 def abort(rank: int = 0) -> Abort:

@@ -333,12 +333,11 @@ class Flow(Machine[Sending]):
         self._fail(ours(event.error, self._name()))
 
     def _on_landed(self, event: Landed) -> None:
-        if self._acknowledged(event):
+        if sum(self._acknowledged(Segment(*box)) for box in event.segments):
             self._advance(changed=False)
             self._check_finished()
 
-    def _acknowledged(self, event: Landed) -> bool:
-        segment = Segment(*event.segment)
+    def _acknowledged(self, segment: Segment) -> bool:
         part = self._parts.get(segment)
         if part is None or part.step is _SegmentStep.WRITING:
             self.ignored += 1
@@ -405,7 +404,8 @@ class Flow(Machine[Sending]):
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))
 
     def _on_landed_late(self, event: Landed) -> None:
-        self._acknowledged(event)
+        for box in event.segments:
+            self._acknowledged(Segment(*box))
 
     def _on_complete(self, event: Complete) -> None:
         """Every notice has come, although its ``Landed`` may be lost."""

@@ -214,9 +214,9 @@ class Grant(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 
 
 class Landed(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=8):
-    """The segment has your part already: answer to a late ``StagingRequest`` and acknowledgement of ``ChunkReady``."""
+    """The segments have your parts: answer to a late ``StagingRequest`` and acknowledgement of ``ChunkReady``."""
 
-    segment: Box
+    segments: Annotated[tuple[Box, ...], Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
 class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=9):

@@ -598,7 +598,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._out.append(Send(w.epoch, frame))
 
     def _landed(self, w: Writer, segment: Segment) -> None:
-        self._send(w, Landed(**self._to(w), segment=segment_to_wire(segment)))
+        self._send(w, Landed(**self._to(w), segments=(segment_to_wire(segment),)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""

@@ -1,4 +1,4 @@
-"""What an endpoint says leaves at the end of its turn; a receipt, for which nobody waits, may wait for company."""
+"""What an endpoint says leaves at the end of its turn; what landed in a turn is acknowledged in one frame."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, Channel, News
-from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, RECEIPT_S, RECEIPTS, SHORTEST_PAUSE_S
+from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.runtime.limited_log import LimitedLog
 from disagg_kv.endpoints.runtime.send_buffer import SendBuffer
 from disagg_kv.errors import ConfigurationError
@@ -96,34 +96,20 @@ def raises(error: Exception) -> None:
 P, Q = "inproc://P0", "inproc://Q0"
 
 
-def test_what_is_due_takes_along_what_is_not(rig: Rig, channel: Noting) -> None:
-    """To the same address only, and in the order in which it was said."""
+def test_what_is_said_to_an_address_leaves_together(rig: Rig, channel: Noting) -> None:
+    """In the order in which it was said."""
     box = SendBuffer(channel, rig.prefills[0].observer, LimitedLog(rig.clock), raises)
-    box.put(P, b"receipt", 5.0)
-    box.put(Q, b"receipt", 5.0)
-    box.put(P, b"word")
-    box.flush(4.0)
-    assert channel.together == [[b"receipt", b"word"]]
-    box.flush(5.0)
-    assert channel.together[1:] == [[b"receipt"]]
-    box.put(P, b"receipt", 9.0)
+    box.put(P, b"first")
+    box.put(Q, b"other")
+    box.put(P, b"second")
+    assert channel.together == []
     box.flush()
-    assert channel.together[2:] == [[b"receipt"]]
+    assert channel.together == [[b"first", b"second"], [b"other"]]
     assert not box.unsent
 
 
-def test_few_receipts_wait(rig: Rig, channel: Noting) -> None:
-    """A peer asks for more as they come."""
-    box = SendBuffer(channel, rig.prefills[0].observer, LimitedLog(rig.clock), raises)
-    for number in range(1, RECEIPTS + 1):
-        assert not channel.together
-        box.put(P, b"receipt", 5.0)
-        box.flush(0.0)
-        assert bool(channel.together) == (number == RECEIPTS)
-
-
 def world(
-    kind: type[Noting], transport: type[InprocTransport], linger_s: float, window: int = 16
+    kind: type[Noting], transport: type[InprocTransport], linger_s: float, strategy: str = "staged"
 ) -> tuple[Rig, list[Noting], Request]:
     """One rank to one rank, a room of two segments that are granted; rows are final when the test says so."""
     channels: list[Noting] = []
@@ -132,10 +118,10 @@ def world(
         channels.append(kind(inner))
         return channels[-1]
 
-    rig = Rig(SPEC, options=Options(linger_s=linger_s, window=window))
+    rig = Rig(SPEC, options=Options(linger_s=linger_s))
     memory = Memory(transport=transport, page_size=8, channel=noting)
-    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="staged", slot_bytes=8 * ROW_BYTES, slots=64)
-    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", kernels=PreparingKernels())
+    rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy=strategy, slot_bytes=8 * ROW_BYTES, slots=64)
+    rig.decode(tp_shards(SPEC, 1), memory=memory, strategy=strategy, kernels=PreparingKernels())
     request = rig.request("room", rig.prefills, rig.decodes, 16).open_decode().expect(16).open_prefill()
     rig.wait(0.1)
     return rig, channels, request
@@ -151,51 +137,39 @@ def until_landed(rig: Rig, request: Request, segments: int = 1, phase: Phase = P
     raise AssertionError("they have not landed")
 
 
-@pytest.mark.parametrize(
-    ("transport", "window", "waits"),
-    [(Fast, 16, True), (Fast, 2 * RECEIPTS, True), (Fast, 2 * RECEIPTS - 1, False), (InprocTransport, 16, False)],
-)
-def test_a_receipt_waits_only_where_bytes_are_fast_and_the_window_is_wide(
-    transport: type[InprocTransport], window: int, waits: bool
-) -> None:
-    """There it takes as long to write one as to move MiBs; but a sender with a small window waits for each."""
-    rig, (_, decode), request = world(Noting, transport, 60.0, window)
-    request.send(8)
-    until_landed(rig, request)
-    assert decode.said(Landed) == (not waits)
-    rig.clock.advance(RECEIPT_S)
-    rig.decodes[0].endpoint.driver.step(1.0)
-    assert decode.said(Landed) == 1
-    request.send(16).finish().landed()
-    rig.quiet()
+def landed_in(channel: Noting) -> list[int]:
+    """Of each ``Landed`` that was handed over, how many segments it lists."""
+    frames = [Codec().decode(frame) for frames in channel.together for frame in frames]
+    return [len(frame.segments) for frame in frames if isinstance(frame, Landed)]
 
 
-def test_a_receipt_leaves_before_its_endpoint_sleeps() -> None:
-    """Nothing that was said waits for a thread that waits."""
-    rig, (_, decode), request = world(Noting, Fast, 1e-7)
-    request.send(8)
-    until_landed(rig, request)
-    assert decode.said(Landed) == 0
-    rig.clock.advance(1e-6)
-    decode.log.clear()
-    rig.decodes[0].endpoint.driver.step(1.0)
-    assert decode.log == ["sleep"]
-    assert decode.said(Landed) == 1
-    request.send(16).finish().landed()
-
-
-def test_receipts_come_with_the_word_that_all_is_there() -> None:
+def test_what_landed_in_a_step_is_acknowledged_in_one_frame() -> None:
+    """The notices of both segments come together; the frame leaves in the same step, and prefill takes all of it."""
     rig, (_, decode), request = world(Noting, Fast, 60.0)
     event = Flag()
     request.send(16, ready=event)
     rig.wait(0.1)
     event.fired = True
     until_landed(rig, request, 2)
-    assert decode.said(Landed) == 0
-    request.finish()
+    assert landed_in(decode) == [2]
+    rig.prefills[0].endpoint.driver.step(1.0)
+    assert request.sends[0].report.segments == 2
+    request.finish().landed()
+    assert landed_in(decode) == [2]
+
+
+def test_complete_acknowledges_what_landed_in_its_step() -> None:
+    """Nothing has to be scattered: the last notice brings all, and decode decides at once."""
+    rig, (_, decode), request = world(Noting, Fast, 60.0, "direct")
+    event = Flag()
+    request.send(16, ready=event).finish()
+    rig.wait(0.1)
+    event.fired = True
     until_landed(rig, request, 2, Phase.DONE)
-    handed = [[type(Codec().decode(frame)) for frame in frames] for frames in decode.together]
-    assert [kinds for kinds in handed if Landed in kinds] == [[Landed, Landed, Complete]]
+    assert landed_in(decode) == []
+    request.landed()
+    assert decode.said(Complete) == 1
+    assert request.sends[0].report.segments == 2
 
 
 def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +215,7 @@ def test_after_a_frame_naps_are_short_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames come together; the GPU has something to do while the later ones are read."""
-    rig, (prefill, decode), request = world(Noting, Fast, 60.0)
+    rig, (prefill, _), request = world(Noting, Fast, 60.0)
     kernels = rig.decodes[0].endpoint._role._scatters._kernels
     assert isinstance(kernels, PreparingKernels)
     event = Flag()
@@ -259,7 +233,7 @@ def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch:
     event.fired = True
     request.landed()
     assert launched == [1, 2]
-    assert prefill.said(ChunkReady) == decode.said(Landed) == 2
+    assert prefill.said(ChunkReady) == 2
 
 
 class Refusing(Noting):

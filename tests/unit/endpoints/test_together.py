@@ -53,7 +53,7 @@ class Watching(CountingKernels):
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Count and pass on."""
-        self.told.append(sum(isinstance(frame, Landed) for frame in self._heard))
+        self.told.append(sum(len(frame.segments) for frame in self._heard if isinstance(frame, Landed)))
         return super().scatter(pool, moves, staging)
 
 

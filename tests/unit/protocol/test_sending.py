@@ -139,6 +139,16 @@ def test_a_request_that_is_answered_landed_is_over() -> None:
     assert sent(room.machine.finish(4, None, b"", 0.0)) == [Done]
 
 
+def test_one_acknowledgement_lists_several_segments() -> None:
+    """Those that are not known count, wherever they stand in the list, and the others are over."""
+    room = Room()
+    room.expect()
+    room.say(landed(A, Segment(5, 5, 0, 0), A, B))
+    flow = room.machine.flows[D[0]]
+    assert (flow.segments_landed, flow.ignored) == (2, 2)
+    assert sent(room.machine.finish(8, None, b"", 0.0)) == [Done]
+
+
 @pytest.mark.parametrize(
     "event", [grant(Segment(5, 5, 0, 0)), landed(Segment(5, 5, 0, 0)), grant(B), landed(B)], ids=str
 )

@@ -79,6 +79,7 @@ from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
 from .handle import CheckedExpectation, ReceptionHandle
 from .rate_limit import RateLimiter
+from .receipts import Receipts
 from .room import DecodeRoom
 from .scatter import ScatterQueue
 
@@ -124,6 +125,7 @@ class DecodeSide:
         self._plans: dict[tuple[Epoch, ...], InstancePlans] = {}
         self._paces: dict[Epoch, WirePace] = {}
         self._scatters = ScatterQueue(loop, pool, ring, kernels, pace)
+        self._receipts = Receipts(loop.send)
         self._checking: list[DecodeRoom] = []
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, Vote]] = deque()
@@ -327,7 +329,7 @@ class DecodeSide:
         elif ended is RoomOutcome.FAILED:
             loop.send(Send(epoch, Abort(**head, reason="the room has failed")))
         elif isinstance(frame, StagingRequest | ChunkReady):
-            loop.send(Send(epoch, Landed(**head, segment=frame.segment)))
+            self._receipts.send(Send(epoch, Landed(**head, segments=(frame.segment,))))
         elif isinstance(frame, Done):
             loop.send(Send(epoch, Complete(**head)))
 
@@ -369,7 +371,7 @@ class DecodeSide:
         for effect in effects:
             match effect:
                 case Send():
-                    self._loop.send(effect)
+                    self._receipts.send(effect)
                 case Vote():
                     self._votes.append((room, effect))
                 case Reserve():
@@ -442,6 +444,8 @@ class DecodeSide:
 
     def work(self) -> bool:
         """Finish scatters, start those that are due, and prepare one that follows."""
+        if self._receipts.waiting:
+            self._receipts.flush()
         if self._checking:
             self._check_kept()
         scatters = self._scatters

@@ -198,8 +198,8 @@ class ScatterQueue:
         key = next(iter(self.prepared.waiting), None)
         if key is None:
             return
-        # Grants leave first: the sooner bytes come.
-        self._loop.flush(self._loop.now)
+        # Grants leave first, so that bytes come sooner.
+        self._loop.flush()
         room, effect = self.prepared.waiting.pop(key)
         self.prepared.prepare(key, lambda: self._prepare(room, effect))
 

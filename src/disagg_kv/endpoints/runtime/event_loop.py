@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from math import inf
 from typing import TypeVarTuple
 
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps
@@ -47,7 +46,6 @@ from ...protocol import (
 from ...protocol.frames import (
     Ballot,
     Heartbeat,
-    Landed,
     Refused,
     RoomFrame,
     Superseded,
@@ -61,7 +59,7 @@ from .budget import MOST, Budget
 from .connections import Connections, ConnectResult
 from .directory import Directory, LookupResult
 from .handshake import EndpointInfo, RemoteEndpoint, check_key
-from .idle import IDLE_S, RECEIPT_S, TARGET_S, IdlePolicy
+from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .limited_log import LimitedLog
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
@@ -210,7 +208,7 @@ class EventLoop:
             self.now, timeout_s, busy=busy, told=told, more=more, rooms=rooms, in_pass_s=self.side.patience_s
         )
         if self._send_buffer.unsent:
-            self._guard(self.flush, self.now if rest.polls else inf)
+            self._guard(self.flush)
         self._napped = rest.pause_s > 0 and self._naps is not None
         if self._napped and self._naps is not None:
             self._naps.nap(rest.pause_s)
@@ -219,7 +217,7 @@ class EventLoop:
             self._guard(self.poll_transport)
             self._guard(self.side.work)
             if self._send_buffer.unsent:
-                self._guard(self.flush, self.now if rest.polls else inf)
+                self._guard(self.flush)
             return
         self.idle.rested(rest)
         if rest.pause_s and self._naps is None:
@@ -552,8 +550,7 @@ class EventLoop:
         if address is None:
             self.observer.count("frames.unroutable")
             return
-        waits = self.idle.holds_receipts and isinstance(send.frame, Landed)
-        self._send_buffer.put(address, self.codec.encode(send.frame), self.now + RECEIPT_S if waits else -inf)
+        self._send_buffer.put(address, self.codec.encode(send.frame))
 
     def nudge(self, epoch: Epoch) -> None:
         """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
@@ -574,12 +571,9 @@ class EventLoop:
         self.nudge(epoch)
         return link
 
-    def flush(self, now: float = inf) -> None:
-        """Hand over what was said: when a step ends, and before this thread does something that may take long.
-
-        Given the time, frames that are not due by then stay.
-        """
-        self._send_buffer.flush(now)
+    def flush(self) -> None:
+        """Hand over what was said: when a step ends, and before this thread does something that may take long."""
+        self._send_buffer.flush()
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
         """Tell our instance how a room ends here."""
@@ -591,7 +585,7 @@ class EventLoop:
         for send in sends:
             self.send(send)
         if sends and self._prompt:
-            self.flush(self.now)
+            self.flush()
         for effect in effects:
             if isinstance(effect, Outcome):
                 self.side.on_decided(effect.key, effect.decided)

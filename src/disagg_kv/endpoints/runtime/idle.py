@@ -43,12 +43,6 @@ NUDGE_S = 150e-6
 late, and notices pass through two threads of ZeroMQ on cores of their own. Where a channel has no threads, there is
 only the peer's own to keep awake, which stays so for ``linger_s``."""
 
-RECEIPT_S = 0.001
-"""Seconds that a receipt waits for other frames to the same peer, where the wire is fast and this thread awake."""
-
-RECEIPTS = 4
-"""Fewer receipts than these wait for other frames: a sender has a window under way and goes on as they come."""
-
 FAST_BYTES_PER_S = 5e10
 """On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
 
@@ -75,7 +69,7 @@ class IdlePolicy:
 
     Args:
         caps: of the transport: how fast its wire is, and whether its writes wait for events by themselves.
-        options: the busy-poll window and the window of segments.
+        options: the busy-poll window.
         naps: whether the channel can wait exactly, for microseconds.
         now: the time.
     """
@@ -84,8 +78,6 @@ class IdlePolicy:
         fast = caps.bytes_per_s >= FAST_BYTES_PER_S
         self.linger_s = options.linger_s if fast else 0.0
         self.nudge_s = self.linger_s / 2 if naps else NUDGE_S
-        # A sender whose window is small waits for every receipt.
-        self.holds_receipts = fast and options.window >= 2 * RECEIPTS
         self._shortest = NAP_S if fast and caps.waits_events and naps else SHORTEST_PAUSE_S
         self._longest = self._shortest if fast else LONGEST_PAUSE_S
         self._pause = self._shortest

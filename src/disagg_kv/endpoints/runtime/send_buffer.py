@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from math import inf
 
 from attrs import define, field
 
 from ...channels import MAX_FRAME, MAX_TOGETHER, Channel, SupportsBatches, check_frame
 from ...errors import ConfigurationError, text_of
 from ...trace import Observer
-from .idle import RECEIPTS
 from .limited_log import LimitedLog
 
 
 @define
 class _Unflushed:
-    """What was said to an address since it was last handed over; it has ``nbytes`` and leaves by ``due``."""
+    """What was said to an address since it was last handed over; it has ``nbytes``."""
 
     frames: list[bytes] = field(factory=list)
     nbytes: int = 0
-    due: float = inf
 
 
 class SendBuffer:
@@ -44,8 +41,8 @@ class SendBuffer:
         self.unsent: dict[str, _Unflushed] = {}
         self._too_large = too_large
 
-    def put(self, address: str, frame: bytes, due: float = -inf) -> None:
-        """Say something that is not awaited before ``due``."""
+    def put(self, address: str, frame: bytes) -> None:
+        """Say something."""
         if len(frame) > MAX_FRAME:
             try:
                 check_frame(address, frame)
@@ -63,14 +60,12 @@ class SendBuffer:
             unsent = self.unsent[address] = _Unflushed()
         unsent.frames.append(frame)
         unsent.nbytes += len(frame)
-        unsent.due = min(unsent.due, due)
 
-    def flush(self, now: float = inf) -> None:
-        """Hand over what was said, except the little that is not due yet."""
-        for address, unsent in list(self.unsent.items()):
-            if unsent.due <= now or len(unsent.frames) >= RECEIPTS:
-                del self.unsent[address]
-                self._hand_over(address, unsent.frames)
+    def flush(self) -> None:
+        """Hand over what was said."""
+        unsent, self.unsent = self.unsent, {}
+        for address, frames in unsent.items():
+            self._hand_over(address, frames.frames)
 
     def _hand_over(self, address: str, frames: list[bytes]) -> None:
         try:

@@ -79,7 +79,7 @@ class SimTransport:
         self._world = world
         self.node = node
         self.me = Peer(b"sim" + node.epoch)
-        # A GPU's transports wait for events, and are fast: so receipts wait, and peers are nudged.
+        # A GPU's transports wait for events, and are fast: so peers are nudged.
         self.caps = Capabilities(
             waits_events=world.scenario.waits_events,
             bytes_per_s=3.8e11 if world.scenario.waits_events else 4e9,

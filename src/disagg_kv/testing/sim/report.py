@@ -46,7 +46,6 @@ MARKS = frozenset(
         "prepared:scatter launched",
         "prepared:scatter dropped",
         "prepared:as much as may be",
-        "receipts:one waits",
         "greeting:of an older life",
         "refused:quarantine full",
         "room:id used again",

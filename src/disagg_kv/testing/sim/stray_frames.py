@@ -76,7 +76,7 @@ SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
     Returned: {"segment": BOX, "ask": 0},
     Queued: {"segment": BOX},
     Grant: {"segment": BOX, "ask": 0, "lease": 0, "offset": 0, "nbytes": 1},
-    Landed: {"segment": BOX},
+    Landed: {"segments": (BOX,)},
     Complete: {},
     Abort: {"reason": "out of turn"},
     AbortAck: {},

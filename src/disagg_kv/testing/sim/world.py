@@ -533,8 +533,6 @@ class World:
             return
         if node.must_break:
             self.violation("I7", f"{node.address}: goes on although the handling of an error has failed")
-        if node.loop._send_buffer.unsent:
-            self.mark("receipts:one waits")
         if node.changes:
             for handle in node.endpoint.poll():
                 entry = self.entries.get(id(handle))
