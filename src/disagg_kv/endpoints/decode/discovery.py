@@ -17,8 +17,8 @@ from attrs import define, field, frozen
 from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
 from ...protocol import RoomKey
 from ...rendezvous import Source
-from ..runtime.directory import LookupResult
-from ..runtime.event_loop import LOOKUP_FAILED_S, LOOKUP_S, EventLoop
+from ..runtime.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
+from ..runtime.event_loop import EventLoop
 from ..runtime.handshake import RemoteEndpoint
 from .room import DecodeRoom
 

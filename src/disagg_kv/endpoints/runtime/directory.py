@@ -24,6 +24,12 @@ from .background import Background
 
 log = logging.getLogger("disagg_kv")
 
+LOOKUP_S = 0.05
+"""Seconds between two look-ups of an instance that is not there yet."""
+
+LOOKUP_FAILED_S = 0.5
+"""The same where the rendezvous cannot be asked."""
+
 WITHDRAW_S = 1.0
 """How long an endpoint that closes waits for the rendezvous to take its address back."""
 

@@ -21,7 +21,7 @@ from ...errors import (
     TransportError,
     text_of,
 )
-from ...ids import Epoch, Peer, Rank
+from ...ids import Epoch, Peer
 from ...memory import Event
 from ...protocol import (
     Agreement,
@@ -73,12 +73,6 @@ log = logging.getLogger("disagg_kv")
 
 A = TypeVarTuple("A")
 
-LOOKUP_S = 0.05
-"""Seconds between two look-ups of an instance that is not there yet."""
-
-LOOKUP_FAILED_S = 0.5
-"""The same where the rendezvous cannot be asked."""
-
 LOST_LINKS = 256
 """Lost peers whose end may still be noticed; beyond it, only the operator's word about the oldest is evidence."""
 
@@ -129,7 +123,6 @@ class EventLoop:
         self._sleep = sleep
         self.idle = IdlePolicy(me.transport.caps, options, naps=self._naps is not None, now=self.now)
         self._napped = False
-        self._ticked = self.now
         self._nudged: dict[Epoch, float] = {}
         self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
         name = f"disagg_kv {me.instance}/{me.rank}"
@@ -145,7 +138,6 @@ class EventLoop:
         self.most = MOST
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
         self._process_monitor = ProcessMonitor(clock, me.life.process, me.life.watch)
-        self._look_at: float | None = None if len(me.shards) == 1 else self.now
         before = found_before(rendezvous, me.instance, me.rank, me.address)
         self.succession = Succession(me.hello()(b""), before)
         self.siblings = Siblings(self, self.succession)
@@ -253,7 +245,7 @@ class EventLoop:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
-        ticks = self._handle_deferred, self._tick_peers, self._tick_agreement, self._find_leader, self.side.tick
+        ticks = self._handle_deferred, self._tick_peers, self._tick_agreement, self.siblings.tick, self.side.tick
         for tick in ticks:
             self._guard(tick)
         busy = bool(self._guard(self.side.work))
@@ -325,11 +317,16 @@ class EventLoop:
         self._unforeseen(exc)
         self._sleep(IDLE_S)
 
+    def next_at(self) -> float | None:
+        """When a step is due although nothing comes in."""
+        times = self.peers.next_at(), self.agreement.next_at(), self.side.next_at(), self.siblings.look_at
+        return min((t for t in times if t is not None), default=None)
+
     def _wait(self, timeout_s: float) -> float:
-        times = [self.peers.next_at(), self.agreement.next_at(), self.side.next_at(), self._look_at]
         most = TARGET_S if self.me.transport.caps.needs_target_polling and self.side.open_rooms else IDLE_S
-        until = min([self.now + min(timeout_s, most), *(t for t in times if t is not None)])
-        return max(0.0, until - self.now)
+        due = self.next_at()
+        wait_s = min(timeout_s, most)
+        return wait_s if due is None else max(0.0, min(wait_s, due - self.now))
 
     def _notice_exits(self) -> None:
         for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
@@ -344,23 +341,6 @@ class EventLoop:
     def _tick_agreement(self) -> None:
         if said := self.agreement.tick(self.now):
             self.agree(said)
-
-    def _find_leader(self) -> None:
-        """Rank 0 counts the votes of our instance: look it up until it is here, and introduce ourselves to it.
-
-        Rank 0 itself looks the others up once: they may know an earlier rank 0, which still seems to live.
-        """
-        if self.now - self._ticked >= self.options.silence_s:
-            # We stood still until all others had lost us: another life may have our place.
-            self._look_at = self.now
-        self._ticked = self.now
-        if self._look_at is None or self.now < self._look_at:
-            return
-        if self.siblings.knows(Rank(0)):
-            self._look_at = None
-            return
-        self._look_at = self.now + LOOKUP_S
-        self.look_up(Source(self.me.instance))
 
     def look_up(self, source: Source) -> None:
         """Ask the rendezvous for an instance; the answer comes now or in a later step."""
@@ -377,17 +357,8 @@ class EventLoop:
         if answer.error is not None:
             self.observer.count("lookups.failed")
             self._warn(f"instance {answer.source.instance!r} could not be looked up: {text_of(answer.error)}")
-        if answer.source == Source(self.me.instance) and self._look_at is not None:
-            if answer.error is not None:
-                self._look_at = self.now + LOOKUP_FAILED_S
-            elif answer.addresses is not None:
-                first = self.me.rank == 0
-                self._look_at = None if first else self.now + self.options.heartbeat_s
-                # Whoever is found in our own place has taken it.
-                others = answer.addresses if first else (answer.addresses[0], *answer.addresses[self.me.rank :][:1])
-                for address in others:
-                    if address != self.me.address:
-                        self.dial(address)
+        if answer.source == Source(self.me.instance):
+            self.siblings.on_answer(answer)
         self.side.on_answer(answer)
 
     # What comes in.
@@ -514,7 +485,6 @@ class EventLoop:
         self.observer.count("peers.lost")
         log.info("%s", lost.error)
         if lost.peer in self.siblings:
-            self._look_at = None if self.me.rank == 0 else self.now
             self.siblings.lost(lost.peer)
         else:
             self.connections.give_up(lost.peer)

@@ -9,6 +9,8 @@ from ...errors import RemoteProtocolError
 from ...ids import Epoch, Rank
 from ...protocol import Hello, Send
 from ...protocol.frames import Superseded
+from ...rendezvous import Source
+from .directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
 from .succession import Succession
 
 if TYPE_CHECKING:
@@ -18,19 +20,54 @@ log = logging.getLogger("disagg_kv")
 
 
 class Siblings:
-    """Tells the agreement which life of each rank counts, and lives that do not count that they do not."""
+    """Finds rank 0, and tells the agreement which life of each rank counts, and other lives that they do not.
+
+    ``look_at`` is when rank 0 is looked up next; None: it is not looked for.
+    """
 
     def __init__(self, loop: EventLoop, succession: Succession) -> None:
         self._loop = loop
         self._succession = succession
         self._ranks: dict[Epoch, Rank] = {}
+        self.look_at: float | None = None if len(loop.me.shards) == 1 else loop.now
+        self._ticked = loop.now
+
+    def tick(self) -> None:
+        """Rank 0 counts the votes of our instance: look it up until it is here, and introduce ourselves to it.
+
+        Rank 0 itself looks the others up once: they may know an earlier rank 0, which still seems to live.
+        """
+        now = self._loop.now
+        if now - self._ticked >= self._loop.options.silence_s:
+            # We stood still until all others had lost us: another life may have our place.
+            self.look_at = now
+        self._ticked = now
+        if self.look_at is None or now < self.look_at:
+            return
+        if Rank(0) in self._ranks.values():
+            self.look_at = None
+            return
+        self.look_at = now + LOOKUP_S
+        self._loop.look_up(Source(self._loop.me.instance))
+
+    def on_answer(self, answer: LookupResult) -> None:
+        """The rendezvous has answered where our own instance is."""
+        loop, me = self._loop, self._loop.me
+        if self.look_at is None:
+            return
+        if answer.error is not None:
+            self.look_at = loop.now + LOOKUP_FAILED_S
+        elif answer.addresses is not None:
+            first = me.rank == 0
+            self.look_at = None if first else loop.now + loop.options.heartbeat_s
+            # Whoever is found in our own place has taken it.
+            others = answer.addresses if first else (answer.addresses[0], *answer.addresses[me.rank :][:1])
+            for address in others:
+                if address != me.address:
+                    loop.dial(address)
 
     def __contains__(self, epoch: bytes) -> bool:
         return epoch in self._ranks
-
-    def knows(self, rank: Rank) -> bool:
-        """Whether some life of a rank is there."""
-        return rank in self._ranks.values()
 
     def up(self, hello: Hello) -> None:
         """A rank of our instance is there."""
@@ -39,6 +76,7 @@ class Siblings:
 
     def lost(self, epoch: Epoch) -> None:
         """A rank of our instance is lost; another life of it may be there."""
+        self.look_at = None if self._loop.me.rank == 0 else self._loop.now
         rank = self._ranks.pop(epoch)
         self._succession.lost(epoch)
         self._loop.agree(self._loop.agreement.lost(epoch, self._loop.now))

@@ -471,10 +471,9 @@ class SimNode:
 
     def due_at(self) -> float:
         """When, by the world's clock, it has something to do although nothing comes in."""
-        node = self.loop
-        times = [node.peers.next_at(), node.agreement.next_at(), node._look_at]
-        times.append(self.role.next_at())
-        return min([t for t in times if t is not None]) - self.offset
+        due = self.loop.next_at()
+        assert due is not None
+        return due - self.offset
 
     def end(self) -> None:
         """The process ends without a word."""
