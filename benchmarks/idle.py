@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -413,21 +414,18 @@ class Turns:
         return {variant: sent[variant] + received[variant] for variant in self._variants}
 
     def ratios(self) -> dict[str, Any]:
-        """Per variant: of idle rooms; then per mode of each load, and the geometric mean over all loads."""
+        """Per variant: of idle rooms; then per mode, the geometric mean over all loads; and what each load took."""
         found: dict[str, Any] = {}
         for variant in self._variants:
             idle = self._compare([(self._idle[variant], self._idle[AS_IT_IS])], np.median)
-            found[variant] = {"idle_cpu": {"share": statistics.median(self._idle[variant]), **idle}}
+            found[variant] = {"idle_cpu": {"share": round(statistics.median(self._idle[variant]), 5), **idle}}
             for mode, busy in (("idle", False), ("busy", True)):
                 both = [[self._moved[name, load, busy] for name in (variant, AS_IT_IS)] for load in LOADS]
                 found[variant][f"all, {mode}"] = self._ratios(both)
-                for load, (mine, base) in zip(LOADS, both, strict=True):
-                    found[variant][f"{load}, {mode}"] = {
-                        "p50_ms": float(np.median(mine.seconds)) * 1e3,
-                        "p95_ms": float(np.percentile(mine.seconds, 95)) * 1e3,
-                        "cpu_ms": float(np.median(mine.cpu)) * 1e3,
-                        **self._ratios([[mine, base]]),
-                    }
+                found[variant][f"p50_ms, {mode}"] = {
+                    load: round(statistics.median(mine.seconds) * 1e3, 3)
+                    for load, (mine, _) in zip(LOADS, both, strict=True)
+                }
         return found
 
     def _ratios(self, both: Sequence[Sequence[Samples]]) -> dict[str, dict[str, float]]:
@@ -512,7 +510,10 @@ def main() -> int:
         "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cases": [one.result() for one in found],
     }
-    text = json.dumps(document, indent=1) + "\n"
+    # What has no parts is a line.
+    text = (
+        re.sub(r"\{\s+([^{}]*?)\s+\}", lambda m: f"{{{' '.join(m[1].split())}}}", json.dumps(document, indent=1)) + "\n"
+    )
     if given.json:
         given.json.write_text(text)
     else:

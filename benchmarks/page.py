@@ -439,6 +439,31 @@ def gpu_pipeline(found: Found) -> str:
     return f"{said}\n\n{table([head, *map(row, found['cases'])])}"
 
 
+def idle(found: Found) -> str:
+    """The idle policy without each of its knobs: ratios over the policy as it is, with their intervals."""
+
+    def cell(of: Mapping[str, float]) -> str:
+        return f"{of['ratio']:.2f} ({of['low']:.2f} to {of['high']:.2f})"
+
+    def of_case(case: Found) -> str:
+        figures = ("p50", "p95", "throughput", "cpu")
+        head = ["without", "idle CPU", *(f"{figure}, {mode}" for mode in ("idle", "busy") for figure in figures)]
+        rows = (
+            [
+                name,
+                cell(of["idle_cpu"]),
+                *(cell(of[f"all, {mode}"][figure]) for mode in ("idle", "busy") for figure in figures),
+            ]
+            for name, of in case["variants"].items()
+            if name != "as it is"
+        )
+        kind = {"cpu": "CPU memory", "cuda": "GPU memory"}[case["case"]["device"]]
+        said = f"`{case['case']['transport']}`, {kind}, channel `{case['case']['channel']}`, {case['rounds']} rounds:"
+        return f"{said}\n\n{table([head, *rows])}"
+
+    return "\n\n".join(of_case(case) for case in found["cases"] if "variants" in case)
+
+
 VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_nixl.json": transfer,
