@@ -294,7 +294,8 @@ def test_pages_that_were_taken_away_are_not_gathered_under_a_grant_that_outlives
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17)
     if writers == 1:
         node = rig.prefills[0].endpoint._loop
-        node._send_buffer = SendBuffer(WithoutReturns(node.channel), node.observer, LimitedLog(node.clock), node.defer)
+        channel = WithoutReturns(node.channel)
+        node._send_buffer = SendBuffer(channel, node.observer, LimitedLog(node.clock), node.failures.defer)
     request = granted(rig, event)
     assert kernels.held
     for one in request.sends:

@@ -438,7 +438,7 @@ class PrefillSide:
         try:
             self._loop.poll_transport()
         except Exception as exc:
-            self._loop.defer(exc)
+            self._loop.failures.defer(exc)
 
     @property
     def patience_s(self) -> float:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TypeVarTuple
 
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps
 from ...errors import (
@@ -58,6 +57,7 @@ from .background import Background
 from .budget import MOST, Budget
 from .connections import Connections, ConnectResult
 from .directory import Directory, LookupResult
+from .failures import Broken, Failures
 from .handshake import EndpointInfo, RemoteEndpoint, check_key
 from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .limited_log import LimitedLog
@@ -71,21 +71,11 @@ from .succession import Succession, found_before
 
 log = logging.getLogger("disagg_kv")
 
-A = TypeVarTuple("A")
-
 LOST_LINKS = 256
 """Lost peers whose end may still be noticed; beyond it, only the operator's word about the oldest is evidence."""
 
 LOOKUPS, LINKS = 4, 32
 """Look-ups, and connections of the transport, that run at a time, apart from those that take long."""
-
-
-class _Broken(BaseException):
-    """The endpoint cannot go on; it passes every ``except Exception`` between here and the thread's end."""
-
-    def __init__(self, error: EndpointBrokenError) -> None:
-        self.error = error
-        super().__init__(str(error))
 
 
 class EventLoop:
@@ -111,7 +101,9 @@ class EventLoop:
         self.clock = clock
         self.now = clock()
         self.codec = Codec()
-        self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.defer)
+        self.failures = Failures(f"{me.instance}/{me.rank}", self.observer, clock, self._end_rooms)
+        self._guard = self.failures.guard
+        self._send_buffer = SendBuffer(channel, self.observer, LimitedLog(clock), self.failures.defer)
         self._naps = channel if isinstance(channel, SupportsNaps) else None
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the step.
         self._prompt = self._naps is not None
@@ -119,12 +111,10 @@ class EventLoop:
         self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
-        self.broken: EndpointBrokenError | None = None
         self._sleep = sleep
         self.idle = IdlePolicy(me.transport.caps, options, naps=self._naps is not None, now=self.now)
         self._napped = False
         self._nudged: dict[Epoch, float] = {}
-        self._warnings, self._errors = LimitedLog(clock), LimitedLog(clock)
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
@@ -133,7 +123,6 @@ class EventLoop:
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
         self._commands: deque[Callable[[], None]] = deque()
-        self._deferred: list[Exception] = []
         self._receive_buffer = ReceiveBuffer(channel, self._deaf, clock)
         self.most = MOST
         self._later: list[tuple[Event, Callable[[], None], Callable[[Exception], None]]] = []
@@ -162,9 +151,10 @@ class EventLoop:
         if wake:
             self.channel.wake()
 
-    def defer(self, exc: Exception) -> None:
-        """Handle an error between events: it was met in the middle of one, whose accounts are half done."""
-        self._deferred.append(exc)
+    @property
+    def broken(self) -> EndpointBrokenError | None:
+        """Why the endpoint has ended; None: it has not."""
+        return self.failures.broken
 
     @property
     def behind(self) -> bool:
@@ -193,7 +183,7 @@ class EventLoop:
         try:
             busy = self._progress()
         except Exception as exc:
-            self._met(exc)
+            self.failures.met(exc)
             busy = True
         more, rooms = self.behind or bool(self._receive_buffer), self.side.open_rooms > 0
         rest = self.idle.rest(
@@ -225,7 +215,7 @@ class EventLoop:
                 try:
                     self._on_channel(event)
                 except Exception as exc:
-                    self._met(exc)
+                    self.failures.met(exc)
         if (at := self._receive_buffer.caught_up) is not None:
             self.peers.caught_up(at)
         return arrived
@@ -245,8 +235,8 @@ class EventLoop:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:
                 self._guard(self.when, event, command, failed)
-        ticks = self._handle_deferred, self._tick_peers, self._tick_agreement, self.siblings.tick, self.side.tick
-        for tick in ticks:
+        self.failures.handle_deferred()
+        for tick in (self._tick_peers, self._tick_agreement, self.siblings.tick, self.side.tick):
             self._guard(tick)
         busy = bool(self._guard(self.side.work))
         return busy or bool(self._later)
@@ -258,55 +248,11 @@ class EventLoop:
             try:
                 self._on_transport(report)
             except Exception as exc:
-                self._met(exc)
+                self.failures.met(exc)
         return bool(reports)
 
-    def _handle_deferred(self) -> None:
-        while self._deferred:
-            self._met(self._deferred.pop(0))
-
-    def _guard(self, act: Callable[[*A], object], *about: *A) -> object:
-        """Whatever goes wrong ends rooms, with the reason, but not this thread."""
-        try:
-            return act(*about)
-        except Exception as exc:
-            self._met(exc)
-        return None
-
-    def _met(self, exc: Exception) -> None:
-        """Something went wrong: of theirs it is counted, of ours it ends rooms."""
-        if isinstance(exc, RemoteProtocolError):
-            self.observer.count("frames.refused")
-            self._warn(f"refused: {exc}")
-        else:
-            self._unforeseen(exc)
-
-    def _warn(self, text: str) -> None:
-        """Log what strangers can cause."""
-        self._warnings.say(logging.WARNING, text)
-
-    def _unforeseen(self, exc: Exception) -> None:
-        """No open room can be trusted any more; if not even that can be handled, the endpoint ends."""
-        what = "an endpoint met an error that it did not foresee; its open rooms fail"
-        self._errors.say(logging.ERROR, what, exc)
-        self.observer.count("errors.unforeseen")
-        error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
-        error.__cause__ = exc
-        try:
-            self.side.integrity_failure(error)
-        except Exception as second:
-            raise _Broken(self._broken_by(second)) from second
-
-    def _broken_by(self, exc: BaseException) -> EndpointBrokenError:
-        error = EndpointBrokenError(f"endpoint {self.me.instance}/{self.me.rank} is broken: {text_of(exc)}")
-        error.__cause__ = exc
-        return error
-
-    def break_down(self, exc: BaseException) -> EndpointBrokenError:
-        """The endpoint cannot go on: every later call raises the error that is returned."""
-        error = self.broken = exc.error if isinstance(exc, _Broken) else self._broken_by(exc)
-        log.critical("%s; it takes no calls any more", error, exc_info=exc)
-        return error
+    def _end_rooms(self, error: DisaggKVError) -> None:
+        self.side.integrity_failure(error)
 
     def drop_commands(self) -> None:
         """The endpoint has broken, and every room has ended: nothing of what was posted is done any more."""
@@ -314,7 +260,7 @@ class EventLoop:
 
     def _deaf(self, exc: Exception) -> None:
         """Perhaps the channel works again later; if not, this thread must be there to end rooms, without spinning."""
-        self._unforeseen(exc)
+        self.failures.unforeseen(exc)
         self._sleep(IDLE_S)
 
     def next_at(self) -> float | None:
@@ -356,7 +302,7 @@ class EventLoop:
         """Where an instance is, or why that is not known: only rooms that wait for it can suffer from that."""
         if answer.error is not None:
             self.observer.count("lookups.failed")
-            self._warn(f"instance {answer.source.instance!r} could not be looked up: {text_of(answer.error)}")
+            self.failures.warn(f"instance {answer.source.instance!r} could not be looked up: {text_of(answer.error)}")
         if answer.source == Source(self.me.instance):
             self.siblings.on_answer(answer)
         self.side.on_answer(answer)
@@ -377,7 +323,9 @@ class EventLoop:
             case Rejected(connections, messages):
                 self.observer.count("connections.refused", connections)
                 self.observer.count("frames.refused", messages)
-                self._warn(f"{connections} connections and {messages} messages were refused at {self.me.address}")
+                self.failures.warn(
+                    f"{connections} connections and {messages} messages were refused at {self.me.address}"
+                )
 
     def _on_frame(self, frame: AnyFrame, key: str, nbytes: int) -> None:
         if key:
@@ -573,7 +521,7 @@ class EventLoop:
             last.callback(self.channel.close)
             last.callback(self._process_monitor.close)
             last.callback(self.connections.close, until, partial(self._close_transport, until))
-            with suppress(_Broken):
+            with suppress(Broken):
                 self._guard(self.flush)
 
     def _close_transport(self, until: float) -> None:

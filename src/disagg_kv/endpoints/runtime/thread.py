@@ -109,7 +109,7 @@ class EndpointThread:
         try:
             self._loop.step(timeout_s)
         except BaseException as exc:
-            self._break_down(self._loop.break_down(exc))
+            self._break_down(self._loop.failures.break_down(exc))
             self._loop.drop_commands()
 
     def close(self, drain_s: float) -> None:
