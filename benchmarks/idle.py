@@ -62,11 +62,11 @@ from disagg_kv.transports import SupportsAllocate, between_processes
 AS_IT_IS, AGAIN = "as it is", "as it is, again"
 SLOW = ("quick polls", "growing pauses", "hurry", "woken naps", "pause of a pass")
 """Knobs that also act where the wire is slow."""
-FAST = ("busy-poll window", "short naps", "keep-alive frames", "delayed receipts")
+FAST = ("busy-poll window", "short naps", "keep-alive frames")
 """Those that act on a fast wire alone."""
 LONG = "short pauses"
 """Without it, every pause is the longest."""
-TWO_STATES = ("quick polls", "growing pauses", "hurry", "keep-alive frames", "delayed receipts")
+TWO_STATES = ("quick polls", "growing pauses", "hurry", "keep-alive frames")
 """Without all of these, an endpoint that is awake polls with equal pauses, and one that is asleep blocks."""
 
 ROOT = Path(__file__).parents[1]
@@ -121,8 +121,6 @@ class Without(IdlePolicy):
             self.linger_s = 0.0
         if "keep-alive frames" in off:
             self.nudge_s = float("inf")
-        if "delayed receipts" in off:
-            self.holds_receipts = False
         if "short naps" in off:
             self._pause = self._shortest = self._longest = SHORTEST_PAUSE_S
         if "growing pauses" in off:

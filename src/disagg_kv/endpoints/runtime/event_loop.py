@@ -14,7 +14,6 @@ from functools import partial
 from ...channels import Arrived, Channel, Closed, Denied, News, Opened, Rejected, SupportsNaps
 from ...errors import (
     DisaggKVError,
-    EndpointBrokenError,
     PeerLostError,
     RemoteProtocolError,
     TransportError,
@@ -141,20 +140,15 @@ class EventLoop:
         """Have the endpoint's thread do something, in order; without ``wake`` in its next step.
 
         Raises:
-            EndpointBrokenError: the endpoint has failed. What is posted before that is failed by :meth:`break_down`.
+            EndpointBrokenError: the endpoint has failed. What was posted before fails with it.
             LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
         self.home.check()
         self._commands.append(command)
-        if self.broken is not None:
-            raise self.broken
+        if self.failures.broken is not None:
+            raise self.failures.broken
         if wake:
             self.channel.wake()
-
-    @property
-    def broken(self) -> EndpointBrokenError | None:
-        """Why the endpoint has ended; None: it has not."""
-        return self.failures.broken
 
     @property
     def behind(self) -> bool:
@@ -228,9 +222,10 @@ class EventLoop:
         self.take_answers()
         if self._process_monitor.awaited:
             self._guard(self._notice_exits)
-        budget = Budget(self.clock, self.most)
-        while self._commands and budget.take():
-            self._guard(self._commands.popleft())
+        if self._commands:
+            budget = Budget(self.clock, self.most)
+            while self._commands and budget.take():
+                self._guard(self._commands.popleft())
         if self._later:
             waiting, self._later = self._later, []
             for event, command, failed in waiting:

@@ -2,15 +2,18 @@
 
 Theory of operation. A sleeping thread is woken late: by tens of microseconds where a channel's own threads pass a
 message on, by more where a hypervisor has halted the core. On a slow wire that is nothing. On a fast one it is as long
-as some MiB take to cross. A thread that never sleeps takes the interpreter, and a core, from the engine. So there are
-three ways to wait, and after each step :meth:`IdlePolicy.rest` chooses one:
+as some MiB take to cross. A thread that never sleeps takes the interpreter, and a core, from the engine. So an endpoint
+is in one of two states, and after each step :meth:`IdlePolicy.rest` says in which:
 
-* Block until a message comes. Nothing is under way that only polling shows to be done, and nothing happened lately.
-* Poll: pause for a moment and look again, each pause twice as long as the one before up to a bound. Copies or events
-  are under way, or something happened within the busy-poll window ``Options.linger_s`` and rooms are open.
-* Block during a forward pass of the engine, for as long as the pass is thought to take per layer. The engine's own
-  thread needs the interpreter then. The first :data:`SOON` waits after a command or a message are short polls, since
-  what those began ends soon.
+* Asleep: it blocks until a message comes. Nothing is under way that only polling shows to be done, and nothing happened
+  lately.
+* Awake: it polls, with a pause after each poll. Copies or events are under way, or something happened within the
+  busy-poll window ``Options.linger_s`` and rooms are open. Each pause is twice as long as the one before, up to a
+  bound.
+
+A forward pass of the engine needs the interpreter. An endpoint that is awake during one blocks in place of each pause,
+for a fraction of the pass. The first :data:`SOON` waits after a command or a message are short polls all the same,
+since what those began ends soon.
 
 What the choice is made from is passed in, so this module reads no clock, no channel and no room.
 """
@@ -52,13 +55,13 @@ class Rest:
     """What an endpoint does between two steps.
 
     Args:
-        polls: something may happen that wakes no thread.
+        awake: something may happen that wakes no thread.
         block_s: wait for a message for at most this long; 0: only look whether one is there.
         pause_s: then pause; 0: go on at once.
         quick: it is one of the quick polls of a forward pass.
     """
 
-    polls: bool
+    awake: bool
     block_s: float
     pause_s: float
     quick: bool
@@ -112,18 +115,18 @@ class IdlePolicy:
         if told:
             self._quick = SOON
         lingers = timeout_s > 0 and now < self._awake_until and rooms and not in_pass_s
-        polls = busy or lingers
-        block_s = min(timeout_s, in_pass_s) if polls else timeout_s
-        quick = polls and block_s > 0 and self._quick > 0
+        awake = busy or lingers
+        block_s = min(timeout_s, in_pass_s) if awake else timeout_s
+        quick = awake and block_s > 0 and self._quick > 0
         if more:
-            return Rest(polls, 0.0, 0.0, quick)
+            return Rest(awake, 0.0, 0.0, quick)
         if quick:
-            return Rest(polls, 0.0, SOON_S, quick)
-        return Rest(polls, block_s, self._pause if polls and not block_s else 0.0, quick)
+            return Rest(awake, 0.0, SOON_S, quick)
+        return Rest(awake, block_s, self._pause if awake and not block_s else 0.0, quick)
 
     def rested(self, rest: Rest) -> None:
         """No message came meanwhile: the next pause is longer."""
-        if not rest.polls:
+        if not rest.awake:
             self._pause = self._shortest
         elif rest.quick:
             self._quick -= 1

@@ -75,7 +75,7 @@ class EndpointThread:
             LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
         self._loop.home.check()
-        return self._loop.broken
+        return self._loop.failures.broken
 
     def step(self, timeout_s: float = 0.0) -> None:
         """One step, on the calling thread; only without a thread of our own.
@@ -92,14 +92,14 @@ class EndpointThread:
             self._step(timeout_s)
         finally:
             self._stepped_by = None
-        if self._loop.broken is not None:
-            raise self._loop.broken
+        if self._loop.failures.broken is not None:
+            raise self._loop.failures.broken
 
     def _run(self) -> None:
         if self._loop.idle.linger_s:
             _sleep_exactly()
         self._stepped_by = threading.get_ident()
-        while self._asked.empty() and self._loop.broken is None:
+        while self._asked.empty() and self._loop.failures.broken is None:
             self._step(STEP_S)
         self._asked.get()
         self._finish()
@@ -157,11 +157,11 @@ class EndpointThread:
         loop = self._loop
         with suppress(EndpointBrokenError):
             loop.post(lambda: loop.side.integrity_failure(AbortedError("the endpoint closes")))
-        if loop.broken is None:
+        if loop.failures.broken is None:
             self._step(0.0)
-        while loop.broken is None and loop.behind:
+        while loop.failures.broken is None and loop.behind:
             self._step(0.0)
-        while loop.broken is None and loop.side.open_rooms and loop.clock() < self._until:
+        while loop.failures.broken is None and loop.side.open_rooms and loop.clock() < self._until:
             self._step(0.02)
 
     def _stop(self) -> None:

@@ -1,0 +1,77 @@
+"""The benchmark of the idle policy switches off what it says, and its ratios are those of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing import Pipe
+
+import numpy as np
+import pytest
+
+from benchmarks.idle import AS_IT_IS, Case, Turns, Without, policy
+from disagg_kv.bench.ranks import Ranks
+from disagg_kv.endpoints.runtime import event_loop
+from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, SOON_S, IdlePolicy, Rest
+from disagg_kv.protocol import Options
+from disagg_kv.transports import Capabilities
+
+FAST = Capabilities(waits_events=True, bytes_per_s=3.8e11)
+SLOW = Capabilities(bytes_per_s=8e9)
+
+
+def without(*off: str, caps: Capabilities = SLOW) -> Without:
+    return Without(frozenset(off), caps, Options(), naps=True, now=0.0)
+
+
+def rests(policy: IdlePolicy, count: int, *, in_pass_s: float = 0.0, told: bool = False) -> Sequence[Rest]:
+    """What an endpoint does after so many steps in which something is under way."""
+    found = []
+    for _ in range(count):
+        found.append(policy.rest(0.0, 1.0, busy=True, told=told, more=False, rooms=True, in_pass_s=in_pass_s))
+        policy.rested(found[-1])
+        told = False
+    return found
+
+
+def test_each_knob_is_off_alone() -> None:
+    pauses = [rest.pause_s for rest in rests(without(), 5)]
+    assert pauses == [SHORTEST_PAUSE_S * factor for factor in (1, 2, 4, 8)] + [LONGEST_PAUSE_S]
+    assert {rest.pause_s for rest in rests(without("growing pauses"), 5)} == {SHORTEST_PAUSE_S}
+    assert {rest.pause_s for rest in rests(without("short pauses"), 5)} == {LONGEST_PAUSE_S}
+    assert [rest.pause_s for rest in rests(without(), 3, in_pass_s=0.1, told=True)] == [SOON_S, SOON_S, 0.0]
+    assert [rest.block_s for rest in rests(without("quick polls"), 3, in_pass_s=0.1, told=True)] == [0.1] * 3
+    assert {rest.block_s for rest in rests(without("pause of a pass"), 3, in_pass_s=0.1)} == {0.0}
+    kept, off = without(), without("hurry")
+    for one in (kept, off):
+        rests(one, 5)
+        one.hurry()
+    assert rests(kept, 1)[0].pause_s < rests(off, 1)[0].pause_s
+    assert without("busy-poll window", caps=FAST).linger_s < without(caps=FAST).linger_s
+    assert without("keep-alive frames", caps=FAST).nudge_s > without(caps=FAST).nudge_s
+    assert rests(without("short naps", caps=FAST), 1)[0].pause_s > rests(without(caps=FAST), 1)[0].pause_s
+
+
+def test_only_endpoints_that_are_made_meanwhile_lack_a_knob() -> None:
+    with policy(frozenset({"hurry"})):
+        assert vars(event_loop)["IdlePolicy"] is not IdlePolicy
+    assert vars(event_loop)["IdlePolicy"] is IdlePolicy
+
+
+@pytest.mark.parametrize("channel", ["unix", "zmq"])
+def test_knobs_of_fast_wires_are_measured_on_fast_wires(channel: str) -> None:
+    slow, fast = (Case("any", device, channel).variants for device in ("cpu", "cuda"))
+    assert fast.keys() > slow.keys()
+    assert "busy-poll window" in fast
+    assert ("woken naps" in slow) == (channel == "unix")
+    assert not slow[AS_IT_IS]
+
+
+def test_a_ratio_of_samples_has_an_interval_over_rounds() -> None:
+    ours, _ = Pipe()
+    turns = Turns(Ranks("prefill", [ours], 0.0), Ranks("decode", [ours], 0.0), [AS_IT_IS])
+    base = [1.0, 2.0, 4.0, 8.0]
+    double = [2 * seconds for seconds in base]
+    assert turns._compare([(double, base)], np.median) == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+    assert turns._compare([(double, base), (base, double)], np.mean) == {"ratio": 1.0, "low": 1.0, "high": 1.0}
+    wide = turns._compare([([1.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0])], np.mean)
+    assert wide["low"] < wide["ratio"] == 1.0 < wide["high"]
