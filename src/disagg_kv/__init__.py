@@ -16,6 +16,7 @@ from .endpoints import (
     Report,
     Sender,
     Step,
+    attempt_id,
 )
 from .errors import DisaggKVError
 from .geometry import (
@@ -92,6 +93,7 @@ __all__ = [
     "Ticket",
     "TransferPlanner",
     "Transport",
+    "attempt_id",
     "attention_tp",
     "register",
     "register_transport",

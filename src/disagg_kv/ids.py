@@ -3,10 +3,10 @@
 from typing import NewType
 
 RoomId = NewType("RoomId", bytes)
-"""One request's transfer; 1 to 64 bytes, chosen by the engine."""
+"""One attempt to transfer one request; 1 to 64 bytes, chosen by the engine and used once."""
 
 Generation = NewType("Generation", int)
-"""One life of a room id on one decode endpoint; grows by one each time that endpoint opens a room."""
+"""The number of a room on one endpoint; grows by one each time that endpoint opens a room."""
 
 Epoch = NewType("Epoch", bytes)
 """One life of an endpoint: 16 random bytes, drawn at its start and never reused."""

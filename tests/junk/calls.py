@@ -11,7 +11,16 @@ import torch
 import disagg_kv
 from disagg_kv import endpoints, prefix
 from disagg_kv.channels import InprocChannel
-from disagg_kv.endpoints import CachedPages, Environment, Expectation, Fail, RecoveringReceiver, Retry, page_sums
+from disagg_kv.endpoints import (
+    CachedPages,
+    Environment,
+    Expectation,
+    Fail,
+    RecoveringReceiver,
+    Retry,
+    attempt_id,
+    page_sums,
+)
 from disagg_kv.endpoints.decode import handle as reception
 from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
@@ -55,7 +64,7 @@ MORE = (
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
-FUNCTIONS = (page_sums, namespace_of)
+FUNCTIONS = (attempt_id, page_sums, namespace_of)
 
 
 def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
@@ -458,6 +467,9 @@ covers("page_sums", kernels="thing", pool="thing", table="thing", which="ids", a
     lambda bench: (page_sums, {"kernels": kernels_for("cpu"), "pool": _pool(), "table": PageTable(KV, [0, 1]),
                                "which": [0], "after": None})
 )  # fmt: skip
+covers("attempt_id", request="room", attempt="count")(
+    lambda bench: (attempt_id, {"request": bench.room(), "attempt": 2})
+)
 plain("CachedPages.__init__", CachedPages, {"table": PageTable(KV, [0]), "sums": np.zeros((1, 2), np.uint64)},
       table="thing", sums="array")  # fmt: skip
 plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")

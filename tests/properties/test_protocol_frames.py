@@ -118,8 +118,8 @@ any_frame: st.SearchStrategy[Frame] = st.one_of(
     room_frame(f.AbortAck),
     room_frame(f.Drained, reason=texts),
     room_frame(f.DrainedAck),
-    room_frame(f.Ballot, ok=st.none() | st.booleans(), reason=texts, open_ms=numbers),
-    room_frame(f.Verdict, ok=st.none() | st.booleans(), shared=st.booleans(), reason=texts),
+    room_frame(f.Vote, ok=st.none() | st.booleans(), reason=texts),
+    room_frame(f.Decision, ok=st.none() | st.booleans(), shared=st.booleans(), reason=texts),
     room_frame(f.Return, segment=boxes, ask=numbers),
     room_frame(f.Returned, segment=boxes, ask=numbers),
     room_frame(f.AuxPart, offset=numbers, total=numbers, data=st.binary(min_size=1, max_size=40)),
@@ -157,7 +157,7 @@ def test_garbage_is_refused(data: bytes) -> None:
 @given(any_frame, st.integers(23, 2**31))
 def test_an_unknown_kind_of_frame_is_refused(frame: Frame, tag: int) -> None:
     fields = msgspec.msgpack.decode(codec.encode(frame))
-    with pytest.raises(RemoteProtocolError, match="not a frame of version 1"):
+    with pytest.raises(RemoteProtocolError, match="not a frame of version 2"):
         codec.decode(msgspec.msgpack.encode([tag, *fields[1:]]))
 
 

@@ -55,7 +55,7 @@ class Engine(Member):
         self.contents[room] = content(room, name, attempt)
         self.rows[room] = self._row()
         try:
-            self.begin(room, tokens)
+            self.begin(room, tokens, attempt)
         except QuarantineFullError:
             self._refused(room)
             return False

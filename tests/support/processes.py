@@ -31,6 +31,7 @@ from disagg_kv import (
     PrefillEndpoint,
     RoomId,
     Source,
+    attempt_id,
     shard,
     transport,
 )
@@ -271,12 +272,12 @@ class Member:
             for token in range(tokens):
                 plane[table[token // size], token % size] = rows[token, self.heads]
 
-    def begin(self, room: bytes, tokens: int) -> None:
-        """Prefill: a room whose cache is computed."""
+    def begin(self, room: bytes, tokens: int, attempt: int = 1) -> None:
+        """Prefill: an attempt at a room whose cache is computed."""
         assert self.sender is not None
         self.take(room, tokens)
         self.fill([self.pool.view(plane) for plane in range(PLANES)], room, tokens)
-        self.rooms[room] = self.sender.open(RoomId(room))
+        self.rooms[room] = self.sender.open(attempt_id(RoomId(room), attempt))
 
     def send(self, room: bytes, start: int, stop: int, last: bool) -> None:
         """Prefill: hand over rows; pages from ``start``'s on."""

@@ -15,6 +15,7 @@ from disagg_kv.protocol import (
     Agreement,
     AnyFrame,
     Cancel,
+    CastVote,
     Decided,
     Effect,
     FlowPlan,
@@ -44,7 +45,6 @@ from disagg_kv.protocol import (
     Tick,
     Tombstones,
     Transfer,
-    Vote,
     WriteFailed,
     Wrote,
 )
@@ -52,9 +52,9 @@ from disagg_kv.protocol.flow import room_head
 from disagg_kv.protocol.frames import (
     Abort,
     AbortAck,
-    Ballot,
     ChunkReady,
     Complete,
+    Decision,
     Done,
     Drained,
     DrainedAck,
@@ -63,7 +63,7 @@ from disagg_kv.protocol.frames import (
     Head,
     Landed,
     StagingRequest,
-    Verdict,
+    Vote,
 )
 from disagg_kv.staging import GrantQueue, Lease, RingStagingAllocator
 
@@ -91,10 +91,10 @@ class Node:
     def on_frame(self, frame: AnyFrame) -> None:
         if frame.dst != self.epoch or frame.src in self.lost:
             return
-        if isinstance(frame, Ballot):
-            self.agree(self.agreement.on_ballot(frame, self.now))
-        elif isinstance(frame, Verdict):
-            self.agree(self.agreement.on_verdict(frame, self.now))
+        if isinstance(frame, Vote):
+            self.agree(self.agreement.on_vote(frame, self.now))
+        elif isinstance(frame, Decision):
+            self.agree(self.agreement.on_decision(frame, self.now))
         else:
             assert isinstance(frame, RoomFrame)
             self.on_room_frame(frame)
@@ -189,7 +189,7 @@ class DecodeNode(Node):
                 self.scatters.append((key, effect))
             case Store(data):
                 self.aux[key] = data
-            case Vote(ok, reason):
+            case CastVote(ok, reason):
                 self.vote(key, ok, reason)
             case Transfer():
                 raise AssertionError("decode transfers nothing")
@@ -261,7 +261,7 @@ class PrefillNode(Node):
         super().__init__(epoch, rank, world, options)
         self.rooms: dict[RoomId, tuple[RoomKey, SendRoom]] = {}
         self.parked: dict[tuple[RoomId, Epoch], Expect | Abort] = {}
-        self.unmet: dict[RoomId, set[Epoch]] = {}
+        self.failed: set[RoomId] = set()
         self.transfers: dict[tuple[RoomKey, Epoch, Segment], Transfer] = {}
         self.decode_world = 0
         self._plan = plan
@@ -270,7 +270,6 @@ class PrefillNode(Node):
         key = self.next_key(room)
         machine = SendRoom(room, key.generation, self.epoch, self.options, self.now, total_s)
         self.rooms[room] = key, machine
-        self.unmet.pop(room, None)
         self.vote(key, None, "")
         for parked in [k for k in self.parked if k[0] == room]:
             self.on_room_frame(self.parked.pop(parked))
@@ -289,7 +288,7 @@ class PrefillNode(Node):
                     self.transfers[(key, to, segment)] = effect
                 case Granted(transfer):
                     assert machine.flows[transfer.to].awaits(transfer)
-                case Vote(ok, reason):
+                case CastVote(ok, reason):
                     self.vote(key, ok, reason)
                 case _:
                     raise AssertionError(effect)
@@ -300,7 +299,7 @@ class PrefillNode(Node):
             for peer, flow in machine.flows.items():
                 self.tombstones.remember(peer, flow.generation, ended)
             if ended is RoomOutcome.FAILED:
-                self.unmet[key.room] = set(machine.flows)
+                self.failed.add(key.room)
 
     def begin(self, key: RoomKey, transfer: Transfer) -> bool:
         """The mover takes a transfer up."""
@@ -336,9 +335,8 @@ class PrefillNode(Node):
             return
         ended = self.tombstones.outcome(peer, generation)
         first = isinstance(frame, Expect | Abort)
-        if ended is None and first and name in self.unmet and peer not in self.unmet[name]:
+        if ended is None and first and name in self.failed:
             ended = RoomOutcome.FAILED
-            self.unmet[name].add(peer)
             self.tombstones.remember(peer, generation, ended)
         if ended is not None:
             self._answer(frame, ended)

@@ -13,6 +13,7 @@ from itertools import count, pairwise
 import numpy as np
 from attrs import define, field, frozen
 
+from disagg_kv.endpoints import attempt_id
 from disagg_kv.errors import PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
 from disagg_kv.ids import Epoch, GroupId, Rank, RoomId
@@ -60,7 +61,7 @@ class Setup:
     held: int = 0
     chunks: int = 2
     rooms: int = 1
-    lives: int = 1
+    attempts: int = 1
     exposed: bool = False
     prefer_staged: bool = False
     open_end: bool = False
@@ -83,7 +84,7 @@ class Setup:
 
 @define(eq=False)
 class Write:
-    """A transfer between its beginning and its last sign of life."""
+    """A transfer between its beginning and its last event."""
 
     source: PrefillNode
     target: DecodeNode
@@ -95,9 +96,11 @@ class Write:
 
 
 @define
-class Life:
-    """One life of a room id: what each engine still means to do, and which keys it has there."""
+class Try:
+    """An attempt of a request: what each engine still means to do, and which keys it has there."""
 
+    request: RoomId
+    number: int
     room: RoomId
     prefill: dict[Rank, list[Callable[[], None]]] = field(factory=dict)
     decode: dict[Rank, list[Callable[[], None]]] = field(factory=dict)
@@ -140,8 +143,8 @@ class World:
         self.writes: list[Write] = []
         self.ring_memory: dict[tuple[Epoch, int], tuple[RoomKey, Segment, Rank]] = {}
         self.pages: dict[tuple[Epoch, RoomKey], dict[Cell, Rank]] = {}
-        self.lives: list[Life] = []
-        self.to_come = [RoomId(bytes([65 + i])) for i in range(setup.rooms)] * setup.lives
+        self.attempts: list[Try] = []
+        self.to_come = [(RoomId(bytes([65 + i])), n + 1) for n in range(setup.attempts) for i in range(setup.rooms)]
         self.terminal: dict[tuple[Epoch, RoomKey], Phase] = {}
         self.released: set[tuple[Epoch, RoomKey]] = set()
         self.news: list[tuple[PrefillNode | DecodeNode, Lost | Gone]] = []
@@ -149,7 +152,7 @@ class World:
         self.crash = bool(setup.crash)
         for side in (self.prefill, self.decode):
             self._introduce(side)
-        self._next_lives()
+        self._next_attempts()
 
     # Beginning.
 
@@ -175,38 +178,39 @@ class World:
         size = self.setup.group
         return [range(a, min(a + size, run.stop)) for a in range(run.start, run.stop, size)]
 
-    def _next_lives(self) -> None:
-        """Engines use a room id again only when it has ended everywhere; frames of its earlier life may be late."""
-        for room in list(dict.fromkeys(self.to_come)):
-            if any(life.room == room for life in self.lives) and not self._ended(room):
+    def _next_attempts(self) -> None:
+        """An attempt begins when the one before has ended everywhere; late frames of that may still arrive."""
+        for request, number in list(self.to_come):
+            before = next((one for one in self.attempts if one.request == request), None)
+            if number > 1 and (before is None or before.number < number - 1 or not self._ended(before)):
                 continue
-            self.to_come.remove(room)
-            life = Life(room)
-            self.lives = [*(one for one in self.lives if one.room != room), life]
+            self.to_come.remove((request, number))
+            attempt = Try(request, number, attempt_id(request, number))
+            self.attempts = [*(one for one in self.attempts if one is not before), attempt]
             for node in self.prefill:
-                life.prefill[node.rank] = self._prefill_script(life, node)
+                attempt.prefill[node.rank] = self._prefill_script(attempt, node)
             for target in self.decode:
-                life.decode[target.rank] = self._decode_script(life, target)
+                attempt.decode[target.rank] = self._decode_script(attempt, target)
 
-    def _ended(self, room: RoomId) -> bool:
-        life = next(one for one in self.lives if one.room == room)
-        scripts = [*life.prefill.values(), *life.decode.values()]
+    def _ended(self, attempt: Try) -> bool:
+        room = attempt.room
+        scripts = [*attempt.prefill.values(), *attempt.decode.values()]
         return (
             not any(scripts)
             and not any(room in n.rooms for n in self.prefill if not n.dead)
             and not any(k.room == room for n in self.decode if not n.dead for k in n.rooms)
         )
 
-    def _prefill_script(self, life: Life, node: PrefillNode) -> list[Callable[[], None]]:
+    def _prefill_script(self, attempt: Try, node: PrefillNode) -> list[Callable[[], None]]:
         s = self.setup
         edges = [s.rows * i // s.chunks for i in range(s.chunks + 1)]
         tables = {GROUP: PageTable(GROUP, np.arange(-(-s.rows // 4), dtype=np.int32))}
 
         def at(what: Callable[[SendRoom], list[Effect]]) -> Callable[[], None]:
-            return lambda: node.act(life.keys["prefill", node.rank], what)
+            return lambda: node.act(attempt.keys["prefill", node.rank], what)
 
         def opens() -> None:
-            life.keys["prefill", node.rank] = node.open(life.room, TOTAL_S)
+            attempt.keys["prefill", node.rank] = node.open(attempt.room, TOTAL_S)
 
         turns = count(1)
 
@@ -230,23 +234,23 @@ class World:
         script.append(at(lambda room: room.finish(s.rows, aux, b"tag", self.now)))
         return script
 
-    def _decode_script(self, life: Life, node: DecodeNode) -> list[Callable[[], None]]:
+    def _decode_script(self, attempt: Try, node: DecodeNode) -> list[Callable[[], None]]:
         s = self.setup
 
         def opens() -> None:
-            key = life.keys["decode", node.rank] = node.open(life.room, TOTAL_S)
+            key = attempt.keys["decode", node.rank] = node.open(attempt.room, TOTAL_S)
             self.pages[node.epoch, key] = {}
 
         def awaits() -> None:
             tables = (WireTable(GROUP, 0, bytes(4)),) if s.exposed else None
             stop = None if s.open_end else s.rows
             node.handle(
-                life.keys["decode", node.rank],
+                attempt.keys["decode", node.rank],
                 Awaited(s.held, stop, s.rows, ("direct", "staged"), tables, b"tag", aux_bytes=5),
             )
 
         def introduces() -> None:
-            key = life.keys["decode", node.rank]
+            key = attempt.keys["decode", node.rank]
             dead = next((p for p in self.prefill if p.dead), None)
             if dead is not None:
                 node.handle(key, Lost(dead.epoch, PeerLostError("nobody answers")))
@@ -287,7 +291,7 @@ class World:
         if self.faults and (not actions or self.random.random() < 0.1):
             self.advance(self.random.choice([0.05, 0.3, 2.5]))
         self._collect()
-        self._next_lives()
+        self._next_attempts()
         self.check()
         return bool(actions)
 
@@ -323,9 +327,9 @@ class World:
 
     def _scripts(self) -> list[list[Callable[[], None]]]:
         live: list[list[Callable[[], None]]] = []
-        for life in self.lives:
-            live += [script for rank, script in life.prefill.items() if script and not self.prefill[rank].dead]
-            live += [script for rank, script in life.decode.items() if script and not self.decode[rank].dead]
+        for attempt in self.attempts:
+            live += [script for rank, script in attempt.prefill.items() if script and not self.prefill[rank].dead]
+            live += [script for rank, script in attempt.decode.items() if script and not self.decode[rank].dead]
         return live
 
     @staticmethod
@@ -446,12 +450,12 @@ class World:
 
     def _cancel(self) -> None:
         self.cancels -= 1
-        life = self.random.choice(self.lives)
-        options = [(side, rank) for side, rank in life.keys]
+        attempt = self.random.choice(self.attempts)
+        options = [(side, rank) for side, rank in attempt.keys]
         if not options:
             return
         side, rank = self.random.choice(options)
-        key = life.keys[side, rank]
+        key = attempt.keys[side, rank]
         if side == "prefill":
             if not self.prefill[rank].dead:
                 self.prefill[rank].cancel(key, given_up())
@@ -520,7 +524,7 @@ class World:
                 assert all(one == told[0] for one in told), told
             if self.setup.calm:
                 assert all(set(phases) == {Phase.DONE} for one in told for phases in one.values()), told
-                assert all(len(one) == self.setup.rooms for one in told)
+                assert all(len(one) == self.setup.rooms * self.setup.attempts for one in told)
         for node in self.decode:
             if not node.dead:
                 assert node.ring.live == 0

@@ -16,7 +16,15 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from disagg_kv.channels import Channel, Hub, InprocChannel
-from disagg_kv.endpoints import DecodeEndpoint, Environment, Expectation, Incarnation, PrefillEndpoint, Receiver
+from disagg_kv.endpoints import (
+    DecodeEndpoint,
+    Environment,
+    Expectation,
+    Incarnation,
+    PrefillEndpoint,
+    Receiver,
+    attempt_id,
+)
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard, stages
@@ -386,9 +394,12 @@ class Rig:
                 made[layer, c.name] = np.where(drawn == POISON, np.uint8(255), drawn)
         return made
 
-    def request(self, name: str, prefills: Prefills, decodes: Decodes, rows: int, of: str = "P") -> Request:
-        """A request from one instance to another."""
-        return Request(self, RoomId(name.encode()), prefills, decodes, rows, Source(of), self.truth(rows))
+    def request(
+        self, name: str, prefills: Prefills, decodes: Decodes, rows: int, of: str = "P", attempt: int = 1
+    ) -> Request:
+        """An attempt of a request from one instance to another."""
+        room = attempt_id(RoomId(name.encode()), attempt)
+        return Request(self, room, prefills, decodes, rows, Source(of), self.truth(rows))
 
 
 @define(eq=False)

@@ -13,7 +13,7 @@ from disagg_kv.kernels import Checksums, Kernels, Move, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
-from disagg_kv.protocol.frames import Ballot, Codec, Verdict
+from disagg_kv.protocol.frames import Codec, Decision, Vote
 from disagg_kv.transports import Heard, InprocTransport, Settled, Transport, WriteEnded
 from tests.support.pools import Bytes
 
@@ -272,7 +272,7 @@ class Listening(_Over):
     def send(self, address: str, frame: bytes) -> bool:
         """Note and pass on."""
         decoded = self._codec.decode(frame)
-        if isinstance(decoded, RoomFrame) and not isinstance(decoded, Ballot | Verdict):
+        if isinstance(decoded, RoomFrame) and not isinstance(decoded, Vote | Decision):
             self._heard.append(decoded)
         return self._inner.send(address, frame)
 

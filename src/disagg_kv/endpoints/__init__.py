@@ -15,7 +15,7 @@ from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
 from .kept_pages import CachedPages, PageChecksums, page_sums
 from .prefill.endpoint import PrefillEndpoint
-from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry
+from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id
 from .runtime.environment import Environment
 from .runtime.incarnation import Incarnation
 from .runtime.peer_registry import format_peers
@@ -43,6 +43,7 @@ __all__ = [
     "Retry",
     "Sender",
     "Step",
+    "attempt_id",
     "format_peers",
     "page_sums",
 ]

@@ -283,13 +283,14 @@ class Sender(Protocol):
         """Open a room. Every room that this returns ends, even if another thread calls ``close`` at the same time.
 
         Args:
-            room: 1 to 64 bytes; encode text. Equal on both sides.
+            room: 1 to 64 bytes; encode text. Equal on both sides, and used once: a retry has another id, see
+                :func:`~disagg_kv.endpoints.attempt_id`.
             silence_s: seconds without a frame of a peer after which the room fails; None: as in the endpoint's options.
             total_s: seconds after which the room fails; None: as in the endpoint's options.
 
         Raises:
             ConfigurationError: another id, or a time that is not positive and finite.
-            LocalProtocolError: the room is open already, or the endpoint is closed.
+            LocalProtocolError: the id was used before, or the endpoint is closed.
             QuarantineFullError: too much staging memory waits for evidence.
             SupersededError: another process has taken the place of this rank.
         """

@@ -1,10 +1,10 @@
-"""What becomes of a request whose prefill fails it: it fails too, or another prefill sends it.
+"""Retries: what happens to a request when its prefill instance fails.
 
 A layer over a :class:`Receiver`, for its engine's thread alone. The endpoints below know nothing of it: each attempt is
-a life of the same room, and begins only when the one before has released the pages, so a late write of the old prefill
-never meets what the new one sends. An attempt awaits all rows from the prefix that the engine holds on; what of them an
-earlier one had landed is written again. All ranks of a decode instance see the same outcome of each attempt; a policy
-that decides by what every rank knows alike keeps them together.
+a room with an id of its own (:func:`attempt_id`). An attempt begins only when the one before has released the pages, so
+a late write of the old prefill never meets what the new one sends. Every attempt awaits all rows after the prefix that
+the engine holds, also those that an earlier attempt delivered. All ranks of a decode instance see the same outcome of
+each attempt; a policy that decides by what every rank knows alike keeps them together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 from attrs import define, field, frozen
 
 from .. import arguments
-from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError
+from ..errors import AbortedError, ConfigurationError, DeadlineError, DisaggKVError, LocalProtocolError
 from ..ids import Epoch, GroupId, RoomId
 from ..protocol import Options, Phase
 from ..protocol.machine import ours
@@ -24,13 +24,44 @@ from ..rendezvous import Source
 from .api import PeerInfo, Receiver, Reception, Report
 from .expectation import Expectation
 
+REQUEST_BYTES = 48
+"""Longest id of a request that may be retried; the ids of its attempts need the rest of 64 bytes."""
+
+_MARK = b"~attempt-"
+
+
+def attempt_id(request: RoomId, attempt: int) -> RoomId:
+    """The id of the room in which an attempt transfers a request.
+
+    A room id is used once. So decode and prefill open each attempt under its own id.
+
+    Args:
+        request: the id of the request, 1 to 64 bytes; at most 48 for attempts after the first.
+        attempt: 1 for the first, which has the id of the request; at most 1,000,000.
+
+    Raises:
+        ConfigurationError: no room id, no such number, or an id that is too long or belongs to a later attempt itself.
+    """
+    room = arguments.room_id(request)
+    number = arguments.count(attempt, "attempt", least=1, most=10**6)
+    if _MARK in room:
+        raise ConfigurationError(f"room {room.hex()} is a later attempt itself; give the id of the request")
+    if number == 1:
+        return RoomId(room)
+    if len(room) > REQUEST_BYTES:
+        raise ConfigurationError(
+            f"room {room.hex()}: an id of {len(room)} bytes, but that of a request with retries has at most "
+            f"{REQUEST_BYTES}"
+        )
+    return RoomId(b"%b%b%d" % (room, _MARK, number))
+
 
 @frozen
 class Attempt:
-    """One life of a room that failed.
+    """An attempt that failed.
 
     Args:
-        room: which.
+        room: the id of the request.
         number: 1 for the first.
         source: the prefill instance that did not deliver.
         error: why, as this rank has it; other ranks of the instance may have another.
@@ -41,36 +72,41 @@ class Attempt:
     source: Source
     error: DisaggKVError
 
+    @property
+    def next_id(self) -> RoomId:
+        """The id under which the next attempt opens its room: prefill must open it under the same."""
+        return attempt_id(self.room, self.number + 1)
+
 
 class Recovery(Protocol):
     """The engine's policy."""
 
     def again(self, failed: Attempt) -> Source | None:
-        """Where the room is to be sent from now; None: it fails. Called once for each failed attempt; must not block.
+        """The prefill instance that sends the request now; None: the request fails.
 
-        Whoever is named must have been given the request, or be about to be: this says nothing to prefill. It may be
-        the same instance. Asked at once when an attempt fails, so that prefill can compute while pages come back. What
-        it raises ends the room.
+        Called once for each failed attempt, at once, so that prefill can compute while pages come back. It must not
+        block. This does not notify prefill: the policy hands the request to the instance that it returns, to be opened
+        under the id ``failed.next_id``. It may be the same instance. An exception ends the request.
         """
         ...
 
 
 class Fail:
-    """The first failure is the room's."""
+    """The first failure is the request's."""
 
     def again(self, failed: Attempt) -> None:
         """Never."""
 
 
 class Retry:
-    """Up to so many attempts, each at the next of the sources.
+    """A limited number of attempts, each at the prefill instance that ``place`` chooses.
 
-    Whatever the error is, as ranks of one instance must decide alike and have different errors. So a room whose held
-    prefix has changed fails in every attempt; it takes a new room, with a new claim, to await what was held.
+    The error does not matter, since ranks of one instance must decide alike and have different errors. So a request
+    whose held prefix has changed fails in every attempt; it needs a new request, with a new claim.
 
     Args:
-        place: hands the request to a prefill instance other than those in the attempt, and tells which; None: none is
-            left.
+        place: hands the request to a prefill instance, to be opened under the id ``failed.next_id``, and returns that
+            instance; None: none is left.
         attempts: in all, at least 1.
     """
 
@@ -85,25 +121,26 @@ class Retry:
 
 
 @define(eq=False)
-class _Life:
+class _Current:
     """The present attempt."""
 
     number: int
     source: Source
     reception: Reception
-    following: Source | None = None
+    next_source: Source | None = None
     asked: bool = False
 
 
 @define(eq=False)
 class Recovering:
-    """A room over all its attempts; a :class:`Reception`."""
+    """A request over all its attempts; a :class:`Reception`."""
 
-    _open: Callable[[Source, float], Reception]
+    _room: RoomId
+    _open: Callable[[RoomId, Source, float], Reception]
     _policy: Recovery
     _until: float
     _clock: Callable[[], float]
-    _life: _Life
+    _current: _Current
     _expected: Expectation | None = field(default=None, init=False)
     _error: DisaggKVError | None = field(default=None, init=False)
     _aborted: bool = field(default=False, init=False)
@@ -111,32 +148,32 @@ class Recovering:
 
     @property
     def room(self) -> RoomId:
-        """Its id, the same in each attempt."""
-        return self._life.reception.room
+        """The id of the request; that of its first attempt."""
+        return self._room
 
     @property
     def attempts(self) -> int:
-        """How many have begun."""
-        return self._life.number
+        """Number of attempts that have begun."""
+        return self._current.number
 
     @property
     def source(self) -> Source:
-        """Where the present attempt is sent from."""
-        return self._life.source
+        """The prefill instance of the present attempt."""
+        return self._current.source
 
     @property
     def phase(self) -> Phase:
         """The present attempt's; CONNECTING while the next is to begin."""
-        phase = self._life.reception.phase
+        phase = self._current.reception.phase
         if phase is Phase.FAILED and self._error is None:
             return Phase.CONNECTING
         return phase
 
     @property
     def released(self) -> bool:
-        """True, for good: no attempt follows, and nobody touches the pages any more."""
-        life = self._life
-        return life.reception.released and (life.reception.phase is not Phase.FAILED or self._error is not None)
+        """True, for good: no attempt follows, and nothing reads or writes the pages any more."""
+        current = self._current
+        return current.reception.released and (current.reception.phase is not Phase.FAILED or self._error is not None)
 
     @property
     def error(self) -> DisaggKVError | None:
@@ -146,13 +183,13 @@ class Recovering:
     @property
     def report(self) -> Report:
         """What the present attempt cost so far."""
-        return self._life.reception.report
+        return self._current.reception.report
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """See :meth:`Reception.expect`; every attempt awaits the same rows in the same pages."""
         if self._expected is not None:
             raise LocalProtocolError(f"room {self.room.hex()}: expect was called already")
-        taken = self._life.reception.expect(expectation)
+        taken = self._current.reception.expect(expectation)
         self._expected = expectation
         return taken
 
@@ -160,49 +197,50 @@ class Recovering:
         """See :meth:`Handle.abort`; no attempt follows."""
         arguments.one(reason, "reason", str)
         self._aborted = True
-        if self._life.reception.phase is Phase.FAILED and self._error is None:
+        if self._current.reception.phase is Phase.FAILED and self._error is None:
             self._error = AbortedError(f"room {self.room.hex()}: {reason}")
-        self._life.reception.abort(reason)
+        self._current.reception.abort(reason)
 
-    def due(self, told: Container[int]) -> bool:
-        """Whether to look at the room: what has ended well waits until the endpoint has told of it."""
-        return self.phase is not Phase.DONE or id(self._life.reception) in told
+    def due(self, reported: Container[int]) -> bool:
+        """Whether to look at the request: one that has ended well waits until the endpoint has reported it."""
+        return self.phase is not Phase.DONE or id(self._current.reception) in reported
 
     def look(self) -> bool:
-        """Go on where an attempt has failed; True if the engine should look at the room."""
-        life = self._life
-        if life.reception.phase is Phase.FAILED and self._error is None:
-            self._after(life)
+        """Go on where an attempt has failed; True if the engine should look at the request."""
+        current = self._current
+        if current.reception.phase is Phase.FAILED and self._error is None:
+            self._after(current)
         now = (self.phase, self.released)
         changed, self._seen = now != self._seen, now
         return changed
 
-    def _after(self, life: _Life) -> None:
-        error = life.reception.error
+    def _after(self, current: _Current) -> None:
+        error = current.reception.error
         assert error is not None
         left = self._until - self._clock()
-        if not life.asked:
-            life.asked = True
+        failed = Attempt(self.room, current.number, current.source, error)
+        if not current.asked:
+            current.asked = True
             if not self._aborted and left > 0:
                 try:
-                    life.following = self._policy.again(Attempt(self.room, life.number, life.source, error))
+                    current.next_source = self._policy.again(failed)
                 except Exception as exc:
-                    # A policy is somebody else's code: its errors end this room alone, and the others are still told.
-                    self._error = ours(exc, f"room {self.room.hex()}: the policy failed after attempt {life.number}")
+                    # A policy is the engine's code: its errors end this request alone.
+                    self._error = ours(exc, f"room {self.room.hex()}: the policy failed after attempt {failed.number}")
                     return
-        if self._aborted or life.following is None:
+        if self._aborted or current.next_source is None:
             self._error = error
         elif left <= 0:
             self._error = DeadlineError(
-                f"room {self.room.hex()}: its time was over before attempt {life.number + 1} could begin: {error}"
+                f"room {self.room.hex()}: its time was over before attempt {failed.number + 1} could begin: {error}"
             )
-        elif life.reception.released:
+        elif current.reception.released:
             try:
-                following = self._open(life.following, left)
+                following = self._open(failed.next_id, current.next_source, left)
             except DisaggKVError as exc:
                 self._error = exc
                 return
-            self._life = _Life(life.number + 1, life.following, following)
+            self._current = _Current(failed.number + 1, current.next_source, following)
             if self._expected is not None:
                 try:
                     following.expect(self._expected)
@@ -212,7 +250,7 @@ class Recovering:
 
 
 class RecoveringReceiver:
-    """A receiver whose rooms may be sent again; a :class:`Receiver`.
+    """A receiver that retries requests; a :class:`Receiver`.
 
     Call ``poll`` regularly, as of any receiver: attempts begin there.
 
@@ -243,23 +281,35 @@ class RecoveringReceiver:
     def open(
         self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
     ) -> Recovering:
-        """See :meth:`Receiver.open`; ``total_s`` is the room's time over all attempts."""
-        room = RoomId(arguments.room_id(room))
+        """Begin a request; see :meth:`Receiver.open`.
+
+        Args:
+            room: the id of the request; its first attempt uses it, later ones have ids of :func:`attempt_id`.
+            source: the prefill instance of the first attempt.
+            silence_s: as for a room.
+            total_s: seconds for all attempts together.
+
+        Raises:
+            ConfigurationError: as for a room, or an id that is too long for later attempts.
+        """
+        attempt_id(room, 2)
+        room = attempt_id(room, 1)
         if room in self._rooms:
             raise LocalProtocolError(f"room {room.hex()} is open already")
         total = self._options.total_s if total_s is None else arguments.seconds(total_s, "total_s")
 
-        def begin(source: Source, left_s: float) -> Reception:
+        def begin(room: RoomId, source: Source, left_s: float) -> Reception:
             return self._inner.open(room, source, silence_s=silence_s, total_s=left_s)
 
-        first = _Life(1, source, begin(source, total))
-        made = self._rooms[room] = Recovering(begin, self._policy, self._clock() + total, self._clock, first)
+        first = _Current(1, source, begin(room, source, total))
+        made = Recovering(room, begin, self._policy, self._clock() + total, self._clock, first)
+        self._rooms[room] = made
         return made
 
     def poll(self) -> Sequence[Recovering]:
         """See :meth:`Receiver.poll`."""
-        told = {id(one) for one in self._inner.poll()}
-        changed = [one for one in list(self._rooms.values()) if one.due(told) and one.look()]
+        reported = {id(one) for one in self._inner.poll()}
+        changed = [one for one in list(self._rooms.values()) if one.due(reported) and one.look()]
         for one in changed:
             if one.released:
                 del self._rooms[one.room]

@@ -40,12 +40,12 @@ class Options:
         missed: heartbeats missed after which a peer gets no new grants.
         closed_s: how long a broken connection may take to come back, and a look-up in the rendezvous to be answered.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
-        known_s: how often a ballot is repeated that is known already, should the verdict be lost, and an ``Expect``
-            that is parked.
+        known_s: how often a vote is repeated that is known already, should the decision be lost, and an ``Expect`` that
+            is parked.
         window: segments of one room that may be between request and acknowledgement towards one destination.
         aux_part: bytes of aux data in one frame; what is longer crosses in several.
-        tombstones: ended rooms that ranks of an instance remember by name, to agree on them; beyond those, and of
-            every peer, it is remembered by number how a room ended.
+        tombstones: ended rooms that an endpoint remembers by id, to refuse a second use and to agree on them with the
+            ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
         parked: ``Expect`` frames that may wait for the engine to open their room.
             parked_pages: page ids that they may name together.
         linger_s: on wires of 50 GB/s and more an endpoint with open rooms keeps looking for so long after something
@@ -307,7 +307,7 @@ class Store:
 
 
 @frozen
-class Vote:
+class CastVote:
     """Tell the ranks of our own instance how the room ends here."""
 
     ok: bool
@@ -332,11 +332,11 @@ class Granted:
     transfer: Transfer
 
 
-Effect = Send | Reserve | Free | Quarantine | Prepare | Scatter | Store | Vote | Transfer | Granted
+Effect = Send | Reserve | Free | Quarantine | Prepare | Scatter | Store | CastVote | Transfer | Granted
 
 
 class RoomKey(NamedTuple):
-    """One life of a room, as one decode endpoint numbers it. A tuple, because most look-ups are by it."""
+    """A room as one endpoint numbers it. A tuple, because most look-ups are by it."""
 
     room: RoomId
     generation: Generation

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from ..errors import RemoteProtocolError
 from .verify import Verify
 
-VERSION = 1
+VERSION = 2
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
@@ -268,19 +268,15 @@ class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_u
     """Decode -> prefill: the evidence has arrived."""
 
 
-class Ballot(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):
-    """Rank -> rank 0 of its own instance: my outcome (None: the room is open); repeated until ``Verdict``.
-
-    ``open_ms``: for how long it had been open when this was sent.
-    """
+class Vote(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):
+    """Rank -> rank 0 of its own instance: my outcome (None: the room is open); repeated until ``Decision``."""
 
     ok: bool | None
     reason: Text
-    open_ms: U
 
 
-class Verdict(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):
-    """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the ballot is known, the outcome is not.
+class Decision(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):
+    """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the vote is known, the outcome is not.
 
     ``shared``: the room is open on rank 0 too.
     """
@@ -341,8 +337,8 @@ AnyFrame = (
     | AbortAck
     | Drained
     | DrainedAck
-    | Ballot
-    | Verdict
+    | Vote
+    | Decision
     | Return
     | Returned
     | AuxPart

@@ -39,6 +39,7 @@ from .base import (
     AskAgain,
     Awaited,
     Cancel,
+    CastVote,
     Decided,
     Effect,
     Free,
@@ -56,7 +57,6 @@ from .base import (
     Send,
     Store,
     Tick,
-    Vote,
 )
 from .frames import (
     Abort,
@@ -402,7 +402,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._out.append(Store(aux))
         self._repeat.clear()
         self.state = Receiving.LANDED
-        self._out.append(Vote(True, ""))
+        self._out.append(CastVote(True, ""))
 
     # Landed here, not yet agreed.
 
@@ -419,12 +419,12 @@ class ReceiveRoom(Machine[Receiving]):
                 self._drained(event)
             else:
                 self._on_acknowledge(event)
-        self._out.append(Vote(False, reason))
+        self._out.append(CastVote(False, reason))
 
     def _on_tick_landed(self, event: Tick) -> None:
         if self.now >= self._deadline:
             self._deadline = self.now + self._total_s
-            self._out.append(Vote(False, f"{self._name()}: no agreement within {self._total_s:g} s"))
+            self._out.append(CastVote(False, f"{self._name()}: no agreement within {self._total_s:g} s"))
 
     def _on_decided(self, event: Decided) -> None:
         if not event.ok:
@@ -482,7 +482,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._repeat.clear()
         for w in self._writers.values():
             w.aux.clear()
-        self._out.append(Vote(False, str(error)))
+        self._out.append(CastVote(False, str(error)))
         self._tell_abort()
         self._out += [Quarantine(segment) for segment in self._parts if self._parts[segment].lease is not None]
         self._settle()

@@ -9,7 +9,7 @@ from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolEr
 from ..geometry import PageTable
 from ..ids import Epoch, Generation, GroupId, LayerId, RoomId, peer_name
 from ..planning import Batch
-from .base import Cancel, Decided, Effect, Finished, Offered, Options, Phase, Tick, Vote
+from .base import Cancel, CastVote, Decided, Effect, Finished, Offered, Options, Phase, Tick
 from .flow import Flow, FlowPlan, room_head
 from .frames import Abort
 from .machine import ours
@@ -226,7 +226,7 @@ class SendRoom:
         if self.error is not None or self.done:
             return []
         if self._voted:
-            return [Vote(False, str(error))]
+            return [CastVote(False, str(error))]
         return self._fail(error, now)
 
     def decided(self, event: Decided, now: float) -> list[Effect]:
@@ -244,7 +244,7 @@ class SendRoom:
         self.error = error
         self._voted = False
         self.rows.clear()
-        out: list[Effect] = [Vote(False, str(error))]
+        out: list[Effect] = [CastVote(False, str(error))]
         return out + self._all(Cancel(error), now)
 
     def _all(self, event: object, now: float) -> list[Effect]:
@@ -265,7 +265,7 @@ class SendRoom:
             complete = complete and flow.state is Sending.COMPLETE
         if complete and self._voted is None:
             self._voted = True
-            out.append(Vote(True, ""))
+            out.append(CastVote(True, ""))
         return out
 
     def _offer_states(self, flow: Flow, now: float) -> list[Effect]:

@@ -107,8 +107,8 @@ def test_a_word_that_is_lost_is_said_again() -> None:
     assert took(rig, sent, 2.0) < 1.0
 
 
-def test_what_was_said_of_one_life_of_a_room_does_not_end_the_next() -> None:
-    """An engine tries again under the same id: the earlier attempt's end is of no concern to it."""
+def test_the_end_of_an_attempt_does_not_end_the_next() -> None:
+    """Also where prefill learns of it late."""
     rig = Rig(SPEC, options=OPTIONS)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
     prefills[0].frozen = True
@@ -116,7 +116,7 @@ def test_what_was_said_of_one_life_of_a_room_does_not_end_the_next() -> None:
     took(rig, early.receives[0], 5.0)
     prefills[0].frozen = False
     early.failed()
-    rig.request("room", prefills, decodes, 8).start().landed()
+    rig.request("room", prefills, decodes, 8, attempt=2).start().landed()
     rig.quiet()
 
 

@@ -35,7 +35,7 @@ from disagg_kv.memory import PagedPool
 from disagg_kv.planning.staged import _views
 from disagg_kv.protocol import MAX_AUX, Codec, Hello, Options, Phase
 from disagg_kv.protocol.flow import room_head
-from disagg_kv.protocol.frames import Complete, Done, Expect, Grant, Head, Refused, WireTable
+from disagg_kv.protocol.frames import VERSION, Complete, Done, Expect, Grant, Head, Refused, WireTable
 from disagg_kv.protocol.machine import Machine
 from disagg_kv.protocol.tables import RECEIVING, SENDING, Receiving, Sending
 from disagg_kv.rendezvous import Source
@@ -239,7 +239,7 @@ def test_what_is_kept_for_later_expires() -> None:
     rig.wait(12.0)
     assert keeper.sends[0].released
     for request in (declined, unasked):
-        rig.request(request.room.decode(), prefills, decodes, 8).start().landed()
+        rig.request(request.room.decode(), prefills, decodes, 8, attempt=2).start().landed()
     rig.quiet()
 
 
@@ -312,7 +312,7 @@ def test_exits_of_processes_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"version": 2}, "version"),
+        ({"version": VERSION + 1}, "version"),
         ({"rank": 7}, "rank"),
         ({"instance": "other"}, "role"),
         ({"rank": 1, "shards": ()}, "rank"),

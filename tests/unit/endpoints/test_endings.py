@@ -1,4 +1,4 @@
-"""How rooms end: aborts at any time from any side, deadlines, silence, agreement, reuse, close."""
+"""How rooms end: aborts at any time from any side, deadlines, silence, agreement, second uses, close."""
 
 from __future__ import annotations
 
@@ -145,76 +145,126 @@ def test_a_peer_does_not_take_the_places_of_others() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_room_that_decode_awaits_again_is_not_one_that_it_gave_up(ranks: int) -> None:
-    """What is retried before prefill has opened the room succeeds; one rank that still gives up ends it."""
+def test_a_room_that_decode_gave_up_before_it_was_opened_fails_and_its_retry_succeeds(ranks: int) -> None:
+    """Whether prefill opens the first attempt late, or never."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, ranks))
-    for name in ("again", "given up"):
+    for name in ("late", "never"):
         first = rig.request(name, prefills, decodes, 8).open_decode().expect(8)
         rig.wait(1.0)
         for handle in first.receives:
             handle.abort("not yet")
         rig.until(lambda first=first: all(h.released for h in first.receives), "the first attempt's end")  # type: ignore[misc]
-        second = rig.request(name, prefills, decodes, 8)
-        if name == "again":
-            second.open_decode().expect(8)
-            rig.wait(1.0)
-            second.open_prefill().send(8).finish().landed()
-        else:
-            second.open_prefill()
-            rig.until(lambda second=second: second.sends[0].released, "prefill's end")  # type: ignore[misc]
-            assert "decode gave up: " in str(second.sends[0].error)
+        second = rig.request(name, prefills, decodes, 8, attempt=2).open_decode().expect(8)
+        rig.wait(1.0)
+        if name == "late":
+            first.open_prefill()
+            rig.until(lambda first=first: first.sends[0].released, "prefill's end")  # type: ignore[misc]
+            assert "decode gave up: " in str(first.sends[0].error)
+        second.open_prefill().send(8).finish().landed()
+    rig.quiet()
 
 
-def test_a_room_id_is_used_again_at_once() -> None:
-    """A room's next life begins as soon as its last is released, whatever became of it."""
+def test_a_retry_begins_at_once() -> None:
+    """An attempt begins as soon as the last one is released, whatever became of that."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
-    for life in range(8):
-        request = rig.request("same", prefills, decodes, 8)
-        if life % 4 == 1:
+    for attempt in range(1, 9):
+        request = rig.request("same", prefills, decodes, 8, attempt=attempt)
+        if attempt % 4 == 2:
             request.open_decode().open_prefill().receives[0].abort("declined")
             request.released()
-        elif life % 4 == 3:
+        elif attempt % 4 == 0:
             request.start().sends[0].abort("aborted")
             request.released()
             request.forgive()
         else:
             request.start().landed()
-        if life % 4 in (1, 3):
+        if attempt % 2 == 0:
             assert request.all(Phase.FAILED)
     rig.quiet()
 
 
-def test_late_aborts_do_not_reach_the_next_life() -> None:
-    """A rank's word about a life that prefill gave up before is not taken for the next life."""
-    rig = Rig(SPEC)
-    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2))
-    decodes[1].frozen = True
-    first = rig.request("same", prefills, decodes, 8).open_decode().open_prefill()
-    first.receives[0].abort("declined")
-    rig.until(lambda: first.sends[0].released and first.receives[0].released, "the end but on rank 1")
-    second = rig.request("same", prefills, decodes, 8).open_prefill()
-    decodes[1].frozen = False
-    rig.until(lambda: first.receives[1].released, "the end on rank 1")
-    rig.wait(5.0)
-    assert second.sends[0].phase is Phase.CONNECTING
-    second.open_decode().expect().send(8).finish().landed()
-    rig.quiet()
-
-
-def test_a_room_is_open_once() -> None:
-    """Room ids are checked, and a life must be released before the next."""
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_room_id_is_used_once(aborted: bool) -> None:
+    """While its room is open, and after its end; the message says what to do, and the ids are checked."""
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     request = rig.request("room", prefills, decodes, 8).open_prefill().open_decode()
-    with pytest.raises(LocalProtocolError, match="open already"):
-        prefills[0].endpoint.open(request.room)
-    with pytest.raises(LocalProtocolError, match="open already"):
-        decodes[0].endpoint.open(request.room, Source("P"))
+
+    def refused(match: str) -> None:
+        with pytest.raises(LocalProtocolError, match=match):
+            prefills[0].endpoint.open(request.room)
+        with pytest.raises(LocalProtocolError, match=match):
+            decodes[0].endpoint.open(request.room, Source("P"))
+
+    refused("open already")
+    if aborted:
+        request.receives[0].abort("no more")
+        request.released()
+    else:
+        request.expect().send(8).finish().landed()
+    refused("used already; open a retry under an id of its own, see disagg_kv.attempt_id")
     for name in (b"", b"x" * 65):
         with pytest.raises(ConfigurationError, match="room id"):
             prefills[0].endpoint.open(RoomId(name))
+    rig.quiet()
+
+
+USES = [(side, ranks) for side in ("prefill", "decode", "both") for ranks in ((0,), (1,), (0, 1))]
+
+
+@pytest.mark.parametrize(("side", "ranks"), USES, ids=str)
+@pytest.mark.parametrize("done", [True, False])
+def test_an_id_that_is_used_again_when_it_was_forgotten_ends(side: str, ranks: tuple[int, ...], done: bool) -> None:
+    """On some ranks or all of them: by name or by the deadline, and a success has the right bytes on every rank."""
+    rig = Rig(SPEC, options=Options(tombstones=1, total_s=20.0))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
+    first = rig.request("room", prefills, decodes, 8).start()
+    if done:
+        first.landed()
+    else:
+        first.sends[1].abort("the user went away")
+        first.released()
+        first.forgive()
+    rig.request("other", prefills, decodes, 8).start().landed()
+    again = rig.request(
+        "room",
+        [prefills[r] for r in ranks if side != "decode"],
+        [decodes[r] for r in ranks if side != "prefill"],
+        8,
+    )
+    again.open_decode().expect().open_prefill().send(8).finish()
+    whole = side == "both" and len(ranks) == 2
+    began = rig.clock()
+    rig.until(lambda: all(h.released for h in again.handles), "the end", 8000)
+    phases = {handle.phase for handle in again.handles}
+    assert phases == {Phase.DONE} if whole and done else phases == {Phase.FAILED}, again.errors()
+    assert rig.clock() - began < 22.0
+    if phases == {Phase.DONE}:
+        again.done()
+    else:
+        again.forgive()
+    rig.check()
+    rig.quiet()
+
+
+def test_another_use_of_an_id_that_prefill_still_has_fails_by_name() -> None:
+    """Decode has forgotten it, and prefill waits for the last word about its room."""
+    rig = Rig(SPEC, options=Options(tombstones=1))
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1), strategy="staged")
+    first = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+    rig.until(lambda: first.sends[0].phase is Phase.READY, "the expectation")
+    first.receives[0].abort("changed my mind")
+    prefills[0].frozen = True
+    rig.until(lambda: first.receives[0].released, "decode's end")
+    rig.request("other", [], decodes, 8).open_decode().receives[0].abort("another id")
+    again = rig.request("room", [], decodes, 8).open_decode().expect()
+    rig.wait(0.5)
+    prefills[0].frozen = False
+    rig.until(lambda: again.receives[0].released, "the end")
+    assert again.receives[0].phase is Phase.FAILED
+    assert rig.clock() < 20.0
 
 
 def test_another_decode_instance_does_not_disturb_a_room() -> None:
@@ -238,7 +288,9 @@ def test_tags_must_match() -> None:
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     for ours, theirs in ((b"a", b"a"), (b"", b"a"), (b"a", b"")):
-        request = rig.request("room", prefills, decodes, 8).open_decode().expect(tag=ours).open_prefill()
+        request = (
+            rig.request(f"{ours!r} {theirs!r}", prefills, decodes, 8).open_decode().expect(tag=ours).open_prefill()
+        )
         request.send(8).finish(tag=theirs).landed()
     request = rig.request("room", prefills, decodes, 8).open_decode().expect(tag=b"a").open_prefill().send(8)
     request.finish(tag=b"b").failed()
@@ -302,7 +354,7 @@ def test_an_unforeseen_error_ends_rooms_but_not_the_endpoint(caplog: pytest.LogC
     assert "illegal memory access" in str(request.sends[0].error)
     kernels.fail = None
     transport.fail = ValueError("no such endpoint")
-    request = rig.request("room", prefills, decodes, 8).start().failed()
+    request = rig.request("room", prefills, decodes, 8, attempt=2).start().failed()
     assert "no such endpoint" in str(request.sends[0].error)
     transport.fail = None
 
@@ -315,7 +367,7 @@ def test_an_unforeseen_error_ends_rooms_but_not_the_endpoint(caplog: pytest.LogC
 
     with caplog.at_level(logging.ERROR):
         for late in (False, True):
-            request = rig.request("room", prefills, decodes, 8).open_decode().expect().open_prefill()
+            request = rig.request(f"late {late}", prefills, decodes, 8).open_decode().expect().open_prefill()
             if late:
                 request.send(8).sends[0].finish(8, ready=Broken())
             else:

@@ -10,7 +10,7 @@ from disagg_kv.channels import Channel
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Generation, RoomId
 from disagg_kv.protocol import Codec, Options, Phase, Tombstones
-from disagg_kv.protocol.frames import Ballot, Complete, Expect, Frame, RoomFrame, Verdict
+from disagg_kv.protocol.frames import Complete, Decision, Expect, Frame, RoomFrame, Vote
 from tests.support.rig import Memory, Rig, tp_shards
 from tests.support.rig_parts import Unreliable
 
@@ -103,7 +103,7 @@ def test_the_last_word_about_a_room_comes_however_many_end_before_it() -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("kind", [Ballot, Verdict])
+@pytest.mark.parametrize("kind", [Vote, Decision])
 def test_ranks_agree_on_a_room_however_many_others_they_agree_on_meanwhile(kind: type[RoomFrame]) -> None:
     """What a rank says of a room, or what it is told, is lost for long."""
     rig = Rig(SPEC, options=FEW)
@@ -124,15 +124,14 @@ def test_rooms_that_are_open_while_rank_0_is_away_are_not_given_up_for_their_num
     shards = tp_shards(SPEC, 2)
     decodes = rig.decode(shards)
     late = rig.prefill(shards, only=[1])
-    for i in range(OTHERS):
-        late[0].endpoint.open(RoomId(b"room %d" % i))
+    early = {room: late[0].endpoint.open(room) for room in (RoomId(b"room %d" % i) for i in range(OTHERS))}
     rig.wait(1.0)
     prefills = [*rig.prefill(shards, only=[0]), *late]
     rooms = [rig.request(f"room {i}", prefills, decodes, 8) for i in range(OTHERS)]
     role = late[0].endpoint._role
     for number, request in enumerate(rooms):
         request.open_decode().expect()
-        request.sends = [prefills[0].endpoint.open(request.room), late[0].endpoint._open[request.room]]
+        request.sends = [prefills[0].endpoint.open(request.room), early[request.room]]
         assert request.sends[1].phase is not Phase.FAILED, request.sends[1].error
         assert number < role.open_rooms
     for request in rooms:

@@ -376,7 +376,7 @@ def test_a_recovering_receiver_closes_a_broken_endpoint(monkeypatch: pytest.Monk
         monkeypatch.setattr(member.endpoint._role, "integrity_failure", lambda error: _raise())
         member.endpoint._loop.post(_raise)
     rig.until(lambda: all(member.endpoint.driver.broken is not None for member in rig.members), "the ends")
-    rig.until(lambda: room._life.reception.phase is Phase.FAILED and send.phase is Phase.FAILED, "the rooms' ends")
+    rig.until(lambda: room._current.reception.phase is Phase.FAILED and send.phase is Phase.FAILED, "the rooms' ends")
     send.abort("the test")
     room.abort("the test")
     receiver.close(0.0)
@@ -392,7 +392,7 @@ def test_a_recovering_receiver_closes_its_endpoint_whatever_a_room_does(monkeypa
     endpoint = rig.decodes[0].endpoint
     receiver = RecoveringReceiver(endpoint, Fail())
     room = receiver.open(OPEN, Source("nowhere"))
-    monkeypatch.setattr(room._life.reception, "abort", lambda reason: _raise())
+    monkeypatch.setattr(room._current.reception, "abort", lambda reason: _raise())
     with pytest.raises(Interrupted):
         receiver.close(0.0)
     assert endpoint.driver.closed

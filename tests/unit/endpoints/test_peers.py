@@ -306,7 +306,7 @@ def test_direct_between_unequal_layouts() -> None:
     request = rig.request("room", prefills, decodes, 8, "explicit").start().failed()
     assert isinstance(request.sends[0].error, ConfigurationError)
     assert "path 'direct' cannot: " in str(request.receives[0].error)
-    request = rig.request("room", others, decodes, 8, "auto").start()
+    request = rig.request("other room", others, decodes, 8, "auto").start()
     request.landed()
     assert "direct cannot" in request.sends[0].report.reason
     rig.quiet()

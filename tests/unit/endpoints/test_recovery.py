@@ -15,6 +15,7 @@ from disagg_kv.endpoints import (
     Recovery,
     Report,
     Retry,
+    attempt_id,
 )
 from disagg_kv.errors import (
     AbortedError,
@@ -105,9 +106,9 @@ class World:
         for room, table in zip(self.rooms, self.tables, strict=True):
             room.expect(Expectation(24, [table]))
 
-    def send(self, prefills: Prefills, name: str, stop: int = 24) -> Request:
+    def send(self, prefills: Prefills, name: str, stop: int = 24, attempt: int = 1) -> Request:
         """A prefill instance computes the request and hands it over, or the first rows of it."""
-        request = self.rig.request("room", prefills, self.decodes, 24, name)
+        request = self.rig.request("room", prefills, self.decodes, 24, name, attempt)
         request.truth = self.truth
         request.open_prefill().send(stop)
         return request.finish() if stop == 24 else request
@@ -145,9 +146,11 @@ def test_another_prefill_sends_what_a_killed_one_did_not(tp: int) -> None:
     world.rig.until(lambda: all(room.report.nbytes for room in world.rooms), "a part of it")
     for member in world.first:
         member.crash()
-    world.send(world.second, "Q")
+    world.send(world.second, "Q", attempt=2)
     world.until(Phase.DONE)
-    assert [(a.number, a.source, a.room) for a in asked] == [(1, Source("P"), ROOM)] * tp
+    second = attempt_id(ROOM, 2)
+    assert [(a.number, a.source, a.room, a.next_id) for a in asked] == [(1, Source("P"), ROOM, second)] * tp
+    assert {room.room for room in world.rooms} == {ROOM}
     assert any(isinstance(a.error, PeerLostError) for a in asked)
     assert {(room.attempts, room.source, room.error) for room in world.rooms} == {(2, Source("Q"), None)}
     world.check()
@@ -297,3 +300,45 @@ def test_a_policy_that_raises_ends_its_room_alone() -> None:
         "gone",
     ]
     assert all(room.released for room in rooms)
+
+
+def test_each_attempt_has_an_id_of_its_own() -> None:
+    """No two requests have one in common; an id that is too long is refused before anything begins."""
+    requests = [RoomId(name) for name in (b"r", b"r~", b"r~attempt", b"x" * 48)]
+    ids = [attempt_id(request, number) for request in requests for number in (1, 2, 3, 10, 22, 10**6)]
+    assert len(set(ids)) == len(ids)
+    assert all(1 <= len(room) <= 64 for room in ids)
+    assert [attempt_id(request, 1) for request in requests] == requests
+    assert attempt_id(RoomId(b"x" * 64), 1) == b"x" * 64
+    for request, number, why in (
+        (b"x" * 49, 2, "at most 48"),
+        (b"x" * 65, 1, "room id"),
+        (b"", 1, "room id"),
+        (b"r", 0, "attempt"),
+        (attempt_id(RoomId(b"r"), 2), 2, "later attempt itself"),
+        (attempt_id(RoomId(b"r"), 2), 1, "later attempt itself"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            attempt_id(RoomId(request), number)
+    stub = Stub()
+    with pytest.raises(ConfigurationError, match="at most 48"):
+        RecoveringReceiver(stub, Fail()).open(RoomId(b"x" * 49), Source("P"))
+    assert not stub.rooms
+
+
+def test_every_attempt_opens_the_id_that_its_policy_was_given() -> None:
+    asked: list[RoomId] = []
+
+    def place(failed: Attempt) -> Source:
+        asked.append(failed.next_id)
+        return Source("Q")
+
+    stub = Stub()
+    end = RecoveringReceiver(stub, Retry(place, 3), clock=FakeClock())
+    end.open(ROOM, Source("P"))
+    for _ in range(3):
+        held = stub.rooms[-1]
+        held.phase, held.released, held.error = Phase.FAILED, True, PeerLostError("gone")
+        end.poll()
+    assert [held.room for held in stub.rooms] == [ROOM, *asked]
+    assert asked == [attempt_id(ROOM, 2), attempt_id(ROOM, 3)]

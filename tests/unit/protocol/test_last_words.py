@@ -8,6 +8,7 @@ from disagg_kv.errors import AbortedError, DeadlineError, PeerLostError, RemoteP
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import (
     Cancel,
+    CastVote,
     Free,
     Gone,
     Lost,
@@ -17,7 +18,6 @@ from disagg_kv.protocol import (
     Scattered,
     Sending,
     Tick,
-    Vote,
     WriteFailed,
     Wrote,
 )
@@ -112,7 +112,7 @@ def test_notices_are_repeated_beside_done_until_each_is_acknowledged() -> None:
 def test_complete_proves_that_all_has_landed_whose_landed_was_lost(before: int) -> None:
     room = announced()
     room.say(*[landed(s) for s in (A, B)[:before]])
-    assert room.complete() == [Vote(True, "")]
+    assert room.complete() == [CastVote(True, "")]
     assert counted(room) == (2, 2048)
     assert room.machine.tick(9.0) == []
     assert room.say(landed(A), landed(B)) == []
@@ -125,7 +125,7 @@ def test_pages_that_are_taken_away_after_done_change_nothing() -> None:
     assert room.machine.withdraw(0.0) == []
     assert room.add(8, start=0) == []
     assert sent(room.machine.tick(0.2)) == [ChunkReady, ChunkReady, Done]
-    assert room.complete() == [Vote(True, "")]
+    assert room.complete() == [CastVote(True, "")]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_done_may_come_before_the_notices(exposed: bool) -> None:
     assert state_of(room) is Receiving.MOVING
     effects = room.say(chunk(0, B, other))
     if not exposed:
-        assert only(effects, Vote) == []
+        assert only(effects, CastVote) == []
         effects = room.say(Scattered(B))
-    assert only(effects, Vote) == [Vote(True, "")]
+    assert only(effects, CastVote) == [CastVote(True, "")]
     assert (room.machine.segments_landed, state_of(room)) == (2, Receiving.LANDED)
 
 
@@ -194,7 +194,7 @@ def test_a_done_writer_whose_notices_have_come_may_be_lost_while_others_are_miss
     room = decode.Room(exposed=True)
     room.say(chunk(0, A, None), chunk(0, B, None), done(0, 2), Lost(P[0], PeerLostError("silent")), Gone(P[0]))
     assert phase_of(room) is Phase.MOVING
-    assert only(room.say(done(1, 2), chunk(1, A, None), chunk(1, B, None)), Vote) == [Vote(True, "")]
+    assert only(room.say(done(1, 2), chunk(1, A, None), chunk(1, B, None)), CastVote) == [CastVote(True, "")]
 
 
 def test_the_deadline_says_whose_notices_are_missing() -> None:
@@ -223,7 +223,7 @@ def test_the_deadline_says_whose_notices_are_missing() -> None:
 def test_what_is_not_complete_when_all_was_said_fails_at_once(events: list[object], words: str) -> None:
     """``Done`` proves nothing, and a room that cannot succeed does not wait for its deadline."""
     room = decode.Room(exposed=True)
-    assert only(room.say(*events), Vote)[-1].ok is False
+    assert only(room.say(*events), CastVote)[-1].ok is False
     failed(room, RemoteProtocolError, words)
 
 

@@ -16,6 +16,7 @@ from disagg_kv.ids import Rank
 from disagg_kv.planning import Intake, Segment
 from disagg_kv.protocol import (
     Cancel,
+    CastVote,
     Decided,
     Effect,
     Free,
@@ -32,7 +33,6 @@ from disagg_kv.protocol import (
     Send,
     Store,
     Tick,
-    Vote,
 )
 from disagg_kv.protocol.frames import (
     Abort,
@@ -254,7 +254,7 @@ def test_a_rank_succeeds_when_all_has_landed_all_are_done_and_all_ranks_agree() 
     assert room.say(done(0, 2, aux=b"zero"), done(1, 2, aux=b"one")) == []
     effects = room.say(Scattered(B))
     assert only(effects, Store) == [Store(b"zero")]
-    assert only(effects, Vote) == [Vote(True, "")]
+    assert only(effects, CastVote) == [CastVote(True, "")]
     assert (phase_of(room), room.machine.released, state_of(room)) == (Phase.MOVING, False, Receiving.LANDED)
     assert sent(room.say(Decided(True, ""))) == [(0, Complete), (1, Complete)]
     assert (phase_of(room), room.machine.released) == (Phase.DONE, True)
@@ -271,7 +271,7 @@ def test_aux_of_the_lowest_rank_wins_whoever_comes_first() -> None:
 def test_prefill_names_the_end_where_decode_left_it_open() -> None:
     room = Room(stop=None)
     room.land(A)
-    assert only(room.say(done(1, 1, stop=4), done(0, 1, stop=4)), Vote) == [Vote(True, "")]
+    assert only(room.say(done(1, 1, stop=4), done(0, 1, stop=4)), CastVote) == [CastVote(True, "")]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_fast_writer_may_run_far_ahead_of_a_slow_one() -> None:
         assert sent(room.say(chunk(0, Segment(row, row + 1, 0, 2), None))) == [(0, Landed)]
     for row in range(8):
         room.say(chunk(1, Segment(row, row + 1, 0, 2), None))
-    assert only(room.say(done(0, 8), done(1, 8)), Vote) == [Vote(True, "")]
+    assert only(room.say(done(0, 8), done(1, 8)), CastVote) == [CastVote(True, "")]
 
 
 def taken(effects: Sequence[Effect]) -> list[int]:

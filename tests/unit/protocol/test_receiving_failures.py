@@ -14,6 +14,7 @@ from disagg_kv.ids import Epoch, Rank
 from disagg_kv.planning import Segment
 from disagg_kv.protocol import (
     Cancel,
+    CastVote,
     Decided,
     Free,
     Gone,
@@ -26,7 +27,6 @@ from disagg_kv.protocol import (
     Scatter,
     Scattered,
     Tick,
-    Vote,
 )
 from disagg_kv.protocol.frames import (
     Abort,
@@ -74,7 +74,7 @@ def test_after_any_failure_all_hear_abort_until_there_is_evidence(event: object,
     room = Room()
     effects = room.say(event)
     failed(room, kind)
-    assert len(only(effects, Vote)) == 1
+    assert len(only(effects, CastVote)) == 1
     told = {rank for rank, frame in sent(effects) if frame is Abort}
     assert told == ({1} if isinstance(event, Drained) else {0, 1})
     assert room.machine.released, "pages are nobody else's: they were not exposed"
@@ -207,7 +207,7 @@ def test_a_writer_that_is_done_may_be_lost() -> None:
     room.land(B)
     room.say(done(0, 2), Lost(P[0], PeerLostError("silent")), Gone(P[0]))
     assert phase_of(room) is Phase.MOVING
-    assert only(room.say(done(1, 2)), Vote) == [Vote(True, "")]
+    assert only(room.say(done(1, 2)), CastVote) == [CastVote(True, "")]
 
 
 def test_a_writer_lost_while_all_has_landed_is_not_waited_for_if_the_room_fails_after_all() -> None:
@@ -228,7 +228,7 @@ def test_doubt_after_landing_asks_the_others_and_the_agreement_stands(
     room = Room()
     room.landed()
     effects = room.say(event)
-    assert [v.ok for v in only(effects, Vote)] == [False]
+    assert [v.ok for v in only(effects, CastVote)] == [False]
     assert sent(effects) == ([] if answer is None else [(0, answer)])
     room.say(Decided(True, ""))
     assert phase_of(room) is Phase.DONE
@@ -275,9 +275,9 @@ def test_no_agreement_in_time_is_a_vote_against_and_is_said_again() -> None:
     room = Room()
     room.landed()
     assert room.say(Tick(), now=299.0) == []
-    assert [v.ok for v in only(room.say(Tick(), now=300.0), Vote)] == [False]
+    assert [v.ok for v in only(room.say(Tick(), now=300.0), CastVote)] == [False]
     assert room.say(Tick(), now=301.0) == []
-    assert [v.ok for v in only(room.say(Tick(), now=600.0), Vote)] == [False]
+    assert [v.ok for v in only(room.say(Tick(), now=600.0), CastVote)] == [False]
 
 
 def test_nothing_is_taken_in_after_the_end() -> None:

@@ -10,7 +10,7 @@ from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.geometry import CacheSpec, Component, shard
 from disagg_kv.ids import LayerId, VirtualOffset
 from disagg_kv.planning import Intake, Segment
-from disagg_kv.protocol import Introduced, Vote
+from disagg_kv.protocol import CastVote, Introduced
 from disagg_kv.staging import Lease
 from tests.support.receive_room import OTHER_LEASE, SPEC, A, B, P, Room, done, only, request
 
@@ -34,12 +34,12 @@ def test_a_room_with_states_succeeds_only_when_they_have_landed_too() -> None:
     out = room.say(done(0, 2), done(1, 2))
     assert isinstance(room.machine.error, RemoteProtocolError)
     assert "states of layers range(0, 2) are not complete" in str(room.machine.error)
-    assert only(out, Vote)[0].ok is False
+    assert only(out, CastVote)[0].ok is False
     room = hybrid()
     room.land(A)
     room.land(B, OTHER_LEASE)
     room.land(Segment(0, 1, 0, 2, state=True), Lease(VirtualOffset(80128), 512, 14592))
-    assert only(room.say(done(0, 3), done(1, 3)), Vote) == [Vote(True, "")]
+    assert only(room.say(done(0, 3), done(1, 3)), CastVote) == [CastVote(True, "")]
     assert room.machine.segments_landed == 3
 
 

@@ -9,12 +9,12 @@ from disagg_kv.geometry import CacheSpec, shard
 from disagg_kv.ids import LayerId, Rank
 from disagg_kv.planning import Intake, Limits, Segment
 from disagg_kv.protocol import (
+    CastVote,
     Decided,
     FlowPlan,
     Granted,
     Phase,
     Transfer,
-    Vote,
     WriteFailed,
     Wrote,
 )
@@ -64,7 +64,7 @@ def test_a_room_from_its_opening_to_its_end() -> None:
     assert room.say(landed()) == []
     (done,) = frames(room.machine.finish(4, b"aux", b"tag", 0.0), Done)
     assert (done.stop, done.aux, done.tag) == (4, b"aux", b"tag")
-    assert room.complete() == [Vote(True, "")]
+    assert room.complete() == [CastVote(True, "")]
     assert not room.machine.released
     assert room.machine.decided(Decided(True, ""), 0.0) == []
     assert (phase(room), room.machine.released, room.machine.closed) == (Phase.DONE, True, True)

@@ -15,6 +15,7 @@ from disagg_kv.errors import (
 )
 from disagg_kv.ids import Generation
 from disagg_kv.protocol import (
+    CastVote,
     Decided,
     Gone,
     Lost,
@@ -22,7 +23,6 @@ from disagg_kv.protocol import (
     Quiet,
     Send,
     Sending,
-    Vote,
     WriteFailed,
     Wrote,
 )
@@ -76,7 +76,7 @@ def test_a_write_is_tried_three_times() -> None:
         effects = room.say(WriteFailed(A, RETRY, True))
     assert room.machine.error is RETRY
     assert sent(effects) == [Drained]
-    assert [v.ok for v in only(effects, Vote)] == [False]
+    assert [v.ok for v in only(effects, CastVote)] == [False]
 
 
 @pytest.mark.parametrize("error", [FINAL, ValueError("kernel")])
@@ -179,8 +179,8 @@ def test_success_needs_complete_from_every_decode_rank_and_the_agreement() -> No
     assert room.complete(0) == []
     assert phase(room) is Phase.CONNECTING
     room.expect(1, 2)
-    assert room.complete(1) == [Vote(True, "")]
-    assert room.machine.cancel(AbortedError("engine"), 0.0) == [Vote(False, "engine")]
+    assert room.complete(1) == [CastVote(True, "")]
+    assert room.machine.cancel(AbortedError("engine"), 0.0) == [CastVote(False, "engine")]
     room.machine.decided(Decided(True, ""), 0.0)
     assert phase(room) is Phase.DONE
     assert room.machine.decided(Decided(False, "late"), 0.0) == []
@@ -194,7 +194,7 @@ def test_the_failure_of_one_flow_fails_the_others() -> None:
     room.expect(1, 3)
     effects = room.say(abort(), rank=0)
     assert [(e.to, type(e.frame)) for e in only(effects, Send)] == [(D[0], Drained), (D[1], Drained)]
-    assert len(only(effects, Vote)) == 1
+    assert len(only(effects, CastVote)) == 1
     assert phase(room) is Phase.FAILED
     assert sent(room.expect(2, 3)) == [Drained], "a rank that asks after the failure hears of it"
     for rank in range(3):

@@ -134,7 +134,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
                     f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
                 )
             key = self._new_key(room)
-            handle = self._open[room] = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
+            handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
+            self._ids.add(room, handle)
             self._loop.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
         return handle
 

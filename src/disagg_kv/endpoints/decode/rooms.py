@@ -23,6 +23,7 @@ from ...protocol import (
     AskAgain,
     Awaited,
     Cancel,
+    CastVote,
     Decided,
     Effect,
     Free,
@@ -43,7 +44,6 @@ from ...protocol import (
     Store,
     Tick,
     Verify,
-    Vote,
     verified,
 )
 from ...protocol.flow import room_head
@@ -128,7 +128,7 @@ class DecodeSide:
         self._receipts = Receipts(loop.send)
         self._checking: list[DecodeRoom] = []
         self._events: deque[tuple[DecodeRoom, object]] = deque()
-        self._votes: deque[tuple[DecodeRoom, Vote]] = deque()
+        self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
         self._handling = False
         self._cancelled = CancelledBeforeOpen(loop.me.epoch, loop.options)
         self._page_bytes = pool.site.page_bytes
@@ -151,7 +151,6 @@ class DecodeSide:
         machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, self._loop.options, now, total_s)
         room = DecodeRoom(key, machine, handle, source, silence_s, now)
         self._rooms[key] = room
-        self._cancelled.forget(key.room)
         self._loop.vote(key, None, "")
         self._take_found(self._discovery.add(room))
         if (error := self._loop.succession.error()) is not None:
@@ -372,7 +371,7 @@ class DecodeSide:
             match effect:
                 case Send():
                     self._receipts.send(effect)
-                case Vote():
+                case CastVote():
                     self._votes.append((room, effect))
                 case Reserve():
                     self._reserve(room, effect)
@@ -401,7 +400,7 @@ class DecodeSide:
             self._grant()
         self._publish(room)
 
-    def _cast(self, room: DecodeRoom, vote: Vote) -> None:
+    def _cast(self, room: DecodeRoom, vote: CastVote) -> None:
         """Cast a vote. It may decide and publish the room at once, so it comes after all other effects."""
         if vote.ok and any(other is room and not later.ok for other, later in self._votes):
             return  # what had to be done before has failed, and this rank votes against itself

@@ -9,7 +9,7 @@ from ...protocol import Options
 from ...protocol.frames import Expect
 
 SHARE = 4
-"""A peer's part of the places: one in so many."""
+"""While several peers are known, each takes at most one in this number of places."""
 
 
 class EarlyArrivals:
@@ -34,7 +34,7 @@ class EarlyArrivals:
         return key in self._waiting
 
     def add(self, expect: Expect, until: float, *, alone: bool) -> bool:
-        """Keep it, instead of what its sender said of the room before; False: there is no space for it.
+        """Keep it, in place of its sender's earlier one for the room; False: there is no space for it.
 
         Args:
             expect: what a peer awaits.

@@ -124,7 +124,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
                     f"room {room.hex()}: {stuck} of {self._slots} staging slots wait for evidence"
                 )
             key = self._new_key(room)
-            handle = self._open[room] = DeliveryHandle(key, self._pool, self)
+            handle = DeliveryHandle(key, self._pool, self)
+            self._ids.add(room, handle)
             self._loop.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
         return handle
 
@@ -134,7 +135,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         """See :meth:`~disagg_kv.endpoints.api.Sender.step`."""
         rooms: list[tuple[DeliveryHandle, int, Mapping[GroupId, PageTable]]] = []
         for room, stop, pages in _chunks(chunks):
-            handle = self._open.get(room)
+            handle = self._ids.get(room)
             if handle is None:
                 raise LocalProtocolError(f"room {room.hex()} is not open")
             rooms.append((handle, stop, handle.checked(stop, pages)))

@@ -1,4 +1,4 @@
-"""The prefill half of a node: rooms, parked expectations, and the transfers that serve them."""
+"""The prefill half of a node: rooms, early arrivals, and the transfers that serve them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...ids import Epoch, Generation, LayerId, RoomId
 from ...memory import Event, MemoryPool
 from ...protocol import (
     Cancel,
+    CastVote,
     Decided,
     Effect,
     Gone,
@@ -29,10 +30,10 @@ from ...protocol import (
     Send,
     SendRoom,
     Transfer,
-    Vote,
 )
+from ...protocol.agreement import USED_TWICE
 from ...protocol.flow import room_head
-from ...protocol.frames import Abort, Drained, Expect, Expected
+from ...protocol.frames import Abort, Drained, Expect, Expected, words
 from ...protocol.machine import ours
 from ...protocol.tables import Sending
 from ...protocol.timers import Timers
@@ -45,8 +46,8 @@ from ..runtime.handle import ChangeQueue, HostEvent
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.silence import Silences
 from .early import EarlyArrivals
+from .ended_early import EndedEarly
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
-from .negative_cache import NegativeCache
 from .room import PrefillRoom
 from .routes import Router, taken
 from .throughput import EventFifo, ThroughputEstimator
@@ -73,7 +74,7 @@ class PrefillSide:
         self._throughput = throughput
         self.transfers = transfers
         self._early = EarlyArrivals(loop.options)
-        self._negative = NegativeCache(loop.options)
+        self._ended_early = EndedEarly(loop.options)
         site = pool.site
         tokens = {p.layer for p in site.planes if p.group not in site.state_groups}
         self._tokenless = frozenset(site.shard.layers()) - tokens
@@ -103,9 +104,9 @@ class PrefillSide:
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
         self._loop.vote(key, None, "")
-        gone = self._negative.declined(key.room)
-        declined = None if gone is None else AbortedError(f"room {key.room.hex()}: decode gave up: {gone}")
-        if (error := self._loop.succession.error() or declined) is not None:
+        reason = self._ended_early.reason(key.room)
+        over = None if reason is None else AbortedError(f"room {key.room.hex()}: {reason}")
+        if (error := self._loop.succession.error() or over) is not None:
             self._apply(room, machine.cancel(error, now))
         for expect in self._early.take(key.room):
             # Looked at anew: the room may have ended as it began, where another rank's vote against it was known.
@@ -268,17 +269,16 @@ class PrefillSide:
             # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
             loop.observer.count("frames.evicted_room")
             ended = None if parked or (name, epoch) in self._early else ended
-        unmet = self._negative.unmet(name)
-        if ended is not None or (unmet is not None and epoch not in unmet.answered and name not in self._newest):
-            if unmet is not None:
-                unmet.answered.add(epoch)
-                loop.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
-            reason = "the room has ended" if unmet is None else unmet.reason
+        room, reason = self._newest.get(name), self._ended_early.reason(name)
+        if ended is not None:
+            reason = reason or "the room has ended"
+        elif room is not None:
+            reason = USED_TWICE if epoch in room.machine.flows else None
+        if reason is not None:
+            loop.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
             loop.send(Send(epoch, Abort(**head, reason=reason)))
             return
-        self._negative.awaited(name, epoch, Generation(frame.generation))
-        room = self._newest.get(name)
-        if room is not None and not room.machine.released and epoch not in room.machine.flows:
+        if room is not None and not room.machine.released:
             self._begin(room, frame)
         elif self._early.add(frame, loop.now + loop.options.silence_s, alone=len(loop.remotes) == 1):
             loop.send(Send(epoch, Expected(**head, parked=True)))
@@ -291,9 +291,7 @@ class PrefillSide:
         self._early.pop(name, epoch)
         room = self._newest.get(name)
         if loop.tombstones.outcome(epoch, generation) is None:
-            unmet = self._negative.unmet(name)
-            earlier = unmet is not None and epoch not in unmet.answered
-            if room is not None and not earlier and not room.machine.released and epoch not in room.machine.flows:
+            if room is not None and not room.machine.released and epoch not in room.machine.flows:
                 self._flows[(name, epoch, generation)] = room
                 self._silences.watch(epoch, room.key, room.silence_s, loop.now)
                 self._apply(room, room.machine.decline(epoch, generation, frame, loop.now))
@@ -303,10 +301,8 @@ class PrefillSide:
                     self._apply(room, room.machine.handle(epoch, Lost(epoch, lost), loop.now))
                 return
             loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
-            if unmet is not None:
-                unmet.answered.add(epoch)
-            elif room is None:
-                self._negative.decline(name, frame.reason, epoch, generation, loop.now)
+            if room is None:
+                self._ended_early.add(name, f"decode gave up: {frame.reason}", loop.now)
         head = room_head(loop.me.epoch, epoch, name, generation)
         loop.send(Send(epoch, Drained(**head, reason=frame.reason)))
 
@@ -327,9 +323,6 @@ class PrefillSide:
             return
         self._flows[(name, epoch, frame.generation)] = room
         self._silences.watch(epoch, room.key, room.silence_s, loop.now)
-        unmet = self._negative.unmet(name)
-        if unmet is not None:
-            unmet.answered.add(epoch)
         loop.send(Send(epoch, Expected(**head, parked=False)))
         try:
             route, plan = self._router.find(
@@ -455,12 +448,12 @@ class PrefillSide:
     # Effects and time.
 
     def _apply(self, room: PrefillRoom, effects: Sequence[Effect]) -> None:
-        votes: list[Vote] = []
+        votes: list[CastVote] = []
         for effect in effects:
             match effect:
                 case Send():
                     self._loop.send(effect)
-                case Vote():
+                case CastVote():
                     votes.append(effect)
                 case Transfer():
                     self.transfers.add(room, effect)
@@ -502,14 +495,13 @@ class PrefillSide:
         self._failed.discard(room.key)
         if self._newest.get(name) is room:
             del self._newest[name]
-            self._negative.met(name)
         ended = RoomOutcome.DONE if machine.done else RoomOutcome.FAILED
         for epoch, flow in machine.flows.items():
             self._flows.pop((name, epoch, flow.generation), None)
             loop.remember([epoch], RoomKey(name, flow.generation), ended)
         incomplete = machine.world is None or len(machine.flows) < machine.world
         if machine.error is not None and incomplete:
-            self._negative.miss(name, str(machine.error)[:1000], set(machine.flows), loop.now)
+            self._ended_early.add(name, words(machine.error), loop.now)
             for expect in self._early.take(name):
                 # It came when the room had failed, and was not yet forgotten: it is answered now.
                 self._on_expect(expect, parked=True)
@@ -527,12 +519,12 @@ class PrefillSide:
                 # Other rooms may go on with this peer: it is told, unlike one that is lost.
                 self._apply(room, room.machine.handle(lost.peer, Cancel(lost.error), now))
         self._early.expire(now)
-        self._negative.expire(now)
+        self._ended_early.expire(now)
         self.quarantined_slots = self.transfers.writes.slots_of(self._failed) if self._failed else 0
 
     def next_at(self) -> float | None:
         """When ``tick`` is due."""
-        times = (self._timers.next_at(), self._silences.next_at(), self._early.next_at(), self._negative.next_at())
+        times = (self._timers.next_at(), self._silences.next_at(), self._early.next_at(), self._ended_early.next_at())
         return min((t for t in times if t is not None), default=None)
 
     def integrity_failure(self, error: DisaggKVError, *, unmet: bool = False) -> None:

@@ -12,8 +12,8 @@ from ...ids import LayerId
 from ...memory import Event
 from ...planning import Pace
 from ...protocol import RoomKey
+from ..runtime.bounded import bound
 from .handle import SubmittedChunk
-from .negative_cache import bound
 
 NEW = 0.3
 """The weight of a new measurement against all earlier ones."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Generic, TypeVar
-from weakref import WeakValueDictionary
 
 from ... import arguments
 from ...errors import DisaggKVError
@@ -16,11 +15,12 @@ from ..api import PeerInfo
 from .admission import Admission
 from .construction import Parts
 from .event_loop import EventLoop
-from .handle import ChangeQueue, RoomHandle, check_room
+from .handle import ChangeQueue, RoomHandle
 from .handshake import EndpointInfo
 from .side import Side
 from .succession import check_counts
 from .thread import EndpointThread
+from .used_ids import UsedIds
 
 H = TypeVar("H", bound=RoomHandle)
 S = TypeVar("S", bound=Side)
@@ -46,8 +46,8 @@ class Endpoint(Generic[H, S]):
         self._pool = parts.pool
         self._options = parts.options
         self._arrivals = arrivals
-        self._lives = count(1)
-        self._open: WeakValueDictionary[RoomId, H] = WeakValueDictionary()
+        self._generations = count(1)
+        self._ids: UsedIds[H] = UsedIds(parts.options.tombstones)
         self._changes: ChangeQueue[H] = ChangeQueue()
 
         def build(loop: EventLoop) -> S:
@@ -107,14 +107,13 @@ class Endpoint(Generic[H, S]):
         """The key of a room that may be opened now.
 
         Raises:
-            LocalProtocolError: the room is open already.
+            LocalProtocolError: the id was used before.
             SupersededError: another process has taken the place of this rank.
         """
-        check_room(room, self._open.get(room))
+        self._ids.check(room)
         check_counts(self._loop.succession)
-        return RoomKey(room, Generation(next(self._lives)))
+        return RoomKey(room, Generation(next(self._generations)))
 
     def _break_down(self, error: DisaggKVError) -> None:
         """Endpoint's thread, at its end: rooms that have not ended fail, if the engine still has their handles."""
-        handles = [handle for ref in self._open.valuerefs() if (handle := ref()) is not None]
-        self._changes.break_down(handles, error)
+        self._changes.break_down(self._ids.handles(), error)

@@ -42,12 +42,12 @@ from ...protocol import (
     Up,
 )
 from ...protocol.frames import (
-    Ballot,
+    Decision,
     Heartbeat,
     Refused,
     RoomFrame,
     Superseded,
-    Verdict,
+    Vote,
 )
 from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent
@@ -280,8 +280,8 @@ class EventLoop:
             self._peer_effects(effects)
 
     def _tick_agreement(self) -> None:
-        if said := self.agreement.tick(self.now):
-            self.agree(said)
+        if effects := self.agreement.tick(self.now):
+            self.agree(effects)
 
     def look_up(self, source: Source) -> None:
         """Ask the rendezvous for an instance; the answer comes now or in a later step."""
@@ -337,10 +337,10 @@ class EventLoop:
             self._peer_effects(effects)
         if not good:
             self.observer.count("frames.stale")
-        elif isinstance(frame, Ballot):
-            self.agree(self.agreement.on_ballot(frame, self.now))
-        elif isinstance(frame, Verdict):
-            self.agree(self.agreement.on_verdict(frame, self.now))
+        elif isinstance(frame, Vote):
+            self.agree(self.agreement.on_vote(frame, self.now))
+        elif isinstance(frame, Decision):
+            self.agree(self.agreement.on_decision(frame, self.now))
         elif isinstance(frame, Superseded):
             self.siblings.on_superseded(frame)
         elif isinstance(frame, RoomFrame):
@@ -489,11 +489,11 @@ class EventLoop:
         self._send_buffer.flush()
 
     def vote(self, key: RoomKey, ok: bool | None, reason: str) -> None:
-        """Tell our instance how a room ends here."""
+        """Vote on the outcome of a room of this rank."""
         self.agree(self.agreement.vote(key, ok, reason, self.now))
 
     def agree(self, effects: Sequence[Send | Outcome]) -> None:
-        """Act on what the agreement says: first tell the others, who wait for it."""
+        """Act on the effects of the agreement; frames first, since other ranks wait for them."""
         sends = [effect for effect in effects if not isinstance(effect, Outcome)]
         for send in sends:
             self.send(send)

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ... import arguments
-from ...errors import DisaggKVError, GeometryError, LocalProtocolError
+from ...errors import DisaggKVError, GeometryError
 from ...geometry import PageTable, Site
 from ...ids import GroupId, RoomId
 from ...protocol import Phase
@@ -192,16 +192,6 @@ class HostEvent:
     def set(self) -> None:
         """It has happened."""
         self._latch.set()
-
-
-def check_room(room: RoomId, last: RoomHandle | None) -> None:
-    """Raise unless a room may be opened now.
-
-    Raises:
-        LocalProtocolError: its last life has not been released.
-    """
-    if last is not None and not last.released:
-        raise LocalProtocolError(f"room {room.hex()} is open already")
 
 
 def page_tables(room: RoomId, name: str, given: Sequence[PageTable]) -> tuple[PageTable, ...]:

@@ -1,4 +1,4 @@
-"""The ranks of our own instance, and other lives of our own rank, as an endpoint's thread meets and loses them."""
+"""The other ranks of the instance, and other lives of this rank, as the endpoint's thread meets and loses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("disagg_kv")
 
 
 class Siblings:
-    """Finds rank 0, and tells the agreement which life of each rank counts, and other lives that they do not.
+    """Finds rank 0, decides which life of each rank takes part in the agreement, and notifies lives that do not.
 
     ``look_at`` is when rank 0 is looked up next; None: it is not looked for.
     """
@@ -70,12 +70,12 @@ class Siblings:
         return epoch in self._ranks
 
     def up(self, hello: Hello) -> None:
-        """A rank of our instance is there."""
+        """A rank of the instance is there."""
         self._ranks[Epoch(hello.src)] = Rank(hello.rank)
         self._join(Rank(hello.rank))
 
     def lost(self, epoch: Epoch) -> None:
-        """A rank of our instance is lost; another life of it may be there."""
+        """A rank of the instance is lost; another life of it may be there."""
         self.look_at = None if self._loop.me.rank == 0 else self._loop.now
         rank = self._ranks.pop(epoch)
         self._succession.lost(epoch)
@@ -83,13 +83,13 @@ class Siblings:
         self._join(rank)
 
     def beat(self, epoch: Epoch) -> None:
-        """A life that another one has followed is still there: say so each time, as such a word may be lost."""
+        """A frame of a life that a younger one has followed: answer ``Superseded`` each time, since it may be lost."""
         loop, address = self._loop, self._succession.successor(epoch)
         if address is not None:
             loop.send(Send(epoch, Superseded(src=loop.me.epoch, dst=epoch, address=address)))
 
     def on_superseded(self, frame: Superseded) -> None:
-        """Another rank knows a younger life of ours: that one tells by its own ``Hello`` whether it is."""
+        """Another rank knows a younger life of this rank: only the ``Hello`` of that life itself proves it."""
         if frame.src not in self._ranks:
             raise RemoteProtocolError(f"{type(frame).__name__} from no rank of our own instance")
         if frame.address != self._loop.me.address:
@@ -105,7 +105,7 @@ class Siblings:
             error = self._succession.of_our_rank(lives)
             if error is not None:
                 log.warning("%s; open rooms fail, and new ones are refused", error)
-                # Of an instance of one rank, rooms that both sides have met need nobody else.
+                # In an instance of one rank, rooms that both sides know need no other rank.
                 loop.side.integrity_failure(error, unmet=len(loop.me.shards) == 1)
         elif lives:
             youngest, *elders = self._succession.counts(lives)

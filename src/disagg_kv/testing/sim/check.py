@@ -14,6 +14,7 @@ from ...errors import (
     DeadlineError,
     DisaggKVError,
     IncompatiblePeerError,
+    IntegrityError,
     PeerLostError,
     SupersededError,
     TransportError,
@@ -92,7 +93,7 @@ class Checks:
 
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world
-        if survives(world.scenario.faults):
+        if survives(world.scenario.faults) and not entry.room.again:
             self._fail(
                 "I4",
                 f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}",
@@ -106,7 +107,8 @@ class Checks:
         if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
             return
         injected = isinstance(error, DisaggKVError) and any(why in str(error) for why in INJECTED)
-        if not isinstance(error, HONEST) and not injected:
+        mixed = isinstance(error, IntegrityError) and FaultClass.REUSED in world.hits
+        if not isinstance(error, HONEST) and not injected and not mixed:
             self._fail(
                 "I7",
                 f"{entry.room.name(entry)}: failed for what no honest peer does: {error!r}",

@@ -48,6 +48,7 @@ class FaultClass(Enum):
     POLL = "a transport's poll raises for a while, and in half of the cases a channel's send too"
     BROKEN = "what handles an error raises, so that the endpoint cannot go on"
     JUNK = "an engine gives arguments that cannot be, and counts of other types than int"
+    REUSED = "an engine opens a room id again"
     NO_THREAD = "a thread for a look-up or a connection cannot be started"
     NO_ANSWER = "a look-up never returns"
     STUCK = "a transport's disconnect raises"
@@ -93,16 +94,24 @@ OUTSIDE: Mapping[FaultClass, float] = {
     FaultClass.NO_THREAD: 1.0,
     FaultClass.NO_ANSWER: 1.0,
     FaultClass.STUCK: 1.0,
+    FaultClass.REUSED: 1.0,
 }
 """Faults of what an endpoint is given, with their rates. They are drawn beside the others."""
 
-HELPERS = frozenset({FaultClass.NO_THREAD, FaultClass.NO_ANSWER, FaultClass.STUCK})
-"""Those of helper threads, and of what they call; they are drawn only here."""
+BESIDE = frozenset({FaultClass.NO_THREAD, FaultClass.NO_ANSWER, FaultClass.STUCK, FaultClass.REUSED})
+"""Those that are drawn only here."""
 
 HARMLESS = frozenset(
-    {FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.OBSERVER, FaultClass.JUNK, FaultClass.STUCK}
+    {
+        FaultClass.RENDEZVOUS,
+        FaultClass.BLOCKED,
+        FaultClass.OBSERVER,
+        FaultClass.JUNK,
+        FaultClass.STUCK,
+        FaultClass.REUSED,
+    }
 )
-"""Those of them that no request may fail for."""
+"""Those of them that no request may fail for, whose id is used once."""
 
 _RATES: Mapping[FaultClass, tuple[float, ...]] = {
     FaultClass.DROP: (0.01, 0.05, 0.2),
@@ -140,7 +149,7 @@ def swarm(rng: random.Random, allowed: frozenset[FaultClass]) -> dict[FaultClass
     if rng.random() < LOSSY:
         return {f: _RATES[f][0] for f in SURVIVED if f in allowed and rng.random() < 0.6}
     share = rng.choice((0.08, 0.2, 0.5))
-    allowed -= HELPERS
+    allowed -= BESIDE
     return {f: rng.choice(_RATES.get(f, (1.0,))) for f in FaultClass if f in allowed and rng.random() < share}
 
 

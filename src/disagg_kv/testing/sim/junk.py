@@ -76,7 +76,10 @@ class Spoiled:
         confirm: Junk = endpoint.confirm_terminated
         for epoch in (None, "a life", b"short", 16):
             calls[f"confirm_terminated({epoch!r})"] = partial(confirm, epoch)
+        opens: Junk = endpoint.open
         for handle in handles:
+            source = (Source("prefill"),) if isinstance(endpoint, DecodeEndpoint) else ()
+            calls[f"open({handle.room!r}) again"] = partial(opens, handle.room, *source)
             if isinstance(handle, DeliveryHandle):
                 calls |= _of_delivery(handle)
             elif isinstance(handle, ReceptionHandle):

@@ -29,7 +29,7 @@ def last_requests(world: World) -> list[Request]:
         abort_prefill=None, withdraw=None, late=False, total_s=scenario.options.total_s, silence_s=None,
     )  # fmt: skip
     return [
-        evolve(plain, room=RoomId(b"again %d" % source), source=source)
+        evolve(plain, request=RoomId(b"again %d" % source), attempt=1, source=source)
         for source in range(len(scenario.prefills))
         if _whole(world, f"prefill {source}") and _whole(world, "decode")
     ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
 from attrs import evolve, frozen
 
+from ...endpoints import attempt_id
 from ...geometry import Shard, Site, shard, stages
 from ...ids import RoomId
 from ...memory import PagedPool
@@ -161,7 +163,7 @@ class Request:
     """What one room is asked to do.
 
     Args:
-        room: its id; ids are used again once the earlier life has ended.
+        request: its id.
         source: which prefill instance.
         rows: how many it has; 0: nothing but aux.
         edges: where prefill's chunks end.
@@ -175,12 +177,13 @@ class Request:
         withdraw: seconds after which prefill is preempted; None: never.
         late: those seconds begin when a prefill rank has all rows, not with the room.
         total_s: its deadline.
+        attempt: its number; it begins when the one before has ended.
         burst: chunks are handed over at once, whether or not the endpoint has looked at any.
         silence_s: how long its peers may be silent, if not as long as the endpoints allow.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
 
-    room: RoomId
+    request: RoomId
     source: int
     rows: int
     edges: tuple[int, ...]
@@ -199,6 +202,12 @@ class Request:
     prompt: Prompt | None = None
     silence_s: float | None = None
     burst: bool = False
+    attempt: int = 1
+
+    @property
+    def room(self) -> RoomId:
+        """The id of this attempt."""
+        return attempt_id(self.request, self.attempt)
 
 
 @frozen
@@ -292,6 +301,9 @@ class Scenario:
         if not talks and not stuck:
             requests, options = _crowded(seed, shape, requests, options)
             requests = _chunked(seed, shape, requests)
+        others = outside(random.Random(f"outside faults {seed}"), allowed, bool(faults))
+        if FaultClass.REUSED in others:
+            options = evolve(options, tombstones=random.Random(f"used twice {seed}").choice((1, 2, 64)))
         selection = "+incremental" if talks else ""
         return cls(
             seed=seed,
@@ -314,7 +326,7 @@ class Scenario:
             slow_kernels=slow_kernels,
             together=rng.random() < 0.5,
             far=_far(rng, shape) if rng.random() < FAR else None,
-            faults=faults | outside(random.Random(f"outside faults {seed}"), allowed, bool(faults)),
+            faults=faults | others,
             faults_until=2.0 if stuck else rng.choice((0.25, 0.5, 2.0)),
             requests=requests,
             talks=talks,
@@ -381,19 +393,21 @@ def _any(rng: random.Random, model: Model) -> One:
 def _requests(rng: random.Random, shape: Shape, faults: dict[FaultClass, float]) -> tuple[Request, ...]:
     count = rng.choice(ROOMS if shape.ranks < WIDE else FEW_ROOMS)
     ids = [RoomId(rng.getrandbits(64).to_bytes(8, "big")) for _ in range(count)]
-    requests = []
+    requests, attempts = [], Counter[RoomId]()
     stuck = FaultClass.QUARANTINE in faults
     steps = rng.choice((0.1, 0.4, 0.9))
     busy = not stuck and rng.random() < 0.7
     for number in range(count):
-        room = ids[rng.randrange(number + 1)] if rng.random() < 0.2 else ids[number]
+        request = ids[rng.randrange(number + 1)] if rng.random() < 0.2 else ids[number]
+        attempts[request] += 1
         rows = 0 if rng.random() < 0.04 else rng.randint(*shape.rows)
         chunks = rng.choice((1, 1, 2, 3))
         edges = sorted({rng.randint(1, rows) for _ in range(chunks - 1)} | {rows}) if rows else []
         late = (_ms(rng, 5), _ms(rng, 5)) if busy else (_ms(rng, 40), _ms(rng, 200))
         requests.append(
             Request(
-                room=room,
+                request=request,
+                attempt=attempts[request],
                 source=rng.randrange(len(shape.prefills)),
                 rows=rows,
                 edges=tuple(edges),
@@ -432,7 +446,8 @@ def _crowded(
         waits = evolve(waits, decode_late=(0.0, 0.0), prefill_late=(0.0, late))
     small = [
         evolve(
-            waits, room=RoomId(b"crowd %d" % n), source=waits.source, rows=1, edges=(1,), at=rng.uniform(0.01, CROWD_S),
+            waits, request=RoomId(b"crowd %d" % n), attempt=1, source=waits.source, rows=1, edges=(1,),
+            at=rng.uniform(0.01, CROWD_S),
             decode_late=(0.0, 0.0), prefill_late=(0.0, 0.0), pass_s=0.0, open_end=False, aux=False, steps=False,
         )
         for n in range(rng.randint(6, 12))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from attrs import define, field
 from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
-from ...errors import DisaggKVError, QuarantineFullError, SupersededError
+from ...errors import DisaggKVError, LocalProtocolError, QuarantineFullError, SupersededError
 from ...ids import Epoch, Generation
 from ...memory import U8, Event
 from ...prefix import Claim
@@ -66,20 +66,29 @@ class Entry:
 
 
 class Room:
-    """One life of a room on all ranks of both sides."""
+    """One attempt of a request on all ranks of both sides.
 
-    def __init__(self, world: World, number: int, plan: Request) -> None:
+    Where its id was used before, ``first`` is the room that had it, whose bytes this one has too, and ``again`` are the
+    addresses of the ranks whose engines open the id again.
+    """
+
+    def __init__(
+        self, world: World, number: int, plan: Request, first: Room | None = None, again: Collection[str] = ()
+    ) -> None:
         self.world = world
         self.number = number
         self.plan = plan
         self.prefill = [Entry(self, node) for node in world.instance(f"prefill {plan.source}")]
         self.decode = [Entry(self, node) for node in world.instance("decode")]
         self.given_up = False
+        self.again = first is not None
+        for entry in self.entries:
+            entry.refused = self.again and entry.node.address not in again
         head = self.prefill[0].node
         self.source = Source(head.instance)
         model, prompt, self.turn = world.scenario.model, plan.prompt, None
         if prompt is None:
-            self.truth: U8 = truth(model, plan.room, number, head.epoch, plan.rows)
+            self.truth: U8 = truth(model, plan.room, number, head.epoch, plan.rows) if first is None else first.truth
         else:
             talk = said(model, world.scenario.talks, prompt.talk, world.scenario.seed)
             self.truth, self.turn = talk.truth, CachedRequest(self, prompt, talk)
@@ -100,7 +109,7 @@ class Room:
 
     def before(self, plan: Request) -> bool:
         """Whether another request begins only after this one is over."""
-        if plan.room == self.plan.room:
+        if plan.request == self.plan.request:
             return True
         mine, prompt = self.plan.prompt, plan.prompt
         return mine is not None and prompt is not None and prompt.waits and prompt.talk == mine.talk
@@ -127,7 +136,7 @@ class Room:
 
     def _open_decode(self, entry: Entry) -> None:
         node = entry.node
-        if not node.alive or self.given_up:
+        if not node.alive or self.given_up or entry.refused:
             entry.refused = True
             return
         try:
@@ -135,17 +144,23 @@ class Room:
             entry.handle = node.endpoint.open(
                 self.plan.room, self.source, total_s=self.plan.total_s, silence_s=self.plan.silence_s
             )
-        except (QuarantineFullError, SupersededError) as exc:
+        except (LocalProtocolError, QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
             return
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry
+        self.world.reused.opened(entry)
         self.world.later(self.plan.decode_late[1], partial(self._expect, entry))
 
     def _turned_away(self, entry: Entry, error: DisaggKVError) -> None:
-        """The endpoint takes no new work: the router gives the request up everywhere."""
-        self.world.mark("refused:quarantine full" if isinstance(error, QuarantineFullError) else "refused:superseded")
+        """The endpoint takes no new work, or not under this id: the router gives the request up everywhere."""
         entry.refused = True
+        if isinstance(error, LocalProtocolError):
+            if not self.world.reused.refused(self, error):
+                return
+        else:
+            full = isinstance(error, QuarantineFullError)
+            self.world.mark("refused:quarantine full" if full else "refused:superseded")
         self.given_up = True
         for other in self.entries:
             if other.handle is not None:
@@ -190,17 +205,18 @@ class Room:
 
     def _open_prefill(self, entry: Entry) -> None:
         node, plan = entry.node, self.plan
-        if not node.alive or self.given_up:
+        if not node.alive or self.given_up or entry.refused:
             entry.refused = True
             return
         try:
             assert isinstance(node.endpoint, PrefillEndpoint)
             entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s, silence_s=plan.silence_s)
-        except (QuarantineFullError, SupersededError) as exc:
+        except (LocalProtocolError, QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
             return
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry
+        self.world.reused.opened(entry)
         self.world.later(plan.prefill_late[1], partial(self.chunk, entry, 0))
         if plan.withdraw is not None and not plan.late:
             self.world.later(plan.withdraw, partial(self.withdraw, entry))
@@ -409,6 +425,7 @@ class Room:
             if self.plan.room.startswith(b"crowd") and not world.rooms[0].over:
                 world.saw(Kind.CROWD)
             world.check.ended(entry)
+            world.reused.ended(entry)
         entry.phase = phase
         if handle.released and not entry.freed:
             entry.freed = True
@@ -427,6 +444,7 @@ class Room:
             world.entries.pop(id(handle), None)
             entry.handle = None
             world.check.freed(entry)
+            world.reused.freed(entry)
 
     def _grouped(self, entry: Entry) -> None:
         """What was special about the groups of layers in which a prefill rank sent the room."""

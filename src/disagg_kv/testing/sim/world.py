@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -30,6 +30,7 @@ from .network import Network
 from .node import SimNode
 from .prefixes import Prefixes, SimStore
 from .recovery_probe import check_served, last_requests
+from .reused_ids import ReusedIds
 from .scenario import Request, Scenario, Split
 from .stray_frames import StrayFrames
 from .targeted_faults import TargetedFaults
@@ -127,6 +128,7 @@ class World:
         self.moments = TargetedFaults(self)
         self.outside = Environment(self)
         self.spoiled = Spoiled(self)
+        self.reused = ReusedIds(self)
         self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
         self._stale = FaultClass.STALE in scenario.faults
         for number, split in enumerate(scenario.prefills):
@@ -431,13 +433,17 @@ class World:
         for plan in self._waiting:
             if all(room.over for room in self.rooms if room.before(plan)):
                 self._waiting.remove(plan)
-                if any(room.plan.room == plan.room for room in self.rooms):
-                    self.mark("room:id used again")
-                self.bound = max(self.bound, self.now + plan.total_s + SETTLE_S)
-                self.rooms.append(Room(self, len(self.rooms) + 1, plan))
+                if plan.attempt > 1:
+                    self.mark("room:another attempt")
+                self.begin(plan)
                 return
         if self._waiting:
             self.later(0.05, self._next_room)
+
+    def begin(self, plan: Request, first: Room | None = None, again: Collection[str] = ()) -> None:
+        """Engines begin a request; see :class:`Room`."""
+        self.bound = max(self.bound, self.now + plan.total_s + SETTLE_S)
+        self.rooms.append(Room(self, len(self.rooms) + 1, plan, first, again))
 
     # Running.
 
