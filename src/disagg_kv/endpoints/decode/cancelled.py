@@ -1,4 +1,4 @@
-"""Rooms that decode cancelled before it had met all their prefill ranks: each rank that is there, or comes, is notified.
+"""Rooms that decode cancelled before it had met all their prefill ranks: each rank is notified once it is there.
 
 Such a rank's engine may have opened the room already. It would wait for its own deadline, since decode never sends an
 ``Expect`` for the room.

@@ -47,7 +47,7 @@ class ReusedIds:
             return
         self._left -= 1
         side = room.decode if entry in room.decode else room.prefill
-        ranks = [e for e in rng.choice(([entry], side, room.entries)) if e.opened]
+        ranks = [e for e in rng.choice(([entry], side, room.entries, room.entries)) if e.opened]
         plan = evolve(
             room.plan, prefill_late=(0.0, 0.0), decode_late=(0.0, 0.0), pass_s=0.0, open_end=False,
             aux=False, steps=False, abort_decode=None, abort_prefill=None, withdraw=None, late=False, burst=False,

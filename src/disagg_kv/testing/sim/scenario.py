@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from attrs import evolve, frozen
 
-from ...endpoints import attempt_id
+from ...endpoints import retry
 from ...geometry import Shard, Site, shard, stages
 from ...ids import RoomId
 from ...memory import PagedPool
@@ -207,7 +207,7 @@ class Request:
     @property
     def room(self) -> RoomId:
         """The id of this attempt."""
-        return attempt_id(self.request, self.attempt)
+        return retry.attempt_id(self.request, self.attempt)
 
 
 @frozen
