@@ -23,7 +23,7 @@ QUICK_NAMES = {
     "heads are swapped where the two sides differ, and nobody looks",
     "the first success of a rank counts for all",
     "a rank that is lost takes no room with it",
-    "a rank's failure is counted as a success",
+    "an endpoint takes an id that it has used",
     "a rank is told of a failure as if it were none",
 }
 QUICK = [bug for bug in BUGS if bug.name in QUICK_NAMES]
