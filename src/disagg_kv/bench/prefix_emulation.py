@@ -117,7 +117,8 @@ class Run:
         seconds: duration of the run.
         ttft: per request, in the order of their ends: from sending it until decode has the first token.
         steps: per decode step with running requests: their number, its time, and its time without arrivals.
-        prompt_tokens, held_tokens: of all requests; held by decode at ``expect``.
+        prompt_tokens, held_tokens: of all requests; held by decode at ``expect``. A request that begins again, because
+            decode lacks pages, counts each time, here and in the bytes.
         kv_bytes: bytes on the wire.
         kv_bytes_ideal: bytes of the rows after the whole pages that had arrived for an earlier prompt of the group.
         evicted: pages that decode's index evicted.
@@ -385,10 +386,18 @@ class Emulator:
         prompt, claim, host = request.prompt, request.there, self._clock()
         claim.settle(Landed())
         self._arrived[prompt.group] = prompt.shared
-        before = len(claim.table.pages)
-        claim.grow(len(prompt.tokens) + prompt.answer)
-        self._reserved -= len(claim.table.pages) - before
-        self._worked(host)
+        rows = len(prompt.tokens) + prompt.answer
+        self._reserved -= -(-rows // self._e.decode_page) - len(claim.table.pages)
+        try:
+            claim.grow(rows)
+        except CapacityError:
+            # Claims of one group that were open together brought equal pages. Each keeps its own, and locks those in
+            # the index too, which the reservation took for evictable. The request begins again, and finds its rows.
+            claim.end()
+            self._admission.appendleft(request)
+            return
+        finally:
+            self._worked(host)
         request.first_token = self._now
         self._order += 1
         heapq.heappush(self._running, (self._step + prompt.answer - 1, self._order, request))

@@ -210,8 +210,10 @@ class Claim:
     def settle(self, handle: Ending) -> bool:
         """Check the room; True once it has ended and no transfer touches its pages any more.
 
-        After a success the rows are in the index, and the request keeps its pages until ``end``. After a failure no row
-        has entered the index, all pages are free, and the claim has ended. Held pages that have changed are not matched
+        After a success the rows are in the index, and the request keeps its pages until ``end``. Rows that another
+        claim brought meanwhile are there twice: the claim keeps its own pages, and locks those of the index, too. So
+        ``grow`` may lack pages that were free or evictable when the request was admitted. After a failure no row has
+        entered the index, all pages are free, and the claim has ended. Held pages that have changed are not matched
         again.
         """
         self._check(_State.AWAITED)

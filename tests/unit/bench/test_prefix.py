@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.bench.prefix import Figures, plot_svg, run_prefix
@@ -122,6 +122,18 @@ def test_arrivals_that_all_join_one_step_would_hold_it_up() -> None:
 
 
 @settings(max_examples=25)
+@example(
+    groups=3,
+    prompts=4,
+    shared=143,
+    own=1,
+    answer=2,
+    concurrency=2,
+    spare=(0, 31),
+    pages=(16, 16),
+    incremental=True,
+    seed=4,
+).via("two open requests of a group bring equal pages, and one of them cannot grow")
 @given(
     groups=st.integers(1, 5),
     prompts=st.integers(1, 4),
