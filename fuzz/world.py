@@ -199,7 +199,7 @@ class World:
 
     def _between(self) -> dict[str, bytes]:
         """From one to another, mostly between those that are there."""
-        epochs = [*[m.endpoint._loop.me.epoch for m in self.rig.members] * 3, bytes(16)]
+        epochs = [*[m.endpoint.driver.loop.me.epoch for m in self.rig.members] * 3, bytes(16)]
         return {name: epochs[self._draw.byte() % len(epochs)] for name in ("src", "dst")}
 
 

@@ -8,7 +8,7 @@ too.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from hashlib import blake2b
 from itertools import chain
 
@@ -98,6 +98,11 @@ class HashPrefixIndex:
     def evictable(self) -> int:
         """Number of pages without a lock; the pages that follow such a page have none either."""
         return len(self) - self._held
+
+    @property
+    def pages(self) -> Collection[int]:
+        """The pages that ``match`` can find."""
+        return self._at.values()
 
     def __len__(self) -> int:
         return len(self._at) + len(self._wrong)

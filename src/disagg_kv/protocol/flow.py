@@ -154,6 +154,11 @@ class Flow(Machine[Sending]):
         self._aux_sent = 0
         self._aux_taken = 0
 
+    @property
+    def finished(self) -> bool:
+        """True once our engine has said where the room ends."""
+        return self._finished is not None
+
     def next_at(self) -> float | None:
         """When a Tick is due."""
         return self._repeat.next_at()

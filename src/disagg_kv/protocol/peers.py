@@ -13,7 +13,7 @@ address that it gave: it is the first to make room.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 
 from attrs import define, frozen
@@ -186,6 +186,11 @@ class PeerTable:
         self._dials[address] = _Dial(now, now + o.retry_s, o.retry_s, patience_s)
         self._quiet_until = 0.0
         return [SendTo(address, self._hello(b""))]
+
+    @property
+    def addresses(self) -> Mapping[str, Epoch]:
+        """The last life at each address, lost or not; read only."""
+        return self._at
 
     def at(self, address: str) -> Epoch | None:
         """The life at an address, unless it is lost."""

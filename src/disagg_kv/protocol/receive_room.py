@@ -83,6 +83,7 @@ from .frames import (
     words,
 )
 from .inbound import InboundSegment, InboundSegments
+from .inspection import ReceiveInspection
 from .machine import Machine, ours
 from .retry import Repeater
 from .tables import RECEIVING, Receiving
@@ -157,6 +158,10 @@ class ReceiveRoom(Machine[Receiving]):
     def writers(self) -> tuple[Epoch, ...]:
         """The prefill ranks, once they are known."""
         return tuple(self._writers)
+
+    def inspect(self) -> ReceiveInspection:
+        """Its accounts as they are, for tests and for the simulator; live, and read only."""
+        return ReceiveInspection(self._writers, self._parts, self._exposed)
 
     def next_at(self) -> float | None:
         """When a Tick is due."""

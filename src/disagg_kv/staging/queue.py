@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -28,7 +28,9 @@ class _Waiting(Generic[P, K]):
 
 
 @define
-class _Granted(Generic[P]):
+class GrantedLease(Generic[P]):
+    """A live lease; ``quarantined``: it awaits evidence."""
+
     peer: P
     lease: Lease
     lookahead: bool
@@ -107,7 +109,7 @@ class GrantQueue(Generic[P, K]):
         # In the order of turns: a grant moves its peer to the end.
         self._peers: dict[P, _Peer[P, K]] = {}
         self._waiting: dict[K, _Waiting[P, K]] = {}
-        self._granted: dict[K, _Granted[P]] = {}
+        self._granted: dict[K, GrantedLease[P]] = {}
 
     @property
     def lease_limit(self) -> int:
@@ -118,6 +120,11 @@ class GrantQueue(Generic[P, K]):
     def waiting(self) -> int:
         """How many requests have no lease yet."""
         return len(self._waiting)
+
+    @property
+    def leases(self) -> Mapping[K, GrantedLease[P]]:
+        """The live leases; read only."""
+        return self._granted
 
     def quarantined_bytes(self, peer: P | None = None) -> int:
         """Bytes in quarantine: of one peer, or of all peers."""
@@ -340,7 +347,7 @@ class GrantQueue(Generic[P, K]):
         peer = self._peers.pop(wanted.peer)
         self._peers[wanted.peer] = peer
         del self._waiting[wanted.key], peer.line(wanted.lookahead)[wanted.key]
-        self._granted[wanted.key] = _Granted(wanted.peer, lease, wanted.lookahead)
+        self._granted[wanted.key] = GrantedLease(wanted.peer, lease, wanted.lookahead)
         peer.held += lease.nbytes
         if wanted.lookahead:
             self._lookahead_held += lease.nbytes

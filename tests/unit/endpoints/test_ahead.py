@@ -44,7 +44,7 @@ def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
 
 def ahead(rig: Rig) -> PreparedGathers:
     """The prefill rank's."""
-    return rig.prefills[0].endpoint._transfers.prepared
+    return rig.prefills[0].endpoint.inspect().transfers.prepared
 
 
 @pytest.mark.parametrize("slots", [64, 1])
@@ -115,7 +115,7 @@ def test_what_was_prepared_for_all_is_not_launched_for_some() -> None:
     rig = world(kernels, decode=2, rows=2 * ROWS)
     request = granted(rig, event)
     mover = rig.prefills[0].endpoint._transfers
-    other = rig.decodes[1].endpoint._loop.me.epoch
+    other = rig.decodes[1].endpoint.driver.loop.me.epoch
     mover._full = lambda to: to == other  # type: ignore[method-assign]
     event.fired = True
     rig.wait(1.0)
@@ -265,11 +265,11 @@ def test_the_accounts_see_what_is_foreseen_for_nobody() -> None:
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
-    role = rig.prefills[0].endpoint._role
-    role.check_integrity()
+    endpoint = rig.prefills[0].endpoint
+    endpoint.check_integrity()
     room, _ = next(iter(ahead(rig).gathers.ready))
     with pytest.raises(AssertionError, match="prepared for a room that is over"):
-        ahead(rig).check_integrity(set(role._rooms.values()) - {room})
+        ahead(rig).check_integrity(set(endpoint.inspect().rooms.values()) - {room})
     event.fired = True
     request.landed()
 
@@ -293,7 +293,7 @@ def test_pages_that_were_taken_away_are_not_gathered_under_a_grant_that_outlives
     )  # fmt: skip
     rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="staged", ring_bytes=1 << 17)
     if writers == 1:
-        node = rig.prefills[0].endpoint._loop
+        node = rig.prefills[0].endpoint.driver.loop
         channel = WithoutReturns(node.channel)
         node._send_buffer = SendBuffer(channel, node.observer, LimitedLog(node.clock), node.failures.defer)
     request = granted(rig, event)

@@ -55,7 +55,7 @@ class Later:
 
 def hello_of(rig: Rig) -> Hello:
     """What the only decode rank says of itself."""
-    return rig.decodes[0].endpoint._loop.me.hello()(b"")
+    return rig.decodes[0].endpoint.driver.loop.me.hello()(b"")
 
 
 # Threads.
@@ -101,7 +101,7 @@ def test_a_peer_whose_thread_cannot_be_started_is_tried_again(kind: str, no_thre
     if kind == "links":
         rig.until(lambda: receive.phase is Phase.FAILED, "the failure")
         assert "can't start new thread" in str(receive.error)
-        rig.until(lambda: bool(decodes[0].endpoint._loop.remotes), "another attempt")
+        rig.until(lambda: bool(decodes[0].endpoint.driver.loop.remotes), "another attempt")
         rig.request("again", prefills, decodes, 12).start().landed()
     else:
         first.open_prefill().send(12).finish().landed()
@@ -406,7 +406,7 @@ def test_an_end_while_a_peer_is_being_connected_is_noticed() -> None:
     InprocChannel(rig.hub, "ended").send("inproc://P0", Codec().encode(ended))
     rig.until(lambda: bool(prefills[0].observer.counters.get("peers.lost")), "the end")
     rig.turn()
-    node = prefills[0].endpoint._loop
+    node = prefills[0].endpoint.driver.loop
     assert not node.connections.linked()
     assert not node._process_monitor.awaited
 
@@ -450,8 +450,8 @@ def test_a_peer_that_is_heard_again_is_not_connected_again() -> None:
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(transport=Counted), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("before", prefills, decodes, 12).start(12).landed()
-    node = prefills[0].endpoint._loop
-    node.lose(decodes[0].endpoint._loop.me.epoch, PeerLostError("silent"))
+    node = prefills[0].endpoint.driver.loop
+    node.lose(decodes[0].endpoint.driver.loop.me.epoch, PeerLostError("silent"))
     rig.wait(3.0)
     rig.request("after", prefills, decodes, 12).start(12).landed()
     assert counted(rig).connects == 1
@@ -463,15 +463,15 @@ def test_a_peer_that_its_transport_has_lost_is_not_taken_for_one_that_was_silent
     prefills = rig.prefill(tp_shards(SPEC, 1), memory=Memory(transport=Counted), strategy="staged")
     decodes = rig.decode(tp_shards(SPEC, 1), strategy="staged")
     rig.request("before", prefills, decodes, 12).start(12).landed()
-    node = prefills[0].endpoint._loop
-    lost = node.connections.of(decodes[0].endpoint._loop.me.epoch)
+    node = prefills[0].endpoint.driver.loop
+    lost = node.connections.of(decodes[0].endpoint.driver.loop.me.epoch)
     assert lost is not None
     counted(rig).reports.append(lost)
     rig.wait(3.0)
     assert counted(rig).connects == 1
     assert not node.remotes
     # It is told, and each of its frames is no other loss.
-    assert not decodes[0].endpoint._loop.remotes
+    assert not decodes[0].endpoint.driver.loop.remotes
     assert prefills[0].observer.counters["peers.lost"] == 1
 
 
@@ -483,7 +483,7 @@ def test_decode_is_told_that_prefill_s_transport_does_not_reach_it() -> None:
     rig.request("before", prefills, decodes, 12).start(12).landed()
     rooms = [rig.request("in flight", prefills, decodes, 12).open_prefill().open_decode().expect(12)]
     rig.wait(1.0)
-    lost = prefills[0].endpoint._loop.connections.of(decodes[0].endpoint._loop.me.epoch)
+    lost = prefills[0].endpoint.driver.loop.connections.of(decodes[0].endpoint.driver.loop.me.epoch)
     assert lost is not None
     counted(rig).reports.append(lost)
     rig.wait(2.0)
@@ -503,10 +503,10 @@ def test_a_transport_that_cannot_disconnect_harms_no_room(caplog: pytest.LogCapt
     rig.request("before", prefills, one, 12).start(12).landed()
     beside = rig.request("beside", prefills, other, 12).open_decode().expect().open_prefill().send(4)
     counted(rig).fails = True
-    prefills[0].endpoint.confirm_terminated(one[0].endpoint._loop.me.epoch)
+    prefills[0].endpoint.confirm_terminated(one[0].endpoint.driver.loop.me.epoch)
     rig.until(lambda: bool(counted(rig).disconnects), "the end")
     beside.send(12, 4).finish().landed()
-    links = prefills[0].endpoint._loop.connections
+    links = prefills[0].endpoint.driver.loop.connections
     assert prefills[0].observer.counters["disconnects.failed"] == 1
     assert "it does not let go" in caplog.text
     assert [link.up.hello.instance for link in links._owners.values()] == ["E"]

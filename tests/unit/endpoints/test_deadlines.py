@@ -149,7 +149,7 @@ def test_a_room_ends_by_its_deadline_in_every_state(worlds: tuple[int, int], act
             for _ in range(1 + 3 * number):
                 rig.turn(0.0005)
         elif act in ("look away", "look"):
-            decodes[0].endpoint._loop.directory._rendezvous = table if act == "look" else StaticRendezvous()
+            decodes[0].endpoint.driver.loop.directory._rendezvous = table if act == "look" else StaticRendezvous()
         elif act not in done:
             done.add(act)
             _act(act, request, done)
@@ -195,17 +195,17 @@ def test_a_room_that_waits_for_the_other_ranks_keeps_no_other_room_from_its_dead
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 1))
     request = rig.request("room", prefills, decodes, 12)
     request.open_decode().expect(12).open_prefill(total_s=2 * TOTAL_S).send(12).finish()
-    first, second = (member.endpoint._role for member in prefills)
+    first, second = (member.endpoint.inspect() for member in prefills)
     for _ in range(1000):
-        flows = [flow for room in first._rooms.values() for flow in room.machine.flows.values()]
+        flows = [flow for room in first.rooms.values() for flow in room.machine.flows.values()]
         prefills[0].frozen |= any(flow.state is Sending.FINISHED for flow in flows)
-        if any(room.machine._voted for room in second._rooms.values()):
+        if any(room.machine._voted for room in second.rooms.values()):
             break
         rig.turn()
     assert prefills[0].frozen
     rig.wait(3 * TOTAL_S)
     other = prefills[1].endpoint.open(RoomId(b"other"), total_s=TOTAL_S)
     assert took(rig, other, 5.0) <= TOTAL_S + SLACK_S
-    assert prefills[1].endpoint._loop._wait(1.0) > 0.0, "its thread may sleep"
+    assert prefills[1].endpoint.driver.loop._wait(1.0) > 0.0, "its thread may sleep"
     prefills[0].frozen = False
     rig.until(lambda: all(handle.phase is Phase.FAILED for handle in request.sends), "the verdict")

@@ -128,12 +128,11 @@ def test_rooms_that_are_open_while_rank_0_is_away_are_not_given_up_for_their_num
     rig.wait(1.0)
     prefills = [*rig.prefill(shards, only=[0]), *late]
     rooms = [rig.request(f"room {i}", prefills, decodes, 8) for i in range(OTHERS)]
-    role = late[0].endpoint._role
     for number, request in enumerate(rooms):
         request.open_decode().expect()
         request.sends = [prefills[0].endpoint.open(request.room), early[request.room]]
         assert request.sends[1].phase is not Phase.FAILED, request.sends[1].error
-        assert number < role.open_rooms
+        assert number < late[0].endpoint.open_rooms
     for request in rooms:
         request.send(8).finish()
     for request in rooms:
@@ -146,7 +145,7 @@ def test_what_is_parked_is_not_refused_though_its_number_is_no_longer_remembered
     """And what is not is: nothing says that it has not ended."""
     rig = Rig(SPEC, options=FEW)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
-    prefills[0].endpoint._loop.tombstones = Tombstones(generations=2)
+    prefills[0].endpoint.driver.loop.tombstones = Tombstones(generations=2)
     unsaid = rig.request("unsaid", prefills, decodes, 8).open_decode()
     parked = rig.request("parked", prefills, decodes, 8).open_decode().expect()
     many_end(rig)

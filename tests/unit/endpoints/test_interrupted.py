@@ -202,7 +202,7 @@ def test_a_signal_that_comes_while_a_room_is_opened(monkeypatch: pytest.MonkeyPa
     """The real thing: the handler closes the endpoint before the room is queued, and the room is refused."""
     rig = _rig()
     endpoint = rig.prefills[0].endpoint
-    post = endpoint._loop.post
+    post = endpoint.driver.loop.post
 
     def interrupted(command: Callable[[], None]) -> None:
         monkeypatch.undo()
@@ -211,7 +211,7 @@ def test_a_signal_that_comes_while_a_room_is_opened(monkeypatch: pytest.MonkeyPa
 
     before = signal.signal(signal.SIGTERM, lambda *_: endpoint.close(0.1))
     try:
-        monkeypatch.setattr(endpoint._loop, "post", interrupted)
+        monkeypatch.setattr(endpoint.driver.loop, "post", interrupted)
         with pytest.raises(LocalProtocolError, match="the endpoint is closed"):
             endpoint.open(NEW)
     finally:
@@ -373,8 +373,8 @@ def test_a_recovering_receiver_closes_a_broken_endpoint(monkeypatch: pytest.Monk
     room = receiver.open(OPEN, Source("nowhere"))
     send = rig.prefills[0].endpoint.open(OPEN)
     for member in rig.members:
-        monkeypatch.setattr(member.endpoint._role, "integrity_failure", lambda error: _raise())
-        member.endpoint._loop.post(_raise)
+        monkeypatch.setattr(member.endpoint.driver.loop.side, "integrity_failure", lambda error: _raise())
+        member.endpoint.driver.loop.post(_raise)
     rig.until(lambda: all(member.endpoint.driver.broken is not None for member in rig.members), "the ends")
     rig.until(lambda: room._current.reception.phase is Phase.FAILED and send.phase is Phase.FAILED, "the rooms' ends")
     send.abort("the test")

@@ -69,7 +69,7 @@ def scene(
 
 def refusal(rig: Rig) -> str:
     """Why the prefill rank does not work with the second one."""
-    return " ".join(str(error) for _, error in rig.prefills[0].endpoint._loop.connections._failed.values())
+    return " ".join(str(error) for _, error in rig.prefills[0].endpoint.driver.loop.connections._failed.values())
 
 
 @pytest.mark.parametrize(("honest", "thief"), THIEVES)
@@ -81,7 +81,7 @@ def test_a_descriptor_of_another_peer_is_refused(
     stolen = rig.request("stolen", rig.prefills, second, 12).start(12)
     rig.until(lambda: bool(rig.prefills[0].observer.counters.get("peers.lost")), "the refusal")
     rig.wait(1.0)
-    owner = first[0].endpoint._loop.me.epoch
+    owner = first[0].endpoint.driver.loop.me.epoch
     assert f"A/0 (epoch {owner.hex()})" in refusal(rig)
     assert stolen.receives[0].phase is not Phase.DONE
     request = rig.request("after", rig.prefills, first, 12).start(12).released()
@@ -101,15 +101,15 @@ def test_the_end_of_one_that_named_another_is_not_the_other_s(
     rig.request("stolen", rig.prefills, second, 12).start(12)
     rig.until(lambda: bool(rig.prefills[0].observer.counters.get("peers.lost")), "the refusal")
     prefill = rig.prefills[0].endpoint
-    prefill.confirm_terminated(second[0].endpoint._loop.me.epoch)
+    prefill.confirm_terminated(second[0].endpoint.driver.loop.me.epoch)
     rig.wait(1.0)
     rig.request("after", rig.prefills, first, 12).start(12).released().done()
-    owner = first[0].endpoint._loop.me.epoch
-    assert list(prefill._loop.connections.linked()) == [owner]
-    assert [link.up.epoch for link in prefill._loop.connections._owners.values()] == [owner]
+    owner = first[0].endpoint.driver.loop.me.epoch
+    assert list(prefill.driver.loop.connections.linked()) == [owner]
+    assert [link.up.epoch for link in prefill.driver.loop.connections._owners.values()] == [owner]
     prefill.confirm_terminated(owner)
-    rig.until(lambda: not prefill._loop.connections.linked(), "the end")
-    assert not prefill._loop.connections._owners
+    rig.until(lambda: not prefill.driver.loop.connections.linked(), "the end")
+    assert not prefill.driver.loop.connections._owners
 
 
 def test_a_name_that_could_not_be_connected_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +128,6 @@ def test_a_name_that_could_not_be_connected_is_free_again(monkeypatch: pytest.Mo
         broken.setattr(prefills[0].transport, "connect", refused)
         rig.request("stolen", prefills, thieves, 12).start(12)
         rig.until(lambda: bool(prefills[0].observer.counters.get("peers.lost")), "the refusal")
-    assert not prefills[0].endpoint._loop.connections._owners
+    assert not prefills[0].endpoint.driver.loop.connections._owners
     late[0].frozen = False
     rig.request("honest", prefills, late, 12).start(12).released().done()

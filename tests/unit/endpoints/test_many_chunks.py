@@ -145,11 +145,11 @@ def test_transfers_that_wait_for_a_slot_cost_nothing_while_no_write_ends() -> No
         member = prefills[0]
         for _ in range(60):
             rig.turn()
-        assert len(member.endpoint._transfers._queue) == rooms - 1
+        assert len(member.endpoint.inspect().transfers.pending) == rooms - 1
 
         def act() -> None:
             for _ in range(50):
-                member.endpoint._role.work()
+                member.endpoint.driver.loop.side.work()
 
         return lines(act)
 
@@ -161,7 +161,7 @@ class Beats:
     """What an endpoint did between two looks at who is due a heartbeat."""
 
     def __init__(self, rig: Rig) -> None:
-        self.node = rig.prefills[0].endpoint._loop
+        self.node = rig.prefills[0].endpoint.driver.loop
         self.done = 0
         self.most = 0
         self.beats = 0
@@ -218,7 +218,7 @@ def test_commands_that_take_long_are_not_begun_when_a_heartbeat_may_be_due() -> 
 def test_many_frames_do_not_postpone_a_heartbeat() -> None:
     rig = connected()
     beats = Beats(rig)
-    node, decode = beats.node, rig.decodes[0].endpoint._loop
+    node, decode = beats.node, rig.decodes[0].endpoint.driver.loop
     handle = node._on_channel
 
     def counted(event: object) -> None:

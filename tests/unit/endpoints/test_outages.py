@@ -397,7 +397,7 @@ def test_an_endpoint_that_cannot_go_on_fails_every_room_and_every_call(
     def handle_error(error: DisaggKVError, *, unmet: bool = False) -> None:
         raise ValueError("a second error")
 
-    monkeypatch.setattr(endpoint._role, "integrity_failure", handle_error)
+    monkeypatch.setattr(endpoint.driver.loop.side, "integrity_failure", handle_error)
     transport.error = error
     rig.until(lambda: endpoint.driver.broken is not None, "the end")
     handle = open_one.sends[0]

@@ -176,13 +176,13 @@ def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pyt
     """Bytes that have come go before receipts and grants; who sleeps hears when it wakes, in the same turn."""
     rig, (_, decode), _ = world(Napping, Fast, 60.0)
     endpoint = rig.decodes[0].endpoint
-    work = endpoint._role.work
+    work = endpoint.driver.loop.side.work
 
     def noted() -> bool:
         decode.log.append("work")
         return work()
 
-    monkeypatch.setattr(endpoint._role, "work", noted)
+    monkeypatch.setattr(endpoint.driver.loop.side, "work", noted)
     endpoint.driver.step(1.0)
     decode.log.clear()
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_after_a_frame_naps_are_short_again(monkeypatch: pytest.MonkeyPatch) -> 
     endpoint, naps = rig.decodes[0].endpoint, list[float]()
     assert isinstance(decode, Napping)
     monkeypatch.setattr(decode, "nap", naps.append)
-    monkeypatch.setattr(endpoint._role, "work", lambda: True)
+    monkeypatch.setattr(endpoint.driver.loop.side, "work", lambda: True)
     for _ in range(6):
         endpoint.driver.step(1.0)
     assert naps[0] < naps[1] < naps[-1] == LONGEST_PAUSE_S
@@ -221,7 +221,7 @@ def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch:
     event = Flag()
     request.send(16, ready=event).finish()
     rig.wait(0.1)
-    role, launched = rig.decodes[0].endpoint._role, list[int]()
+    role, launched = rig.decodes[0].endpoint.driver.loop.side, list[int]()
     read = role.on_frame
 
     def noted(frame: RoomFrame) -> None:

@@ -236,9 +236,9 @@ def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
     kernels, event = PreparingKernels(), Flag()
     rig = world(kernels)
     request = granted(rig, event)
-    prepared, role = scatterer(rig).prepared.ready, rig.decodes[0].endpoint._role
+    prepared, endpoint = scatterer(rig).prepared.ready, rig.decodes[0].endpoint
     (key, segment), ready = next(iter(prepared.items()))
-    role.check_integrity()
+    endpoint.check_integrity()
     for at, what in (
         ((RoomKey(key.room, Generation(99)), segment), ready),
         ((key, segment._replace(start=segment.start + 1)), ready),
@@ -247,7 +247,7 @@ def test_the_accounts_see_what_is_prepared_for_nobody() -> None:
         kept = prepared.copy()
         prepared[at] = what
         with pytest.raises(AssertionError):
-            role.check_integrity()
+            endpoint.check_integrity()
         prepared.clear()
         prepared.update(kept)
     event.fired = True

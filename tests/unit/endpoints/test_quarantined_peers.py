@@ -54,7 +54,7 @@ def test_a_lost_peer_is_named_until_its_end_is_confirmed(path: str) -> None:
     """What it may still write to, the room that waits, and the text of the error that frees it."""
     rig = Rig(SPEC, options=OPTIONS)
     request = lost(rig, path)
-    end, epoch = request.decodes[0].endpoint, request.prefills[0].endpoint._loop.me.epoch
+    end, epoch = request.decodes[0].endpoint, request.prefills[0].endpoint.driver.loop.me.epoch
     peer = only(end)
     assert (peer.instance, peer.rank, peer.address, peer.epoch) == ("P", 0, "inproc://P0", epoch)
     assert (peer.state, peer.rooms) == ("lost", (request.room,))
@@ -133,10 +133,10 @@ def test_a_life_that_the_tables_forgot_is_still_named() -> None:
     """Long after the silence, and when its place was taken: memory that waits for it can be confirmed all the same."""
     rig = Rig(SPEC, options=OPTIONS)
     request = lost(rig, "staged")
-    end, epoch = request.decodes[0].endpoint, request.prefills[0].endpoint._loop.me.epoch
+    end, epoch = request.decodes[0].endpoint, request.prefills[0].endpoint.driver.loop.me.epoch
     before = only(end)
     rig.wait(150.0, 0.5)
-    assert end._loop.peers.address(epoch) is None
+    assert end.driver.loop.peers.address(epoch) is None
     after = only(end)
     assert (after.epoch, after.address, after.ring_bytes, after.rooms, after.state, after.pid) == (
         epoch, before.address, before.ring_bytes, before.rooms, "lost", before.pid,
@@ -163,13 +163,13 @@ def test_a_life_whose_address_another_one_took_is_still_named() -> None:
     rig.request("next", new, decodes, 12).start(12).released()
     states = {peer.epoch: (peer.state, bool(peer.ring_bytes), peer.rooms) for peer in end.peers()}
     assert states == {
-        new[0].endpoint._loop.me.epoch: ("connected", False, ()),
+        new[0].endpoint.driver.loop.me.epoch: ("connected", False, ()),
         epoch: ("lost", True, (request.room,)),
     }
     assert epoch.hex() in str(request.receives[0].error)
     end.confirm_terminated(epoch.hex())
     rig.until(lambda: end.leased_bytes == 0, "the evidence")
-    assert [peer.epoch for peer in end.peers()] == [new[0].endpoint._loop.me.epoch]
+    assert [peer.epoch for peer in end.peers()] == [new[0].endpoint.driver.loop.me.epoch]
 
 
 def test_where_no_bound_is_known_a_confirmed_end_is_seen_and_its_memory_stays() -> None:
@@ -178,7 +178,7 @@ def test_where_no_bound_is_known_a_confirmed_end_is_seen_and_its_memory_stays() 
     request = lost(rig, "staged")
     member = request.decodes[0]
     end = member.endpoint
-    end._loop.me.transport.caps = caps = type(end._loop.me.transport.caps)(drain_s=None)
+    end.driver.loop.me.transport.caps = caps = type(end.driver.loop.me.transport.caps)(drain_s=None)
     end.confirm_terminated(only(end).epoch)
     rig.wait(1.0)
     assert caps.drain_s is None
@@ -198,7 +198,7 @@ def test_an_epoch_that_nothing_is_known_of_is_refused(wrong: Epoch | str) -> Non
         end.confirm_terminated(wrong)
     rig.wait(1.0)
     assert only(end).ring_bytes == end.quarantined_bytes > 0
-    assert not end._loop._process_monitor.awaited
+    assert not end.driver.loop._process_monitor.awaited
 
 
 def test_a_receiver_that_tries_again_passes_both_on() -> None:

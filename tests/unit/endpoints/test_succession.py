@@ -78,7 +78,7 @@ def test_a_life_that_another_has_followed_is_told(side: str, world: int, rank: i
     rig.wait(TOLD_S)
     instance = "P" if side == "prefill" else "D"
     said = f"rank {rank} of instance '{instance}' lives elsewhere"
-    where = second.endpoint._loop.me.epoch.hex()
+    where = second.endpoint.driver.loop.me.epoch.hex()
     assert handle.released
     assert said in refused(rig, rank, "new")
     if still_s < OPTIONS.silence_s:  # else its own silence may have ended the room before it heard anything
@@ -115,14 +115,14 @@ def test_a_room_that_was_handed_over_before_its_rank_was_told_ends_with_the_same
     rig.wait(1.0)
     rig.decode(tp_shards(SPEC, 1), at="Q")
     rig.wait(TOLD_S)
-    node, role = first.endpoint._loop, first.endpoint._role
+    node = first.endpoint.driver.loop
     node.succession._younger, younger = None, node.succession._younger
     handle = opened(rig, 0, "room")
     node.succession._younger = younger
     rig.turn()
     assert "lives elsewhere" in str(handle.error)
     rig.quiet()
-    assert role.open_rooms == 0
+    assert first.endpoint.open_rooms == 0
 
 
 def test_a_rank_takes_rooms_again_when_the_life_that_followed_it_has_ended() -> None:
@@ -144,7 +144,7 @@ def test_a_hint_alone_ends_nothing() -> None:
     first, other = rig.decode(tp_shards(SPEC, 2))
     rig.wait(1.0)
     handle = opened(rig, 0, "room")
-    me, you = (m.endpoint._loop.me.epoch for m in (other, first))
+    me, you = (m.endpoint.driver.loop.me.epoch for m in (other, first))
     for address in ("inproc://nowhere", first.channel.address, other.channel.address):
         other.channel.send(first.channel.address, Codec().encode(f.Superseded(src=me, dst=you, address=address)))
         rig.wait(TOLD_S)
@@ -158,7 +158,7 @@ def test_who_is_no_rank_of_the_instance_must_not_name_another_life() -> None:
     (prefill,), (decode,) = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     decode.endpoint.open(RoomId(b"room"), Source("P"))
     rig.wait(1.0)
-    me, you = prefill.endpoint._loop.me.epoch, decode.endpoint._loop.me.epoch
+    me, you = prefill.endpoint.driver.loop.me.epoch, decode.endpoint.driver.loop.me.epoch
     prefill.channel.send(decode.channel.address, Codec().encode(f.Superseded(src=me, dst=you, address="x")))
     rig.wait(0.5)
     assert decode.observer.counters["frames.refused"] == 1

@@ -29,6 +29,7 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
 from .handle import CheckedExpectation, ReceptionHandle
+from .inspection import DecodeInspection
 from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
 from .rooms import ALL_QUARANTINE, DecodeSide
 
@@ -153,6 +154,10 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
     def staging(self) -> Buffer:
         """The ring: where rows land before they are scattered."""
         return self._staging
+
+    def inspect(self) -> DecodeInspection:
+        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        return self._role.inspect()
 
     # For handles.
 

@@ -78,6 +78,7 @@ from ..runtime.silence import Silences
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
 from .handle import CheckedExpectation, ReceptionHandle
+from .inspection import DecodeInspection
 from .rate_limit import RateLimiter
 from .receipts import Receipts
 from .room import DecodeRoom
@@ -142,6 +143,10 @@ class DecodeSide:
     def open_rooms(self) -> int:
         """Rooms that are not forgotten yet."""
         return len(self._rooms)
+
+    def inspect(self) -> DecodeInspection:
+        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        return DecodeInspection(self._loop.inspect(), self._rooms, self._queue, self._scatters.inspect(), self._exposed)
 
     # Commands of the engine, on this thread.
 

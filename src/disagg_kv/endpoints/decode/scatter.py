@@ -26,6 +26,7 @@ from ...trace import Span
 from ..prepared import PreparedLaunches
 from ..runtime.checksums import compare, layer_sums
 from ..runtime.event_loop import EventLoop
+from .inspection import ScatterInspection
 from .rate_limit import RateLimiter
 from .room import DecodeRoom
 
@@ -286,6 +287,10 @@ class ScatterQueue:
             rows, rotation = RowRange(room.wanted.start, room.wanted.stop), room.plans.rotation(room.key.room)
             found = room.pairs[rank] = room.plans.pair(rotation, rank, room.remotes[rank].site, rows)
         return found
+
+    def inspect(self) -> ScatterInspection:
+        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        return ScatterInspection(self._waiting, self._running, self.prepared.waiting, self.prepared.ready)
 
     def check_integrity(self, leases: GrantQueue[Epoch, _At], rooms: Collection[DecodeRoom]) -> None:
         """Raise AssertionError unless all that is prepared, or will be, lies in a lease of one of these rooms."""

@@ -28,6 +28,7 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue, HostEvent
 from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
 from .handle import Act, DeliveryHandle, ForwardPass, LayerGroups, SubmittedChunk
+from .inspection import PrefillInspection
 from .rooms import PrefillSide
 from .routes import Router
 from .throughput import ThroughputEstimator
@@ -159,6 +160,10 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     def staging(self) -> Buffer:
         """Where rows are gathered before they are sent."""
         return self._staging
+
+    def inspect(self) -> PrefillInspection:
+        """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        return self._role.inspect()
 
     # For handles.
 

@@ -48,6 +48,7 @@ from ..runtime.silence import Silences
 from .early import EarlyArrivals
 from .ended_early import EndedEarly
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
+from .inspection import PrefillInspection
 from .room import PrefillRoom
 from .routes import Router, taken
 from .throughput import EventFifo, ThroughputEstimator
@@ -92,6 +93,10 @@ class PrefillSide:
     def open_rooms(self) -> int:
         """Rooms that are not forgotten yet."""
         return len(self._rooms)
+
+    def inspect(self) -> PrefillInspection:
+        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        return PrefillInspection(self._loop.inspect(), self._rooms, self._newest, self._flows, self.transfers.inspect())
 
     # What the engine says, on this thread.
 

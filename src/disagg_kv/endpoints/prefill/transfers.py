@@ -46,6 +46,7 @@ from ...strategies import Tables
 from ..runtime.budget import Budget
 from ..runtime.checksums import PendingChecksums, layer_sums
 from ..runtime.event_loop import EventLoop
+from .inspection import TransferInspection
 from .prepared import Planned, PreparedGathers, SlotLayout
 from .room import PrefillRoom
 from .routes import Route, Router
@@ -165,6 +166,10 @@ class TransferQueue:
     def pending(self) -> bool:
         """Whether a transfer has not begun."""
         return bool(self._queue)
+
+    def inspect(self) -> TransferInspection:
+        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        return TransferInspection(self._queue, self._gathering, self.writes.posts, self._slots, self.prepared)
 
     def add(self, room: PrefillRoom, transfer: Transfer) -> None:
         """Order a transfer; one that is pending already is replaced."""

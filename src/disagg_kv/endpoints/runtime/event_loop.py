@@ -59,6 +59,7 @@ from .directory import Directory, LookupResult
 from .failures import Broken, Failures
 from .handshake import EndpointInfo, RemoteEndpoint, check_key
 from .idle import IDLE_S, TARGET_S, IdlePolicy
+from .inspection import LoopInspection
 from .limited_log import LimitedLog
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
@@ -155,6 +156,19 @@ class EventLoop:
         """Whether commands of the engine wait that did not fit into the last step."""
         return bool(self._commands)
 
+    def inspect(self) -> LoopInspection:
+        """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+        return LoopInspection(
+            self._commands,
+            self._receive_buffer,
+            self._send_buffer.unsent,
+            self.peers,
+            self.remotes,
+            self.peer_registry,
+            self.agreement,
+            self.succession,
+        )
+
     def when(self, event: Event | None, command: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Do it once an event has happened, or ``failed`` if the event raises; on the endpoint's thread."""
         try:
@@ -206,13 +220,14 @@ class EventLoop:
             self.now = self.clock()
             self.idle.heard(self.now)
             for event in self._receive_buffer.take(Budget(self.clock, self.most)):
-                try:
-                    self._on_channel(event)
-                except Exception as exc:
-                    self.failures.met(exc)
+                self.take_in(event)
         if (at := self._receive_buffer.caught_up) is not None:
             self.peers.caught_up(at)
         return arrived
+
+    def take_in(self, event: News) -> None:
+        """Handle one event of the channel, and nothing else; what it leads to leaves with the next step."""
+        self._guard(self._on_channel, event)
 
     def _progress(self) -> bool:
         # Ends come first: a room that is opened after a peer's end must not be bound to the life that ended.

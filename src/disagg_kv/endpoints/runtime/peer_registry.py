@@ -95,6 +95,11 @@ class PeerRegistry:
             if epoch in waiting:
                 waiting[epoch][0].ended = True
 
+    @property
+    def holding(self) -> bool:
+        """Whether a room waits for evidence."""
+        return bool(self._waiting)
+
     # From any thread.
 
     def listed(self) -> tuple[PeerInfo, ...]:

@@ -49,7 +49,7 @@ class EndpointThread:
         break_down: Callable[[DisaggKVError], None],
         thread: bool,
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._break_down = break_down
         self._where = f"endpoint {loop.me.instance}/{loop.me.rank}"
         self._asked: SimpleQueue[None] = SimpleQueue()  # to close; its ``put`` may interrupt itself
@@ -74,8 +74,8 @@ class EndpointThread:
         Raises:
             LocalProtocolError: this is a forked child of the process that has the endpoint.
         """
-        self._loop.home.check()
-        return self._loop.failures.broken
+        self.loop.home.check()
+        return self.loop.failures.broken
 
     def step(self, timeout_s: float = 0.0) -> None:
         """One step, on the calling thread; only without a thread of our own.
@@ -92,14 +92,14 @@ class EndpointThread:
             self._step(timeout_s)
         finally:
             self._stepped_by = None
-        if self._loop.failures.broken is not None:
-            raise self._loop.failures.broken
+        if self.loop.failures.broken is not None:
+            raise self.loop.failures.broken
 
     def _run(self) -> None:
-        if self._loop.idle.linger_s:
+        if self.loop.idle.linger_s:
             _sleep_exactly()
         self._stepped_by = threading.get_ident()
-        while self._asked.empty() and self._loop.failures.broken is None:
+        while self._asked.empty() and self.loop.failures.broken is None:
             self._step(STEP_S)
         self._asked.get()
         self._finish()
@@ -107,10 +107,10 @@ class EndpointThread:
     def _step(self, timeout_s: float) -> None:
         """One step. Its errors are handled in it; one that is not ends every room, and then this endpoint."""
         try:
-            self._loop.step(timeout_s)
+            self.loop.step(timeout_s)
         except BaseException as exc:
-            self._break_down(self._loop.failures.break_down(exc))
-            self._loop.drop_commands()
+            self._break_down(self.loop.failures.break_down(exc))
+            self.loop.drop_commands()
 
     def close(self, drain_s: float) -> None:
         """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless.
@@ -122,15 +122,15 @@ class EndpointThread:
             LocalProtocolError: as :attr:`broken`, or the endpoint's own thread calls; nothing is closed then.
             TransportError: the transport could not be closed; all else is.
         """
-        self._loop.home.check()
+        self.loop.home.check()
         drain_s = arguments.seconds(drain_s, "drain_s", zero=True)
         if self._stepped_by == threading.get_ident():
             raise LocalProtocolError(f"{self._where}: close was called by its own thread, which cannot wait for itself")
         self.admission.end()
-        self._until = min(self._until, self._loop.clock() + drain_s)
+        self._until = min(self._until, self.loop.clock() + drain_s)
         if self._thread is not None:
             self._asked.put(None)
-            self._loop.channel.wake()
+            self.loop.channel.wake()
             self._over.wait()
         elif not self._over.is_set:
             self._finish()
@@ -154,7 +154,7 @@ class EndpointThread:
 
     def _drain(self) -> None:
         """The last steps."""
-        loop = self._loop
+        loop = self.loop
         with suppress(EndpointBrokenError):
             loop.post(lambda: loop.side.integrity_failure(AbortedError("the endpoint closes")))
         if loop.failures.broken is None:
@@ -166,7 +166,7 @@ class EndpointThread:
 
     def _stop(self) -> None:
         """Whatever raises, everything is let go of, and what waits for the endpoint is told."""
-        loop = self._loop
+        loop = self.loop
         try:
             if self._thread is not None:
                 loop.directory.withdraw(loop.me.instance, loop.me.rank)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from ...endpoints import DecodeEndpoint, PrefillEndpoint
-from ...endpoints.decode.rooms import DecodeSide
+from ...endpoints.decode.inspection import DecodeInspection
+from ...endpoints.decode.room import DecodeRoom
 from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import (
     AbortedError,
@@ -118,8 +118,10 @@ class Checks:
         """I4: decode learns in time that a prefill rank has given the room up, also one that had lost it meanwhile."""
         world = self._world
         most = world.scenario.options.silence_s + 2 * SLACK_S + world.stood_still
-        assert entry.handle is not None
-        asker = (entry.node.epoch, entry.handle._key.generation)
+        room = _room_of(entry)
+        if room is None:
+            return
+        asker = (entry.node.epoch, room.key.generation)
         for other in entry.room.prefill:
             since = max(other.ended, entry.opened, world.scenario.faults_until)
             gave_up = asker in other.asked and other.phase is Phase.FAILED and other.node.alive
@@ -136,10 +138,9 @@ class Checks:
 
     def _owes(self, entry: Entry, peer: SimNode) -> bool:
         """Whether a decode rank has not heard all of the notices of a prefill rank that it has met."""
-        role = entry.node.role
-        rooms = role._rooms.values() if isinstance(role, DecodeSide) else ()
-        writers = next((r.machine._writers for r in rooms if r.handle is entry.handle), {})
-        return peer.epoch in writers and not writers[peer.epoch].complete
+        room = _room_of(entry)
+        writer = None if room is None else room.machine.inspect().writers.get(peer.epoch)
+        return writer is not None and not writer.complete
 
     def _noticed_one(self, entry: Entry, peer: SimNode) -> None:
         """Where another life came back in its instance, the room may wait for that one, which knows nothing of it."""
@@ -195,23 +196,23 @@ class Checks:
 
     def released(self, node: SimNode) -> None:
         """Coverage: by which evidence leases came back since the last look, and pages that a peer could write to."""
-        role = node.role
-        if not isinstance(role, DecodeSide):
+        view = node.view
+        if not isinstance(view, DecodeInspection):
             return
-        granted = role._queue._granted
+        granted = view.queue.leases
         if not granted and not node.leased:
             return
         live = {(key, int(one.lease.start)): key for (key, _), one in granted.items()}
         if live.keys() == node.leased.keys():
             return
-        leased = {at: node.leased.get(at) or role._rooms[key].machine for at, key in live.items()}
+        leased = {at: node.leased.get(at) or view.rooms[key].machine for at, key in live.items()}
         for at, machine in node.leased.items():
             if at in leased:
                 continue
             if machine.error is None:
                 self._world.mark("release:landed")
                 continue
-            writers = machine._writers.values()
+            writers = machine.inspect().writers.values()
             if any(w.drained for w in writers):
                 self._world.mark("release:drained")
             if any(w.gone for w in writers):
@@ -253,7 +254,7 @@ class Checks:
             return
         younger = same[0]
         world.mark("superseded:told")
-        if node.loop.succession.error() is None:
+        if node.view.loop.succession.error() is None:
             self._fail("I4", f"{node.address}: was not told that {younger.address} has taken its place")
 
     # After every event.
@@ -265,18 +266,19 @@ class Checks:
         self._integrity(node, since if node.turns % EVERYTHING else -inf)
         self.released(node)
         check_holders(self._world, node)
-        role = node.role
-        launches = role._scatters.prepared if isinstance(role, DecodeSide) else role.transfers.prepared.gathers
-        known = len(launches.ready)
-        if len(node.prepared) != known:
-            self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {known} are known")
-        due = role.next_at()
+        view = node.view
+        launches = (
+            view.scatters.prepared if isinstance(view, DecodeInspection) else view.transfers.prepared.gathers.ready
+        )
+        if len(node.prepared) != len(launches):
+            self._fail("I3", f"{node.address}: {len(node.prepared)} launches are prepared, {len(launches)} are known")
+        due = node.loop.side.next_at()
         overdue = due is not None and due < node.loop.now and not node.behind and not node.failing
         node.overdue = node.overdue + 1 if overdue else 0
         if node.overdue > OVERDUE:
             self._fail("I4", f"{node.address}: its thread turns and turns: something is due since {due:.3f} s")
-        there = node.loop.peers.epochs()
-        lost = [epoch for epoch in node.loop.remotes if epoch not in there]
+        there = view.loop.peers.epochs()
+        lost = [epoch for epoch in view.loop.remotes if epoch not in there]
         if lost and not node.failing:
             self._fail("I4", f"{node.address}: new rooms may be bound to {len(lost)} peers that are lost")
         raised = FaultClass.POLL in self._world.hits or FaultClass.BROKEN in self._world.hits
@@ -285,7 +287,7 @@ class Checks:
 
     def _integrity(self, node: SimNode, since: float) -> None:
         try:
-            node.role.check_integrity(since)
+            node.loop.side.check_integrity(since)
         except AssertionError as exc:
             self._fail("I3", f"{node.address}: {exc!r}")
 
@@ -325,31 +327,30 @@ class Checks:
                     "I3",
                     f"{node.address}: still connected to processes that have ended: {ghosts}",
                 )
-            endpoint, agreement = node.endpoint, node.loop.agreement
+            view = node.view
             left: dict[str, object] = {
-                "agreement": agreement.undecided,
-                "commands": len(node.loop._commands),
-                "unsent": len(node.loop._send_buffer.unsent),
+                "agreement": view.loop.agreement.undecided,
+                "commands": len(view.loop.commands),
+                "unsent": len(view.loop.unsent),
             }
-            if isinstance(endpoint, DecodeEndpoint):
-                role = endpoint._role
+            if isinstance(view, DecodeInspection):
                 left |= {
-                    "leases": endpoint.leased_bytes,
-                    "quarantine": endpoint.quarantined_bytes,
-                    "waiting": role._queue.waiting,
-                    "scatters": len(role._scatters._running) + len(role._scatters._waiting),
-                    "prepared": len(node.prepared) + len(role._scatters.prepared.waiting),
+                    "leases": node.ring.live_bytes,
+                    "quarantine": view.queue.quarantined_bytes(),
+                    "waiting": view.queue.waiting,
+                    "scatters": len(view.scatters.running) + len(view.scatters.waiting),
+                    "prepared": len(node.prepared) + len(view.scatters.unprepared),
                 }
-            elif isinstance(endpoint, PrefillEndpoint):
-                mover = endpoint._transfers
-                gathers = mover.prepared.gathers
+            else:
+                transfers = view.transfers
+                gathers = transfers.prepared.gathers
                 left |= {
-                    "slots": endpoint.pinned_slots,
-                    "transfers": len(mover._queue),
-                    "posts": len(mover.writes.posts),
-                    "gathers": len(mover._gathering),
-                    "flows": len(endpoint._role._flows),
-                    "newest": len(endpoint._role._newest),
+                    "slots": transfers.slots.held,
+                    "transfers": len(transfers.pending),
+                    "posts": len(transfers.posts),
+                    "gathers": len(transfers.gathers),
+                    "flows": len(view.flows),
+                    "newest": len(view.newest),
                     "prepared": len(node.prepared) + len(gathers.waiting) + len(gathers.ready),
                 }
             if any(left.values()):
@@ -372,3 +373,11 @@ class Checks:
         return world.scenario.drain_s is None and any(
             f in world.hits for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH, FaultClass.BROKEN)
         )
+
+
+def _room_of(entry: Entry) -> DecodeRoom | None:
+    """What a decode rank knows of a room; None: it has forgotten it, or is no decode rank."""
+    view = entry.node.view
+    if not isinstance(view, DecodeInspection):
+        return None
+    return next((room for room in view.rooms.values() if room.handle is entry.handle), None)

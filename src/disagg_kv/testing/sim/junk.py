@@ -27,9 +27,6 @@ MOST = 24
 UNTIL_S = 0.4
 """They come while the first rooms are open."""
 
-OWN = ("_given", "_stop", "_finished", "_ended", "_again", "_turns", "_withdrawals", "_expected")
-"""What a handle remembers of its engine's calls."""
-
 Junk = Callable[..., object]
 
 
@@ -88,11 +85,11 @@ class Spoiled:
 
 
 def _remembered(world: World, node: SimNode) -> list[object]:
-    """What is queued, how many rooms there are, and what their handles know of calls."""
-    known: list[object] = [len(node.loop._commands), node.role.open_rooms]
+    """What is queued, how many rooms there are, and what their handles know."""
+    known: list[object] = [node.view.loop.backlog, len(node.view.rooms)]
     for entry in world.entries.values():
         if entry.node is node and entry.handle is not None:
-            known += [repr(getattr(entry.handle, name, None)) for name in OWN]
+            known.append(repr(vars(entry.handle)))
     return known
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...endpoints.decode.rooms import DecodeSide
-from ...endpoints.prefill.rooms import PrefillSide
+from ...endpoints.decode.inspection import DecodeInspection
+from ...endpoints.prefill.inspection import PrefillInspection
 from ...errors import UnknownNameError
 from ...ids import Epoch, RoomId
 from .memory import KV
@@ -28,8 +28,9 @@ Piece = tuple[Epoch, RoomId, int, int, int]
 
 def check_holders(world: World, node: SimNode) -> None:
     """``peers()`` says exactly what memory waits for whom."""
-    pieces = list(_decode(node, node.role) if isinstance(node.role, DecodeSide) else _prefill(node.role))
-    if not pieces and not node.loop.peer_registry._waiting:
+    view = node.view
+    pieces = list(_decode(node, view) if isinstance(view, DecodeInspection) else _prefill(view))
+    if not pieces and not view.loop.registry.holding:
         return
     found = {peer.epoch: peer for peer in node.endpoint.peers()}
     said: dict[Epoch, Held] = {
@@ -47,21 +48,21 @@ def check_holders(world: World, node: SimNode) -> None:
 def _named(world: World, node: SimNode, epoch: Epoch) -> None:
     """An operator can name it, and it is counted as gone exactly where the peer table does so."""
     peer = next(p for p in node.endpoint.peers() if p.epoch == epoch)
-    known = node.loop.peers.known(epoch)
+    known = node.view.loop.peers.known(epoch)
     world.mark("holder:forgotten" if known is None else f"holder:{peer.state}")
     if (peer.state in ("lost", "ended")) != (known is None or known.lost):
         world.violation("I5", f"{node.address}: {epoch.hex()} holds memory, and is said to be {peer.state}")
     try:
-        node.loop.peer_registry.find(epoch.hex())
+        node.view.loop.registry.find(epoch.hex())
     except UnknownNameError as exc:
         world.violation("I5", f"{node.address}: no operator can free what it keeps: {exc}")
 
 
 def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
     """Whoever still writes into a lease in quarantine is named."""
-    if not isinstance(node.role, DecodeSide):
+    if not isinstance(node.view, DecodeInspection):
         return
-    stuck = [one.lease for one in node.role._queue._granted.values() if one.quarantined]
+    stuck = [one.lease for one in node.view.queue.leases.values() if one.quarantined]
     for op in world.dma.live:
         source = op.source.node
         landed = op.doomed is not None and op.doomed <= world.now
@@ -69,35 +70,35 @@ def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
             world.violation("I5", f"{node.address}: {source.address} writes to a lease in quarantine, and is not named")
 
 
-def _decode(node: SimNode, role: DecodeSide) -> Iterator[Piece]:
-    for key, room in role._rooms.items():
-        machine = room.machine
-        if machine.error is None:
+def _decode(node: SimNode, view: DecodeInspection) -> Iterator[Piece]:
+    for key, room in view.rooms.items():
+        if room.machine.error is None:
             continue
+        inside = room.machine.inspect()
         pages = 0
-        if machine._exposed and room.wanted is not None:
+        if inside.exposed and room.wanted is not None:
             lens = node.memory.lens
             for group, table in room.wanted.tables.items():
                 pages += (lens.places if group == KV else lens.state_places)[table.pages].size
-        for writer in machine._writers.values():
+        for writer in inside.writers.values():
             if writer.drained or writer.gone:
                 continue
-            if machine._exposed and writer.done is None:
+            if inside.exposed and writer.done is None:
                 yield writer.epoch, key.room, 0, pages, 0
-            for (of, segment), granted in role._queue._granted.items():
-                if of == key and writer.rank in (part := machine._parts[segment]).asked - part.arrived:
+            for (of, segment), granted in view.queue.leases.items():
+                if of == key and writer.rank in (part := inside.parts[segment]).asked - part.arrived:
                     yield writer.epoch, key.room, granted.lease.nbytes, 0, 0
 
 
-def _prefill(role: PrefillSide) -> Iterator[Piece]:
-    mover = role.transfers
-    failed = {key for key, room in role._rooms.items() if room.machine.error is not None}
-    for slot in mover._slots:
+def _prefill(view: PrefillInspection) -> Iterator[Piece]:
+    transfers = view.transfers
+    failed = {key for key, room in view.rooms.items() if room.machine.error is not None}
+    for slot in transfers.slots:
         for post in slot.pins:
-            if post.room.key in failed or post.room.key not in role._rooms:
-                yield post.transfer.to, post.room.key.room, 0, 0, mover._slots.slot_bytes
-    for post in {id(post): post for post in mover.writes.posts.values() if post.slot is None}.values():
-        if post.room.key in failed or post.room.key not in role._rooms:
+            if post.room.key in failed or post.room.key not in view.rooms:
+                yield post.transfer.to, post.room.key.room, 0, 0, transfers.slots.slot_bytes
+    for post in {id(post): post for post in transfers.posts.values() if post.slot is None}.values():
+        if post.room.key in failed or post.room.key not in view.rooms:
             yield post.transfer.to, post.room.key.room, 0, post.transfer.nbytes, 0
 
 

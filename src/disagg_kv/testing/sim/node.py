@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from functools import partial
 from typing import TYPE_CHECKING
 
 from attrs import evolve
 
 from ...channels import Arrived
 from ...endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoint
-from ...endpoints.decode.rooms import DecodeSide
-from ...endpoints.prefill.rooms import PrefillSide
+from ...endpoints.decode.inspection import DecodeInspection
+from ...endpoints.prefill.inspection import PrefillInspection
 from ...endpoints.runtime.background import Background
 from ...errors import DisaggKVError, PeerLostError, TransportError
 from ...ids import Epoch
 from ...kernels import KERNELS, Checksums, Move
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
-from ...protocol import RoomKey
+from ...protocol import Flow, RoomKey
 from ...protocol.receive_room import ReceiveRoom
-from ...staging import Lease, RingStagingAllocator
+from ...staging import ALIGNMENT, Lease, RingStagingAllocator
 from ...trace import Observer, Span
 from ...transports.process import Process
 from .dma import SimTransport
@@ -249,6 +248,27 @@ class SimPrepared(SimHeld):
         return self._scatter()
 
 
+class SimRing(RingStagingAllocator):
+    """The library's ring, and which leases of it live; ``live_leases`` by their place."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.live_leases: dict[int, Lease] = {}
+
+    def reserve(self, nbytes: int) -> Lease | None:
+        """See :meth:`RingStagingAllocator.reserve`."""
+        lease = super().reserve(nbytes)
+        if lease is not None:
+            self.live_leases[lease.offset] = lease
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """See :meth:`RingStagingAllocator.release`."""
+        super().release(lease)
+        if self.live_leases.get(lease.offset) is lease:
+            del self.live_leases[lease.offset]
+
+
 class SimWatch:
     """Sees a process's end as soon as it is looked at."""
 
@@ -298,13 +318,10 @@ class SimNode:
     """One process: it is turned by the world, and may stand still, jump in time, or end."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
-    role: PrefillSide | DecodeSide
-    _queue: Sized
-    exposes: bool = False
+    view: PrefillInspection | DecodeInspection
+    _unprepared: Sequence[Sized]
     prefixes: Prefixes | None = None
     passes: ForwardPasses
-    _live: dict[int, Lease]
-    _ahead: Sized = ()
 
     def __init__(
         self,
@@ -345,6 +362,7 @@ class SimNode:
         self.turns = 0
         self.checked_at = 0.0
         self.prepared: set[SimHeld] = set()
+        self.ring = SimRing(ALIGNMENT)
         self.leased: dict[tuple[RoomKey, int], ReceiveRoom] = {}
         self.offset = 0.0
         self.wake_at = 0.0
@@ -361,6 +379,10 @@ class SimNode:
         self._build(index)
         self.helping = False
 
+    def _allocate(self, nbytes: int) -> SimRing:
+        self.ring = SimRing(nbytes)
+        return self.ring
+
     def _host(self) -> str:
         return "host" if self.world.scenario.one_host else f"host {self.side}"
 
@@ -373,14 +395,11 @@ class SimNode:
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
                 instance=self.instance, rank=self.rank, shards=shards_of(scenario.model, self.split.tp, self.split.pp),
                 strategy=scenario.decode_path, verify=scenario.verify, ring_bytes=scenario.ring_bytes,
-                options=scenario.options, kernels=SimKernels(world, self), observer=SimObserver(world),
-                environment=environment,
+                allocator=self._allocate, options=scenario.options, kernels=SimKernels(world, self),
+                observer=SimObserver(world), environment=environment,
             )  # fmt: skip
-            self.endpoint, self.role = decode, decode._role
-            assert isinstance(decode._ring, RingStagingAllocator)
-            self._live = decode._ring._live
-            self._queue = decode._role._scatters.prepared.waiting
-            self.exposes = decode._role._exposed
+            self.endpoint, self.view = decode, decode.inspect()
+            self._unprepared = (self.view.scatters.unprepared,)
         else:
             prefill = PrefillEndpoint(
                 self.memory.pool, transport=self.transport, channel=self.channel, rendezvous=SimRendezvous(world, self),
@@ -390,16 +409,13 @@ class SimNode:
                 slots=scenario.slots, options=scenario.options, kernels=SimKernels(world, self),
                 observer=SimObserver(world), environment=environment,
             )  # fmt: skip
-            self.endpoint, self.role = prefill, prefill._role
-            self._live = {}
-            self._queue = prefill._transfers._queue
-            self._ahead = prefill._transfers.prepared.gathers.waiting
-        self._end_rooms = self.role.integrity_failure
-        self.role.integrity_failure = self._handle_error  # type: ignore[method-assign]
-        self.loop = self.endpoint._loop
+            self.endpoint, self.view = prefill, prefill.inspect()
+            self._unprepared = (self.view.transfers.pending, self.view.transfers.prepared.gathers.waiting)
+        self.loop = self.endpoint.driver.loop
+        self._end_rooms = self.loop.side.integrity_failure
+        self.loop.side.integrity_failure = self._handle_error  # type: ignore[method-assign]
         self.counters = self.loop.observer = Counters(self.loop.observer)
         self.loop.most = scenario.pieces
-        self.changes = self.endpoint._changes
 
     def _handle_error(self, error: DisaggKVError, *, unmet: bool = False) -> None:
         """What the endpoint does about an error that it did not foresee; it may fail half way."""
@@ -410,27 +426,30 @@ class SimNode:
             raise RuntimeError("sim: the handling of an error failed")
 
     @property
+    def exposes(self) -> bool:
+        """Whether prefill may write straight to its pages."""
+        return isinstance(self.view, DecodeInspection) and self.view.exposes
+
+    @property
     def busy(self) -> bool:
         """Whether another turn would do something at once."""
-        return bool(self.behind or self._queue or self._ahead)
+        return self.behind or any(map(len, self._unprepared))
 
     @property
     def behind(self) -> bool:
         """Whether its last turn had no time for all that it was told."""
-        return bool(self.loop._commands or self.loop._receive_buffer)
+        return any(self.view.loop.backlog)
 
     def turn(self) -> None:
         """One turn. Whatever waits for the process, it gets to its heartbeats and deadlines (I4)."""
-        before = self._backlog()
+        inbox = len(self.channel.inbox)
+        before = self.view.loop.backlog
         self.endpoint.driver.step()
-        commands, frames = (had - has for had, has in zip(before, self._backlog(), strict=True))
+        after = self.view.loop.backlog
+        commands, frames = before[0] - after[0], before[1] + inbox - after[1] - len(self.channel.inbox)
         if max(commands, frames) > 2 * self.loop.most:
             what = f"{commands} commands and {frames} frames in one turn"
             self.world.violation("I4", f"{self.address}: {what}, in which a heartbeat may be due")
-
-    def _backlog(self) -> tuple[int, int]:
-        """Commands of its engine, and frames, that it has not looked at."""
-        return len(self.loop._commands), len(self.channel.inbox) + len(self.loop._receive_buffer)
 
     @property
     def failing(self) -> bool:
@@ -444,7 +463,14 @@ class SimNode:
 
     def hear(self, frame: bytes) -> None:
         """A frame is taken in, and nothing else is done: what follows from it is left to the next turn."""
-        self.loop._guard(partial(self.loop._on_channel, Arrived(frame)))
+        self.loop.take_in(Arrived(frame))
+
+    def machines(self) -> Sequence[ReceiveRoom | Flow]:
+        """What drives its rooms: one machine per room of decode, one per room and decode rank of prefill."""
+        view = self.view
+        if isinstance(view, DecodeInspection):
+            return [room.machine for room in view.rooms.values()]
+        return [flow for room in view.flows.values() for flow in room.machine.flows.values()]
 
     def clock(self) -> float:
         """This process's time."""
@@ -452,11 +478,11 @@ class SimNode:
 
     def leases(self) -> list[Lease]:
         """The live leases of the ring."""
-        return list(self._live.values())
+        return list(self.ring.live_leases.values())
 
     def holds(self, lease: Lease | None) -> bool:
         """Whether a lease is still live."""
-        return lease is not None and self._live.get(lease.offset) is lease
+        return lease is not None and self.ring.live_leases.get(lease.offset) is lease
 
     def _helpers(self, name: str, most: int) -> Background:
         return SimBackground(self.world, self, name)

@@ -146,7 +146,7 @@ class Prefixes:
 
     def known(self) -> list[int]:
         """The pages that the index has."""
-        return sorted(self.index._at.values())
+        return sorted(self.index.pages)
 
     def settled(self) -> None:
         """Claims have changed: the index's pages are its own from now on, and its accounts agree with themselves."""

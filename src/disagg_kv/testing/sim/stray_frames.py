@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
-from ...endpoints.decode.rooms import DecodeSide
+from ...endpoints.decode.inspection import DecodeInspection
+from ...endpoints.prefill.inspection import PrefillInspection
 from ...ids import Epoch, Peer, RoomId
 from ...protocol import Codec
 from ...protocol.flow import Flow, room_head
@@ -111,14 +112,10 @@ class StrayFrames:
 
     def tempted(self, node: SimNode) -> bool:
         """Whether a room of a process is in a state that is seldom seen."""
-        role = node.role
-        machines: Iterable[ReceiveRoom | Flow] = (
-            [room.machine for room in role._rooms.values()]
-            if isinstance(role, DecodeSide)
-            else [flow for room in role._flows.values() for flow in room.machine.flows.values()]
-        )
         # Seldom is any, and to find out whose peer is there takes longer.
-        return any(m.state in SELDOM for m in machines) and any(m.state in SELDOM for m, _, _ in self.pairs(node))
+        return any(m.state in SELDOM for m in node.machines()) and any(
+            m.state in SELDOM for m, _, _ in self.pairs(node)
+        )
 
     def spread(self, node: SimNode) -> None:
         """Frames for one room of a process, if it has any: one that acts, or about half of those that do nothing."""
@@ -160,7 +157,7 @@ class StrayFrames:
     def _misdirect(self, node: SimNode, machine: ReceiveRoom | Flow, epoch: Epoch, head: Head) -> None:
         """What a peer says, late, to an earlier life at this address ends nothing, and is no sign that we are heard."""
         self._world.hit(FaultClass.STALE)
-        peer = node.loop.peers.known(epoch)
+        peer = node.view.loop.peers.known(epoch)
         assert peer is not None
         before = machine.state, machine.ignored, peer.heard, peer.proved
         earlier = {**head, "dst": b"old" + head["dst"][3:]}
@@ -174,48 +171,44 @@ class StrayFrames:
         if lost == node.losses:
             return
         node.losses = lost
-        peers = node.loop.peers
-        for address, epoch in list(peers._at.items()):
-            there = peers._peers[epoch]
+        peers = node.view.loop.peers
+        for address, epoch in list(peers.addresses.items()):
+            there = peers.known(epoch)
+            assert there is not None
             if not there.lost or there.ended:
                 continue
             self._world.hit(FaultClass.STALE)
             self._world.mark("greeting:of an older life")
             older = structs.replace(there.hello, src=b"old" + epoch[3:], dst=b"", born=there.hello.born - 1)
             node.hear(self._codec.encode(older))
-            if peers._at.get(address) != epoch:
+            if peers.addresses.get(address) != epoch:
                 self._world.violation("I7", f"{node.address}: a late greeting gave {address} back to an older life")
 
     def _has_finished(self, node: SimNode, epoch: Epoch, head: Head) -> bool:
         """Whether a peer's flow has nothing more to move: it then ignores whatever it is told of a segment."""
-        role = self._world.transports[Peer(b"sim" + epoch)].node.role
-        one = (
-            None
-            if isinstance(role, DecodeSide)
-            else role._flows.get((RoomId(head["room"]), node.epoch, head["generation"]))
-        )
+        view = self._world.transports[Peer(b"sim" + epoch)].node.view
+        key = (RoomId(head["room"]), node.epoch, head["generation"])
+        one = view.flows.get(key) if isinstance(view, PrefillInspection) else None
         flow = None if one is None else one.machine.flows.get(node.epoch)
         return flow is not None and flow.state is Sending.FINISHED
 
     def pairs(self, node: SimNode) -> Sequence[tuple[ReceiveRoom | Flow, Epoch, Head]]:
         """Machines with a peer that is there, and could write to them."""
-        role, me = node.role, node.epoch
-        if not (role._rooms if isinstance(role, DecodeSide) else role._flows):
+        view, me, peers = node.view, node.epoch, node.view.loop.peers
+        if not (view.rooms if isinstance(view, DecodeInspection) else view.flows):
             return ()
         alive = {other.epoch for other in self._world.places.values() if not other.paused}
-        known = [
-            e for e in node.loop.remotes if e in alive and node.loop.peers.at(node.loop.peers.hello(e).address) == e
-        ]
+        known = [e for e in view.loop.remotes if e in alive and peers.at(peers.hello(e).address) == e]
         pairs: list[tuple[ReceiveRoom | Flow, Epoch, Head]] = []
-        if isinstance(role, DecodeSide):
-            for key, room in role._rooms.items():
+        if isinstance(view, DecodeInspection):
+            for key, room in view.rooms.items():
                 pairs += [
                     (room.machine, w, room_head(w, me, key.room, key.generation))
                     for w in room.machine.writers
                     if w in known
                 ]
         else:
-            for (name, epoch, _), one in role._flows.items():
+            for (name, epoch, _), one in view.flows.items():
                 flow = one.machine.flows.get(epoch)
                 if flow is not None and epoch in known:
                     pairs.append((flow, epoch, room_head(epoch, me, name, flow.generation)))

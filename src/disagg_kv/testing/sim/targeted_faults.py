@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...endpoints.decode.rooms import DecodeSide
 from ...ids import Epoch, RoomId
 from ...protocol.flow import Flow
 from ...protocol.receive_room import ReceiveRoom
@@ -65,12 +64,12 @@ class TargetedFaults:
 
     def _may_matter(self, node: SimNode) -> bool:
         """Whether a room of a process is in such a state, whoever its peers are; to look at those takes longer."""
-        role = node.role
-        if isinstance(role, DecodeSide):
-            machines = [room.machine for room in role._rooms.values()]
-            return any(any(_brief(m, peer) for peer in m.writers) for m in machines)
-        flows = [flow for room in role._flows.values() for flow in room.machine.flows.values()]
-        return any(flow.state in BRIEF or _about_to_finish(flow) for flow in flows)
+        return any(
+            any(_brief(m, peer) for peer in m.writers)
+            if isinstance(m, ReceiveRoom)
+            else m.state in BRIEF or _about_to_finish(m)
+            for m in node.machines()
+        )
 
     def _losses(self, epoch: Epoch) -> list[Callable[[], object]]:
         """The peer's process ends, if none of its side has."""
@@ -98,17 +97,18 @@ class TargetedFaults:
 def _brief(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
     """Also: one of several writers has nothing more to do, and may end without harm if its notices have come."""
     if machine.state is Receiving.MOVING and isinstance(machine, ReceiveRoom):
-        return machine._writers[peer].done is not None
+        return machine.inspect().writers[peer].done is not None
     return machine.state in BRIEF
 
 
 def _about_to_finish(machine: ReceiveRoom | Flow) -> bool:
     """Its engine has, and the last writes are under way: ``Done`` follows with the last notice."""
-    return isinstance(machine, Flow) and machine.state is Sending.MOVING and machine._finished is not None
+    return isinstance(machine, Flow) and machine.state is Sending.MOVING and machine.finished
 
 
 def _unheard(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
     """A writer is done, but notices of it are lost or late: the room still needs it. Such are preferred."""
     if machine.state is not Receiving.MOVING or not isinstance(machine, ReceiveRoom):
         return False
-    return machine._writers[peer].done is not None and not machine._writers[peer].complete
+    writer = machine.inspect().writers[peer]
+    return writer.done is not None and not writer.complete

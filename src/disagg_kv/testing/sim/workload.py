@@ -11,11 +11,12 @@ from attrs import define, field
 from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
+from ...endpoints.prefill.inspection import PrefillInspection
 from ...errors import DisaggKVError, LocalProtocolError, QuarantineFullError, SupersededError
 from ...ids import Epoch, Generation
 from ...memory import U8, Event
 from ...prefix import Claim
-from ...protocol import Phase, SendRoom
+from ...protocol import Phase
 from ...rendezvous import Source
 from ...strategies import LayerPipelined
 from .cached_requests import CachedRequest
@@ -58,6 +59,13 @@ class Entry:
     opened: float = 0.0
     ended: float = 0.0
     asked: frozenset[tuple[Epoch, Generation]] = frozenset()
+
+    def askers(self) -> frozenset[tuple[Epoch, Generation]]:
+        """The decode ranks whose expectations a prefill rank has, and the generations that those have there."""
+        view = self.node.view
+        rooms = view.rooms.values() if isinstance(view, PrefillInspection) else ()
+        flows = [flow for room in rooms if room.handle is self.handle for flow in room.machine.flows.values()]
+        return frozenset((flow.peer, flow.generation) for flow in flows)
 
     @property
     def over(self) -> bool:
@@ -413,9 +421,7 @@ class Room:
             world.violation("I6", f"{self.name(entry)}: {entry.phase.name} has become {phase.name}")
         if phase in FINAL and entry.phase not in FINAL:
             entry.ended = world.now
-            machines = [room.machine for room in entry.node.role._rooms.values() if room.handle is handle]
-            flows = [machine.flows for machine in machines if isinstance(machine, SendRoom)]
-            entry.asked = frozenset((epoch, flow.generation) for each in flows for epoch, flow in each.items())
+            entry.asked = entry.askers()
             entry.error = handle.error
             entry.segments = handle.report.segments
             self._grouped(entry)

@@ -492,7 +492,7 @@ class World:
         if self._waiting or self.entries or any(not room.over for room in self.rooms):
             return False
         for node in self.places.values():
-            if node.paused or node.endpoint.open_rooms or node.loop.agreement.undecided:
+            if node.paused or node.endpoint.open_rooms or node.view.loop.agreement.undecided:
                 return False
         return True
 
@@ -539,11 +539,10 @@ class World:
             return
         if node.must_break:
             self.violation("I7", f"{node.address}: goes on although the handling of an error has failed")
-        if node.changes:
-            for handle in node.endpoint.poll():
-                entry = self.entries.get(id(handle))
-                if entry is not None:
-                    entry.room.changed(entry)
+        for handle in node.endpoint.poll():
+            entry = self.entries.get(id(handle))
+            if entry is not None:
+                entry.room.changed(entry)
         self.check.node(node)
         if node.behind:
             self.touch(node)

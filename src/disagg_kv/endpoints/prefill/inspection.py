@@ -1,0 +1,53 @@
+"""What a prefill endpoint knows; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+
+from attrs import frozen
+
+from ...ids import Epoch, RoomId, Ticket
+from ...protocol import RoomKey
+from ..runtime.inspection import LoopInspection
+from .prepared import PreparedGathers
+from .room import PrefillRoom
+from .slots import StagingSlots
+from .writes import Post
+
+
+@frozen(eq=False)
+class TransferInspection:
+    """What :class:`~disagg_kv.endpoints.prefill.transfers.TransferQueue` has to do.
+
+    Args:
+        pending: transfers that have not begun.
+        gathers: under way.
+        posts: writes that may still read memory, by their tickets.
+        slots: the staging memory, and which write pins which slot.
+        prepared: gathers that are planned or prepared before their rows are final.
+    """
+
+    pending: Sized
+    gathers: Sized
+    posts: Mapping[Ticket, Post]
+    slots: StagingSlots[Post]
+    prepared: PreparedGathers
+
+
+@frozen(eq=False)
+class PrefillInspection:
+    """See :mod:`~disagg_kv.endpoints.runtime.inspection`.
+
+    Args:
+        loop: what both sides have in common.
+        rooms: that are not forgotten.
+        newest: the youngest room of each id.
+        flows: the room of each decode rank's expectation, by room, decode rank and its generation.
+        transfers: what moves the bytes.
+    """
+
+    loop: LoopInspection
+    rooms: Mapping[RoomKey, PrefillRoom]
+    newest: Mapping[RoomId, PrefillRoom]
+    flows: Mapping[tuple[RoomId, Epoch, int], PrefillRoom]
+    transfers: TransferInspection

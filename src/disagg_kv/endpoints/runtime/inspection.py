@@ -1,0 +1,48 @@
+"""What an endpoint knows, for tests and for the simulator, which look at it between two steps.
+
+``inspect()`` of an endpoint returns a value for its side: :class:`~..prefill.inspection.PrefillInspection` or
+:class:`~..decode.inspection.DecodeInspection`. It is taken once and stays true: its collections are the endpoint's own,
+and change with each step. Read them on the thread that steps the endpoint, and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+
+from attrs import frozen
+
+from ...ids import Epoch
+from ...protocol import Agreement, PeerTable
+from .handshake import RemoteEndpoint
+from .peer_registry import PeerRegistry
+from .succession import Succession
+
+
+@frozen(eq=False)
+class LoopInspection:
+    """What both sides have in common.
+
+    Args:
+        commands: of the engine, that no step has run yet.
+        frames: and other events of the channel, that no step has handled yet.
+        unsent: addresses for which frames wait.
+        peers: the lives that are known, also those that are lost.
+        remotes: the endpoints of the other side to which rooms may be bound.
+        registry: the memory that waits for evidence about each peer.
+        agreement: of the ranks of this instance on how each room ends.
+        succession: who has this rank's place.
+    """
+
+    commands: Sized
+    frames: Sized
+    unsent: Sized
+    peers: PeerTable
+    remotes: Mapping[Epoch, RemoteEndpoint]
+    registry: PeerRegistry
+    agreement: Agreement
+    succession: Succession
+
+    @property
+    def backlog(self) -> tuple[int, int]:
+        """How many commands and frames wait that did not fit into the last step."""
+        return len(self.commands), len(self.frames)
