@@ -7,7 +7,7 @@ from types import ModuleType
 from tests.support.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "replace.md"
-SUITES = {"TestArrayPool", "TestSlots", "TestEvenWrites"}
+SUITES = {"TestArrayPool", "TestSlots", "TestEvenWrites", "TestLimited"}
 
 _page = ModuleType("page_parts")
 for _block in blocks(PAGE):

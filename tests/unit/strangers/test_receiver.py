@@ -13,6 +13,7 @@ from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import Epoch, GroupId, RoomId
 from disagg_kv.protocol import Phase
 from disagg_kv.rendezvous import Source
+from disagg_kv.testing.receiver import ReceiverSuite
 from tests.support.rig import Memory, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
@@ -123,6 +124,13 @@ class FewAtOnce:
         for room in self.rooms.values():
             room.abort("the receiver closes")
         self._inner.close(drain_s)
+
+
+class TestFewAtOnce(ReceiverSuite):
+    """The suite that the library's receivers pass."""
+
+    def receiver(self, inner: Receiver) -> Receiver:
+        return FewAtOnce(inner, MOST)
 
 
 class Requests:

@@ -1,0 +1,346 @@
+"""What every :class:`~disagg_kv.endpoints.Receiver` must do: a suite to inherit.
+
+::
+
+    class TestMine(ReceiverSuite):
+        def receiver(self, inner):
+            return MyReceiver(inner)
+
+``inner`` is a decode endpoint of this process. The suite also steps a prefill endpoint, or lets it stand still.
+Needs pytest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from ..channels import Hub, InprocChannel
+from ..endpoints import DecodeEndpoint, Delivery, PrefillEndpoint, Receiver, Reception
+from ..errors import (
+    AbortedError,
+    ConfigurationError,
+    DisaggKVError,
+    GeometryError,
+    LocalProtocolError,
+    UnknownNameError,
+)
+from ..geometry import CacheSpec, PageTable, shard
+from ..ids import Epoch, GroupId, RoomId
+from ..memory import U8, PagedPool, bytes_of
+from ..protocol import Options, Phase
+from ..rendezvous import Source, StaticRendezvous
+from ..transports import InprocTransport
+from .pair import wait
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+KV = GroupId("kv")
+PAGE_SIZE, PAGES, ROWS = 16, 12, 40
+"""A request has ``ROWS`` rows in three pages."""
+
+STILL_S = 0.1
+"""For so long a test watches that nothing happens."""
+
+SOON_S = 0.3
+"""The time of a room that is to run out of it."""
+
+FINAL = (Phase.DONE, Phase.FAILED)
+
+
+class Exchange:
+    """A receiver under test over a decode endpoint, and a prefill endpoint that is stepped by ``work``.
+
+    Args:
+        wrap: makes the receiver.
+        timeout_s: how long anything may take.
+    """
+
+    def __init__(self, wrap: Callable[[Receiver], Receiver], timeout_s: float) -> None:
+        hub, where, options = Hub(), StaticRendezvous(), Options(silence_s=60.0, total_s=60.0, retry_s=0.02)
+        self.source, self.target = (
+            PagedPool.allocate(SPEC, shard(SPEC), pages=PAGES, page_size=PAGE_SIZE) for _ in range(2)
+        )
+        for buffer in self.source.buffers:
+            bytes_of(buffer)[:] = np.random.default_rng(1).integers(0, 256, buffer.nbytes, np.uint8)
+        self.sender = PrefillEndpoint(
+            self.source, transport=InprocTransport(), channel=InprocChannel(hub, "P"), rendezvous=where, instance="P",
+            options=options, thread=False,
+        )  # fmt: skip
+        self.inner = DecodeEndpoint(
+            self.target, transport=InprocTransport(), channel=InprocChannel(hub, "D"), rendezvous=where, instance="D",
+            options=options, ring_bytes=1 << 16,
+        )  # fmt: skip
+        self.receiver = wrap(self.inner)
+        self.timeout_s = timeout_s
+        self.opened: list[Reception] = []
+        self.told: list[Reception] = []
+        self.steps_prefill = True
+        self._names = count()
+
+    def open(self, source: str = "P", total_s: float | None = None) -> Reception:
+        """A new room; ``poll`` may tell of it from now on."""
+        name = RoomId(b"room %d" % next(self._names))
+        self.opened.append(self.receiver.open(name, Source(source), total_s=total_s))
+        assert self.opened[-1].room == name
+        return self.opened[-1]
+
+    def tables(self, room: Reception) -> list[PageTable]:
+        """The pages of a room, the same on both sides."""
+        first = 3 * int(room.room.split()[1])
+        return [PageTable(KV, [first + 2, first, first + 1])]
+
+    def deliver(self, room: Reception) -> Delivery:
+        """Prefill opens the room, and hands over all of it."""
+        delivery = self.sender.open(room.room)
+        delivery.send_chunk(ROWS, self.tables(room))
+        delivery.finish(ROWS)
+        return delivery
+
+    def step(self) -> None:
+        """A step of prefill, unless it stands still."""
+        if self.steps_prefill:
+            self.sender.driver.step()
+            self.sender.poll()
+
+    def poll(self) -> None:
+        """The engine polls: what it is told of is a room of its own, and no room is named twice."""
+        told = list(self.receiver.poll())
+        assert all(any(one is room for room in self.opened) for one in told), "poll told of what open has not returned"
+        assert len({id(one) for one in told}) == len(told), "poll told of a room twice in one call"
+        self.told += [one for one in told if one.released]
+
+    def work(self) -> None:
+        """Both sides go on."""
+        self.step()
+        self.poll()
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Work until ``done()``."""
+        wait(done, self.work, self.timeout_s, what)
+
+    def over(self, *rooms: Reception) -> None:
+        """The engine is told that these rooms are released, and then of nothing more."""
+        self.until(
+            lambda: all(any(one is room for one in self.told) for room in rooms), "poll to tell of released rooms"
+        )
+        assert all(room.phase in FINAL for room in rooms)
+        self.poll()  # what had changed while the last call looked
+        told = len(self.told)
+        self.watch(lambda: len(self.told) == told, "poll tells of released rooms again")
+
+    def watch(self, holds: Callable[[], bool], otherwise: str) -> None:
+        """Work for a while, in which something stays true."""
+        until = time.monotonic() + STILL_S
+        while time.monotonic() < until:
+            self.work()
+            assert holds(), otherwise
+            time.sleep(0.001)
+
+    def bytes_of(self, pool: PagedPool, room: Reception) -> list[U8]:
+        """The rows of a room in one of the two pools, plane by plane."""
+        of = self.tables(room)[0].pages
+        size = pool.site.planes[0].row_stride
+        found = []
+        for plane in pool.site.planes:
+            memory = bytes_of(pool.buffers[plane.buffer])
+            at = plane.offset + of * plane.page_stride
+            rows = np.concatenate([memory[a : a + PAGE_SIZE * size] for a in at.tolist()])
+            found.append(rows[: ROWS * size])
+        return found
+
+    def arrived(self, room: Reception) -> bool:
+        """Whether all bytes of a room are in its pages."""
+        pairs = zip(self.bytes_of(self.source, room), self.bytes_of(self.target, room), strict=True)
+        return all(np.array_equal(sent, found) for sent, found in pairs)
+
+    def stuck(self) -> Reception:
+        """A room whose prefill stands still while it may write to the room's pages."""
+        room = self.open()
+        room.expect(ROWS, self.tables(room))
+        delivery = self.sender.open(room.room)
+        self.until(lambda: delivery.held is not None, "prefill to learn of the room")
+        self.steps_prefill = False
+        return room
+
+    def close(self) -> None:
+        """Whatever the test has left."""
+        self.receiver.close(0.0)
+        self.inner.close(0.0)
+        self.sender.close(0.0)
+
+
+class ReceiverSuite:
+    """Promises of a receiver. Subclasses give ``receiver``; test methods are inherited.
+
+    A test opens at most two rooms at a time: a receiver may refuse or delay others.
+    """
+
+    timeout_s: ClassVar[float] = 10.0
+    """How long a room may take whose bytes have arrived, in seconds."""
+
+    def receiver(self, inner: Receiver) -> Receiver:
+        """The receiver under test, over an endpoint that it owns from now on."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def two(self) -> Iterator[Exchange]:
+        """A prefill endpoint, and the receiver over a decode endpoint."""
+        made = Exchange(self.receiver, self.timeout_s)
+        try:
+            yield made
+        finally:
+            made.close()
+
+    # A room that is served.
+
+    def test_rooms_are_carried(self, two: Exchange) -> None:
+        """All bytes are there once a room is DONE, and poll tells of its release, by the object that open returned."""
+        rooms = [two.open() for _ in range(2)]
+        for room in rooms:
+            assert (room.phase in FINAL, room.released, room.error) == (False, False, None)
+            assert room.expect(ROWS, two.tables(room)) == {KV: 0}
+            two.deliver(room)
+        two.over(*rooms)
+        for room in rooms:
+            assert (room.phase, room.released, room.error) == (Phase.DONE, True, None)
+            assert two.arrived(room)
+            assert room.report.nbytes == sum(len(rows) for rows in two.bytes_of(two.target, room))
+
+    def test_poll_loses_nothing(self, two: Exchange) -> None:
+        """However long the engine does not poll, it is told of every room that ended meanwhile."""
+        rooms = [two.open() for _ in range(2)]
+        deliveries = []
+        for room in rooms:
+            room.expect(ROWS, two.tables(room))
+            deliveries.append(two.deliver(room))
+        wait(lambda: all(one.released for one in deliveries), two.step, two.timeout_s, "prefill to send the rooms")
+        two.over(*rooms)
+        assert all(two.arrived(room) for room in rooms)
+
+    def test_an_end_is_final(self, two: Exchange) -> None:
+        """A room that is DONE stays so, whatever the engine says of it later."""
+        room = two.open()
+        room.expect(ROWS, two.tables(room))
+        two.deliver(room)
+        two.over(room)
+        room.abort("too late")
+        two.watch(lambda: (room.phase, room.released) == (Phase.DONE, True), "an abort has changed a room that is DONE")
+
+    # A room that is given up.
+
+    def test_a_room_that_awaits_nothing_yet_can_be_given_up(self, two: Exchange) -> None:
+        """It fails with an AbortedError and is released, prefill learns of it, and the others go on."""
+        room, other = two.open(), two.open()
+        room.abort("not needed")
+        room.abort("not needed")
+        other.expect(ROWS, two.tables(other))
+        delivery = two.deliver(room)
+        two.deliver(other)
+        two.over(room, other)
+        assert room.phase is Phase.FAILED
+        assert isinstance(room.error, AbortedError)
+        assert other.phase is Phase.DONE
+        two.until(lambda: delivery.phase is Phase.FAILED and delivery.released, "prefill to learn that it is given up")
+
+    def test_released_waits_for_the_last_write(self, two: Exchange) -> None:
+        """As long as prefill may write to the pages of a failed room, it is not released; nothing is written after."""
+        room = two.stuck()
+        room.abort("not needed")
+        two.until(lambda: room.phase is Phase.FAILED, "the room to fail")
+        assert isinstance(room.error, AbortedError)
+        two.watch(lambda: not room.released, "released is said while prefill may write to the pages")
+        two.steps_prefill = True
+        two.over(room)
+        before = two.bytes_of(two.target, room)
+        two.watch(lambda: True, "")
+        assert all(map(np.array_equal, before, two.bytes_of(two.target, room)))
+
+    def test_an_operator_confirms_an_end(self, two: Exchange) -> None:
+        """``peers`` names the process that holds pages; once its end is confirmed the room is released."""
+        room = two.stuck()
+        room.abort("not needed")
+        two.until(lambda: any(room.room in peer.rooms for peer in two.receiver.peers()), "peers to name the room")
+        (peer,) = (peer for peer in two.receiver.peers() if room.room in peer.rooms)
+        with pytest.raises(UnknownNameError):
+            two.receiver.confirm_terminated(Epoch(b"unknown here...."))
+        two.receiver.confirm_terminated(peer.epoch.hex())
+        two.over(room)
+
+    # A room that nothing comes for.
+
+    def test_a_room_without_prefill_ends(self, two: Exchange) -> None:
+        """Its time is ``total_s``: it fails, and is released."""
+        nowhere, unserved = two.open("nowhere", total_s=SOON_S), two.open(total_s=SOON_S)
+        for room in (nowhere, unserved):
+            room.expect(ROWS, two.tables(room))
+        two.over(nowhere, unserved)
+        for room in (nowhere, unserved):
+            assert room.phase is Phase.FAILED
+            assert isinstance(room.error, DisaggKVError)
+
+    # Arguments.
+
+    def test_what_cannot_be_opened_is_refused(self, two: Exchange) -> None:
+        """By ``open``, or by the room's error; the rooms that are open are not touched."""
+        room = two.open()
+        with pytest.raises(LocalProtocolError):
+            two.receiver.open(room.room, Source("P"))
+        for name, total_s in ((b"", None), (b"x" * 65, None), (b"late", -1.0)):
+            try:
+                refused = two.receiver.open(RoomId(name), Source("P"), total_s=total_s)
+            except ConfigurationError:
+                continue
+            two.opened.append(refused)
+            two.over(refused)
+            assert isinstance(refused.error, ConfigurationError)
+        room.expect(ROWS, two.tables(room))
+        two.deliver(room)
+        two.over(room)
+        assert room.phase is Phase.DONE
+
+    def test_pages_that_are_not_there_are_refused(self, two: Exchange) -> None:
+        """By ``expect``, or by the room's error."""
+        room = two.open()
+        try:
+            room.expect(ROWS, [PageTable(KV, [PAGES])])
+        except GeometryError:
+            room.abort("refused")
+            two.over(room)
+        else:
+            two.over(room)
+            assert isinstance(room.error, GeometryError)
+        assert room.phase is Phase.FAILED
+
+    def test_a_room_awaits_one_thing(self, two: Exchange) -> None:
+        """A second ``expect`` is refused, and the first one holds."""
+        room = two.open()
+        room.expect(ROWS, two.tables(room))
+        with pytest.raises(LocalProtocolError):
+            room.expect(ROWS, two.tables(room))
+        two.deliver(room)
+        two.over(room)
+        assert two.arrived(room)
+
+    # The end.
+
+    def test_close_ends_all_rooms(self, two: Exchange) -> None:
+        """Also one that awaits nothing yet, by the next poll; then nothing begins, and what is harmless stays so."""
+        awaits, idle = two.open(), two.open()
+        awaits.expect(ROWS, two.tables(awaits))
+        two.receiver.close(0.0)
+        two.poll()
+        for room in (awaits, idle):
+            assert room.phase is Phase.FAILED
+            assert isinstance(room.error, DisaggKVError)
+            room.abort("too late")
+        with pytest.raises(LocalProtocolError):
+            two.receiver.open(RoomId(b"late"), Source("P"))
+        with pytest.raises(LocalProtocolError):
+            idle.expect(ROWS, two.tables(idle))
+        two.receiver.peers()
+        two.receiver.close(0.0)
