@@ -12,7 +12,7 @@ from ...protocol import Phase
 from .conversations import Prompt
 from .kind import Kind
 from .memory import KV
-from .prefixes import Prefixes, Said
+from .prefixes import Prefixes, Transcript
 
 if TYPE_CHECKING:
     from .workload import Entry, Room
@@ -23,15 +23,15 @@ ASK_S = 0.003
 class CachedRequest:
     """One room's request as a turn of a conversation, on all decode ranks."""
 
-    def __init__(self, room: Room, prompt: Prompt, said: Said) -> None:
+    def __init__(self, room: Room, prompt: Prompt, transcript: Transcript) -> None:
         self._room = room
         self._world = room.world
         self._prompt = prompt
-        self._said = said
-        self._tokens = said.tokens[: room.plan.rows]
+        self._transcript = transcript
+        self._tokens = transcript.tokens[: room.plan.rows]
         self._question = f"{room.plan.room.hex()} {room.number}"
         self._matched: set[int] = set()
-        self._told: set[int] = set()
+        self._published: set[int] = set()
         self._through: set[int] = set()
 
     def match(self, entry: Entry) -> None:
@@ -50,7 +50,7 @@ class CachedRequest:
         except PeerLostError:
             self._world.later(ASK_S, partial(self._say, entry))
             return
-        self._told.add(entry.node.rank)
+        self._published.add(entry.node.rank)
         self._ask(entry)
 
     def _ask(self, entry: Entry) -> None:
@@ -64,8 +64,10 @@ class CachedRequest:
         if agreed is not None:
             self._through.add(entry.node.rank)
             self._begin(entry, agreed)
-        elif len(self._told) == entry.node.split.world:
-            self._world.violation("I4", f"{self._room.name(entry)}: all ranks said what they hold, but none is told")
+        elif len(self._published) == entry.node.split.world:
+            self._world.violation(
+                "I4", f"{self._room.name(entry)}: all ranks have published what they hold, but none learns the minimum"
+            )
         else:
             self._world.later(ASK_S, partial(self._ask, entry))
 
@@ -162,7 +164,7 @@ class CachedRequest:
         if not entry.held:
             return
         world.saw(Kind.FULL_HIT if entry.held == room.plan.rows else Kind.PREFIX)
-        first = room.world.scenario.talks[self._prompt.talk]
+        first = room.world.scenario.conversations[self._prompt.conversation]
         if first.fork and entry.held <= first.fork:
             world.saw(Kind.SHARED)
 
@@ -180,9 +182,9 @@ class CachedRequest:
             pages, more = entry.pages, 0
         if len(prefixes.index) < known:
             self._world.saw(Kind.EVICTED_FOR)
-        memory.put((memory.cells, memory.want), pages, 0, rows, rows + more, self._said.truth)
+        memory.put((memory.cells, memory.want), pages, 0, rows, rows + more, self._transcript.truth)
         before = len(prefixes.index)
-        claim.end(self._said.tokens[: rows + more])
+        claim.end(self._transcript.tokens[: rows + more])
         if len(prefixes.index) > before:
             self._world.saw(Kind.GENERATED)
         entry.claim = None

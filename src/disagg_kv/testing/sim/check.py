@@ -33,10 +33,10 @@ SLACK_S = 0.6
 """After its deadline a room ends within this; a process that stood still needs as much longer."""
 
 OVERDUE = 3
-"""What a turn's frames bring may be due at once, so the next turn handles it; more turns in a row are in vain."""
+"""Frames of a step may make something due at once, which the next step handles; more steps in a row are in vain."""
 
 EVERYTHING = 8
-"""After so many turns of a process all of its rooms are looked at, after the others those that took an event."""
+"""In every eighth step of a process all of its rooms are checked, in other steps those that took an event."""
 
 HONEST = (AbortedError, CapacityError, DeadlineError, PeerLostError, SupersededError, TransportError)
 """Why a room may fail where every process keeps to the protocol."""
@@ -52,14 +52,14 @@ UNTOLD = (
     FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION, FaultClass.CLOG, FaultClass.TRUNCATED, FaultClass.PAUSE,
     FaultClass.RENDEZVOUS, FaultClass.BLOCKED, FaultClass.POLL, FaultClass.BROKEN,
 )  # fmt: skip
-"""Where these happen, a life may not have been told yet that another one has followed it."""
+"""Where these happen, a life may not have learned yet that another one has followed it."""
 
 MISTAKES = ("errors.unforeseen", "frames.not_a_writer")
 """Counters that stay at zero while every process keeps to the protocol."""
 
 
 class Checks:
-    """What is looked at when a room ends, when its pages are freed, and when all is over."""
+    """The rules for the end of a room, for the release of its pages, and for the end of the world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -98,7 +98,7 @@ class Checks:
                 "I4",
                 f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}",
             )
-        # Ranks that wait for one another's votes are told by the endpoint's own silence at the latest.
+        # Ranks that wait for votes of others end by the endpoint's own silence at the latest.
         impatient = entry.room.plan.silence_s is not None and entry.node.split.world == 1
         if isinstance(error, DeadlineError) or impatient:
             self._noticed(entry)
@@ -130,14 +130,14 @@ class Checks:
                 self._fail("I4", f"{entry.room.name(entry)}: did not learn in {took} that prefill has given it up")
 
     def _noticed(self, entry: Entry) -> None:
-        """I4: who has lost its only peer, or one whose notices are missing, is told by silence, before the deadline."""
+        """I4: a rank that lost its only peer, or one whose notices are missing, fails by silence, before its deadline."""
         others = entry.room.decode if entry in entry.room.prefill else entry.room.prefill
         for other in others:
             if len(others) == 1 or self._owes(entry, other.node):
                 self._noticed_one(entry, other.node)
 
     def _owes(self, entry: Entry, peer: SimNode) -> bool:
-        """Whether a decode rank has not heard all of the notices of a prefill rank that it has met."""
+        """Whether a decode rank lacks notices of a prefill rank that it has met."""
         room = _room_of(entry)
         writer = None if room is None else room.machine.inspect().writers.get(peer.epoch)
         return writer is not None and not writer.complete
@@ -148,7 +148,7 @@ class Checks:
         died = peer.frozen_at if peer.died_at is None else peer.died_at
         if died is None or peer.followed or not self._met(entry):
             return
-        took = world.now - max(died, entry.opened, world.network.again_at.get(entry.node.address, 0.0))
+        took = world.now - max(died, entry.opened, world.network.stale_at.get(entry.node.address, 0.0))
         silence_s = entry.room.plan.silence_s or world.scenario.options.silence_s
         if took > silence_s + 2 * SLACK_S + entry.node.stood_still:
             self._fail(
@@ -157,18 +157,18 @@ class Checks:
             )
 
     def _met(self, entry: Entry) -> bool:
-        """Whether a prefill rank has heard of the room from decode; it looks for nobody itself."""
+        """Whether a prefill rank has learned of the room from decode; it looks for no peer itself."""
         return not isinstance(entry.handle, DeliveryHandle) or entry.handle.held is not None
 
     def _bytes(self, entry: Entry) -> None:
-        """I2: every page of the room holds exactly its rows, whoever brought them."""
+        """I2: every page of the room holds exactly its rows, whichever rank brought them."""
         name = entry.room.name(entry)
         for pages in (entry.pages, entry.slots):
             wrong = entry.node.memory.wrong(pages) if pages else None
             if wrong is not None:
                 self._fail("I2", f"{name}: succeeded with a wrong byte at {wrong} of its pool")
         self._wire(entry)
-        if entry.room.turn is not None:
+        if entry.room.cached is not None:
             wrong = entry.node.memory.differs(entry.pages, entry.room.plan.rows, entry.room.truth)
             if wrong is not None:
                 self._fail("I2", f"{name}: succeeded with a byte at {wrong} that is not its prompt's")
@@ -220,7 +220,7 @@ class Checks:
         node.leased = leased
 
     def freed(self, entry: Entry) -> None:
-        """I2, I5: its pages are free; no byte of anybody else's has changed."""
+        """I2, I5: its pages are free; no byte of other pages has changed."""
         if entry in entry.room.decode and entry.exposed and entry.phase is Phase.FAILED:
             self._world.mark("release:exposed pages")
         self.untouched(entry.node)
@@ -246,24 +246,24 @@ class Checks:
                 ends = {e.node.address: (e.phase.name if e.phase else None, str(e.error)) for e in side}
                 self._fail("I9", f"room {entry.room.plan.room.hex()}: ranks disagree: {ends}")
 
-    def told(self, node: SimNode) -> None:
-        """I4: a life that has run beside the one that followed it for a second takes no more rooms."""
+    def superseded(self, node: SimNode) -> None:
+        """I4: a life that has run beside its successor for a second takes no more rooms."""
         world = self._world
         same = [n for n in world.nodes if n.instance == node.instance and n.rank == node.rank and n is not node]
         if not same or not node.alive or node.paused or any(f in world.hits for f in UNTOLD):
             return
         younger = same[0]
-        world.mark("superseded:told")
+        world.mark("superseded:refuses rooms")
         if node.view.loop.succession.error() is None:
-            self._fail("I4", f"{node.address}: was not told that {younger.address} has taken its place")
+            self._fail("I4", f"{node.address}: did not learn that {younger.address} has taken its place")
 
     # After every event.
 
     def node(self, node: SimNode) -> None:
         """The accounts of an endpoint agree with themselves."""
-        node.turns += 1
+        node.steps += 1
         since, node.checked_at = node.checked_at, node.loop.now
-        self._integrity(node, since if node.turns % EVERYTHING else -inf)
+        self._integrity(node, since if node.steps % EVERYTHING else -inf)
         self.released(node)
         check_holders(self._world, node)
         view = node.view
@@ -310,8 +310,8 @@ class Checks:
         if world.dma.live:
             self._fail("I3", f"{len(world.dma.live)} writes are still under way")
         for room in world.rooms:
-            if room.turn is not None and room.turn.left():
-                self._fail("I3", f"room {room.plan.room.hex()}: the store keeps {room.turn.left()}")
+            if room.cached is not None and room.cached.left():
+                self._fail("I3", f"room {room.plan.room.hex()}: the store keeps {room.cached.left()}")
         for node in world.nodes:
             self._integrity(node, -inf)
             self.untouched(node)
@@ -368,7 +368,7 @@ class Checks:
             )
 
     def evidence_missing(self) -> bool:
-        """Whether memory may stay in quarantine for good: nobody knows how long a dead peer's writes may land."""
+        """Whether memory may stay in quarantine for good: no bound is known for the writes of a dead peer."""
         world = self._world
         return world.scenario.drain_s is None and any(
             f in world.hits for f in (FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH, FaultClass.BROKEN)

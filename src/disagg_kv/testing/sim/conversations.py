@@ -28,12 +28,12 @@ class Prompt:
     """Which prompt a request has.
 
     Args:
-        talk: the number of its conversation; its rows say how far that has come.
+        conversation: its number; its rows say how far that has come.
         waits: until the earlier requests of the conversation are over.
         answer: rows that decode computes after it, which stay in its pages.
     """
 
-    talk: int
+    conversation: int
     waits: bool
     answer: int
 
@@ -50,22 +50,22 @@ def converse(
         page: rows of a page of decode.
     """
     most = min(MOST, space // len(requests) - 16)
-    talks: list[Conversation] = []
+    conversations: list[Conversation] = []
     reached: list[int] = []
-    turns: list[Request] = []
+    asked: list[Request] = []
     for request in requests:
-        if not talks or rng.random() < 0.35:
-            parent = rng.randrange(len(talks)) if talks else 0
-            fork = rng.randint(0, reached[parent]) if talks else 0
-            talks.append(Conversation(parent, fork))
+        if not conversations or rng.random() < 0.35:
+            parent = rng.randrange(len(conversations)) if conversations else 0
+            fork = rng.randint(0, reached[parent]) if conversations else 0
+            conversations.append(Conversation(parent, fork))
             reached.append(fork)
-            talk, more = len(talks) - 1, max(1, request.rows * rng.choice((1, 1, 2)) // 2)
+            number, more = len(conversations) - 1, max(1, request.rows * rng.choice((1, 1, 2)) // 2)
         else:
-            talk = rng.randrange(len(talks))
+            number = rng.randrange(len(conversations))
             more = rng.choice((0, 1, page, rng.randint(1, 3 * page), 1 + request.rows // 3))
-        reached[talk] = rows = max(1, min(most, reached[talk] + more))
+        reached[number] = rows = max(1, min(most, reached[number] + more))
         cuts = rng.randint(0, len(request.edges))
         edges = sorted({rng.randint(1, rows) for _ in range(cuts)} | {rows})
-        prompt = Prompt(talk, waits=rng.random() < 0.75, answer=rng.choice((0, 0, 1, page, 2 * page + 1)))
-        turns.append(evolve(request, rows=rows, edges=tuple(edges), prompt=prompt))
-    return tuple(talks), tuple(turns)
+        prompt = Prompt(number, waits=rng.random() < 0.75, answer=rng.choice((0, 0, 1, page, 2 * page + 1)))
+        asked.append(evolve(request, rows=rows, edges=tuple(edges), prompt=prompt))
+    return tuple(conversations), tuple(asked)

@@ -56,7 +56,7 @@ class Op:
     after: Event | None = None
     pieces: int = 0
     landed: int = 0
-    told: bool = False
+    reported: bool = False
     quiet: bool = False
     doomed: float | None = None
     seen: tuple[int, int] = (-1, -1)
@@ -253,7 +253,7 @@ class Dma:
 
     def due(self, op: Op) -> bool:
         """Begin a batch whose event has happened, or end one whose event fails; False: it waits still."""
-        if op.told or op.quiet:
+        if op.reported or op.quiet:
             return True
         assert op.after is not None
         if not op.target.alive and op.source.knows(op.target.me):
@@ -288,7 +288,7 @@ class Dma:
             world.hit(FaultClass.SLOW)
         self._schedule(op, mode, self._random.choice((0.02, 0.2, 1.0)) if slow else 0.0)
         if not target.alive:
-            # Whoever posts to it has not seen its end yet, and waits for the bound from when it does.
+            # The sender has not seen its end yet, and waits for the bound from when it does.
             self._doom(op)
             self._target_died(op)
 
@@ -379,9 +379,9 @@ class Dma:
                     )
 
     def _tell(self, op: Op, error: Exception | None, *, quiesced: bool) -> None:
-        if op.told or op.quiet:
+        if op.reported or op.quiet:
             return
-        op.told = True
+        op.reported = True
         if error is None and op.lease is not None:
             op.target.landed[op.ranges[0][3]] = Landed(op.lease, op.before)
         if quiesced:
@@ -425,7 +425,7 @@ class Dma:
 
     def _target_died(self, op: Op) -> None:
         error = PeerLostError(f"sim: peer {op.target.me.hex()} has ended")
-        if op.told:
+        if op.reported:
             return
         if self._random.random() < 0.3:
             self._hung.append(op)
@@ -433,11 +433,11 @@ class Dma:
             self._world.later(0.005, lambda: self._tell(op, error, quiesced=True))
 
     def fence(self) -> None:
-        """Whatever hangs is fenced: it moves nothing more, and says so."""
+        """Fence all writes that hang: they move nothing more, and end."""
         hung, self._hung = self._hung, []
         for op in hung:
             if not op.quiet:
-                if op.told:
+                if op.reported:
                     self._settle(op)
                 else:
                     self._tell(op, TransportError("sim: fenced"), quiesced=True)
@@ -466,7 +466,7 @@ class Dma:
             )
 
     def check_all(self, node: SimNode) -> None:
-        """After every turn: those that it can have done something to; the others are looked at as they land and end."""
+        """After every step: check the writes from and to this process; others are checked as they land and end."""
         here = node.transport
         for op in self.live:
             if op.source is not here and op.target is not here:
@@ -485,7 +485,7 @@ def _read(ranges: Sequence[Range]) -> bytes:
 
 
 def _torn(ranges: list[Range], pieces: int, order: float) -> list[list[Range]]:
-    """The ranges in so many parts, which may cut a range in two, in some order."""
+    """The ranges in this many parts, which may cut a range in two, in some order."""
     if pieces == 1 or not ranges:
         return [ranges] if ranges else []
     torn: list[list[Range]] = [[] for _ in range(pieces)]

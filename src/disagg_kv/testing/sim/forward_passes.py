@@ -40,9 +40,9 @@ class Chunk:
 
 
 GATHER_S = (0.008, 0.02)
-"""Ranks that compute the same passes let rooms gather for so long."""
+"""Ranks that compute the same passes let rooms gather for this time."""
 
-Turns = list[list[tuple[int, int]]]
+PassList = list[list[tuple[int, int]]]
 """The passes of an instance: of each, the numbers of its rooms and of their chunks."""
 
 
@@ -60,8 +60,8 @@ class ForwardPasses:
         self._node = node
         self._free = node.split.world == 1 or schedule is None or schedule.fixed is not None
         self._together = self._free or survives(world.scenario.faults)
-        self._turns = world.passes.setdefault(node.instance, [])
-        self._turn = 0
+        self._listed = world.passes.setdefault(node.instance, [])
+        self._next_listed = 0
         self._waiting: list[tuple[Entry, int]] = []
         self._running = False
 
@@ -85,15 +85,15 @@ class ForwardPasses:
     def _next_in_step(self) -> None:
         """The pass that the other ranks compute too, once all that is in it waits here."""
         waiting = {(entry.room.number, number): (entry, number) for entry, number in self._waiting}
-        follows = self._turn < len(self._turns)
+        follows = self._next_listed < len(self._listed)
         if not follows:
-            self._turns.append(list(waiting))
-        turn = self._turns[self._turn]
-        if all(key in waiting for key in turn):
-            self._turn += 1
-            begun = [waiting.pop(key) for key in turn]
+            self._listed.append(list(waiting))
+        listed = self._listed[self._next_listed]
+        if all(key in waiting for key in listed):
+            self._next_listed += 1
+            begun = [waiting.pop(key) for key in listed]
             self._waiting = list(waiting.values())
-            if follows and len(turn) > 1:
+            if follows and len(listed) > 1:
                 self._world.saw(Kind.PASS_IN_STEP)
             self._begin(begun)
 

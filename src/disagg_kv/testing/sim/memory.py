@@ -20,7 +20,7 @@ I32 = npt.NDArray[np.int32]
 AUX_SLOTS = 8
 KV, STATE = GroupId("kv"), GroupId("state")
 FREE = 0
-"""Owner of a page that nobody has."""
+"""Owner of a free page."""
 
 CACHED = -1
 """Owner of a page that a prefix cache has: rooms read it, and nothing writes to it."""
@@ -164,7 +164,7 @@ class RankMemory:
     """The pool of one life of a rank.
 
     ``owners`` says whose each page is (:data:`FREE`, :data:`CACHED`, or the number of a room), and ``want`` what every
-    byte should hold once its owner's room has succeeded; pages of nobody keep the noise that they were given when they
+    byte should hold once its owner's room has succeeded; free pages keep the noise that they got when they
     were freed.
     """
 
@@ -181,7 +181,7 @@ class RankMemory:
         self.aux = list(range(AUX_SLOTS))
         self._freed = 0
         self.version = 0
-        """Grows whenever a byte, or whose a page is, may have changed; whoever writes here by other ways says so."""
+        """Grows whenever a byte, or whose a page is, may have changed; writers that use no method of this class increment it."""
         self._name = name
         self.place: int = self.cells.__array_interface__["data"][0]
         buffer = Buffer(self.place, self.cells.nbytes, owner=self.cells)
@@ -189,7 +189,7 @@ class RankMemory:
         self.pool = PagedPool(site, (buffer,), aux_slots=AUX_SLOTS, aux_bytes=AUX_BYTES)
 
     def take(self, owner: int, count: int) -> list[int] | None:
-        """Pages for a room, those freed last first; None: there are not so many."""
+        """Pages for a room, those freed last first; None: there are too few."""
         if count > len(self.free):
             return None
         self.version += 1
@@ -208,7 +208,7 @@ class RankMemory:
         return [slot]
 
     def give(self, pages: list[int]) -> None:
-        """Pages are nobody's again, and hold new noise at once: who still writes there, or reads, will be seen."""
+        """Pages are free again, and hold new noise at once: a late write or read will be seen."""
         self._freed += 1
         self.version += 1
         self.owners[pages] = FREE

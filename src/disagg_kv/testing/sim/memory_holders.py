@@ -27,18 +27,18 @@ Piece = tuple[Epoch, RoomId, int, int, int]
 
 
 def check_holders(world: World, node: SimNode) -> None:
-    """``peers()`` says exactly what memory waits for whom."""
+    """``peers()`` names exactly the memory that waits for evidence about each peer."""
     view = node.view
     pieces = list(_decode(node, view) if isinstance(view, DecodeInspection) else _prefill(view))
     if not pieces and not view.loop.registry.holding:
         return
     found = {peer.epoch: peer for peer in node.endpoint.peers()}
-    said: dict[Epoch, Held] = {
+    named: dict[Epoch, Held] = {
         e: (p.ring_bytes, p.page_bytes, p.slot_bytes, frozenset(p.rooms)) for e, p in found.items() if p.rooms
     }
     wanted = _sums(pieces)
-    if said != wanted:
-        world.violation("I5", f"{node.address}: {_text(wanted)} wait for evidence, peers() says {_text(said)}")
+    if named != wanted:
+        world.violation("I5", f"{node.address}: {_text(wanted)} wait for evidence, peers() says {_text(named)}")
         return
     for epoch in wanted:
         _named(world, node, epoch)
@@ -51,7 +51,7 @@ def _named(world: World, node: SimNode, epoch: Epoch) -> None:
     known = node.view.loop.peers.known(epoch)
     world.mark("holder:forgotten" if known is None else f"holder:{peer.state}")
     if (peer.state in ("lost", "ended")) != (known is None or known.lost):
-        world.violation("I5", f"{node.address}: {epoch.hex()} holds memory, and is said to be {peer.state}")
+        world.violation("I5", f"{node.address}: {epoch.hex()} holds memory, and is listed as {peer.state}")
     try:
         node.view.loop.registry.find(epoch.hex())
     except UnknownNameError as exc:
@@ -59,7 +59,7 @@ def _named(world: World, node: SimNode, epoch: Epoch) -> None:
 
 
 def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
-    """Whoever still writes into a lease in quarantine is named."""
+    """Every process that still writes into a lease in quarantine is named."""
     if not isinstance(node.view, DecodeInspection):
         return
     stuck = [one.lease for one in node.view.queue.leases.values() if one.quarantined]

@@ -36,7 +36,7 @@ class Model:
     Args:
         layers, heads, k_bytes, v_bytes: of attention.
         states: of layers 0, 2 ...; None: there are none.
-        window: of the last so many tokens, in the last layer and every other one before; 0: all see all tokens.
+        window: of this many last tokens, in the last layer and every other one before; 0: all see all tokens.
     """
 
     layers: int
@@ -92,6 +92,6 @@ def draw_model(rng: random.Random) -> Model:
 
 
 def fits(model: Model, tp: int, pp: int) -> bool:
-    """Whether the cache divides over so many ranks."""
+    """Whether the cache divides over these ranks."""
     units = {c.units for cs in spec_of(model).layers.values() for c in cs}
     return pp <= model.layers and all(n % tp == 0 or tp % n == 0 for n in units)

@@ -111,10 +111,10 @@ class Network:
         self._last: dict[tuple[str, str], float] = {}
         self._shut: dict[tuple[str, str], float] = {}
         self._lost: dict[tuple[str, str], float] = {}
-        self._hushed: dict[str, float] = {}
+        self._muted: dict[str, float] = {}
         self._kept: list[tuple[str, Message]] = []
-        self.again_at: dict[str, float] = {}
-        """When an address last got a frame of long ago: whoever sent that seems to be alive."""
+        self.stale_at: dict[str, float] = {}
+        """When an address last got a frame of long ago: its sender seems to be alive."""
         self._watchers: dict[str, dict[SimNode, None]] = {}
         self._recent: dict[str, deque[tuple[str, Message]]] = {}
 
@@ -129,7 +129,7 @@ class Network:
         if recent is None:
             recent = self._recent[source.address] = deque(maxlen=LINGER)
         recent.append((address, message))
-        if self._hushed and self._hushed.get(source.address, 0.0) > world.now and world.faulty:
+        if self._muted and self._muted.get(source.address, 0.0) > world.now and world.faulty:
             message = self._without_notices(message)
             if not message:
                 return
@@ -170,7 +170,7 @@ class Network:
             world.hit(FaultClass.TRUNCATED)
             message = self._cut(message, rng.randrange(sum(map(len, message))))
         if stale is not None and random() < stale:
-            self._again(link, message)
+            self._send_stale(link, message)
         if delay is not None and random() < delay:
             world.hit(FaultClass.DELAY)
             latency += rng.choice((0.02, 0.2, 1.0))
@@ -183,9 +183,9 @@ class Network:
         else:
             self._deliver(link, message, latency)
 
-    def hush(self, node: SimNode, seconds: float) -> None:
-        """Of what a process says the notices are lost for a while, and nothing else: not that it is done."""
-        self._hushed[node.address] = self._world.now + seconds
+    def mute(self, node: SimNode, seconds: float) -> None:
+        """The notices of a process are lost for a while, and nothing else: its ``Done`` arrives."""
+        self._muted[node.address] = self._world.now + seconds
 
     def _without_notices(self, message: Message) -> Message:
         left = [frame for frame in message if not isinstance(self._codec.decode(frame), ChunkReady)]
@@ -205,7 +205,7 @@ class Network:
             left -= len(frame)
         return cut
 
-    def _again(self, link: tuple[str, str], message: Message) -> None:
+    def _send_stale(self, link: tuple[str, str], message: Message) -> None:
         """Keep some messages, and send some of those kept once more."""
         self._kept.append((link[1], message))
         if len(self._kept) > KEPT:
@@ -214,7 +214,7 @@ class Network:
         world.hit(FaultClass.STALE)
         address, old = self._random.choice(self._kept)
         after = self._random.choice((0.005, 0.05, 0.5))
-        self.again_at[address] = max(world.now + after, self.again_at.get(address, 0.0))
+        self.stale_at[address] = max(world.now + after, self.stale_at.get(address, 0.0))
         world.later(after, lambda: self._arrive(address, old))
 
     def _deliver(self, link: tuple[str, str], message: Message, latency: float, ordered: bool = True) -> None:
@@ -232,12 +232,12 @@ class Network:
             self._world.touch(node)
 
     def opened(self, address: str) -> None:
-        """Somebody listens at an address."""
+        """A process listens at an address."""
         for watcher in self._watchers.get(address, {}):
             self._tell(watcher, Opened(address))
 
     def closed(self, node: SimNode) -> None:
-        """A process has ended: others may be told that their connections broke, or hear nothing."""
+        """A process has ended: others may get an event for their connections, or nothing."""
         for watchers in self._watchers.values():
             watchers.pop(node, None)
         if self._world.scenario.resets:
@@ -262,7 +262,7 @@ class Network:
         self._world.later(0.001, arrive)
 
     def forget(self, node: SimNode, address: str) -> None:
-        """A life hears no more of an address."""
+        """A life gets no more events of an address."""
         self._watchers.get(address, {}).pop(node, None)
 
     def heal(self) -> None:

@@ -224,7 +224,7 @@ class SimPreparedGather(SimHeld):
         self._gather = gather
 
     def launch(self, base: int, after: Event | None) -> Event | None:
-        """Read what is in the pages by now, and not before."""
+        """Read the pages now, and not before."""
         self._end()
         return self._gather(base, after)
 
@@ -240,7 +240,7 @@ class SimPrepared(SimHeld):
         self._scatter = scatter
 
     def launch(self) -> Event | None:
-        """Read what is in the ring by now, and not before."""
+        """Read the ring now, and not before."""
         node = self._node
         if not all(node.holds(lease) for lease in self._leases):
             self._world.violation("I1", f"{node.address}: a scatter is launched that was prepared for an earlier lease")
@@ -287,18 +287,18 @@ class SimObserver:
         self._world = world
 
     def span(self, span: Span) -> None:
-        """Spans are not looked at."""
+        """Spans are ignored."""
         if self._world.outside.observer_raises():
             raise RuntimeError("sim: the observer failed")
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Counters are looked at by :class:`Counters`."""
+        """:class:`Counters` keeps them."""
         if self._world.outside.observer_raises():
             raise RuntimeError("sim: the observer failed")
 
 
 class Counters:
-    """What the endpoint tells its observer, also once that was dropped: some counters are violations."""
+    """The endpoint's counters, also once its observer was dropped: some of them are violations."""
 
     def __init__(self, inner: Observer) -> None:
         self._inner = inner
@@ -315,7 +315,7 @@ class Counters:
 
 
 class SimNode:
-    """One process: it is turned by the world, and may stand still, jump in time, or end."""
+    """One process: the world steps it, and it may stand still, jump in time, or end."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
     view: PrefillInspection | DecodeInspection
@@ -359,7 +359,7 @@ class SimNode:
         self.must_break = False
         self.send_raises = False
         self.handling_raises = False
-        self.turns = 0
+        self.steps = 0
         self.checked_at = 0.0
         self.prepared: set[SimHeld] = set()
         self.ring = SimRing(ALIGNMENT)
@@ -432,23 +432,23 @@ class SimNode:
 
     @property
     def busy(self) -> bool:
-        """Whether another turn would do something at once."""
+        """Whether another step would do something at once."""
         return self.behind or any(map(len, self._unprepared))
 
     @property
     def behind(self) -> bool:
-        """Whether its last turn had no time for all that it was told."""
+        """Whether commands or frames did not fit into its last step."""
         return any(self.view.loop.backlog)
 
-    def turn(self) -> None:
-        """One turn. Whatever waits for the process, it gets to its heartbeats and deadlines (I4)."""
+    def step(self) -> None:
+        """One step. However much waits for the process, it gets to its heartbeats and deadlines (I4)."""
         inbox = len(self.channel.inbox)
         before = self.view.loop.backlog
         self.endpoint.driver.step()
         after = self.view.loop.backlog
         commands, frames = before[0] - after[0], before[1] + inbox - after[1] - len(self.channel.inbox)
         if max(commands, frames) > 2 * self.loop.most:
-            what = f"{commands} commands and {frames} frames in one turn"
+            what = f"{commands} commands and {frames} frames in one step"
             self.world.violation("I4", f"{self.address}: {what}, in which a heartbeat may be due")
 
     @property
@@ -461,8 +461,8 @@ class SimNode:
         if not self.helping:
             self.world.violation("I4", f"{self.address} {what} on the endpoint's thread, where that may block")
 
-    def hear(self, frame: bytes) -> None:
-        """A frame is taken in, and nothing else is done: what follows from it is left to the next turn."""
+    def take_in(self, frame: bytes) -> None:
+        """Take in a frame, and do nothing else: its consequences are left to the next step."""
         self.loop.take_in(Arrived(frame))
 
     def machines(self) -> Sequence[ReceiveRoom | Flow]:
@@ -513,4 +513,4 @@ class SimNode:
 
 
 def _never(seconds: float) -> None:
-    """Nobody sleeps in a simulation."""
+    """A simulation never sleeps."""

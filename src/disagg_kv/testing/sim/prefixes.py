@@ -30,8 +30,8 @@ ROWS = MOST + 56
 
 
 @frozen(eq=False)
-class Said:
-    """What is said in a conversation, and the bytes that belong to it.
+class Transcript:
+    """The tokens of a conversation, and the bytes that belong to them.
 
     Args:
         tokens: ids ``[ROWS]``; two conversations have one in common exactly where all before it are common too.
@@ -43,17 +43,17 @@ class Said:
 
 
 @lru_cache(64)
-def said(model: Model, talks: tuple[Conversation, ...], number: int, seed: int) -> Said:
-    """All that could be said in a conversation."""
+def transcript(model: Model, conversations: tuple[Conversation, ...], number: int, seed: int) -> Transcript:
+    """All tokens that a conversation may reach."""
     width = width_of(model)
     tokens = ROWS * (number + 1) + np.arange(ROWS)
     truth = content(b"talk %d %d" % (number, seed), ROWS * width).reshape(ROWS, width)
-    fork = talks[number].fork
+    fork = conversations[number].fork
     if fork:
-        before = said(model, talks, talks[number].parent, seed)
+        before = transcript(model, conversations, conversations[number].parent, seed)
         tokens = np.concatenate([before.tokens[:fork], tokens[fork:]])
         truth = np.concatenate([before.truth[:fork], truth[fork:]])
-    return Said(tokens, truth)
+    return Transcript(tokens, truth)
 
 
 class SimStore:
@@ -101,7 +101,7 @@ class SimStore:
 
 
 class SimPages:
-    """The free pages of a rank; satisfies :class:`~disagg_kv.prefix.Pages`. Who takes some is said in ``owner``."""
+    """The free pages of a rank; satisfies :class:`~disagg_kv.prefix.Pages`. ``owner`` takes them."""
 
     def __init__(self, memory: RankMemory) -> None:
         self._memory = memory
@@ -119,7 +119,7 @@ class SimPages:
         return np.array(taken, np.int32)
 
     def give(self, pages: I32, /) -> None:
-        """Pages are nobody's again, and hold noise at once."""
+        """Pages are free again, and hold noise at once."""
         if len(pages):
             self._memory.give(pages.tolist())
 
@@ -165,7 +165,7 @@ class Prefixes:
             self._world.violation("I3", f"{self._node.address}: pages are free and in the index, or neither")
 
     def evict(self) -> None:
-        """Forget one page, a few, or all that nobody holds."""
+        """Forget one page, a few, or all that no room holds."""
         if not self._node.alive or not self.index.evictable:
             return
         held = len(self.index) > self.index.evictable

@@ -1,4 +1,4 @@
-"""Whether instances that lost a process, and have another in its place, serve again once all is calm."""
+"""Probes that instances serve again which lost a process and have another in its place, once faults have stopped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from .world import World
 
 MEET_S = 3.0
-"""Longer than it takes to notice who is silent: whoever is there has met all others by then."""
+"""Longer than it takes to notice silence: after it all processes have met."""
 
 
 def last_requests(world: World) -> list[Request]:
     """A small request from each prefill instance that is whole, to a decode that is, where memory came back."""
     scenario = world.scenario
-    if FaultClass.REPLACED not in world.hits or scenario.talks or scenario.drain_s is None:
+    if FaultClass.REPLACED not in world.hits or scenario.conversations or scenario.drain_s is None:
         return []
     plain = evolve(
         scenario.requests[0], rows=2, edges=(2,), at=world.now + MEET_S, prefill_late=(0.0, 0.0),

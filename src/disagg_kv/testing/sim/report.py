@@ -57,7 +57,7 @@ MARKS = frozenset(
         "replaced:rank 0 elsewhere",
         "replaced:another rank there",
         "replaced:another rank elsewhere",
-        "superseded:told",
+        "superseded:refuses rooms",
     }
 )
 """Rare ways that a gate run must have seen, the ways in which memory comes back first of all."""
@@ -85,7 +85,7 @@ BATCH = 25
 """Seeds that one process takes at once."""
 
 TWICE = 51
-"""Every so many seeds, one is run twice: its digests must be equal (I8); of every topology in turn."""
+"""One of this many seeds is run twice: its digests must be equal (I8); of every topology in turn."""
 
 SHOWN = 20
 """Violations that are kept."""

@@ -83,21 +83,21 @@ def simulate(
 
 
 def trace(seed: int, tell: Callable[[str], None], faults: frozenset[FaultClass] = EVERY) -> Outcome:
-    """Run one seed and tell every event, a line each, and first what was drawn."""
+    """Run one seed: ``tell`` takes the scenario, and then a line per event."""
     tell(str(Scenario.draw(seed, faults)))
     return simulate(seed, faults, tell)
 
 
 class _Errors(logging.Handler):
-    """What endpoints say of errors that they did not foresee."""
+    """What endpoints log of errors that they did not foresee."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.said: list[str] = []
+        self.logged: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep it."""
-        self.said.append(logging.Formatter().format(record))
+        self.logged.append(logging.Formatter().format(record))
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _watched() -> Iterator[tuple[set[tuple[Enum, type]], list[str]]]:
     cells: set[tuple[Enum, type]] = set()
     Machine.seen = cells
     try:
-        yield cells, handler.said
+        yield cells, handler.logged
     finally:
         Machine.seen = before
         log.removeHandler(handler)

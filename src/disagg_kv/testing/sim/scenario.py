@@ -214,7 +214,7 @@ class Request:
 class Scenario:
     """Everything that is drawn before the first event; equal seeds and faults give equal scenarios.
 
-    ``talks`` are empty where nobody keeps prefixes; with ``collisions``, unequal prefixes have equal hashes.
+    ``conversations`` are empty where nobody keeps prefixes; with ``collisions``, unequal prefixes have equal hashes.
     With ``together``, frames to one peer leave as one message.
     ``pieces`` of work of one kind are done in a turn at most.
     ``far`` is the side and the number of a rank whose frames take longer than those of the others; None: of no rank.
@@ -247,7 +247,7 @@ class Scenario:
     faults: dict[FaultClass, float]
     faults_until: float
     requests: tuple[Request, ...]
-    talks: tuple[Conversation, ...]
+    conversations: tuple[Conversation, ...]
     collisions: bool
 
     @property
@@ -288,23 +288,23 @@ class Scenario:
         decode_path = rng.choice(("auto", "auto", "staged"))
         prefill_paths = ("auto", "staged") if decode_path == "staged" else ("auto", "staged", "staged", "slice")
         ring = 8 * lease * (1 if stuck or FaultClass.RING in faults else rng.choice((2, 4)))
-        talks: tuple[Conversation, ...] = ()
+        conversations: tuple[Conversation, ...] = ()
         if rng.random() < PREFIXES and _keeps(shape):
             space = min(split.pages * split.page_rows for split in (*prefills, decode))
-            talks, requests = converse(rng, requests, space, decode.page_rows)
+            conversations, requests = converse(rng, requests, space, decode.page_rows)
             if not survives(faults):
                 decode = evolve(decode, pages=decode.pages // rng.choice((4, 8, 8)))
         elif scarce:
             decode = evolve(decode, pages=decode.pages // 3)
         if not survives(faults):
             requests = _impatient(seed, requests)
-        if not talks and not stuck:
+        if not conversations and not stuck:
             requests, options = _crowded(seed, shape, requests, options)
             requests = _chunked(seed, shape, requests)
         others = outside(random.Random(f"outside faults {seed}"), allowed, bool(faults))
         if FaultClass.REUSED in others:
             options = evolve(options, tombstones=random.Random(f"used twice {seed}").choice((1, 2, 64)))
-        selection = "+incremental" if talks else ""
+        selection = "+incremental" if conversations else ""
         return cls(
             seed=seed,
             model=shape.model,
@@ -329,7 +329,7 @@ class Scenario:
             faults=faults | others,
             faults_until=2.0 if stuck else rng.choice((0.25, 0.5, 2.0)),
             requests=requests,
-            talks=talks,
+            conversations=conversations,
             collisions=rng.random() < 0.1,
             waits_events=rng.random() < 0.5,
             orders=slow_kernels and rng.random() < 0.6,

@@ -1,4 +1,4 @@
-"""Frames out of turn: from a peer that is really there, about a room that is really open, at the wrong time."""
+"""Stray frames: from a peer that lives, about a room that is open, at the wrong time."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ BRIEF = (Receiving.OPENED, Receiving.LANDED, Sending.COMPLETE)
 """States that rooms are seldom seen in: they are preferred."""
 
 SELDOM = (*BRIEF, Sending.FINISHED)
-"""States that more rumours are spread in than would come by themselves."""
+"""States that more stray_frames are spread in than would come by themselves."""
 
 LATE = (Sending.FINISHED, Sending.ABORTING, Sending.DRAINING)
 """States that rooms do not stay in for long: of the others they are preferred."""
 
 
 ENDS, ENDS_LANDED = 0.05, 0.2
-"""Shares of the rumours that end a room, and one that has landed; none does once faults have stopped."""
+"""Shares of the stray_frames that end a room, and one that has landed; none does once faults have stopped."""
 
 MISDIRECTED = 0.1
-"""Share of the rumours before which an earlier life of the process is spoken to."""
+"""Share of the stray_frames before which an earlier life of the process is spoken to."""
 
 STEADY = ("expect_again", "answer_abort", "their_late_abort")
 """What is done with a frame that is answered, and changes nothing."""
@@ -84,7 +84,7 @@ SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
     Drained: {"reason": "out of turn"},
     DrainedAck: {},
 }
-"""One of each kind that says nothing but what kind it is."""
+"""The fields of one frame of each kind, beside its head."""
 
 
 def _frame(kind: type[RoomFrame], head: Head) -> RoomFrame:
@@ -110,14 +110,14 @@ class StrayFrames:
         self._world = world
         self._codec = Codec()
 
-    def tempted(self, node: SimNode) -> bool:
+    def wanted(self, node: SimNode) -> bool:
         """Whether a room of a process is in a state that is seldom seen."""
         # Seldom is any, and to find out whose peer is there takes longer.
         return any(m.state in SELDOM for m in node.machines()) and any(
             m.state in SELDOM for m, _, _ in self.pairs(node)
         )
 
-    def spread(self, node: SimNode) -> None:
+    def send(self, node: SimNode) -> None:
         """Frames for one room of a process, if it has any: one that acts, or about half of those that do nothing."""
         pairs = list(self.pairs(node))
         if not pairs:
@@ -139,34 +139,36 @@ class StrayFrames:
             and not self._world.healed
             and rng.random() < (ENDS_LANDED if machine.state is Receiving.LANDED else ENDS)
         ):
-            self._say(node, machine, _frame(rng.choice(ends), head), counted=False, steady=False)
+            self._deliver(node, machine, _frame(rng.choice(ends), head), counted=False, steady=False)
         else:
             for kind in [kind for kind in (*harmless, *steady) if rng.random() < 0.6]:
-                self._say(node, machine, _frame(kind, head), counted=kind in harmless, steady=True)
+                self._deliver(node, machine, _frame(kind, head), counted=kind in harmless, steady=True)
         self._world.touch(node)
 
-    def _say(self, node: SimNode, machine: ReceiveRoom | Flow, frame: Frame, *, counted: bool, steady: bool) -> None:
-        """Alone: in a turn, a write of the room itself may fail just before the frame is taken in."""
+    def _deliver(
+        self, node: SimNode, machine: ReceiveRoom | Flow, frame: Frame, *, counted: bool, steady: bool
+    ) -> None:
+        """Outside of a step: in one, a write of the room itself may fail just before the frame is taken in."""
         self._world.hit(FaultClass.OUT_OF_TURN)
         before, after = machine.state, machine.ignored + counted
-        node.hear(self._codec.encode(frame))
+        node.take_in(self._codec.encode(frame))
         if steady and (machine.state, machine.ignored) != (before, after):
             then = f"{machine.state}, {machine.ignored} ignored instead of {after}"
             self._world.violation("I7", f"{node.address}: {type(frame).__name__} out of turn in {before}: {then}")
 
     def _misdirect(self, node: SimNode, machine: ReceiveRoom | Flow, epoch: Epoch, head: Head) -> None:
-        """What a peer says, late, to an earlier life at this address ends nothing, and is no sign that we are heard."""
+        """A late frame to an earlier life at this address ends nothing, and does not show that frames arrive there."""
         self._world.hit(FaultClass.STALE)
         peer = node.view.loop.peers.known(epoch)
         assert peer is not None
         before = machine.state, machine.ignored, peer.heard, peer.proved
         earlier = {**head, "dst": b"old" + head["dst"][3:]}
-        node.hear(self._codec.encode(_frame(Abort, cast("Head", earlier))))
+        node.take_in(self._codec.encode(_frame(Abort, cast("Head", earlier))))
         if (machine.state, machine.ignored, peer.heard, peer.proved) != before:
-            self._world.violation("I7", f"{node.address}: takes what is said to an earlier life of it")
+            self._world.violation("I7", f"{node.address}: takes a frame to an earlier life of it")
 
     def greet(self, node: SimNode) -> None:
-        """Somebody was lost who may be heard again: an older life of that address says, late, who it is."""
+        """A peer was lost that may come back: a late ``Hello`` of an older life at its address arrives."""
         lost = node.counters.of.get("peers.lost", 0)
         if lost == node.losses:
             return
@@ -180,12 +182,12 @@ class StrayFrames:
             self._world.hit(FaultClass.STALE)
             self._world.mark("greeting:of an older life")
             older = structs.replace(there.hello, src=b"old" + epoch[3:], dst=b"", born=there.hello.born - 1)
-            node.hear(self._codec.encode(older))
+            node.take_in(self._codec.encode(older))
             if peers.addresses.get(address) != epoch:
                 self._world.violation("I7", f"{node.address}: a late greeting gave {address} back to an older life")
 
     def _has_finished(self, node: SimNode, epoch: Epoch, head: Head) -> bool:
-        """Whether a peer's flow has nothing more to move: it then ignores whatever it is told of a segment."""
+        """Whether a peer's flow has nothing more to move: it then ignores all frames about segments."""
         view = self._world.transports[Peer(b"sim" + epoch)].node.view
         key = (RoomId(head["room"]), node.epoch, head["generation"])
         one = view.flows.get(key) if isinstance(view, PrefillInspection) else None

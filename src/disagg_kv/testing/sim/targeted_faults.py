@@ -1,4 +1,4 @@
-"""What befalls a room in a state that no room stays in for long: somebody gives it up, or a peer is lost."""
+"""Faults for a room in a state that no room stays in for long: its engine gives it up, or a peer is lost."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ CRASHES = {"prefill": FaultClass.PREFILL_CRASH, "decode": FaultClass.DECODE_CRAS
 
 BRIEF = (Receiving.LANDED, Sending.COMPLETE)
 
-SEIZED, LOST = 0.2, 0.7
-"""Share of the turns after which something befalls such a room; and after which its peer is lost."""
+STRUCK, LOST = 0.2, 0.7
+"""Share of the steps after which an engine acts on such a room; and after which its peer is lost."""
 
-HUSHED, HUSH_S = 0.3, 0.1
-"""Share of the turns in which a rank is about to finish a room after which its notices are lost; and for how long."""
+MUTED, MUTED_S = 0.3, 0.1
+"""Share of the steps before the end of a room after which a rank's notices are lost; and for how long."""
 
 MOST = 3
-"""So many rooms of a world are given up or preempted."""
+"""At most this many rooms of a world are given up or preempted."""
 
 
 class TargetedFaults:
-    """Waits for them, and uses the faults that a scenario has."""
+    """Waits for such rooms, and uses the faults that a scenario has."""
 
     def __init__(self, world: World) -> None:
         faults = world.scenario.faults
@@ -41,29 +41,29 @@ class TargetedFaults:
         self._loses = {side: crash for side, crash in CRASHES.items() if crash in faults}
         self._left = MOST if self._gives_up or self._preempts else 0
 
-    def seize(self, node: SimNode) -> None:
-        """A process has had its turn: something may happen now."""
+    def strike(self, node: SimNode) -> None:
+        """A process has made a step: a fault may happen now."""
         world = self._world
         drawn = world.random.random() if self._left or self._loses else 1.0
         if drawn >= LOST or world.calm:
             return
         if not self._may_matter(node):
             return
-        machines = world.rumours.pairs(node)
-        if self._may_lose("prefill") and drawn < HUSHED and any(_about_to_finish(m) for m, _, _ in machines):
-            world.network.hush(node, HUSH_S)
+        machines = world.stray_frames.pairs(node)
+        if self._may_lose("prefill") and drawn < MUTED and any(_about_to_finish(m) for m, _, _ in machines):
+            world.network.mute(node, MUTED_S)
         pairs = [(m, epoch, RoomId(h["room"])) for m, epoch, h in machines if _brief(m, epoch)]
         if not pairs:
             return
-        machine, epoch, name = world.random.choice([pair for pair in pairs if _unheard(*pair[:2])] or pairs)
+        machine, epoch, name = world.random.choice([pair for pair in pairs if _notices_missing(*pair[:2])] or pairs)
         acts = self._losses(epoch)
-        if drawn < SEIZED and machine.state in BRIEF:
+        if drawn < STRUCK and machine.state in BRIEF:
             acts += self._engine_acts(node, name)
         if acts:
             world.random.choice(acts)()
 
     def _may_matter(self, node: SimNode) -> bool:
-        """Whether a room of a process is in such a state, whoever its peers are; to look at those takes longer."""
+        """Whether a room of a process is in such a state, whichever its peers are; to find those takes longer."""
         return any(
             any(_brief(m, peer) for peer in m.writers)
             if isinstance(m, ReceiveRoom)
@@ -106,7 +106,7 @@ def _about_to_finish(machine: ReceiveRoom | Flow) -> bool:
     return isinstance(machine, Flow) and machine.state is Sending.MOVING and machine.finished
 
 
-def _unheard(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
+def _notices_missing(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
     """A writer is done, but notices of it are lost or late: the room still needs it. Such are preferred."""
     if machine.state is not Receiving.MOVING or not isinstance(machine, ReceiveRoom):
         return False

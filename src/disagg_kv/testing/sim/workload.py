@@ -25,13 +25,13 @@ from .forward_passes import Chunk
 from .kind import Kind
 from .memory import KV, states_truth, truth
 from .node import SimEvent, SimNode
-from .prefixes import said
+from .prefixes import transcript
 from .scenario import AUX_BYTES, Request
 
 if TYPE_CHECKING:
     from .world import World
 
-AGAIN_S = 0.01
+RETRY_S = 0.01
 FINAL = (Phase.DONE, Phase.FAILED)
 
 
@@ -55,7 +55,7 @@ class Entry:
     segments: int = 0
     refused: bool = False
     finished: bool = False
-    pulling: Event | None = None
+    withdrawal: Event | None = None
     opened: float = 0.0
     ended: float = 0.0
     asked: frozenset[tuple[Epoch, Generation]] = frozenset()
@@ -94,12 +94,12 @@ class Room:
             entry.refused = self.again and entry.node.address not in again
         head = self.prefill[0].node
         self.source = Source(head.instance)
-        model, prompt, self.turn = world.scenario.model, plan.prompt, None
+        model, prompt, self.cached = world.scenario.model, plan.prompt, None
         if prompt is None:
             self.truth: U8 = truth(model, plan.room, number, head.epoch, plan.rows) if first is None else first.truth
         else:
-            talk = said(model, world.scenario.talks, prompt.talk, world.scenario.seed)
-            self.truth, self.turn = talk.truth, CachedRequest(self, prompt, talk)
+            of = transcript(model, world.scenario.conversations, prompt.conversation, world.scenario.seed)
+            self.truth, self.cached = of.truth, CachedRequest(self, prompt, of)
         self.states = states_truth(model, plan.room, number, head.epoch)
         self.tag = self.truth[0].tobytes()[:8] if plan.rows else b"empty"
         self.aux = (plan.room + bytes([number]))[:AUX_BYTES]
@@ -120,7 +120,7 @@ class Room:
         if plan.request == self.plan.request:
             return True
         mine, prompt = self.plan.prompt, plan.prompt
-        return mine is not None and prompt is not None and prompt.waits and prompt.talk == mine.talk
+        return mine is not None and prompt is not None and prompt.waits and prompt.conversation == mine.conversation
 
     def _begin(self) -> None:
         world, plan, rng = self.world, self.plan, self.world.random
@@ -180,8 +180,8 @@ class Room:
             return
         assert isinstance(handle, ReceptionHandle)
         memory = node.memory
-        if self.turn is not None and (memory.aux or not plan.aux):
-            self.turn.match(entry)
+        if self.cached is not None and (memory.aux or not plan.aux):
+            self.cached.match(entry)
             return
         stop = None if plan.open_end else plan.rows
         size = memory.page_rows
@@ -191,7 +191,7 @@ class Room:
             if pages:
                 memory.give(pages)
             self.world.mark("engine:waits for pages")
-            self.world.later(AGAIN_S, partial(self._expect, entry))
+            self.world.later(RETRY_S, partial(self._expect, entry))
             return
         entry.pages = pages
         memory.await_rows(pages, first, plan.rows, self.truth, stop is not None)
@@ -234,8 +234,8 @@ class Room:
         handle = entry.handle
         return not entry.node.alive or handle is None or handle.phase in FINAL or entry.freed
 
-    def _again(self, act: Callable[[], None]) -> None:
-        self.world.later(AGAIN_S, act)
+    def _later(self, act: Callable[[], None]) -> None:
+        self.world.later(RETRY_S, act)
 
     def chunk(self, entry: Entry, number: int) -> None:
         """The next chunk has pages: hand it over, or announce it and compute it."""
@@ -265,13 +265,13 @@ class Room:
         self.world.later(rng.randint(0, 4) / 1000, partial(self.chunk, entry, number + 1))
 
     def taken(self, entry: Entry, number: int) -> Chunk | None:
-        """A chunk with its pages; None: nobody wants it any more, or it has to wait and comes again by itself."""
+        """A chunk with its pages; None: it is not wanted any more, or it waits and comes again by itself."""
         if self._quiet(entry):
             return None
         stop = self.plan.edges[number]
-        waits = entry.pulling is not None or entry.given != (self.plan.edges[number - 1] if number else 0)
+        waits = entry.withdrawal is not None or entry.given != (self.plan.edges[number - 1] if number else 0)
         if waits or not self._room_for(entry, stop):
-            self._again(partial(self.chunk, entry, number))
+            self._later(partial(self.chunk, entry, number))
             return None
         size = entry.node.memory.page_rows
         first = entry.given // size * size
@@ -312,8 +312,8 @@ class Room:
         if entry.finished:
             return
         upto = plan.edges[-1] if plan.edges else 0
-        if self._has_states(entry) and (entry.pulling is not None or entry.given != upto):
-            self._again(partial(self.chunk, entry, len(plan.edges)))
+        if self._has_states(entry) and (entry.withdrawal is not None or entry.given != upto):
+            self._later(partial(self.chunk, entry, len(plan.edges)))
             return
         if plan.late:
             if not any(other.finished for other in self.prefill):
@@ -357,35 +357,35 @@ class Room:
 
     def withdraw(self, entry: Entry) -> None:
         """Preemption: once reads have ended the pages go to others, and later the rows are computed again."""
-        if self._quiet(entry) or entry.pulling is not None or not entry.given:
+        if self._quiet(entry) or entry.withdrawal is not None or not entry.given:
             return
         assert isinstance(entry.handle, DeliveryHandle)
         self.world.hit(FaultClass.WITHDRAW)
-        entry.pulling = entry.handle.withdraw()
-        self._pulled(entry)
+        entry.withdrawal = entry.handle.withdraw()
+        self._withdrawn(entry)
 
-    def _pulled(self, entry: Entry) -> None:
-        fired = entry.pulling
+    def _withdrawn(self, entry: Entry) -> None:
+        fired = entry.withdrawal
         if fired is None or not entry.node.alive or entry.freed:
-            entry.pulling = None
+            entry.withdrawal = None
             return
         if not fired.query():
-            self.world.later(0.002, partial(self._pulled, entry))
+            self.world.later(0.002, partial(self._withdrawn, entry))
             return
-        entry.pulling = None
+        entry.withdrawal = None
         self._give_slots(entry)
         entry.node.memory.give(entry.pages)
         again = entry.given
         entry.pages, entry.given = [], 0
         if not self._quiet(entry):
-            self.world.later(self.world.random.choice((0.001, AGAIN_S)), partial(self._regive, entry, again))
+            self.world.later(self.world.random.choice((0.001, RETRY_S)), partial(self._resubmit, entry, again))
 
-    def _regive(self, entry: Entry, upto: int) -> None:
+    def _resubmit(self, entry: Entry, upto: int) -> None:
         """The rows are there again, in other pages."""
         if self._quiet(entry) or entry.given:
             return
         if not self._room_for(entry, upto):
-            self._again(partial(self._regive, entry, upto))
+            self._later(partial(self._resubmit, entry, upto))
             return
         self.write(entry, 0, upto, entry.pages)
         entry.given = upto
@@ -438,13 +438,13 @@ class Room:
             if entry.aux is not None:
                 entry.node.memory.aux.append(entry.aux)
             self._give_slots(entry)
-            if self.turn is not None and isinstance(handle, ReceptionHandle):
-                self.turn.over(entry)
-            if entry.claim is not None and self.turn is not None:
-                self.turn.released(entry)
+            if self.cached is not None and isinstance(handle, ReceptionHandle):
+                self.cached.over(entry)
+            if entry.claim is not None and self.cached is not None:
+                self.cached.released(entry)
             else:
                 entry.node.memory.give(entry.pages)
-            entry.pulling = None
+            entry.withdrawal = None
             if entry.claim is None:
                 entry.pages = []
             world.entries.pop(id(handle), None)

@@ -23,7 +23,7 @@ from .describe import describe
 from .dma import Dma, SimTransport
 from .environment import Environment
 from .fault import FaultClass
-from .forward_passes import ForwardPasses, Turns
+from .forward_passes import ForwardPasses, PassList
 from .junk import Spoiled
 from .kind import Kind
 from .network import Network
@@ -39,8 +39,8 @@ from .workload import Entry, Room
 TICK_S = 0.02
 """A process that did something is looked at again after this; then it says itself when."""
 
-GOSSIP = 0.5
-"""Share of the turns that leave a room in a brief state which a frame out of turn follows, where those happen."""
+STRAY = 0.5
+"""Share of the steps that leave a room in a brief state after which a stray frame follows, where those happen."""
 
 SOON_S = 0.06
 """Some of the processes that end do so within this, while the first rooms are open; others wait for a moment."""
@@ -49,7 +49,7 @@ HALF_DEAD = 0.3
 """Share of the processes that are replaced while they stand still: nothing else says that they are gone."""
 
 FOLLOWED_S = 0.9
-"""Within this a life that goes on is told that another one has followed it, where no fault keeps that from it."""
+"""Within this a life that goes on learns that another one has followed it, unless a fault prevents that."""
 
 SETTLE_S = 8.0
 """I4: after the faults stop and the deadline of the last room, everything comes to rest within this time."""
@@ -60,8 +60,8 @@ UNHEARD = (
     FaultClass.POLL,
 )  # fmt: skip
 
-TURNS = 5_000
-"""More than any moment needs: then a process turns in vain."""
+STEPS = 5_000
+"""More than any moment needs: then a process makes steps in vain."""
 
 EVENTS = 50_000
 """More than any seed needs: a simulation that goes on beyond them does not come to rest."""
@@ -107,7 +107,7 @@ class World:
         self.processes: dict[Process, SimNode] = {}
         self.entries: dict[int, Entry] = {}
         self.rooms: list[Room] = []
-        self.passes: dict[str, Turns] = {}
+        self.passes: dict[str, PassList] = {}
         self.dead: list[SimNode] = []
         self.rendezvous = StaticRendezvous()
         self.store = SimStore(self)
@@ -124,12 +124,12 @@ class World:
         self._last: list[Request] | None = None
         self.network = Network(self)
         self.dma = Dma(self)
-        self.rumours = StrayFrames(self)
-        self.moments = TargetedFaults(self)
+        self.stray_frames = StrayFrames(self)
+        self.targeted_faults = TargetedFaults(self)
         self.outside = Environment(self)
         self.spoiled = Spoiled(self)
         self.reused = ReusedIds(self)
-        self._gossip = FaultClass.OUT_OF_TURN in scenario.faults
+        self._stray = FaultClass.OUT_OF_TURN in scenario.faults
         self._stale = FaultClass.STALE in scenario.faults
         for number, split in enumerate(scenario.prefills):
             self._launch(f"prefill {number}", split)
@@ -138,7 +138,7 @@ class World:
         for request in scenario.requests:
             self.at(request.at, self._next_room)
 
-    # What everybody asks of the world.
+    # What all parts ask of the world.
 
     @property
     def digest(self) -> str:
@@ -147,12 +147,12 @@ class World:
 
     @property
     def nodes(self) -> list[SimNode]:
-        """Everybody who is alive."""
+        """The processes that live."""
         return list(self.places.values())
 
     @property
     def unheard(self) -> bool:
-        """Whether ranks of one instance may not have heard each other: they then wait for the silence to end."""
+        """Whether frames between ranks of one instance may be lost: they then wait until a silent peer is lost."""
         return any(f in self.hits for f in UNHEARD)
 
     @property
@@ -171,7 +171,7 @@ class World:
         heappush(self._heap, (when, self._order, act))
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Do something after so many seconds."""
+        """Do something after some seconds."""
         self._order += 1
         heappush(self._heap, (self.now + seconds, self._order, act))
 
@@ -244,7 +244,7 @@ class World:
         """A process is there."""
         self.places[node.address] = node
         node.passes = ForwardPasses(self, node)
-        if self.scenario.talks and node.side == "decode":
+        if self.scenario.conversations and node.side == "decode":
             self._keep_prefixes(node)
         self.network.opened(node.address)
         self.touch(node)
@@ -338,7 +338,7 @@ class World:
             self._await_evidence(node)
 
     def _await_evidence(self, node: SimNode) -> None:
-        """What a process was told of an end counts once the drain bound has passed by its own time."""
+        """An end that a process has learned of counts once the drain bound has passed by its own time."""
         drain_s = self.scenario.drain_s or 0.0
         self.known_at = max(self.known_at, self.now + drain_s + 0.01)
         self.later(drain_s + 0.002, partial(self.touch, node))
@@ -357,7 +357,7 @@ class World:
         self._launch(group, split)
 
     def _stand_in(self, group: str, node: SimNode) -> None:
-        """A process stands still for so long that another takes its place; it goes on for a while, and then ends."""
+        """A process stands still until another takes its place; it goes on for a while, and then ends."""
         seconds = self._stop(node, (0.3, 2.6, 4.5))
         self.later(self.random.choice((0.05, 0.2)), partial(self._replace, group, node))
         longer = self.random.choice((0.05, 1.0))
@@ -366,7 +366,7 @@ class World:
     def _stand_down(self, node: SimNode, after: float) -> None:
         """A process that another one has followed ends, some seconds after it went on."""
         if after > FOLLOWED_S:
-            self.check.told(node)
+            self.check.superseded(node)
         self._end(node)
 
     def _replace(self, group: str, lost: SimNode) -> None:
@@ -417,14 +417,14 @@ class World:
         self.touch(node)
 
     def _out_of_turn(self) -> None:
-        """A peer sends what it may, but at a time that makes no sense: it changes nothing, or fails the room."""
+        """A peer sends a stray frame: it changes nothing, or fails the room."""
         if self.healed or not self.places:
             return
         node = self.random.choice(self.nodes)
         if not node.paused and not node.failing:
-            self._turn(node)
+            self._step(node)
         if not node.paused and not node.failing:
-            self.rumours.spread(node)
+            self.stray_frames.send(node)
 
     # Requests.
 
@@ -456,7 +456,7 @@ class World:
 
     def _run(self) -> None:
         heap, pop = self._heap, heappop
-        self._turns()
+        self._step_all()
         while not self.violations:
             if self._nothing_to_do():
                 if self.healed and not self.dma.live and self.now >= self.known_at and not self._go_on():
@@ -474,7 +474,7 @@ class World:
                 pop(heap)[2]()
                 self.events += 1
             if self._dirty:
-                self._turns()
+                self._step_all()
         if not self.violations:
             self._finish()
 
@@ -504,30 +504,30 @@ class World:
         self.network.heal()
         self.dma.fence()
         self.outside.heal()
-        self._turns()
+        self._step_all()
         for node in self.dead:
             self.later(self.random.choice((0.0, 3.0)), partial(self._confirm, node))
 
-    def _turns(self) -> None:
-        turns = 0
+    def _step_all(self) -> None:
+        steps = 0
         while self._dirty and not self.violations:
             node = self._dirty.pop(0)
             node.touched = False
             if node.alive and not node.paused:
-                self._turn(node)
-                turns += 1
-            if turns > TURNS:
+                self._step(node)
+                steps += 1
+            if steps > STEPS:
                 self.violation(
-                    "I4", f"{node.address}: {turns} turns, in which no time passes and nothing comes to rest"
+                    "I4", f"{node.address}: {steps} steps, in which no time passes and nothing comes to rest"
                 )
 
-    def _turn(self, node: SimNode) -> None:
-        """One process takes in what there is and acts; then every rule is looked at."""
+    def _step(self, node: SimNode) -> None:
+        """One process makes a step; then every rule is checked."""
         arrived = bool(node.channel.inbox)
         try:
-            node.turn()
+            node.step()
             if arrived and node.busy:
-                node.turn()
+                node.step()
         except EndpointBrokenError:
             self.outside.broke(node)
             return
@@ -548,11 +548,11 @@ class World:
             self.touch(node)
         if self.dma.live:
             self.dma.check_all(node)
-        if self._gossip and self.random.random() < GOSSIP and not node.failing and self.rumours.tempted(node):
-            self.rumours.spread(node)
+        if self._stray and self.random.random() < STRAY and not node.failing and self.stray_frames.wanted(node):
+            self.stray_frames.send(node)
         if self._stale and not node.failing:
-            self.rumours.greet(node)
-        self.moments.seize(node)
+            self.stray_frames.greet(node)
+        self.targeted_faults.strike(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
 
@@ -561,7 +561,7 @@ class World:
         self.at(when, partial(self._look, node, when))
 
     def _look(self, node: SimNode, when: float) -> None:
-        """Has it something to do by now? Else ask again when it will have."""
+        """Wake the process if something is due for it; else look again when that will be."""
         if not node.alive or node.wake_at != when:
             return
         due = node.due_at()
@@ -582,9 +582,9 @@ class World:
         if not left:
             for node in self.nodes:
                 for _ in range(EVENTS):
-                    if not node.busy:  # else it was told something without being woken, which it hears in its next turn
+                    if not node.busy:  # else a command was posted without a wake-up, and the next step runs it
                         break
-                    self._turn(node)
+                    self._step(node)
             self.check.at_rest()
             check_served(self, self._last or [])
         for room in self.rooms:
