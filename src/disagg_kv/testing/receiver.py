@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from ..channels import Hub, InprocChannel
-from ..endpoints import DecodeEndpoint, Delivery, PrefillEndpoint, Receiver, Reception
+from ..endpoints import DecodeEndpoint, Delivery, Environment, Expectation, PrefillEndpoint, Receiver, Reception
 from ..errors import (
     AbortedError,
     ConfigurationError,
@@ -69,7 +69,7 @@ class Exchange:
             bytes_of(buffer)[:] = np.random.default_rng(1).integers(0, 256, buffer.nbytes, np.uint8)
         self.sender = PrefillEndpoint(
             self.source, transport=InprocTransport(), channel=InprocChannel(hub, "P"), rendezvous=where, instance="P",
-            options=options, thread=False,
+            options=options, environment=Environment(thread=False),
         )  # fmt: skip
         self.inner = DecodeEndpoint(
             self.target, transport=InprocTransport(), channel=InprocChannel(hub, "D"), rendezvous=where, instance="D",
@@ -161,7 +161,7 @@ class Exchange:
     def stuck(self) -> Reception:
         """A room whose prefill stands still while it may write to the room's pages."""
         room = self.open()
-        room.expect(ROWS, self.tables(room))
+        room.expect(Expectation(ROWS, self.tables(room)))
         delivery = self.sender.open(room.room)
         self.until(lambda: delivery.held is not None, "prefill to learn of the room")
         self.steps_prefill = False
@@ -203,7 +203,7 @@ class ReceiverSuite:
         rooms = [two.open() for _ in range(2)]
         for room in rooms:
             assert (room.phase in FINAL, room.released, room.error) == (False, False, None)
-            assert room.expect(ROWS, two.tables(room)) == {KV: 0}
+            assert room.expect(Expectation(ROWS, two.tables(room))) == {KV: 0}
             two.deliver(room)
         two.over(*rooms)
         for room in rooms:
@@ -216,7 +216,7 @@ class ReceiverSuite:
         rooms = [two.open() for _ in range(2)]
         deliveries = []
         for room in rooms:
-            room.expect(ROWS, two.tables(room))
+            room.expect(Expectation(ROWS, two.tables(room)))
             deliveries.append(two.deliver(room))
         wait(lambda: all(one.released for one in deliveries), two.step, two.timeout_s, "prefill to send the rooms")
         two.over(*rooms)
@@ -225,7 +225,7 @@ class ReceiverSuite:
     def test_an_end_is_final(self, two: Exchange) -> None:
         """A room that is DONE stays so, whatever the engine says of it later."""
         room = two.open()
-        room.expect(ROWS, two.tables(room))
+        room.expect(Expectation(ROWS, two.tables(room)))
         two.deliver(room)
         two.over(room)
         room.abort("too late")
@@ -238,7 +238,7 @@ class ReceiverSuite:
         room, other = two.open(), two.open()
         room.abort("not needed")
         room.abort("not needed")
-        other.expect(ROWS, two.tables(other))
+        other.expect(Expectation(ROWS, two.tables(other)))
         delivery = two.deliver(room)
         two.deliver(other)
         two.over(room, other)
@@ -277,7 +277,7 @@ class ReceiverSuite:
         """Its time is ``total_s``: it fails, and is released."""
         nowhere, unserved = two.open("nowhere", total_s=SOON_S), two.open(total_s=SOON_S)
         for room in (nowhere, unserved):
-            room.expect(ROWS, two.tables(room))
+            room.expect(Expectation(ROWS, two.tables(room)))
         two.over(nowhere, unserved)
         for room in (nowhere, unserved):
             assert room.phase is Phase.FAILED
@@ -298,7 +298,7 @@ class ReceiverSuite:
             two.opened.append(refused)
             two.over(refused)
             assert isinstance(refused.error, ConfigurationError)
-        room.expect(ROWS, two.tables(room))
+        room.expect(Expectation(ROWS, two.tables(room)))
         two.deliver(room)
         two.over(room)
         assert room.phase is Phase.DONE
@@ -307,7 +307,7 @@ class ReceiverSuite:
         """By ``expect``, or by the room's error."""
         room = two.open()
         try:
-            room.expect(ROWS, [PageTable(KV, [PAGES])])
+            room.expect(Expectation(ROWS, [PageTable(KV, [PAGES])]))
         except GeometryError:
             room.abort("refused")
             two.over(room)
@@ -319,9 +319,9 @@ class ReceiverSuite:
     def test_a_room_awaits_one_thing(self, two: Exchange) -> None:
         """A second ``expect`` is refused, and the first one holds."""
         room = two.open()
-        room.expect(ROWS, two.tables(room))
+        room.expect(Expectation(ROWS, two.tables(room)))
         with pytest.raises(LocalProtocolError):
-            room.expect(ROWS, two.tables(room))
+            room.expect(Expectation(ROWS, two.tables(room)))
         two.deliver(room)
         two.over(room)
         assert two.arrived(room)
@@ -331,7 +331,7 @@ class ReceiverSuite:
     def test_close_ends_all_rooms(self, two: Exchange) -> None:
         """Also one that awaits nothing yet, by the next poll; then nothing begins, and what is harmless stays so."""
         awaits, idle = two.open(), two.open()
-        awaits.expect(ROWS, two.tables(awaits))
+        awaits.expect(Expectation(ROWS, two.tables(awaits)))
         two.receiver.close(0.0)
         two.poll()
         for room in (awaits, idle):
@@ -341,6 +341,6 @@ class ReceiverSuite:
         with pytest.raises(LocalProtocolError):
             two.receiver.open(RoomId(b"late"), Source("P"))
         with pytest.raises(LocalProtocolError):
-            idle.expect(ROWS, two.tables(idle))
+            idle.expect(Expectation(ROWS, two.tables(idle)))
         two.receiver.peers()
         two.receiver.close(0.0)

@@ -10,7 +10,7 @@ from .kind import Kind
 from .report import GATE, Found, Summary, simulate_many
 from .run import Outcome, simulate, trace
 from .scenario import Scenario
-from .world import Violation
+from .simulation import Violation
 
 __all__ = [
     "EVERY",

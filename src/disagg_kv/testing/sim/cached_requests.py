@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...endpoints import Expectation
 from ...endpoints.decode.handle import ReceptionHandle
 from ...errors import CapacityError, PeerLostError
 from ...protocol import Phase
+from .check import Checks
+from .cluster import Cluster
 from .conversations import Prompt
 from .kind import Kind
 from .memory import KV
-from .prefixes import Prefixes, Transcript
-
-if TYPE_CHECKING:
-    from .workload import Entry, Room
+from .prefixes import Prefixes, transcript
+from .rooms import Entry, SimRoom
 
 ASK_S = 0.003
 
@@ -23,12 +22,14 @@ ASK_S = 0.003
 class CachedRequest:
     """One room's request as a turn of a conversation, on all decode ranks."""
 
-    def __init__(self, room: Room, prompt: Prompt, transcript: Transcript) -> None:
+    def __init__(self, room: SimRoom, world: Cluster, check: Checks, prompt: Prompt) -> None:
+        scenario = world.scenario
         self._room = room
-        self._world = room.world
+        self._world = world
+        self._check = check
         self._prompt = prompt
-        self._transcript = transcript
-        self._tokens = transcript.tokens[: room.plan.rows]
+        self._transcript = transcript(scenario.model, scenario.conversations, prompt.conversation, scenario.seed)
+        self._tokens = self._transcript.tokens[: room.plan.rows]
         self._question = f"{room.plan.room.hex()} {room.number}"
         self._matched: set[int] = set()
         self._published: set[int] = set()
@@ -116,7 +117,7 @@ class CachedRequest:
         entry.pages = claim.table.pages.tolist()
         if plan.aux:
             entry.aux = memory.aux.pop()
-        room.await_states(entry)
+        entry.await_states()
         if len(table.pages):
             memory.put((memory.want,), table.pages.tolist(), table.first, table.first, plan.rows, room.truth)
         entry.exposed = entry.node.exposes and bool(len(table.pages) or entry.slots)
@@ -164,7 +165,7 @@ class CachedRequest:
         if not entry.held:
             return
         world.saw(Kind.FULL_HIT if entry.held == room.plan.rows else Kind.PREFIX)
-        first = room.world.scenario.conversations[self._prompt.conversation]
+        first = self._world.scenario.conversations[self._prompt.conversation]
         if first.fork and entry.held <= first.fork:
             world.saw(Kind.SHARED)
 
@@ -190,7 +191,7 @@ class CachedRequest:
         entry.claim = None
         entry.pages = []
         prefixes.settled()
-        self._world.check.freed(entry)
+        self._check.freed(entry)
 
 
 def _prefixes(entry: Entry) -> Prefixes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
+from ...endpoints import DecodeEndpoint, PrefillEndpoint
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.decode.room import DecodeRoom
 from ...endpoints.prefill.handle import DeliveryHandle
@@ -13,27 +15,28 @@ from ...errors import (
     CapacityError,
     DeadlineError,
     DisaggKVError,
+    EndpointBrokenError,
     IncompatiblePeerError,
     IntegrityError,
     PeerLostError,
     SupersededError,
     TransportError,
 )
+from ...ids import RoomId
 from ...protocol import Phase
-from .environment import POLL_S
+from ...rendezvous import Source
+from .cluster import Cluster
 from .fault import FaultClass, survives
 from .memory_holders import check_holders
-from .workload import Entry
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
+from .node import SimNode
+from .outages import POLL_S
+from .rooms import Entry
 
 SLACK_S = 0.6
 """After its deadline a room ends within this; a process that stood still needs as much longer."""
 
 OVERDUE = 3
-"""Frames of a step may make something due at once, which the next step handles; more steps in a row are in vain."""
+"""Frames of a step may make something due, which the next step handles; more steps in a row are in vain."""
 
 EVERYTHING = 8
 """In every eighth step of a process all of its rooms are checked, in other steps those that took an event."""
@@ -61,7 +64,7 @@ MISTAKES = ("errors.unforeseen", "frames.not_a_writer")
 class Checks:
     """The rules for the end of a room, for the release of its pages, and for the end of the world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Cluster) -> None:
         self._world = world
 
     def _fail(self, rule: str, message: str) -> None:
@@ -130,7 +133,7 @@ class Checks:
                 self._fail("I4", f"{entry.room.name(entry)}: did not learn in {took} that prefill has given it up")
 
     def _noticed(self, entry: Entry) -> None:
-        """I4: a rank that lost its only peer, or one whose notices are missing, fails by silence, before its deadline."""
+        """I4: a rank that lost its only peer, or one whose notices are missing, fails by silence in time."""
         others = entry.room.decode if entry in entry.room.prefill else entry.room.prefill
         for other in others:
             if len(others) == 1 or self._owes(entry, other.node):
@@ -168,7 +171,7 @@ class Checks:
             if wrong is not None:
                 self._fail("I2", f"{name}: succeeded with a wrong byte at {wrong} of its pool")
         self._wire(entry)
-        if entry.room.cached is not None:
+        if entry.room.plan.prompt is not None:
             wrong = entry.node.memory.differs(entry.pages, entry.room.plan.rows, entry.room.truth)
             if wrong is not None:
                 self._fail("I2", f"{name}: succeeded with a byte at {wrong} that is not its prompt's")
@@ -257,6 +260,24 @@ class Checks:
         if node.view.loop.succession.error() is None:
             self._fail("I4", f"{node.address}: did not learn that {younger.address} has taken its place")
 
+    def broke(self, node: SimNode) -> None:
+        """I7: an endpoint that cannot go on has failed every room by name, and takes no calls."""
+        world = self._world
+        world.mark("broken:an endpoint")
+        for entry in list(world.entries.values()):
+            handle = entry.handle
+            if entry.node is not node or handle is None:
+                continue
+            known = handle.error if handle.phase is Phase.FAILED else None
+            if handle.phase is not Phase.DONE and not isinstance(known, DisaggKVError):
+                world.violation("I7", f"{entry.room.name(entry)}: {handle.phase.name} in a broken endpoint")
+        for name, call in _calls(node).items():
+            try:
+                call()
+            except EndpointBrokenError:
+                continue
+            world.violation("I7", f"{node.address}: a broken endpoint takes {name}")
+
     # After every event.
 
     def node(self, node: SimNode) -> None:
@@ -310,8 +331,8 @@ class Checks:
         if world.dma.live:
             self._fail("I3", f"{len(world.dma.live)} writes are still under way")
         for room in world.rooms:
-            if room.cached is not None and room.cached.left():
-                self._fail("I3", f"room {room.plan.room.hex()}: the store keeps {room.cached.left()}")
+            if room.left():
+                self._fail("I3", f"room {room.plan.room.hex()}: the store keeps {room.left()}")
         for node in world.nodes:
             self._integrity(node, -inf)
             self.untouched(node)
@@ -381,3 +402,19 @@ def _room_of(entry: Entry) -> DecodeRoom | None:
     if not isinstance(view, DecodeInspection):
         return None
     return next((room for room in view.rooms.values() if room.handle is entry.handle), None)
+
+
+def _calls(node: SimNode) -> dict[str, Callable[[], object]]:
+    """Calls of an engine that a broken endpoint refuses."""
+    endpoint, room = node.endpoint, RoomId(b"after the end")
+    opens: Callable[[], object]
+    if isinstance(endpoint, DecodeEndpoint):
+        opens = partial(endpoint.open, room, Source("prefill"))
+    else:
+        assert isinstance(endpoint, PrefillEndpoint)
+        opens = partial(endpoint.open, room)
+    return {
+        "open": opens,
+        "poll": endpoint.poll,
+        "confirm_terminated": partial(endpoint.confirm_terminated, node.epoch),
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from attrs import define
 
@@ -15,10 +14,7 @@ from ...planning import Writes
 from ...staging import Lease
 from ...transports import Capabilities, Heard, Settled, WriteEnded
 from .fault import FaultClass
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
+from .simulation import SimProcess, Simulation
 
 Range = tuple[U8, int, U8, int, int]
 """Source memory, first byte there, target memory, first byte there, bytes."""
@@ -75,10 +71,12 @@ class SimTransport:
 
     name = "sim"
 
-    def __init__(self, world: World, node: SimNode) -> None:
-        self._world = world
+    def __init__(self, dma: Dma, node: SimProcess) -> None:
+        self._dma = dma
+        self._world = world = node.world
         self.node = node
         self.me = Peer(b"sim" + node.epoch)
+        dma.transports[self.me] = self
         # A GPU's transports wait for events, and are fast: so peers are nudged.
         self.caps = Capabilities(
             waits_events=world.scenario.waits_events,
@@ -126,7 +124,7 @@ class SimTransport:
         """Find a peer by its name; as a fault, or if it is gone, it cannot be reached."""
         self.node.may_block("connects its transport")
         peer = Peer(descriptor)
-        there = self._world.transports.get(peer)
+        there = self._dma.transports.get(peer)
         if there is None or not there.alive:
             raise PeerLostError(f"sim: peer {descriptor.hex()} has ended")
         if self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
@@ -175,12 +173,12 @@ class SimTransport:
             )
         self._serial += 1
         ticket = Ticket(self._serial)
-        op = self._world.dma.place(self, there, ticket, ranges, after)
+        op = self._dma.place(self, there, ticket, ranges, after)
         if after is not None:
             self._world.mark("events:a write waits for one")
             self._waiting.append(op)
         else:
-            self._world.dma.begin(op)
+            self._dma.begin(op)
         return ticket
 
     def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
@@ -190,7 +188,7 @@ class SimTransport:
             if self.node.polls_left < 0:
                 raise RuntimeError("sim: the transport's poll failed")
         if self._waiting:
-            self._waiting = [op for op in self._waiting if not self._world.dma.due(op)]
+            self._waiting = [op for op in self._waiting if not self._dma.due(op)]
         if not self._events:
             return ()
         events, self._events = self._events, []
@@ -200,7 +198,7 @@ class SimTransport:
         """Something happened."""
         if self.alive:
             self._events.append(event)
-            self._world.touch(self.node)
+            self.node.touch()
 
     def knows(self, peer: Peer) -> bool:
         """Whether it is connected to a peer."""
@@ -221,8 +219,8 @@ class SimTransport:
         self.regions.clear()
         self._peers.clear()
         for op in self._waiting:
-            self._world.dma.drop(op, TransportError("sim: closed before its event"))
-        return tuple(op.ticket for op in self._world.dma.live if op.source is self and not op.quiet)
+            self._dma.drop(op, TransportError("sim: closed before its event"))
+        return tuple(op.ticket for op in self._dma.live if op.source is self and not op.quiet)
 
 
 def _outside(memory: U8 | None, region: int, offset: int, nbytes: int) -> RegistrationError:
@@ -233,10 +231,11 @@ def _outside(memory: U8 | None, region: int, offset: int, nbytes: int) -> Regist
 class Dma:
     """Moves bytes between memories at its own times, and checks whose they are whenever it does."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self._random = world.random
         self.live: dict[Op, None] = {}
+        self.transports: dict[Peer, SimTransport] = {}
         self._hung: list[Op] = []
         self._odd = any(mode in world.scenario.faults for mode in MODES)
 
@@ -465,9 +464,8 @@ class Dma:
                 f"{op.target.node.address}: pages {op.pages} were freed while a write may land there",
             )
 
-    def check_all(self, node: SimNode) -> None:
+    def check_all(self, here: SimTransport) -> None:
         """After every step: check the writes from and to this process; others are checked as they land and end."""
-        here = node.transport
         for op in self.live:
             if op.source is not here and op.target is not here:
                 continue

@@ -4,46 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-
-from attrs import frozen
 
 from ...endpoints import PrefillEndpoint
 from ...endpoints.prefill.handle import ForwardPass
-from ...geometry import PageTable
 from ...ids import LayerId
+from .cluster import Cluster
 from .fault import survives
+from .kernels import SimEvent
 from .kind import Kind
-from .node import SimEvent, SimNode
-
-if TYPE_CHECKING:
-    from .workload import Entry
-    from .world import World
-
-
-@frozen(eq=False)
-class Chunk:
-    """The rows ``[start, stop)`` of a room on one rank, its ``number``-th chunk, and the pages that it has by then."""
-
-    entry: Entry
-    number: int
-    start: int
-    stop: int
-    pages: list[int]
-    tables: list[PageTable]
-
-    def lay(self, layers: Sequence[LayerId | None]) -> None:
-        """Layers (None: all) are in their pages; if those were taken away, the rows are given again with the others."""
-        if self.entry.pages[: len(self.pages)] == self.pages:
-            for layer in layers:
-                self.entry.room.write(self.entry, self.start, self.stop, self.pages, layer)
-
+from .node import SimNode
+from .rooms import Chunk, Entry
 
 GATHER_S = (0.008, 0.02)
 """Ranks that compute the same passes let rooms gather for this time."""
-
-PassList = list[list[tuple[int, int]]]
-"""The passes of an instance: of each, the numbers of its rooms and of their chunks."""
 
 
 class ForwardPasses:
@@ -54,7 +27,7 @@ class ForwardPasses:
     room has failed would wait for ever, so that elsewhere each room has passes of its own.
     """
 
-    def __init__(self, world: World, node: SimNode) -> None:
+    def __init__(self, world: Cluster, node: SimNode) -> None:
         schedule = world.scenario.schedule
         self._world = world
         self._node = node
@@ -102,9 +75,7 @@ class ForwardPasses:
         if not chunks:
             return
         assert isinstance(self._node.endpoint, PrefillEndpoint)
-        step = self._node.endpoint.step(
-            {c.entry.room.plan.room: (self._world.spoiled.count(c.stop), c.tables) for c in chunks}
-        )
+        step = self._node.endpoint.step({c.entry.room.plan.room: (self._world.count(c.stop), c.tables) for c in chunks})
         self._running = True
         if len(chunks) > 1:
             self._world.saw(Kind.PASS)
@@ -160,7 +131,7 @@ class ForwardPasses:
                     chunk.lay(layers)
                 ready.happen()
                 self._world.saw(Kind.LAYER_LATE)
-                self._world.touch(self._node)
+                self._node.touch()
 
         self._world.later(self._world.random.randint(1, 5) / 1000, happen)
         return ready

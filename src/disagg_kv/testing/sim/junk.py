@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from math import nan
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -15,11 +13,9 @@ from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import DisaggKVError
 from ...rendezvous import Source
+from .cluster import Cluster
 from .fault import FaultClass
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
+from .node import SimNode
 
 MOST = 24
 """Calls of one seed."""
@@ -30,21 +26,16 @@ UNTIL_S = 0.4
 Junk = Callable[..., object]
 
 
-class Spoiled:
+class JunkCalls:
     """Makes such calls. Its draws do not shift those of the rest of a seed."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Cluster) -> None:
         self._world = world
-        self._random = random.Random(f"junk {world.scenario.seed}")
+        self._random = world.junk
         self._on = FaultClass.JUNK in world.scenario.faults
         if self._on:
             for _ in range(self._random.randint(4, MOST)):
                 world.later(self._random.random() * UNTIL_S, self._spoil)
-
-    def count(self, number: int) -> int:
-        """The same number in the type in which some engines keep their counts."""
-        kinds: tuple[Callable[[int], object], ...] = (int, np.int64, np.uint32, np.intp)
-        return cast("int", self._random.choice(kinds)(number)) if self._on else number
 
     def _spoil(self) -> None:
         world = self._world
@@ -84,7 +75,7 @@ class Spoiled:
         return calls
 
 
-def _remembered(world: World, node: SimNode) -> list[object]:
+def _remembered(world: Cluster, node: SimNode) -> list[object]:
     """What is queued, how many rooms there are, and what their handles know."""
     known: list[object] = [node.view.loop.backlog, len(node.view.rooms)]
     for entry in world.entries.values():

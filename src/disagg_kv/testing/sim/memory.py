@@ -181,7 +181,7 @@ class RankMemory:
         self.aux = list(range(AUX_SLOTS))
         self._freed = 0
         self.version = 0
-        """Grows whenever a byte, or whose a page is, may have changed; writers that use no method of this class increment it."""
+        """Grows whenever a byte or an owner may have changed; writers that use no method of this class increment it."""
         self._name = name
         self.place: int = self.cells.__array_interface__["data"][0]
         buffer = Buffer(self.place, self.cells.nbytes, owner=self.cells)

@@ -7,17 +7,14 @@ under way, by other ways than the endpoint's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.prefill.inspection import PrefillInspection
 from ...errors import UnknownNameError
 from ...ids import Epoch, RoomId
+from .cluster import Cluster
 from .memory import KV
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
+from .node import SimNode
 
 Held = tuple[int, int, int, frozenset[RoomId]]
 """Bytes of leases, of pages and of slots, and the rooms that wait."""
@@ -26,7 +23,7 @@ Piece = tuple[Epoch, RoomId, int, int, int]
 """The same of one lease, page table or write."""
 
 
-def check_holders(world: World, node: SimNode) -> None:
+def check_holders(world: Cluster, node: SimNode) -> None:
     """``peers()`` names exactly the memory that waits for evidence about each peer."""
     view = node.view
     pieces = list(_decode(node, view) if isinstance(view, DecodeInspection) else _prefill(view))
@@ -45,7 +42,7 @@ def check_holders(world: World, node: SimNode) -> None:
     _reached(world, node, set(wanted))
 
 
-def _named(world: World, node: SimNode, epoch: Epoch) -> None:
+def _named(world: Cluster, node: SimNode, epoch: Epoch) -> None:
     """An operator can name it, and it is counted as gone exactly where the peer table does so."""
     peer = next(p for p in node.endpoint.peers() if p.epoch == epoch)
     known = node.view.loop.peers.known(epoch)
@@ -58,7 +55,7 @@ def _named(world: World, node: SimNode, epoch: Epoch) -> None:
         world.violation("I5", f"{node.address}: no operator can free what it keeps: {exc}")
 
 
-def _reached(world: World, node: SimNode, named: set[Epoch]) -> None:
+def _reached(world: Cluster, node: SimNode, named: set[Epoch]) -> None:
     """Every process that still writes into a lease in quarantine is named."""
     if not isinstance(node.view, DecodeInspection):
         return

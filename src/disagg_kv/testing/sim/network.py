@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...channels import Arrived, Closed, Opened, check_together
 from ...protocol import Codec
 from ...protocol.frames import ChunkReady
 from .fault import FaultClass
 from .kind import Kind
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
+from .simulation import SimProcess, Simulation
 
 LINGER = 12
 """Messages of one process that may arrive, once more, after its end."""
@@ -35,10 +31,10 @@ Message = Sequence[bytes]
 class SimChannel:
     """One life's inbox; satisfies :class:`~disagg_kv.channels.Channel`. Whatever it sends, the network has."""
 
-    def __init__(self, world: World, node: SimNode) -> None:
-        self._world = world
-        self._node = node
-        self.address = node.address
+    def __init__(self, network: Network, process: SimProcess) -> None:
+        self.process = process
+        self.address = process.address
+        self._network = network
         self.inbox: list[Arrived | Closed | Opened] = []
         self.closed = False
 
@@ -46,11 +42,11 @@ class SimChannel:
         """Hand a frame to the network."""
         self._check()
         if not self.closed:
-            self._world.network.send(self._node, address, (frame,))
+            self._network.send(self, address, (frame,))
         return not self.closed
 
     def _check(self) -> None:
-        if self._node.send_raises:
+        if self.process.send_raises:
             raise RuntimeError("sim: the channel's send failed")
 
     def poll(self, timeout_s: float) -> Sequence[Arrived | Closed | Opened]:
@@ -62,11 +58,11 @@ class SimChannel:
 
     def wake(self) -> None:
         """The endpoint has something to do."""
-        self._world.touch(self._node)
+        self.process.touch()
 
     def forget(self, address: str) -> None:
         """Drop the connection."""
-        self._world.network.forget(self._node, address)
+        self._network.forget(self, address)
 
     def close(self) -> None:
         """Nothing is received or sent any more."""
@@ -82,14 +78,14 @@ class SimBatchChannel(SimChannel):
         check_together(address, frames)
         self._check()
         if not self.closed:
-            self._world.network.send(self._node, address, tuple(frames))
+            self._network.send(self, address, tuple(frames))
         return not self.closed
 
 
 class Network:
     """Links between addresses, each in order unless a fault says otherwise."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self._random = world.random
         self._codec = Codec()
@@ -115,10 +111,11 @@ class Network:
         self._kept: list[tuple[str, Message]] = []
         self.stale_at: dict[str, float] = {}
         """When an address last got a frame of long ago: its sender seems to be alive."""
-        self._watchers: dict[str, dict[SimNode, None]] = {}
+        self._channels: dict[str, SimChannel] = {}
+        self._watchers: dict[str, dict[SimChannel, None]] = {}
         self._recent: dict[str, deque[tuple[str, Message]]] = {}
 
-    def send(self, source: SimNode, address: str, message: Message) -> None:
+    def send(self, source: SimChannel, address: str, message: Message) -> None:
         """A message leaves."""
         world = self._world
         for frame in message:
@@ -138,13 +135,13 @@ class Network:
             watchers = self._watchers[address] = {}
         if source not in watchers:
             watchers[source] = None
-            if address in world.places:
+            if address in self._channels:
                 self._tell(source, Opened(address))
             elif world.scenario.resets:
                 self._tell(source, Closed(address))
         link = (source.address, address)
         latency = self._random.choice(LATENCY_S)
-        if (source.side, source.index) == world.scenario.far:
+        if (source.process.side, source.process.index) == world.scenario.far:
             latency += self._random.choice(FAR_S)
         if self._noisy and world.faulty:
             self._send_badly(link, message, latency)
@@ -183,9 +180,9 @@ class Network:
         else:
             self._deliver(link, message, latency)
 
-    def mute(self, node: SimNode, seconds: float) -> None:
+    def mute(self, channel: SimChannel, seconds: float) -> None:
         """The notices of a process are lost for a while, and nothing else: its ``Done`` arrives."""
-        self._muted[node.address] = self._world.now + seconds
+        self._muted[channel.address] = self._world.now + seconds
 
     def _without_notices(self, message: Message) -> Message:
         left = [frame for frame in message if not isinstance(self._codec.decode(frame), ChunkReady)]
@@ -226,44 +223,47 @@ class Network:
         self._world.at(at, partial(self._arrive, link[1], message))
 
     def _arrive(self, address: str, message: Message) -> None:
-        node = self._world.places.get(address)
-        if node is not None:
-            node.channel.inbox.extend(map(Arrived, message))
-            self._world.touch(node)
+        channel = self._channels.get(address)
+        if channel is not None:
+            channel.inbox.extend(map(Arrived, message))
+            channel.process.touch()
 
-    def opened(self, address: str) -> None:
-        """A process listens at an address."""
-        for watcher in self._watchers.get(address, {}):
-            self._tell(watcher, Opened(address))
+    def opened(self, channel: SimChannel) -> None:
+        """A process listens at its address."""
+        self._channels[channel.address] = channel
+        for watcher in self._watchers.get(channel.address, {}):
+            self._tell(watcher, Opened(channel.address))
 
-    def closed(self, node: SimNode) -> None:
+    def closed(self, channel: SimChannel) -> None:
         """A process has ended: others may get an event for their connections, or nothing."""
         for watchers in self._watchers.values():
-            watchers.pop(node, None)
+            watchers.pop(channel, None)
         if self._world.scenario.resets:
-            for watcher in self._watchers.get(node.address, {}):
-                self._tell(watcher, Closed(node.address))
+            for watcher in self._watchers.get(channel.address, {}):
+                self._tell(watcher, Closed(channel.address))
+        if self._channels.get(channel.address) is channel:
+            del self._channels[channel.address]
 
-    def linger(self, node: SimNode) -> None:
+    def linger(self, channel: SimChannel) -> None:
         """Frames of a process that has ended are still under way."""
-        for address, message in self._recent.pop(node.address, ()):
+        for address, message in self._recent.pop(channel.address, ()):
             if self._random.random() < 0.5:
                 self._world.later(
                     self._random.choice((0.002, 0.05, 0.2)),
                     partial(self._arrive, address, message),
                 )
 
-    def _tell(self, node: SimNode, event: Closed | Opened) -> None:
+    def _tell(self, channel: SimChannel, event: Closed | Opened) -> None:
         def arrive() -> None:
-            if node.alive:
-                node.channel.inbox.append(event)
-                self._world.touch(node)
+            if channel.process.alive:
+                channel.inbox.append(event)
+                channel.process.touch()
 
         self._world.later(0.001, arrive)
 
-    def forget(self, node: SimNode, address: str) -> None:
+    def forget(self, channel: SimChannel, address: str) -> None:
         """A life gets no more events of an address."""
-        self._watchers.get(address, {}).pop(node, None)
+        self._watchers.get(address, {}).pop(channel, None)
 
     def heal(self) -> None:
         """Every link carries again."""

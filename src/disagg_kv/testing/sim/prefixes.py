@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +18,7 @@ from .fault import FaultClass
 from .kind import Kind
 from .memory import CACHED, RankMemory, content, width_of
 from .model import Model
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
-
+from .simulation import SimProcess, Simulation
 
 ROWS = MOST + 56
 """More rows than a prompt and its answer have."""
@@ -59,7 +54,7 @@ def transcript(model: Model, conversations: tuple[Conversation, ...], number: in
 class SimStore:
     """A store that every process reaches, or as a fault does not; satisfies ``SharedStore``."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self.values: dict[str, bytes] = {}
 
@@ -132,7 +127,7 @@ def _few(data: bytes) -> bytes:
 class Prefixes:
     """What one life of a decode rank holds."""
 
-    def __init__(self, world: World, node: SimNode) -> None:
+    def __init__(self, world: Simulation, node: SimProcess, store: SimStore) -> None:
         site = node.memory.pool.site
         digest = _few if world.scenario.collisions else blake
         split = node.split
@@ -142,7 +137,7 @@ class Prefixes:
         self.index = HashPrefixIndex(split.page_rows, split.pages, namespace_of(site.spec), digest)
         sums = None if world.scenario.verify == "off" else CachedChecksums(node.memory.pool)
         self.cache = PrefixCache(self.index, self.pages, site, sums=sums)
-        self.minimum = StoreMinimum(world.store, node.instance, Rank(node.rank), split.world)
+        self.minimum = StoreMinimum(store, node.instance, Rank(node.rank), split.world)
 
     def known(self) -> list[int]:
         """The pages that the index has."""

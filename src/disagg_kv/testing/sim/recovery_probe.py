@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attrs import evolve
 
 from ...ids import RoomId
 from ...protocol import Phase
+from .cluster import Cluster
 from .fault import FaultClass
 from .scenario import Request
-
-if TYPE_CHECKING:
-    from .world import World
 
 MEET_S = 3.0
 """Longer than it takes to notice silence: after it all processes have met."""
 
 
-def last_requests(world: World) -> list[Request]:
+def last_requests(world: Cluster) -> list[Request]:
     """A small request from each prefill instance that is whole, to a decode that is, where memory came back."""
     scenario = world.scenario
     if FaultClass.REPLACED not in world.hits or scenario.conversations or scenario.drain_s is None:
@@ -35,11 +31,11 @@ def last_requests(world: World) -> list[Request]:
     ]
 
 
-def _whole(world: World, group: str) -> bool:
+def _whole(world: Cluster, group: str) -> bool:
     return all(node.alive for node in world.instance(group))
 
 
-def check_served(world: World, requests: list[Request]) -> None:
+def check_served(world: Cluster, requests: list[Request]) -> None:
     """I4: all of them have succeeded on every rank."""
     for room in world.rooms:
         failed = [entry for entry in room.entries if room.plan in requests and entry.phase is not Phase.DONE]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING
 
 from attrs import evolve
 
 from ...errors import LocalProtocolError
 from ...ids import Epoch, RoomId
 from ...protocol import Phase
+from .cluster import Cluster
 from .fault import FaultClass
+from .rooms import Entry, SimRoom
 from .scenario import Request
-
-if TYPE_CHECKING:
-    from .workload import Entry, Room
-    from .world import World
 
 MOST = 4
 """Ids that are opened again, in one seed."""
@@ -30,13 +27,21 @@ PAUSES_S = (0.0, 0.001, 0.02, 0.2)
 
 
 class ReusedIds:
-    """Opens them, when a rank has freed a room. Its draws do not shift those of the rest of a seed."""
+    """Opens them, when a rank has freed a room. Its draws do not shift those of the rest of a seed.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        world: where the engines are.
+        begin: begins a request whose id was used before, given the room that had it and the ranks that open it again.
+    """
+
+    def __init__(self, world: Cluster, begin: Callable[[Request, SimRoom, Collection[str]], None]) -> None:
         self._world = world
+        self._begin = begin
         self._random = random.Random(f"reused ids {world.scenario.seed}")
         scenario = world.scenario
-        kept = scenario.talks or scenario.model.states is not None  # there is memory for the planned rooms alone
+        kept = (
+            scenario.conversations or scenario.model.states is not None
+        )
         self._ids: dict[Epoch, deque[RoomId]] = {}
         self._left = MOST if FaultClass.REUSED in scenario.faults and not kept else 0
 
@@ -55,9 +60,9 @@ class ReusedIds:
         )  # fmt: skip
         self._world.later(rng.choice(PAUSES_S), partial(self._open, plan, room, {e.node.address for e in ranks}))
 
-    def _open(self, plan: Request, first: Room, ranks: Collection[str]) -> None:
+    def _open(self, plan: Request, first: SimRoom, ranks: Collection[str]) -> None:
         self._world.hit(FaultClass.REUSED)
-        self._world.begin(plan, first, ranks)
+        self._begin(plan, first, ranks)
 
     def opened(self, entry: Entry) -> None:
         """I7: an endpoint has opened a room; it takes none of the ids that it remembers."""
@@ -67,7 +72,7 @@ class ReusedIds:
             world.violation("I7", f"{entry.room.name(entry)}: was opened although the id was used before")
         ids.append(name)
 
-    def refused(self, room: Room, error: LocalProtocolError) -> bool:
+    def refused(self, room: SimRoom, error: LocalProtocolError) -> bool:
         """An endpoint refuses an id; True: the router gives the other ranks' rooms up."""
         if not room.again:
             self._world.violation("I7", f"room {room.plan.room.hex()}: a new id is refused: {error}")

@@ -14,7 +14,8 @@ from ...protocol.machine import Machine
 from .fault import EVERY, FaultClass
 from .kind import Kind
 from .scenario import Scenario
-from .world import Violation, World
+from .simulation import Violation
+from .world import World
 
 
 @frozen

@@ -255,6 +255,14 @@ class Scenario:
         """How many endpoints there are."""
         return sum(p.world for p in self.prefills) + self.decode.world
 
+    def source_of(self, index: int) -> int:
+        """Which prefill instance a rank belongs to."""
+        for number, split in enumerate(self.prefills):
+            if index < split.world:
+                return number
+            index -= split.world
+        raise AssertionError(index)
+
     def outside(self) -> random.Random:
         """What draws the faults of what endpoints are given."""
         return random.Random(f"outside {self.seed}")
@@ -291,7 +299,12 @@ class Scenario:
         conversations: tuple[Conversation, ...] = ()
         if rng.random() < PREFIXES and _keeps(shape):
             space = min(split.pages * split.page_rows for split in (*prefills, decode))
-            conversations, requests = converse(rng, requests, space, decode.page_rows)
+            drawn = [(request.rows, len(request.edges)) for request in requests]
+            conversations, turns = converse(rng, drawn, space, decode.page_rows)
+            requests = tuple(
+                evolve(request, rows=turn.rows, edges=turn.edges, prompt=turn.prompt)
+                for request, turn in zip(requests, turns, strict=True)
+            )
             if not survives(faults):
                 decode = evolve(decode, pages=decode.pages // rng.choice((4, 8, 8)))
         elif scarce:

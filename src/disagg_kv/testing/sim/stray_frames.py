@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from msgspec import structs
 
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.prefill.inspection import PrefillInspection
-from ...ids import Epoch, Peer, RoomId
+from ...ids import Epoch, RoomId
 from ...protocol import Codec
 from ...protocol.flow import Flow, room_head
 from ...protocol.frames import (
@@ -37,11 +37,9 @@ from ...protocol.frames import (
 )
 from ...protocol.receive_room import ReceiveRoom
 from ...protocol.tables import RECEIVING, SENDING, Receiving, Sending
+from .cluster import Cluster
 from .fault import FaultClass
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
+from .node import SimNode
 
 BOX = (0, 1, 0, 1, False)
 
@@ -106,7 +104,7 @@ def _acting(state: Receiving | Sending, actions: tuple[str, ...]) -> Sequence[ty
 class StrayFrames:
     """Sends them, and sees to it that what a table says is ignored changes nothing (I7)."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Cluster) -> None:
         self._world = world
         self._codec = Codec()
 
@@ -143,7 +141,7 @@ class StrayFrames:
         else:
             for kind in [kind for kind in (*harmless, *steady) if rng.random() < 0.6]:
                 self._deliver(node, machine, _frame(kind, head), counted=kind in harmless, steady=True)
-        self._world.touch(node)
+        node.touch()
 
     def _deliver(
         self, node: SimNode, machine: ReceiveRoom | Flow, frame: Frame, *, counted: bool, steady: bool
@@ -188,7 +186,7 @@ class StrayFrames:
 
     def _has_finished(self, node: SimNode, epoch: Epoch, head: Head) -> bool:
         """Whether a peer's flow has nothing more to move: it then ignores all frames about segments."""
-        view = self._world.transports[Peer(b"sim" + epoch)].node.view
+        view = self._world.lives[epoch].view
         key = (RoomId(head["room"]), node.epoch, head["generation"])
         one = view.flows.get(key) if isinstance(view, PrefillInspection) else None
         flow = None if one is None else one.machine.flows.get(node.epoch)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...ids import Epoch, RoomId
 from ...protocol.flow import Flow
 from ...protocol.receive_room import ReceiveRoom
 from ...protocol.tables import Receiving, Sending
+from .cluster import Cluster
 from .fault import FaultClass
-
-if TYPE_CHECKING:
-    from .node import SimNode
-    from .world import World
+from .node import SimNode
+from .stray_frames import StrayFrames
 
 CRASHES = {"prefill": FaultClass.PREFILL_CRASH, "decode": FaultClass.DECODE_CRASH}
 
@@ -33,9 +31,11 @@ MOST = 3
 class TargetedFaults:
     """Waits for such rooms, and uses the faults that a scenario has."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Cluster, stray: StrayFrames, lose: Callable[[FaultClass, SimNode], None]) -> None:
         faults = world.scenario.faults
         self._world = world
+        self._stray = stray
+        self._lose = lose
         self._gives_up = FaultClass.ABORT in faults
         self._preempts = FaultClass.WITHDRAW in faults
         self._loses = {side: crash for side, crash in CRASHES.items() if crash in faults}
@@ -49,9 +49,9 @@ class TargetedFaults:
             return
         if not self._may_matter(node):
             return
-        machines = world.stray_frames.pairs(node)
+        machines = self._stray.pairs(node)
         if self._may_lose("prefill") and drawn < MUTED and any(_about_to_finish(m) for m, _, _ in machines):
-            world.network.mute(node, MUTED_S)
+            world.network.mute(node.channel, MUTED_S)
         pairs = [(m, epoch, RoomId(h["room"])) for m, epoch, h in machines if _brief(m, epoch)]
         if not pairs:
             return
@@ -77,7 +77,7 @@ class TargetedFaults:
         peer = next((other for other in world.nodes if other.epoch == epoch and not other.followed), None)
         if peer is None or not self._may_lose(peer.side):
             return []
-        return [partial(world.lose, self._loses[peer.side], peer)]
+        return [partial(self._lose, self._loses[peer.side], peer)]
 
     def _may_lose(self, side: str) -> bool:
         crash = self._loses.get(side)

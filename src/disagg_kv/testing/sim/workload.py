@@ -2,125 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-
-from attrs import define, field
 
 from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
-from ...endpoints.prefill.inspection import PrefillInspection
 from ...errors import DisaggKVError, LocalProtocolError, QuarantineFullError, SupersededError
-from ...ids import Epoch, Generation
-from ...memory import U8, Event
-from ...prefix import Claim
 from ...protocol import Phase
-from ...rendezvous import Source
 from ...strategies import LayerPipelined
 from .cached_requests import CachedRequest
+from .check import Checks
+from .cluster import Cluster
 from .fault import FaultClass
-from .forward_passes import Chunk
+from .forward_passes import ForwardPasses
+from .kernels import SimEvent
 from .kind import Kind
-from .memory import KV, states_truth, truth
-from .node import SimEvent, SimNode
-from .prefixes import transcript
-from .scenario import AUX_BYTES, Request
-
-if TYPE_CHECKING:
-    from .world import World
+from .memory import KV
+from .node import SimNode
+from .reused_ids import ReusedIds
+from .rooms import Chunk, Entry, SimRoom
+from .scenario import Request
 
 RETRY_S = 0.01
 FINAL = (Phase.DONE, Phase.FAILED)
 
 
-@define(eq=False)
-class Entry:
-    """One room on one rank: what its engine knows of it."""
-
-    room: Room
-    node: SimNode
-    handle: DeliveryHandle | ReceptionHandle | None = None
-    pages: list[int] = field(factory=list)
-    slots: list[int] = field(factory=list)
-    given: int = 0
-    aux: int | None = None
-    claim: Claim | None = None
-    held: int = 0
-    phase: Phase | None = None
-    error: DisaggKVError | None = None
-    freed: bool = False
-    exposed: bool = False
-    segments: int = 0
-    refused: bool = False
-    finished: bool = False
-    withdrawal: Event | None = None
-    opened: float = 0.0
-    ended: float = 0.0
-    asked: frozenset[tuple[Epoch, Generation]] = frozenset()
-
-    def askers(self) -> frozenset[tuple[Epoch, Generation]]:
-        """The decode ranks whose expectations a prefill rank has, and the generations that those have there."""
-        view = self.node.view
-        rooms = view.rooms.values() if isinstance(view, PrefillInspection) else ()
-        flows = [flow for room in rooms if room.handle is self.handle for flow in room.machine.flows.values()]
-        return frozenset((flow.peer, flow.generation) for flow in flows)
-
-    @property
-    def over(self) -> bool:
-        """Nothing more happens to it: it is ended and free, was never opened, or its process is gone."""
-        return (self.freed and self.claim is None) or self.refused or not self.node.alive
-
-
-class Room:
-    """One attempt of a request on all ranks of both sides.
-
-    Where its id was used before, ``first`` is the room that had it, whose bytes this one has too, and ``again`` are the
-    addresses of the ranks whose engines open the id again.
-    """
+class Room(SimRoom):
+    """One life of a room on all ranks of both sides, as their engines go on with it."""
 
     def __init__(
-        self, world: World, number: int, plan: Request, first: Room | None = None, again: Collection[str] = ()
+        self,
+        world: Cluster,
+        check: Checks,
+        reused: ReusedIds,
+        passes: Callable[[SimNode], ForwardPasses],
+        number: int,
+        plan: Request,
+        first: SimRoom | None = None,
+        again: Collection[str] = (),
     ) -> None:
+        prefill, decode = world.instance(f"prefill {plan.source}"), world.instance("decode")
+        super().__init__(world.scenario, number, plan, prefill, decode, first, again)
         self.world = world
-        self.number = number
-        self.plan = plan
-        self.prefill = [Entry(self, node) for node in world.instance(f"prefill {plan.source}")]
-        self.decode = [Entry(self, node) for node in world.instance("decode")]
-        self.given_up = False
-        self.again = first is not None
-        for entry in self.entries:
-            entry.refused = self.again and entry.node.address not in again
-        head = self.prefill[0].node
-        self.source = Source(head.instance)
-        model, prompt, self.cached = world.scenario.model, plan.prompt, None
-        if prompt is None:
-            self.truth: U8 = truth(model, plan.room, number, head.epoch, plan.rows) if first is None else first.truth
-        else:
-            of = transcript(model, world.scenario.conversations, prompt.conversation, world.scenario.seed)
-            self.truth, self.cached = of.truth, CachedRequest(self, prompt, of)
-        self.states = states_truth(model, plan.room, number, head.epoch)
-        self.tag = self.truth[0].tobytes()[:8] if plan.rows else b"empty"
-        self.aux = (plan.room + bytes([number]))[:AUX_BYTES]
+        self._check = check
+        self._reused = reused
+        self._passes = passes
+        self._cached = None if plan.prompt is None else CachedRequest(self, world, check, plan.prompt)
         self._begin()
 
-    @property
-    def entries(self) -> list[Entry]:
-        """Of all ranks."""
-        return [*self.prefill, *self.decode]
-
-    @property
-    def over(self) -> bool:
-        """Every rank has ended and freed its pages."""
-        return all(entry.over for entry in self.entries)
-
-    def before(self, plan: Request) -> bool:
-        """Whether another request begins only after this one is over."""
-        if plan.request == self.plan.request:
-            return True
-        mine, prompt = self.plan.prompt, plan.prompt
-        return mine is not None and prompt is not None and prompt.waits and prompt.conversation == mine.conversation
+    def left(self) -> Sequence[str]:
+        """See :meth:`SimRoom.left`."""
+        return () if self._cached is None else self._cached.left()
 
     def _begin(self) -> None:
         world, plan, rng = self.world, self.plan, self.world.random
@@ -157,14 +90,14 @@ class Room:
             return
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry
-        self.world.reused.opened(entry)
+        self._reused.opened(entry)
         self.world.later(self.plan.decode_late[1], partial(self._expect, entry))
 
     def _turned_away(self, entry: Entry, error: DisaggKVError) -> None:
         """The endpoint takes no new work, or not under this id: the router gives the request up everywhere."""
         entry.refused = True
         if isinstance(error, LocalProtocolError):
-            if not self.world.reused.refused(self, error):
+            if not self._reused.refused(self, error):
                 return
         else:
             full = isinstance(error, QuarantineFullError)
@@ -180,8 +113,8 @@ class Room:
             return
         assert isinstance(handle, ReceptionHandle)
         memory = node.memory
-        if self.cached is not None and (memory.aux or not plan.aux):
-            self.cached.match(entry)
+        if self._cached is not None and (memory.aux or not plan.aux):
+            self._cached.match(entry)
             return
         stop = None if plan.open_end else plan.rows
         size = memory.page_rows
@@ -197,17 +130,11 @@ class Room:
         memory.await_rows(pages, first, plan.rows, self.truth, stop is not None)
         if plan.aux:
             entry.aux = memory.aux.pop()
-        self.await_states(entry)
+        entry.await_states()
         entry.exposed = node.exposes and bool(pages or entry.slots)
         tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
-        rows = None if stop is None else self.world.spoiled.count(stop)
+        rows = None if stop is None else self.world.count(stop)
         handle.expect(Expectation(rows, tables, state=slots, aux=entry.aux, tag=self.tag))
-
-    def await_states(self, entry: Entry) -> None:
-        """Where the rank has states, the room gets a slot for them."""
-        memory = entry.node.memory
-        entry.slots = slots = memory.take_slot(self.number)
-        memory.put_states(memory.want, slots, self.states)
 
     # Prefill.
 
@@ -224,7 +151,7 @@ class Room:
             return
         entry.opened = self.world.now
         self.world.entries[id(entry.handle)] = entry
-        self.world.reused.opened(entry)
+        self._reused.opened(entry)
         self.world.later(plan.prefill_late[1], partial(self.chunk, entry, 0))
         if plan.withdraw is not None and not plan.late:
             self.world.later(plan.withdraw, partial(self.withdraw, entry))
@@ -245,7 +172,7 @@ class Room:
             self._finish(entry)
             return
         if self.plan.steps:
-            entry.node.passes.join(entry, number)
+            self._passes(entry.node).join(entry, number)
             return
         chunk = self.taken(entry, number)
         if chunk is None:
@@ -257,8 +184,8 @@ class Room:
             ready = SimEvent()
             self.world.later(self.plan.pass_s, partial(self._final, chunk, ready))
         else:
-            self.write(entry, chunk.start, chunk.stop, entry.pages)
-        handle.send_chunk(self.world.spoiled.count(chunk.stop), chunk.tables, ready)
+            entry.write(chunk.start, chunk.stop, entry.pages)
+        handle.send_chunk(self.world.count(chunk.stop), chunk.tables, ready)
         if self.plan.burst:
             self.chunk(entry, number + 1)
             return
@@ -288,23 +215,11 @@ class Room:
         entry.pages += taken
         return True
 
-    def write(
-        self,
-        entry: Entry,
-        start: int,
-        stop: int,
-        pages: list[int],
-        layer: int | None = None,
-    ) -> None:
-        """The forward pass, or one layer of it, is done: the rows are in their pages."""
-        memory = entry.node.memory
-        memory.put((memory.cells, memory.want), pages, 0, start, stop, self.truth, layer)
-
     def _final(self, chunk: Chunk, ready: SimEvent) -> None:
         if chunk.entry.node.alive:
             chunk.lay([None])
             ready.happen()
-            self.world.touch(chunk.entry.node)
+            chunk.entry.node.touch()
 
     def _finish(self, entry: Entry) -> None:
         handle, plan = entry.handle, self.plan
@@ -339,7 +254,7 @@ class Room:
             world.later(world.random.randint(1, 5) / 1000, partial(self._states_final, entry, slots, ready))
         else:
             self._write_states(entry)
-        handle.finish(world.spoiled.count(stop), state=memory.slot_tables(slots), aux=aux, tag=self.tag, ready=ready)
+        handle.finish(world.count(stop), state=memory.slot_tables(slots), aux=aux, tag=self.tag, ready=ready)
 
     def _write_states(self, entry: Entry) -> None:
         memory = entry.node.memory
@@ -353,7 +268,7 @@ class Room:
                 self._write_states(entry)
                 self.world.saw(Kind.STATES_LATE)
             ready.happen()
-            self.world.touch(entry.node)
+            entry.node.touch()
 
     def withdraw(self, entry: Entry) -> None:
         """Preemption: once reads have ended the pages go to others, and later the rows are computed again."""
@@ -387,7 +302,7 @@ class Room:
         if not self._room_for(entry, upto):
             self._later(partial(self._resubmit, entry, upto))
             return
-        self.write(entry, 0, upto, entry.pages)
+        entry.write(0, upto, entry.pages)
         entry.given = upto
         assert isinstance(entry.handle, DeliveryHandle)
         entry.handle.send_chunk(upto, entry.node.memory.tables(entry.pages))
@@ -425,23 +340,23 @@ class Room:
             entry.error = handle.error
             entry.segments = handle.report.segments
             self._grouped(entry)
-            self._cached(entry)
+            self._count_kinds(entry)
             if self.plan.burst and phase is Phase.DONE:
                 world.saw(Kind.CHUNKS)
             if self.plan.room.startswith(b"crowd") and not world.rooms[0].over:
                 world.saw(Kind.CROWD)
-            world.check.ended(entry)
-            world.reused.ended(entry)
+            self._check.ended(entry)
+            self._reused.ended(entry)
         entry.phase = phase
         if handle.released and not entry.freed:
             entry.freed = True
             if entry.aux is not None:
                 entry.node.memory.aux.append(entry.aux)
             self._give_slots(entry)
-            if self.cached is not None and isinstance(handle, ReceptionHandle):
-                self.cached.over(entry)
-            if entry.claim is not None and self.cached is not None:
-                self.cached.released(entry)
+            if self._cached is not None and isinstance(handle, ReceptionHandle):
+                self._cached.over(entry)
+            if entry.claim is not None and self._cached is not None:
+                self._cached.released(entry)
             else:
                 entry.node.memory.give(entry.pages)
             entry.withdrawal = None
@@ -449,8 +364,8 @@ class Room:
                 entry.pages = []
             world.entries.pop(id(handle), None)
             entry.handle = None
-            world.check.freed(entry)
-            world.reused.freed(entry)
+            self._check.freed(entry)
+            self._reused.freed(entry)
 
     def _grouped(self, entry: Entry) -> None:
         """What was special about the groups of layers in which a prefill rank sent the room."""
@@ -469,7 +384,7 @@ class Room:
         if entry.node.split.pp > 1:
             world.saw(Kind.GROUPS_STAGE)
 
-    def _cached(self, entry: Entry) -> None:
+    def _count_kinds(self, entry: Entry) -> None:
         """What a decode rank that has all of the room got besides the rows of full attention."""
         handle, world, lens = entry.handle, self.world, entry.node.memory.lens
         if not isinstance(handle, ReceptionHandle) or handle.phase is Phase.FAILED:
@@ -485,7 +400,3 @@ class Room:
                 world.saw(Kind.STATES_REPLICATED)
         if world.scenario.model.window and lens.windows.any():
             world.saw(Kind.WINDOW_OPEN if self.plan.open_end else Kind.WINDOW)
-
-    def name(self, entry: Entry) -> str:
-        """For messages."""
-        return f"room {self.plan.room.hex()} (number {self.number}) on {entry.node.address}"

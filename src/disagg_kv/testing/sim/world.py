@@ -1,40 +1,31 @@
-"""The world of one simulation: a fake clock, a heap of events, and everything that happens by chance."""
+"""The world of one simulation: it steps processes, plans faults, and begins requests."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
-from heapq import heappop, heappush
-
-from attrs import frozen
+from heapq import heappop
 
 from ...errors import EndpointBrokenError, UnknownNameError
-from ...ids import Peer
 from ...protocol import Phase
-from ...rendezvous import StaticRendezvous
 from ...transports import Heard
-from ...transports.process import Process
 from .check import Checks
-from .describe import describe
-from .dma import Dma, SimTransport
-from .environment import Environment
+from .cluster import Cluster
 from .fault import FaultClass
-from .forward_passes import ForwardPasses, PassList
-from .junk import Spoiled
-from .kind import Kind
-from .network import Network
+from .forward_passes import ForwardPasses
+from .junk import JunkCalls
 from .node import SimNode
-from .prefixes import Prefixes, SimStore
+from .outages import Outages
+from .prefixes import Prefixes
 from .recovery_probe import check_served, last_requests
 from .reused_ids import ReusedIds
+from .rooms import SimRoom
 from .scenario import Request, Scenario, Split
 from .stray_frames import StrayFrames
 from .targeted_faults import TargetedFaults
-from .workload import Entry, Room
+from .workload import Room
 
 TICK_S = 0.02
 """A process that did something is looked at again after this; then it says itself when."""
@@ -54,12 +45,6 @@ FOLLOWED_S = 0.9
 SETTLE_S = 8.0
 """I4: after the faults stop and the deadline of the last room, everything comes to rest within this time."""
 
-UNHEARD = (
-    FaultClass.DROP, FaultClass.DELAY, FaultClass.PARTITION,
-    FaultClass.CLOG, FaultClass.PAUSE, FaultClass.PREFILL_CRASH, FaultClass.DECODE_CRASH, FaultClass.BROKEN,
-    FaultClass.POLL,
-)  # fmt: skip
-
 STEPS = 5_000
 """More than any moment needs: then a process makes steps in vain."""
 
@@ -67,19 +52,7 @@ EVENTS = 50_000
 """More than any seed needs: a simulation that goes on beyond them does not come to rest."""
 
 
-@frozen
-class Violation:
-    """A rule that did not hold, when, and how."""
-
-    rule: str
-    at: float
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.rule} at {self.at:.4f} s: {self.message}"
-
-
-class World:
+class World(Cluster):
     """Everything that is not the library. Equal scenarios give equal runs, event by event.
 
     Args:
@@ -88,47 +61,20 @@ class World:
     """
 
     def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
-        self.scenario = scenario
-        self.random = random.Random(f"world {scenario.seed}")
-        self.now = 0.0
+        super().__init__(scenario, trace)
         self.events = 0
-        self.healed = False
-        self.stood_still = 0.0
         self.known_at = 0.0
         self.bound = scenario.faults_until + max(one.total_s for one in scenario.requests) + SETTLE_S
-        self.hits: Counter[FaultClass] = Counter()
-        self.kinds: Counter[Kind] = Counter()
-        self.marks: set[str] = set()
-        self.violations: list[Violation] = []
         self.segments: list[int] = []
-        self.errors: list[str] = []
-        self.places: dict[str, SimNode] = {}
-        self.transports: dict[Peer, SimTransport] = {}
-        self.processes: dict[Process, SimNode] = {}
-        self.entries: dict[int, Entry] = {}
-        self.rooms: list[Room] = []
-        self.passes: dict[str, PassList] = {}
-        self.dead: list[SimNode] = []
-        self.rendezvous = StaticRendezvous()
-        self.store = SimStore(self)
-        self.check = Checks(self)
-        self._trace = trace
-        self._digest = blake2b(digest_size=16)
-        self._noted_at, self._stamp = 0.0, f"{0.0:.6f}"
-        self._heap: list[tuple[float, int, Callable[[], object]]] = []
-        self._order = 0
-        self._dirty: list[SimNode] = []
-        self._groups: dict[str, list[SimNode]] = {}
+        self._check = Checks(self)
         self._lives: Counter[str] = Counter()
+        self._passes: dict[SimNode, ForwardPasses] = {}
         self._waiting = list(scenario.requests)
-        self._last: list[Request] | None = None
-        self.network = Network(self)
-        self.dma = Dma(self)
-        self.stray_frames = StrayFrames(self)
-        self.targeted_faults = TargetedFaults(self)
-        self.outside = Environment(self)
-        self.spoiled = Spoiled(self)
-        self.reused = ReusedIds(self)
+        self._stray_frames = StrayFrames(self)
+        self._targeted_faults = TargetedFaults(self, self._stray_frames, self._lose)
+        self._outages = Outages(self)
+        self._junk_calls = JunkCalls(self)
+        self._reused = ReusedIds(self, self._begin_room)
         self._stray = FaultClass.OUT_OF_TURN in scenario.faults
         self._stale = FaultClass.STALE in scenario.faults
         for number, split in enumerate(scenario.prefills):
@@ -137,94 +83,6 @@ class World:
         self._plan_faults()
         for request in scenario.requests:
             self.at(request.at, self._next_room)
-
-    # What all parts ask of the world.
-
-    @property
-    def digest(self) -> str:
-        """Of everything that has happened so far (I8)."""
-        return self._digest.hexdigest()
-
-    @property
-    def nodes(self) -> list[SimNode]:
-        """The processes that live."""
-        return list(self.places.values())
-
-    @property
-    def unheard(self) -> bool:
-        """Whether frames between ranks of one instance may be lost: they then wait until a silent peer is lost."""
-        return any(f in self.hits for f in UNHEARD)
-
-    @property
-    def faulty(self) -> bool:
-        """Whether faults may still happen."""
-        return not self.healed
-
-    @property
-    def calm(self) -> bool:
-        """Whether only the requests are left that come after all that was drawn."""
-        return self._last is not None
-
-    def at(self, when: float, act: Callable[[], object]) -> None:
-        """Do something at a time."""
-        self._order += 1
-        heappush(self._heap, (when, self._order, act))
-
-    def later(self, seconds: float, act: Callable[[], object]) -> None:
-        """Do something after some seconds."""
-        self._order += 1
-        heappush(self._heap, (self.now + seconds, self._order, act))
-
-    def touch(self, node: SimNode) -> None:
-        """A process has something to do."""
-        if not node.touched:
-            node.touched = True
-            self._dirty.append(node)
-
-    def chance(self, fault: FaultClass) -> bool:
-        """Whether a fault happens now."""
-        rate = self.scenario.faults.get(fault)
-        return rate is not None and self.random.random() < rate
-
-    def hit(self, fault: FaultClass) -> None:
-        """A fault has happened."""
-        self.hits[fault] += 1
-        if self._trace is not None:
-            self._trace(f"{self.now:9.4f} FAULT {fault.name.lower()}: {fault.value}")
-
-    def saw(self, kind: Kind) -> None:
-        """A request did something of this kind."""
-        self.kinds[kind] += 1
-        self.note("kind", kind.name.lower(), "", b"")
-
-    def mark(self, name: str) -> None:
-        """Something that a gate run must have seen."""
-        self.marks.add(name)
-
-    def note(self, kind: str, where: str, to: object, data: object) -> None:
-        """Something happened: it goes into the digest, and into the trace if there is one."""
-        if self.now != self._noted_at:
-            self._noted_at, self._stamp = self.now, f"{self.now:.6f}"
-        self._digest.update(f"{self._stamp} {kind} {where} {to}".encode())
-        self._digest.update(data if isinstance(data, bytes) else str(data).encode())
-        if self._trace is not None:
-            self._trace(f"{self.now:9.4f} {kind} {where} -> {to}: {describe(kind, data)}")
-
-    def violation(self, rule: str, message: str) -> None:
-        """A rule does not hold: the simulation ends after this event."""
-        self.violations.append(Violation(rule, self.now, message))
-
-    def instance(self, group: str) -> list[SimNode]:
-        """The ranks of an instance, dead ones included."""
-        return self._groups[group]
-
-    def source_of(self, index: int) -> int:
-        """Which prefill instance a rank belongs to."""
-        for number, split in enumerate(self.scenario.prefills):
-            if index < split.world:
-                return number
-            index -= split.world
-        raise AssertionError(index)
 
     # Processes.
 
@@ -236,22 +94,23 @@ class World:
         first = sum(p.world for p in self.scenario.prefills[: int(number or 0)]) if side == "prefill" else 0
         nodes = []
         for rank in range(split.world):
-            nodes.append(SimNode(self, first + rank, side, f"{group} life {life}", split, rank, life))
+            nodes.append(
+                SimNode(self, self.network, self.dma, first + rank, side, f"{group} life {life}", split, rank, life)
+            )
             self._begin(nodes[-1])
-        self._groups[group] = nodes
+        self.groups[group] = nodes
 
     def _begin(self, node: SimNode) -> None:
         """A process is there."""
-        self.places[node.address] = node
-        node.passes = ForwardPasses(self, node)
+        self.places[node.address] = self.lives[node.epoch] = node
         if self.scenario.conversations and node.side == "decode":
             self._keep_prefixes(node)
-        self.network.opened(node.address)
-        self.touch(node)
+        self.network.opened(node.channel)
+        node.touch()
 
     def _keep_prefixes(self, node: SimNode) -> None:
         """A decode rank has a cache of its own, which forgets things at bad moments."""
-        node.prefixes = prefixes = Prefixes(self, node)
+        node.prefixes = prefixes = Prefixes(self, node, self.store)
         for _ in range(self.random.choice((0, 0, 6, 12))):
             self.later(self.random.random() * self.random.choice((0.1, 0.6)), prefixes.evict)
 
@@ -284,15 +143,15 @@ class World:
         if self.healed or fault in self.hits:
             return
         side = "prefill" if fault is FaultClass.PREFILL_CRASH else "decode"
-        group = self.random.choice([g for g in self._groups if g.startswith(side)])
-        alive = [n for n in self._groups[group] if n.alive]
+        group = self.random.choice([g for g in self.groups if g.startswith(side)])
+        alive = [n for n in self.groups[group] if n.alive]
         if alive:
-            self.lose(fault, self.random.choice(alive))
+            self._lose(fault, self.random.choice(alive))
 
-    def lose(self, fault: FaultClass, node: SimNode) -> None:
+    def _lose(self, fault: FaultClass, node: SimNode) -> None:
         """A process ends; its launcher may start it anew, or the whole instance under the same addresses."""
         self.hit(fault)
-        group = next(g for g, nodes in self._groups.items() if node in nodes)
+        group = next(g for g, nodes in self.groups.items() if node in nodes)
         faults = self.scenario.faults
         if FaultClass.REPLACED in faults and not node.paused and self.random.random() < HALF_DEAD:
             self._stand_in(group, node)
@@ -306,9 +165,15 @@ class World:
 
     def _end(self, node: SimNode) -> None:
         self.note("ended", node.address, node.life, b"")
-        node.end()
+        node.alive = False
+        node.died_at = self.now
+        node.channel.close()
+        self.dma.died(node.transport)
+        self.network.closed(node.channel)
+        if self.places.get(node.address) is node:
+            del self.places[node.address]
         self.dead.append(node)
-        self.network.linger(node)
+        self.network.linger(node.channel)
         for entry in [e for e in self.entries.values() if e.node is node]:
             self.entries.pop(id(entry.handle))
         delay = self.random.choice((0.001, 0.001, 0.3))
@@ -316,8 +181,8 @@ class World:
             if self.scenario.detects_death and other.transport.knows(node.transport.me):
                 self.later(delay, partial(self._report_death, other, node))
             if self.scenario.one_host:
-                self.later(0.001, partial(self.touch, other))
-                self.later((self.scenario.drain_s or 0.0) + 0.002, partial(self.touch, other))
+                self.later(0.001, other.touch)
+                self.later((self.scenario.drain_s or 0.0) + 0.002, other.touch)
         if self.healed or self.random.random() < 0.7:
             self.later(self.random.choice((0.001, 0.001, 0.1, 0.5)), partial(self._confirm, node))
 
@@ -341,15 +206,15 @@ class World:
         """An end that a process has learned of counts once the drain bound has passed by its own time."""
         drain_s = self.scenario.drain_s or 0.0
         self.known_at = max(self.known_at, self.now + drain_s + 0.01)
-        self.later(drain_s + 0.002, partial(self.touch, node))
+        self.later(drain_s + 0.002, node.touch)
 
-    def stop_for_good(self, node: SimNode) -> None:
+    def _stop_for_good(self, node: SimNode) -> None:
         """A process whose endpoint is broken ends, as its launcher sees to it."""
         self.hit(FaultClass.BROKEN)
         self._end(node)
 
     def _restart(self, group: str) -> None:
-        for node in self._groups[group]:
+        for node in self.groups[group]:
             if node.alive:
                 self._end(node)
         self.hit(FaultClass.RESTART)
@@ -366,18 +231,21 @@ class World:
     def _stand_down(self, node: SimNode, after: float) -> None:
         """A process that another one has followed ends, some seconds after it went on."""
         if after > FOLLOWED_S:
-            self.check.superseded(node)
+            self._check.superseded(node)
         self._end(node)
 
     def _replace(self, group: str, lost: SimNode) -> None:
         """A process takes the place of one that ended, among ranks that may not have noticed yet."""
-        nodes = self._groups[group]
+        nodes = self.groups[group]
         if nodes[lost.rank] is not lost:
             return
         self.hit(FaultClass.REPLACED)
         self._lives[group] += 1
         elsewhere = lost.alive or self.random.random() < 0.25
-        node = SimNode(self, lost.index, lost.side, lost.instance, lost.split, lost.rank, self._lives[group], elsewhere)
+        node = SimNode(
+            self, self.network, self.dma, lost.index, lost.side, lost.instance, lost.split, lost.rank,
+            self._lives[group], elsewhere,
+        )  # fmt: skip
         nodes[lost.rank] = node
         lost.followed = True
         if lost.split.world > 1:
@@ -405,7 +273,7 @@ class World:
     def _resume(self, node: SimNode) -> None:
         node.paused = False
         node.frozen_at = None
-        self.touch(node)
+        node.touch()
         self._await_evidence(node)
 
     def _jump(self) -> None:
@@ -414,7 +282,7 @@ class World:
         self.hit(FaultClass.CLOCK)
         node = self.random.choice(self.nodes)
         node.offset += self.random.choice((0.1, 1.0, 2.5))
-        self.touch(node)
+        node.touch()
 
     def _out_of_turn(self) -> None:
         """A peer sends a stray frame: it changes nothing, or fails the room."""
@@ -424,9 +292,14 @@ class World:
         if not node.paused and not node.failing:
             self._step(node)
         if not node.paused and not node.failing:
-            self.stray_frames.send(node)
+            self._stray_frames.send(node)
 
     # Requests.
+
+    def _passes_of(self, node: SimNode) -> ForwardPasses:
+        if node not in self._passes:
+            self._passes[node] = ForwardPasses(self, node)
+        return self._passes[node]
 
     def _next_room(self) -> None:
         """The next request whose id is not in use begins; the others wait."""
@@ -435,15 +308,16 @@ class World:
                 self._waiting.remove(plan)
                 if plan.attempt > 1:
                     self.mark("room:another attempt")
-                self.begin(plan)
+                self._begin_room(plan)
                 return
         if self._waiting:
             self.later(0.05, self._next_room)
 
-    def begin(self, plan: Request, first: Room | None = None, again: Collection[str] = ()) -> None:
+    def _begin_room(self, plan: Request, first: SimRoom | None = None, again: Collection[str] = ()) -> None:
         """Engines begin a request; see :class:`Room`."""
         self.bound = max(self.bound, self.now + plan.total_s + SETTLE_S)
-        self.rooms.append(Room(self, len(self.rooms) + 1, plan, first, again))
+        number = len(self.rooms) + 1
+        self.rooms.append(Room(self, self._check, self._reused, self._passes_of, number, plan, first, again))
 
     # Running.
 
@@ -473,20 +347,20 @@ class World:
             while heap and heap[0][0] <= until:
                 pop(heap)[2]()
                 self.events += 1
-            if self._dirty:
+            if self.dirty:
                 self._step_all()
         if not self.violations:
             self._finish()
 
     def _go_on(self) -> bool:
         """Whether a few requests are to come after all that was drawn."""
-        if self._last is not None:
+        if self.last is not None:
             return False
-        self._last = last_requests(self)
-        self._waiting += self._last
-        for request in self._last:
+        self.last = last_requests(self)
+        self._waiting += self.last
+        for request in self.last:
             self.at(request.at, self._next_room)
-        return bool(self._last)
+        return bool(self.last)
 
     def _nothing_to_do(self) -> bool:
         if self._waiting or self.entries or any(not room.over for room in self.rooms):
@@ -503,15 +377,15 @@ class World:
         self.healed = True
         self.network.heal()
         self.dma.fence()
-        self.outside.heal()
+        self._outages.heal()
         self._step_all()
         for node in self.dead:
             self.later(self.random.choice((0.0, 3.0)), partial(self._confirm, node))
 
     def _step_all(self) -> None:
         steps = 0
-        while self._dirty and not self.violations:
-            node = self._dirty.pop(0)
+        while self.dirty and not self.violations:
+            node = self.lives[self.dirty.pop(0).epoch]
             node.touched = False
             if node.alive and not node.paused:
                 self._step(node)
@@ -529,7 +403,8 @@ class World:
             if arrived and node.busy:
                 node.step()
         except EndpointBrokenError:
-            self.outside.broke(node)
+            self._check.broke(node)
+            self._stop_for_good(node)
             return
         except Exception as exc:
             self.violation(
@@ -543,16 +418,16 @@ class World:
             entry = self.entries.get(id(handle))
             if entry is not None:
                 entry.room.changed(entry)
-        self.check.node(node)
+        self._check.node(node)
         if node.behind:
-            self.touch(node)
+            node.touch()
         if self.dma.live:
-            self.dma.check_all(node)
-        if self._stray and self.random.random() < STRAY and not node.failing and self.stray_frames.wanted(node):
-            self.stray_frames.send(node)
+            self.dma.check_all(node.transport)
+        if self._stray and self.random.random() < STRAY and not node.failing and self._stray_frames.wanted(node):
+            self._stray_frames.send(node)
         if self._stale and not node.failing:
-            self.stray_frames.greet(node)
-        self.targeted_faults.strike(node)
+            self._stray_frames.greet(node)
+        self._targeted_faults.strike(node)
         if node.wake_at > self.now + TICK_S or node.wake_at <= self.now:
             self._wake(node, self.now + TICK_S)
 
@@ -567,16 +442,16 @@ class World:
         due = node.due_at()
         if due <= self.now:
             node.wake_at = 0.0
-            self.touch(node)
+            node.touch()
         else:
             self._wake(node, max(due, self.now + 0.001))
 
     def _finish(self) -> None:
         """I3 and I4, and that closed endpoints keep nothing."""
-        left = self.check.still_open()
+        left = self._check.still_open()
         if self._waiting:
             left.append(f"{len(self._waiting)} requests never began")
-        if left and not self.check.evidence_missing():
+        if left and not self._check.evidence_missing():
             self.violation("I4", f"not at rest {self.now:.3f} s from the start: {'; '.join(left)}")
             return
         if not left:
@@ -585,12 +460,12 @@ class World:
                     if not node.busy:  # else a command was posted without a wake-up, and the next step runs it
                         break
                     self._step(node)
-            self.check.at_rest()
-            check_served(self, self._last or [])
+            self._check.at_rest()
+            check_served(self, self.last or [])
         for room in self.rooms:
             for entry in room.decode:
                 if entry.phase is Phase.DONE:
                     self.segments.append(entry.segments)
         for node in self.nodes:
             node.endpoint.close(0.0)
-            self.check.closed(node)
+            self._check.closed(node)
