@@ -161,7 +161,6 @@ class EventLoop:
         return LoopInspection(
             self._commands,
             self._receive_buffer,
-            self._send_buffer.unsent,
             self.peers,
             self.remotes,
             self.peer_registry,

@@ -25,7 +25,6 @@ class LoopInspection:
     Args:
         commands: of the engine, that no step has run yet.
         frames: and other events of the channel, that no step has handled yet.
-        unsent: addresses for which frames wait.
         peers: the lives that are known, also those that are lost.
         remotes: the endpoints of the other side to which rooms may be bound.
         registry: the memory that waits for evidence about each peer.
@@ -35,7 +34,6 @@ class LoopInspection:
 
     commands: Sized
     frames: Sized
-    unsent: Sized
     peers: PeerTable
     remotes: Mapping[Epoch, RemoteEndpoint]
     registry: PeerRegistry

@@ -352,7 +352,6 @@ class Checks:
             left: dict[str, object] = {
                 "agreement": view.loop.agreement.undecided,
                 "commands": len(view.loop.commands),
-                "unsent": len(view.loop.unsent),
             }
             if isinstance(view, DecodeInspection):
                 left |= {
