@@ -64,7 +64,7 @@ def test_memory_of_a_quiet_ticket_stands_still(script: list[tuple[Fault | None, 
         found = pair.target.read(pair.remote).tobytes()
         for i, before in still.items():
             assert found[8 * i : 8 * i + 8] == before, f"batch {i} changed after its ticket was quiet"
-        told = pair.source.told()
+        told = pair.source.events()
         pair.log.add(told)
         found = pair.target.read(pair.remote).tobytes()
         for event in told:

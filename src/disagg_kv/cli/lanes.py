@@ -83,7 +83,7 @@ def write() -> None:
     ticket = source.submit(source.connect(child.descriptor(), TIMEOUT_S), batch(local, remote, [(0, 0, data.nbytes)]))
     ended: list[WriteEnded] = []
     while not ended:
-        ended = [event for event in source.told() if isinstance(event, WriteEnded) and event.ticket == ticket]
+        ended = [event for event in source.events() if isinstance(event, WriteEnded) and event.ticket == ticket]
         time.sleep(0.001)
     if ended[0].error is not None:
         raise ended[0].error

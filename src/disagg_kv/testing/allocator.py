@@ -119,7 +119,7 @@ class StagingAllocatorSuite:
         assert ring.live_bytes == 0
 
     def test_a_second_release_is_harmless(self, ring: StagingAllocator) -> None:
-        """Also when somebody else has the bytes by then."""
+        """Also when another lease has the bytes since."""
         first = reserve(ring, LARGEST)
         ring.release(first)
         ring.release(first)
@@ -292,7 +292,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.head = 0
 
     def expected(self, nbytes: int) -> int | None:
-        """The first aligned start from the head on, at most one round away, whose bytes nobody owns."""
+        """The first aligned start from the head on, at most one round away, whose bytes are free."""
         for start in range(self.head, self.head + self.capacity, self.alignment):
             place = start % self.capacity
             if place + nbytes <= self.capacity and not any(self.owners[place : place + nbytes]):

@@ -1,4 +1,4 @@
-"""One end of a transport under test: here, or in a child process that does what it is told."""
+"""One end of a transport under test: here, or in a child process that takes commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..memory import U8, Buffer, bytes_of
 from ..planning import Writes
 from ..transports import Heard, Settled, SupportsAllocate, Transport, WriteEnded
 
-Told = WriteEnded | Settled | Heard
+TransportEvent = WriteEnded | Settled | Heard
 
 
 class Memory(Protocol):
@@ -70,7 +70,7 @@ class End:
         self.transport = factory()
         self._memory = memory
         self._buffers: dict[RegionId, Buffer] = {}
-        self._told: list[Told] = []
+        self._events: list[TransportEvent] = []
         self._again: tuple[Peer, Writes] | None = None
 
     def add(self, data: U8) -> RegionId:
@@ -113,19 +113,19 @@ class End:
         """Post this batch at each poll from now on, until the process is killed."""
         self._again = (peer, writes)
 
-    def told(self) -> Sequence[Told]:
-        """What the transport told since the last call."""
+    def events(self) -> Sequence[TransportEvent]:
+        """What the transport reported since the last call."""
         self.work()
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def work(self) -> None:
-        """One poll; what it returns is kept for :meth:`told`."""
+        """One poll; what it returns is kept for :meth:`events`."""
         if self._again is not None:
             self.transport.submit(*self._again)
             self.transport.poll()
             return
-        self._told.extend(self.transport.poll())
+        self._events.extend(self.transport.poll())
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """Close the transport."""
@@ -212,9 +212,9 @@ class Child:
         """See :meth:`End.write_on`."""
         self._ask("write_on", peer, writes)
 
-    def told(self) -> Sequence[Told]:
-        """See :meth:`End.told`."""
-        return list(self._ask("told"))
+    def events(self) -> Sequence[TransportEvent]:
+        """See :meth:`End.events`."""
+        return list(self._ask("events"))
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`End.close`."""

@@ -64,7 +64,7 @@ class _Held:
 
 @define
 class _Flying:
-    """A batch that the inner transport has, and how its end is to be told."""
+    """A batch that the inner transport has, and how its end is reported."""
 
     ticket: Ticket
     tell: Callable[[WriteEnded], Sequence[WriteEnded | Settled]]

@@ -1,4 +1,4 @@
-"""Two connected ends, a model of what the target's memory must hold, and a log that knows what may be told."""
+"""Two connected ends, a model of what the target's memory must hold, and a log that knows which events may come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import U8
 from ..planning import Writes
 from ..transports import Capabilities, Heard, Settled, WriteEnded
-from .ends import Child, End, Told
+from .ends import Child, End, TransportEvent
 
 POISON = 0xA5
 """What fresh target memory is filled with."""
@@ -41,7 +41,7 @@ def noise(nbytes: int, seed: int = 0) -> U8:
 
 
 class Log:
-    """What one transport has told, checked against the contract as it comes in."""
+    """The events of one transport, checked against the contract as it comes in."""
 
     def __init__(self, caps: Capabilities) -> None:
         self._caps = caps
@@ -49,9 +49,9 @@ class Log:
         self.settled: set[Ticket] = set()
         self.heard: list[Heard] = []
 
-    def add(self, told: Sequence[Told]) -> None:
+    def add(self, events: Sequence[TransportEvent]) -> None:
         """Check and keep."""
-        for event in told:
+        for event in events:
             if isinstance(event, Heard):
                 assert event.data is None or self._caps.notifies, f"{event} without caps.notifies"
                 self.heard.append(event)
@@ -69,7 +69,7 @@ class Log:
                 self.ended[event.ticket] = event
 
     def lost(self, peer: Peer) -> bool:
-        """Whether the transport has said, in any of the ways that it may, that the peer is gone."""
+        """Whether the transport has reported, in any way that it may, that the peer is gone."""
         return any(h.peer == peer and h.data is None for h in self.heard) or any(
             ended.error is not None for ended in self.ended.values()
         )
@@ -123,9 +123,9 @@ class Pair:
     def work(self) -> None:
         """Poll both ends, and those in ``others``, once."""
         for other in self.others:
-            other.told()
-        self.log.add(self.source.told())
-        self.there.add(self.target.told())
+            other.events()
+        self.log.add(self.source.events())
+        self.there.add(self.target.events())
 
     def until(self, done: Callable[[], bool], what: str) -> None:
         """Poll both ends until ``done()``; an AssertionError says what the threads of either end do instead."""
@@ -137,7 +137,7 @@ class Pair:
             raise AssertionError(f"{error}{ends}") from None
 
     def hear(self, number: int) -> None:
-        """Poll until the target has heard ``number`` notifications."""
+        """Poll until the target has ``number`` notifications."""
         self.until(lambda: len(self.there.heard) >= number, f"notification {number}")
 
     def end(self, ticket: Ticket) -> WriteEnded:

@@ -44,7 +44,7 @@ PAGE_SIZE, PAGES, ROWS = 16, 12, 40
 """A request has ``ROWS`` rows in three pages."""
 
 STILL_S = 0.1
-"""For so long a test watches that nothing happens."""
+"""Seconds for which a test watches that nothing happens."""
 
 SOON_S = 0.3
 """The time of a room that is to run out of it."""
@@ -78,12 +78,12 @@ class Exchange:
         self.receiver = wrap(self.inner)
         self.timeout_s = timeout_s
         self.opened: list[Reception] = []
-        self.told: list[Reception] = []
+        self.released: list[Reception] = []
         self.steps_prefill = True
         self._names = count()
 
     def open(self, source: str = "P", total_s: float | None = None) -> Reception:
-        """A new room; ``poll`` may tell of it from now on."""
+        """A new room; ``poll`` may return it from now on."""
         name = RoomId(b"room %d" % next(self._names))
         self.opened.append(self.receiver.open(name, Source(source), total_s=total_s))
         assert self.opened[-1].room == name
@@ -108,11 +108,11 @@ class Exchange:
             self.sender.poll()
 
     def poll(self) -> None:
-        """The engine polls: what it is told of is a room of its own, and no room is named twice."""
-        told = list(self.receiver.poll())
-        assert all(any(one is room for room in self.opened) for one in told), "poll told of what open has not returned"
-        assert len({id(one) for one in told}) == len(told), "poll told of a room twice in one call"
-        self.told += [one for one in told if one.released]
+        """The engine polls: it gets rooms of its own, and no room twice."""
+        polled = list(self.receiver.poll())
+        assert all(any(one is room for room in self.opened) for one in polled), "poll returned what open has not"
+        assert len({id(one) for one in polled}) == len(polled), "poll returned a room twice in one call"
+        self.released += [one for one in polled if one.released]
 
     def work(self) -> None:
         """Both sides go on."""
@@ -124,14 +124,14 @@ class Exchange:
         wait(done, self.work, self.timeout_s, what)
 
     def over(self, *rooms: Reception) -> None:
-        """The engine is told that these rooms are released, and then of nothing more."""
+        """``poll`` returns these rooms once they are released, and then nothing more."""
         self.until(
-            lambda: all(any(one is room for one in self.told) for room in rooms), "poll to tell of released rooms"
+            lambda: all(any(one is room for one in self.released) for room in rooms), "poll to return released rooms"
         )
         assert all(room.phase in FINAL for room in rooms)
         self.poll()  # what had changed while the last call looked
-        told = len(self.told)
-        self.watch(lambda: len(self.told) == told, "poll tells of released rooms again")
+        before = len(self.released)
+        self.watch(lambda: len(self.released) == before, "poll returns released rooms again")
 
     def watch(self, holds: Callable[[], bool], otherwise: str) -> None:
         """Work for a while, in which something stays true."""
@@ -199,7 +199,7 @@ class ReceiverSuite:
     # A room that is served.
 
     def test_rooms_are_carried(self, two: Exchange) -> None:
-        """All bytes are there once a room is DONE, and poll tells of its release, by the object that open returned."""
+        """All bytes are there once a room is DONE, and poll returns the object that open returned."""
         rooms = [two.open() for _ in range(2)]
         for room in rooms:
             assert (room.phase in FINAL, room.released, room.error) == (False, False, None)
@@ -212,7 +212,7 @@ class ReceiverSuite:
             assert room.report.nbytes == sum(len(rows) for rows in two.bytes_of(two.target, room))
 
     def test_poll_loses_nothing(self, two: Exchange) -> None:
-        """However long the engine does not poll, it is told of every room that ended meanwhile."""
+        """However long the engine does not poll, ``poll`` returns every room that ended meanwhile."""
         rooms = [two.open() for _ in range(2)]
         deliveries = []
         for room in rooms:
@@ -253,7 +253,7 @@ class ReceiverSuite:
         room.abort("not needed")
         two.until(lambda: room.phase is Phase.FAILED, "the room to fail")
         assert isinstance(room.error, AbortedError)
-        two.watch(lambda: not room.released, "released is said while prefill may write to the pages")
+        two.watch(lambda: not room.released, "released although prefill may write to the pages")
         two.steps_prefill = True
         two.over(room)
         before = two.bytes_of(two.target, room)

@@ -1,4 +1,4 @@
-"""The part of the transport suite about batches: what lands, what is refused, what is told."""
+"""The part of the transport suite about batches: what lands, what is refused, what is reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DataCases(TransportCases):
         pair.check()
 
     def test_writes_of_one_batch_use_many_regions(self, pair: Pair) -> None:
-        """Sources and targets are told apart by region, not by address order."""
+        """Regions distinguish sources and targets, not the order of addresses."""
         mine = [pair.source.add(noise(100, seed)) for seed in (1, 2)]
         theirs = [pair.target.add(np.full(100, POISON, np.uint8)) for _ in range(2)]
         peer = pair.connect()
@@ -56,7 +56,7 @@ class DataCases(TransportCases):
         pair.check()
 
     def test_targets_that_overlap_hold_a_byte_of_either_write(self, pair: Pair) -> None:
-        """The order of the writes of one batch is nobody's promise, but no third value appears."""
+        """The order of the writes of one batch is not promised, but no third value appears."""
         pair.succeed(pair.submit((0, 0, 1000), (2000, 500, 1000)))
         found = pair.target.read(pair.remote)
         first, second = pair.want.copy(), pair.want.copy()
@@ -91,7 +91,7 @@ class DataCases(TransportCases):
             pair.succeed(ticket)
         pair.succeed(pair.submit((0, 0, 1)))
         assert set(pair.log.ended) >= set(tickets)
-        assert len(pair.log.ended) == 51, "events of tickets that nobody has"
+        assert len(pair.log.ended) == 51, "events of unknown tickets"
 
     @pytest.mark.parametrize(
         "bad",
@@ -133,7 +133,7 @@ class DataCases(TransportCases):
             pair.source.submit(Peer(b"\0" * 16), batch(pair.local, pair.remote, [(0, 0, 1)]))
 
     def test_a_notification_arrives_once_and_after_its_data(self, pair: Pair) -> None:
-        """The bytes can be read as soon as it is heard."""
+        """The bytes can be read as soon as the notification is there."""
         writes = batch(pair.local, pair.remote, [(0, 0, NBYTES)])
         if not pair.caps.notifies:
             with pytest.raises(TransportError):
@@ -141,9 +141,9 @@ class DataCases(TransportCases):
             pair.check()
             return
         for data in (b"", b"\x00\xff", b"x" * 1000):
-            told = len(pair.there.heard)
+            before = len(pair.there.heard)
             ticket = pair.source.submit(pair.peer, writes, data)
-            pair.hear(told + 1)
+            pair.hear(before + 1)
             same(pair.target.read(pair.remote), pair.data)
             pair.succeed(ticket)
-            assert [h.data for h in pair.there.heard[told:]] == [data], "not exactly once"
+            assert [h.data for h in pair.there.heard[before:]] == [data], "not exactly once"

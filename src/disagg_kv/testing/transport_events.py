@@ -15,7 +15,7 @@ MANY: list[Row] = [(2 * i, 2 * i, 1) for i in range(20000)]
 
 
 class Flag:
-    """An event that happens, or fails, when told to."""
+    """An event that happens, or fails, when the test says so."""
 
     happened = False
     error: Exception | None = None

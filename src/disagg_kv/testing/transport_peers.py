@@ -197,7 +197,7 @@ class PeerCases(TransportCases):
         pair.check()
 
     def test_one_source_writes_to_several_peers(self, pair: Pair) -> None:
-        """Peers are told apart, also where their regions have the same number."""
+        """Peers are distinct, also where their regions have the same number."""
         if not self.one_process:
             pytest.skip("needs two targets in one process")
         other = End(self.factory(), self.memory())
@@ -229,7 +229,7 @@ class PeerCases(TransportCases):
         fresh.close(0.0)
 
     def test_a_closed_peer_is_no_peer(self, pair: Pair) -> None:
-        """Its descriptor is refused as lost or unreachable, or its loss is told later; nothing hangs."""
+        """Its descriptor is refused as lost or unreachable, or its loss is reported later; nothing hangs."""
         descriptor = pair.target.descriptor()
         pair.target.close(0.0)
         late = End(self.factory(), self.memory())
@@ -258,7 +258,7 @@ class PeerCases(TransportCases):
         tickets = [pair.submit((100 * i, 100 * i, 100)) for i in range(20)]
         left = pair.source.close(self.timeout_s)
         assert set(left) <= set(tickets)
-        pair.log.add(pair.source.told())
+        pair.log.add(pair.source.events())
         for i, ticket in enumerate(tickets):
             if ticket not in left and pair.log.ended[ticket].error is None:
                 pair.want[100 * i : 100 * i + 100] = pair.data[100 * i : 100 * i + 100]

@@ -36,7 +36,7 @@ class ProcessCases(TransportCases):
             pytest.skip("in_process_only")
 
     def test_a_peer_that_was_killed_before_connect_is_lost(self, end: End, victim: Child) -> None:
-        """Connecting fails, or the loss is told afterwards; its memory is gone and nobody hangs."""
+        """Connecting fails, or the loss is reported afterwards; its memory is gone and no call hangs."""
         victim.open()
         remote = victim.add(np.zeros(NBYTES, np.uint8))
         descriptor = victim.descriptor()
@@ -49,7 +49,7 @@ class ProcessCases(TransportCases):
         log, local = Log(end.transport.caps), end.add(noise(NBYTES))
         end.submit(peer, batch(local, remote, [(0, 0, NBYTES)]))
         if end.transport.caps.detects_peer_death:
-            wait(lambda: log.lost(peer), lambda: log.add(end.told()), self.timeout_s, "the loss to be told")
+            wait(lambda: log.lost(peer), lambda: log.add(end.events()), self.timeout_s, "the loss to be reported")
 
     def test_a_peer_that_was_killed_is_reported(self, apart: Pair, victim: Child) -> None:
         """As ``Heard(data=None)`` or by a ticket that fails, whether or not anything is in flight."""
@@ -58,14 +58,14 @@ class ProcessCases(TransportCases):
         victim.kill()
         if not apart.caps.detects_peer_death:
             apart.submit((0, 0, NBYTES))
-            apart.source.told()
+            apart.source.events()
             return
 
         def work() -> None:
             apart.submit((0, 0, NBYTES))
-            apart.log.add(apart.source.told())
+            apart.log.add(apart.source.events())
 
-        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be told")
+        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be reported")
 
     def test_a_peer_that_is_killed_during_writes_ends_or_leaves_every_ticket(self, apart: Pair, victim: Child) -> None:
         """No ticket is lost: each has ended, or ``close`` names it as not quiet."""
@@ -73,9 +73,9 @@ class ProcessCases(TransportCases):
         victim.kill()
         tickets += [apart.submit((0, 0, NBYTES)) for _ in range(20)]
         left = apart.source.close(1.0)
-        apart.log.add(apart.source.told())
+        apart.log.add(apart.source.events())
         quiet = {t for t, ended in apart.log.ended.items() if ended.quiesced} | apart.log.settled
-        assert set(tickets) - set(left) <= quiet, "tickets of which nothing was ever told"
+        assert set(tickets) - set(left) <= quiet, "tickets without any event"
 
     def test_what_waits_for_its_event_ends_with_its_peer(self, apart: Pair, victim: Child) -> None:
         """Nothing of it was posted: it is quiet at once, and its event may never happen."""
@@ -84,7 +84,7 @@ class ProcessCases(TransportCases):
         tickets = [submit_after(apart, rows, Flag()) for rows in (FEW, MANY)]
         victim.kill()
         log = apart.log
-        wait(lambda: set(tickets) <= set(log.ended), lambda: log.add(apart.source.told()), self.timeout_s, "the ends")
+        wait(lambda: set(tickets) <= set(log.ended), lambda: log.add(apart.source.events()), self.timeout_s, "the ends")
         ended = [log.ended[ticket] for ticket in tickets]
         assert all(isinstance(one.error, PeerLostError) and one.quiesced for one in ended)
         apart.source.drop(apart.local)
@@ -100,21 +100,21 @@ class ProcessCases(TransportCases):
         def written() -> bool:
             return bool(apart.source.read(mine).any())
 
-        wait(written, lambda: apart.log.add(apart.source.told()), self.timeout_s, "the peer to write")
+        wait(written, lambda: apart.log.add(apart.source.events()), self.timeout_s, "the peer to write")
         victim.kill()
         if not apart.caps.detects_peer_death:
             return
 
         def work() -> None:
             apart.submit((0, 0, 1))
-            apart.log.add(apart.source.told())
+            apart.log.add(apart.source.events())
 
-        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be told")
+        wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be reported")
         if not any(h.fenced for h in apart.log.heard):
             return
         apart.source.fill(mine, zero)
         for _ in range(200):
-            apart.log.add(apart.source.told())
+            apart.log.add(apart.source.events())
         same(apart.source.read(mine), zero)
 
     def test_a_peer_that_froze_and_woke_has_every_byte(self, apart: Pair, victim: Child) -> None:
@@ -123,7 +123,7 @@ class ProcessCases(TransportCases):
         victim.pause()
         ticket = apart.submit((1000, 1000, 5000))
         for _ in range(50):
-            apart.log.add(apart.source.told())
+            apart.log.add(apart.source.events())
         victim.resume()
         apart.succeed(ticket)
         apart.want[1000:6000] = apart.data[1000:6000]
@@ -142,8 +142,8 @@ class ProcessCases(TransportCases):
         ticket = apart.source.submit(peer, batch(apart.local, again, [(0, 0, 1000)]))
 
         def work() -> None:
-            log.add(apart.source.told())
-            fresh.told()
+            log.add(apart.source.events())
+            fresh.events()
 
         wait(lambda: ticket in log.ended, work, self.timeout_s, f"ticket {ticket} to end")
         assert log.ended[ticket].error is None

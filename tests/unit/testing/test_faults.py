@@ -39,10 +39,10 @@ class Rig:
         """Three writes that together fill the target."""
         return self.pair.submit((0, 0, 100), (100, 100, 700), (800, 800, 200))
 
-    def told(self) -> list[tuple[str, Ticket, bool]]:
+    def events(self) -> list[tuple[str, Ticket, bool]]:
         """Events since the last call: what, ticket, quiet."""
         said: list[tuple[str, Ticket, bool]] = []
-        for event in self.pair.source.told():
+        for event in self.pair.source.events():
             if isinstance(event, WriteEnded):
                 said.append(
                     ("ended" if event.error is None else type(event.error).__name__, event.ticket, event.quiesced)
@@ -56,7 +56,7 @@ def test_a_refused_batch_is_quiet_and_nothing_of_it_lands() -> None:
     """The next one goes through."""
     rig = Rig(Fault.REFUSED)
     ticket = rig.submit()
-    assert rig.told() == [("TransportError", ticket, True)]
+    assert rig.events() == [("TransportError", ticket, True)]
     assert (rig.landed(), rig.faulty.held) == (0, ())
     rig.pair.succeed(rig.submit())
     assert rig.landed() == N
@@ -66,7 +66,7 @@ def test_half_of_a_partial_batch_lands_to_the_byte() -> None:
     """In the middle of a descriptor; the rest never does."""
     rig = Rig(Fault.PARTIAL)
     ticket = rig.submit()
-    assert rig.told() == [("TransportError", ticket, True)]
+    assert rig.events() == [("TransportError", ticket, True)]
     rig.faulty.release()
     assert rig.landed() == N // 2
 
@@ -75,12 +75,12 @@ def test_an_unacknowledged_batch_has_landed_but_is_not_quiet_before_release() ->
     """Its source stays registered until then."""
     rig = Rig(Fault.UNACKNOWLEDGED)
     ticket = rig.submit()
-    assert rig.told() == [("TransportError", ticket, False)]
+    assert rig.events() == [("TransportError", ticket, False)]
     assert (rig.landed(), rig.faulty.held) == (N, (ticket,))
     with pytest.raises(RegistrationError, match=f"ticket {ticket}, which is not quiet"):
         rig.pair.source.drop(rig.pair.local)
     rig.faulty.release(ticket)
-    assert rig.told() == [("settled", ticket, True)]
+    assert rig.events() == [("settled", ticket, True)]
     rig.pair.source.drop(rig.pair.local)
 
 
@@ -88,7 +88,7 @@ def test_a_late_batch_lands_after_its_error() -> None:
     """As a write that nobody can cancel does; also when the peer was disconnected meanwhile."""
     rig = Rig(Fault.LATE)
     ticket = rig.submit()
-    assert rig.told() == [("TransportError", ticket, False)]
+    assert rig.events() == [("TransportError", ticket, False)]
     assert rig.landed() == 0
     rig.pair.source.transport.disconnect(rig.pair.peer)
     with pytest.raises(TransportError):
@@ -96,7 +96,7 @@ def test_a_late_batch_lands_after_its_error() -> None:
     with pytest.raises(RegistrationError):
         rig.pair.source.drop(rig.pair.local)
     rig.faulty.release()
-    assert rig.told() == [("settled", ticket, True)]
+    assert rig.events() == [("settled", ticket, True)]
     assert rig.landed() == N
     rig.pair.connect()
     rig.pair.succeed(rig.submit())
@@ -107,12 +107,12 @@ def test_a_delayed_batch_completes_when_it_is_released() -> None:
     rig = Rig(Fault.DELAYED)
     ticket = rig.pair.submit((0, 0, N), notify=b"late")
     other = rig.pair.submit((0, 0, 10), notify=b"early")
-    assert rig.told() == [("ended", other, True)]
+    assert rig.events() == [("ended", other, True)]
     assert rig.landed() == 10
     rig.faulty.release()
-    assert rig.told() == [("ended", ticket, True)]
+    assert rig.events() == [("ended", ticket, True)]
     assert rig.landed() == N
-    assert [h.data for h in rig.pair.target.told() if isinstance(h, Heard)] == [b"early", b"late"]
+    assert [h.data for h in rig.pair.target.events() if isinstance(h, Heard)] == [b"early", b"late"]
 
 
 def test_a_hung_batch_never_ends() -> None:
@@ -120,7 +120,7 @@ def test_a_hung_batch_never_ends() -> None:
     rig = Rig(Fault.HUNG)
     ticket = rig.submit()
     rig.faulty.release()
-    assert rig.told() == []
+    assert rig.events() == []
     assert (rig.landed(), rig.faulty.held) == (N // 2, (ticket,))
     assert list(rig.faulty.close(0.0)) == [ticket]
     assert list(rig.faulty.close(0.0)) == []
@@ -130,14 +130,14 @@ def test_a_lost_peer_stays_lost() -> None:
     """It is heard once, without a fence; every later batch fails, also after connecting again."""
     rig = Rig(Fault.PEER_LOST)
     first, second = rig.submit(), rig.submit()
-    events = list(rig.pair.source.told())
+    events = list(rig.pair.source.events())
     assert events[0] == Heard(rig.pair.peer, None, fenced=False)
     ended = [e for e in events if isinstance(e, WriteEnded)]
     assert [(e.ticket, e.quiesced) for e in ended] == [(first, True), (second, True)]
     assert all(isinstance(e.error, PeerLostError) for e in ended)
     rig.pair.connect()
     rig.submit()
-    assert rig.told()[0][0] == "PeerLostError"
+    assert rig.events()[0][0] == "PeerLostError"
     assert rig.landed() == 0
 
 
@@ -152,10 +152,10 @@ def test_a_bad_batch_is_refused_whatever_was_planned_for_it(fault: Fault) -> Non
                 rig.pair.source.submit(peer, writes)
     with pytest.raises(TransportError):
         rig.faulty.submit(peer, Writes.one(local, 0, remote, 0, 1), after=_Never())
-    assert rig.told() == []
+    assert rig.events() == []
     assert rig.landed() == 0
     ticket = rig.submit()
-    assert rig.told() != [("ended", ticket, True)]
+    assert rig.events() != [("ended", ticket, True)]
 
 
 @pytest.mark.parametrize("fault", [Fault.DELAYED, Fault.LATE, Fault.HUNG])
@@ -198,12 +198,12 @@ def test_what_the_inner_transport_tells_is_told() -> None:
         rig = Rig(Fault.LATE)
         rig.use(FaultyTransport(inner, {0: outer}.get))
         ticket = rig.submit()
-        assert rig.told() == [("TransportError", ticket, False)]
+        assert rig.events() == [("TransportError", ticket, False)]
         inner.release()
-        assert rig.told() == [("settled", ticket, True)]
+        assert rig.events() == [("settled", ticket, True)]
         inner.release()
         late = rig.submit()
-        assert rig.told() == [("ended", late, True)]
+        assert rig.events() == [("ended", late, True)]
 
 
 def test_a_late_batch_is_settled_only_when_the_inner_transport_says_so() -> None:
@@ -212,11 +212,11 @@ def test_a_late_batch_is_settled_only_when_the_inner_transport_says_so() -> None
     rig = Rig(Fault.LATE)
     rig.use(FaultyTransport(inner, {0: Fault.LATE}.get))
     ticket = rig.submit()
-    assert rig.told() == [("TransportError", ticket, False)]
+    assert rig.events() == [("TransportError", ticket, False)]
     rig.faulty.release()
-    assert rig.told() == []
+    assert rig.events() == []
     inner.release()
-    assert rig.told() == [("settled", ticket, True)]
+    assert rig.events() == [("settled", ticket, True)]
     assert rig.landed() == N
 
 

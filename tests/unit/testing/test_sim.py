@@ -94,7 +94,7 @@ def test_a_frame_out_of_turn_must_be_counted(monkeypatch: pytest.MonkeyPatch) ->
     """I7: one that is neither counted nor answered is seen, by itself, whatever else happens in that turn."""
     only = frozenset({FaultClass.OUT_OF_TURN})
     seed = next(seed for seed in range(100) if simulate(seed, only).faults)
-    monkeypatch.setattr(SimNode, "hear", lambda node, frame: None)
+    monkeypatch.setattr(SimNode, "take_in", lambda node, frame: None)
     assert {violation.rule for violation in simulate(seed, only).violations} == {"I7"}
 
 

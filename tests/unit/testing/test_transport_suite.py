@@ -13,7 +13,7 @@ from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.testing.ends import Child, End, HostMemory, Told
+from disagg_kv.testing.ends import Child, End, HostMemory, TransportEvent
 from disagg_kv.testing.pair import Log, Pair, _stacks, same
 from disagg_kv.testing.transport_cases import NBYTES, TransportCases
 from disagg_kv.testing.transport_data import DataCases
@@ -205,7 +205,7 @@ def test_the_log_knows_the_order_of_events() -> None:
     unquiet = WriteEnded(Ticket(1), TransportError("x"), quiesced=False)
     Log(late).add([unquiet, Settled(Ticket(1))])
     Log(Capabilities()).add([Heard(Peer(b"p"), None)])
-    wrong: list[tuple[Capabilities, list[Told]]] = [
+    wrong: list[tuple[Capabilities, list[TransportEvent]]] = [
         (late, [Settled(Ticket(1))]),
         (late, [WriteEnded(Ticket(1)), Settled(Ticket(1))]),
         (late, [unquiet, Settled(Ticket(1)), Settled(Ticket(1))]),

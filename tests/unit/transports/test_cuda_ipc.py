@@ -117,9 +117,9 @@ def test_parts_of_one_allocation_are_told_apart(made: CudaIpcTransport, child: C
     local = child.add(noise(4096))
     peer = child.connect(made.local_descriptor(), 5.0)
     ticket = child.submit(peer, batch(local, regions[1], [(0, 100, 50)]))
-    told = list(child.told())
+    told = list(child.events())
     while not told:
-        told = list(child.told())
+        told = list(child.events())
     assert [event.ticket for event in told] == [ticket]  # type: ignore[union-attr]
     want = np.full(3 * 4096, POISON, np.uint8)
     want[2 * 4096 + 100 : 2 * 4096 + 150] = noise(4096)[:50]
@@ -161,7 +161,7 @@ def test_a_peer_may_be_met_before_there_is_memory_of_ones_own(made: CudaIpcTrans
         made.submit(peer, batch(0, remote, [(0, 0, 10)]))  # type: ignore[arg-type]
     end = End(lambda: made, FakeCudaMemory())
     ticket = end.submit(peer, batch(end.add(noise(NBYTES)), remote, [(0, 0, 10)]))
-    assert {event.ticket for _ in range(3) for event in end.told()} == {ticket}  # type: ignore[union-attr]
+    assert {event.ticket for _ in range(3) for event in end.events()} == {ticket}  # type: ignore[union-attr]
     same(child.read(remote)[:10], noise(NBYTES)[:10])
     child.close(0.0)
 
@@ -173,7 +173,7 @@ def test_writes_wait_in_the_stream_for_events_of_the_gpu(pair: Pair, cuda: FakeC
     ticket = pair.source.transport.submit(pair.peer, writes, after=event)
     never = CudaFlag(cuda, 0)
     for _ in range(5):
-        pair.log.add(pair.source.told())
+        pair.log.add(pair.source.events())
     assert ticket not in pair.log.ended
     pair.check()
     event.fire()
@@ -189,7 +189,7 @@ def test_an_event_may_be_made_of_the_gpus_and_of_others(pair: Pair, cuda: FakeCu
     writes = batch(pair.local, pair.remote, [(0, 0, 100)])
     ticket = pair.source.transport.submit(pair.peer, writes, after=All((All((gpu,)), host)))
     host.fired = True
-    pair.log.add(pair.source.told())
+    pair.log.add(pair.source.events())
     assert ticket not in pair.log.ended
     gpu.fire()
     pair.succeed(ticket)
@@ -220,7 +220,7 @@ def test_an_event_that_fails_ends_its_ticket_and_nothing_was_written(pair: Pair)
 
     writes = batch(pair.local, pair.remote, [(0, 0, 100)])
     ticket = pair.source.transport.submit(pair.peer, writes, after=Fails())
-    pair.log.add(pair.source.told())
+    pair.log.add(pair.source.events())
     ended = pair.log.ended[ticket]
     assert ended.quiesced
     assert isinstance(ended.error, TransportError)
@@ -233,7 +233,7 @@ def test_a_driver_that_fails_ends_the_ticket_and_proves_nothing(pair: Pair, cuda
     """The bytes may still be moving: the ticket is not quiet, its source stays registered, close names it."""
     cuda.broken = {call}
     ticket = pair.submit((0, 0, 100))
-    pair.log.add(pair.source.told())
+    pair.log.add(pair.source.events())
     ended = pair.log.ended[ticket]
     assert not ended.quiesced
     assert "CUDA_ERROR_FAKE" in str(ended.error)
@@ -247,7 +247,7 @@ def test_what_is_mapped_is_given_back_when_nothing_uses_it(pair: Pair, cuda: Fak
     cuda.stuck = True
     ticket = pair.submit((0, 0, 100))
     pair.source.transport.disconnect(pair.peer)
-    pair.log.add(pair.source.told())
+    pair.log.add(pair.source.events())
     assert len(cuda.opened) == 1
     cuda.stuck = False
     pair.succeed(ticket)

@@ -25,7 +25,7 @@ def _pair(clock: FakeClock, inner: Transport) -> tuple[Pair, EmulatedWire]:
 
 
 def _ended(pair: Pair) -> list[Ticket]:
-    return [event.ticket for event in pair.source.told() if isinstance(event, WriteEnded)]
+    return [event.ticket for event in pair.source.events() if isinstance(event, WriteEnded)]
 
 
 def test_a_batch_ends_when_the_wire_would_have_brought_it() -> None:
@@ -117,7 +117,7 @@ def test_an_error_is_told_at_once_and_is_the_inner_transports() -> None:
     """Whoever waits for a wire must not wait for a failure."""
     pair, _ = _pair(FakeClock(), FaultyTransport(InprocTransport(), {0: Fault.REFUSED}.get))
     pair.submit((0, 0, N))
-    (event,) = pair.source.told()
+    (event,) = pair.source.events()
     assert isinstance(event, WriteEnded)
     assert "injected" in str(event.error)
 

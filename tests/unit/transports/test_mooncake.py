@@ -141,7 +141,7 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_
 
         def look() -> None:
             clock.advance(LOOK_S)
-            log.add(end.told())
+            log.add(end.events())
 
         def freeze() -> set[Ticket]:
             """Writes that the library has, and one that waits for them."""
@@ -170,7 +170,7 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_
         frozen.kill()
         wait(lambda: bool(log.heard), look, TIMEOUT_S, "the loss to be told")
         clock.advance(29.9)
-        log.add(end.told())
+        log.add(end.events())
         assert log.settled == stuck
         # The library takes a moment to see that its connections have ended.
         wait(lambda: log.settled == stuck | dead, look, TIMEOUT_S, "the writes to the dead to be settled")
@@ -194,7 +194,7 @@ def test_a_write_that_the_library_still_has_is_not_quiet_however_long_its_peer_h
 
         def look() -> None:
             clock.advance(LOOK_S)
-            log.add(end.told())
+            log.add(end.events())
             assert not [ticket for ticket in log.settled if singles.has(ticket)]
 
         target.pause()
@@ -248,7 +248,7 @@ def test_close_does_not_wait_for_a_stuck_write() -> None:
         stuck = [source.submit(peer, batch(local, remote, [(0, 0, 1 << 22)])) for _ in range(DEPTH)]
         queued = source.submit(peer, batch(local, remote, [(0, 0, 1)]))
         assert source.close(0.2) == tuple(stuck)
-        (ended,) = source.told()
+        (ended,) = source.events()
         assert isinstance(ended, WriteEnded)
         assert (ended.ticket, ended.quiesced) == (queued, True)
         assert "closed before it was written" in str(ended.error)
@@ -363,7 +363,7 @@ def test_a_peer_of_another_host_is_not_watched(pair: Pair) -> None:
 
     def write() -> WriteEnded:
         ticket = end.submit(peer, batch(local, pair.remote, [(0, 0, 100)]))
-        wait(lambda: ticket in log.ended, lambda: log.add(end.told()), TIMEOUT_S, "the ticket to end")
+        wait(lambda: ticket in log.ended, lambda: log.add(end.events()), TIMEOUT_S, "the ticket to end")
         return log.ended[ticket]
 
     assert write().error is None
@@ -467,9 +467,9 @@ def test_events_come_once(pair: Pair) -> None:
     """Tickets are Ended, once, in any order; nothing is Settled that was quiet."""
     tickets = [pair.submit((0, 0, 10)) for _ in range(3)]
     told: list[WriteEnded | Settled | Heard] = []
-    wait(lambda: len(told) >= 3, lambda: told.extend(pair.source.told()), TIMEOUT_S, "three events")
+    wait(lambda: len(told) >= 3, lambda: told.extend(pair.source.events()), TIMEOUT_S, "three events")
     assert sorted(told, key=str) == [WriteEnded(Ticket(t)) for t in tickets]
-    assert not pair.source.told()
+    assert not pair.source.events()
 
 
 @pytest.mark.parametrize("path", ["staged", "slice"])

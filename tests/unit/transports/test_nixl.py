@@ -18,7 +18,7 @@ from disagg_kv.errors import PeerLostError, RegistrationError, RemoteProtocolErr
 from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import U8, Buffer
 from disagg_kv.planning import Writes
-from disagg_kv.testing.ends import Child, End, HostMemory, Told
+from disagg_kv.testing.ends import Child, End, HostMemory, TransportEvent
 from disagg_kv.testing.pair import Log, batch, noise, same, wait
 from disagg_kv.testing.transport_events import Flag
 from disagg_kv.transports import (
@@ -79,10 +79,10 @@ def victim() -> Iterator[Child]:
     one.stop()
 
 
-def told(one: End, number: int) -> list[Told]:
+def collected(one: End, number: int) -> list[TransportEvent]:
     """What it tells, until it has told so much."""
-    found: list[Told] = []
-    wait(lambda: len(found) >= number, lambda: found.extend(one.told()), WAIT_S, f"{number} events")
+    found: list[TransportEvent] = []
+    wait(lambda: len(found) >= number, lambda: found.extend(one.events()), WAIT_S, f"{number} events")
     return found
 
 
@@ -114,7 +114,7 @@ def test_an_idle_peer_that_is_killed_is_reported_without_any_write(source: End, 
     descriptor = victim.descriptor()
     peer = source.connect(descriptor, WAIT_S)
     victim.kill()
-    assert told(source, 1) == [Heard(peer, None)]
+    assert collected(source, 1) == [Heard(peer, None)]
     with pytest.raises(PeerLostError):
         source.connect(descriptor, WAIT_S)
     source.transport.disconnect(peer)
@@ -126,7 +126,7 @@ def test_a_peer_that_cannot_be_watched_is_probed(source: End, target: End) -> No
     """As of another host; here its transport closes, its process lives."""
     peer = source.connect(target.descriptor(), WAIT_S)
     target.close(0.0)
-    assert told(source, 1) == [Heard(peer, None)]
+    assert collected(source, 1) == [Heard(peer, None)]
 
 
 def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: End) -> None:
@@ -135,7 +135,7 @@ def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: En
     region, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
     peer = source.connect(forged(target.descriptor(), process=elsewhere), WAIT_S)
     ticket = source.submit(peer, batch(region, there, [(0, 0, 100)]))
-    assert told(source, 1) == [WriteEnded(ticket)]
+    assert collected(source, 1) == [WriteEnded(ticket)]
     same(target.read(there), noise(100))
 
 
@@ -149,13 +149,13 @@ def test_writes_to_a_killed_peer_end_unquiet_and_settle_when_its_end_was_seen(so
     with pytest.raises(RegistrationError, match="not quiet"):
         source.drop(here)
     victim.kill()
-    wait(lambda: log.lost(peer), lambda: log.add(source.told()), WAIT_S, "the loss")
+    wait(lambda: log.lost(peer), lambda: log.add(source.events()), WAIT_S, "the loss")
     late = source.submit(peer, batch(here, there, [(0, 0, 10)]))
 
     def quiet() -> bool:
         return all(t in log.settled or (t in log.ended and log.ended[t].quiesced) for t in [*tickets, late])
 
-    wait(quiet, lambda: log.add(source.told()), WAIT_S, "every ticket to be quiet")
+    wait(quiet, lambda: log.add(source.events()), WAIT_S, "every ticket to be quiet")
     assert log.settled, "all were done before the kill"
     assert isinstance(log.ended[late].error, PeerLostError)
     assert log.ended[late].quiesced
@@ -178,9 +178,9 @@ def test_a_write_that_is_under_way_for_long_is_told_once(
     def messages() -> list[str]:
         return [record.getMessage() for record in caplog.records if "under way" in record.getMessage()]
 
-    wait(lambda: bool(messages()), lambda: log.add(source.told()), WAIT_S, "the warning")
+    wait(lambda: bool(messages()), lambda: log.add(source.events()), WAIT_S, "the warning")
     victim.resume()
-    wait(lambda: log.ended.keys() == set(tickets), lambda: log.add(source.told()), WAIT_S, "all to end")
+    wait(lambda: log.ended.keys() == set(tickets), lambda: log.add(source.events()), WAIT_S, "all to end")
     told_of = [message.split(",")[0] for message in messages()]
     assert set(told_of) <= {f"nixl: ticket {ticket}" for ticket in tickets}
     assert len(told_of) == len(set(told_of))
@@ -195,7 +195,7 @@ def test_close_names_what_is_in_flight_to_a_frozen_peer(source: End, victim: Chi
     tickets = [source.submit(peer, batch(here, there, [(0, 0, 8 * MIB)]), b"done") for _ in range(5)]
     source.transport.disconnect(peer)
     left = source.close(0.1)
-    ended = {event.ticket for event in source.told() if isinstance(event, WriteEnded)}
+    ended = {event.ticket for event in source.events() if isinstance(event, WriteEnded)}
     assert left
     assert set(left) | ended == set(tickets)
     victim.resume()
@@ -252,10 +252,10 @@ def test_memory_of_several_devices_goes_in_several_parts(source: End, target: En
     zero = np.zeros(4, np.int64)
     writes = Writes(local, zero, remote, zero, np.array([4096, 4096, 4096, 0], np.int64))
     ticket = source.submit(peer, writes, b"all")
-    (heard,) = told(target, 1)
+    (heard,) = collected(target, 1)
     assert isinstance(heard, Heard)
     assert heard.data == b"all"
-    assert told(source, 1) == [WriteEnded(ticket)]
+    assert collected(source, 1) == [WriteEnded(ticket)]
     for found, want in zip(memory[::-1], data, strict=True):
         same(found, want)
 
@@ -300,9 +300,9 @@ def test_an_empty_batch_needs_no_thread(source: End, target: End) -> None:
     at_once = 0
     for _ in range(50):
         ticket = source.submit(peer, batch(here, there, []))
-        found = list(source.told())
+        found = list(source.events())
         at_once += bool(found)
-        assert (found or told(source, 1)) == [WriteEnded(ticket)]
+        assert (found or collected(source, 1)) == [WriteEnded(ticket)]
     assert at_once
 
 
@@ -324,7 +324,7 @@ def test_what_waited_together_is_copied_by_the_caller_in_part_only(
     flag.happened = True
     ended = [event for event in source.transport.poll() if isinstance(event, WriteEnded)]
     assert mine.count(threading.get_ident()) <= nixl_worker.SMALL_BYTES // (8 * MIB)
-    ended += [event for event in told(source, 8 - len(ended)) if isinstance(event, WriteEnded)]
+    ended += [event for event in collected(source, 8 - len(ended)) if isinstance(event, WriteEnded)]
     assert {event.ticket for event in ended} == set(tickets)
     assert len(mine) == 8
     same(target.read(there), noise(8 * MIB))
@@ -342,7 +342,9 @@ def test_a_handle_that_the_library_keeps_is_no_matter(
     here, there = source.add(noise(100)), target.add(np.zeros(100, np.uint8))
     peer = source.connect(target.descriptor(), WAIT_S)
     tickets = [source.submit(peer, batch(here, there, [(0, 0, 100)])) for _ in range(20)]
-    assert sorted(told(source, 20), key=lambda event: getattr(event, "ticket", 0)) == [WriteEnded(t) for t in tickets]
+    assert sorted(collected(source, 20), key=lambda event: getattr(event, "ticket", 0)) == [
+        WriteEnded(t) for t in tickets
+    ]
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("cpu", 1), ("cuda", 0)])
@@ -369,7 +371,7 @@ def test_only_who_copies_in_the_call_that_begins_a_write_asks_at_once_whether_it
         worker._open.waiting.append(job)
         worker._post(job)
         assert len(asks) == asked
-    assert told(source, 1) == [WriteEnded(Ticket(1))]
+    assert collected(source, 1) == [WriteEnded(Ticket(1))]
 
 
 def test_who_looks_after_the_end_finds_nothing(source: End, caplog: pytest.LogCaptureFixture) -> None:
@@ -387,8 +389,8 @@ def test_a_notification_needs_no_data(source: End, target: End) -> None:
     """An empty batch may carry one."""
     peer = source.connect(target.descriptor(), WAIT_S)
     ticket = source.submit(peer, batch(RegionId(0), RegionId(0), []), b"alone")
-    assert told(source, 1) == [WriteEnded(ticket)]
-    (heard,) = told(target, 1)
+    assert collected(source, 1) == [WriteEnded(ticket)]
+    (heard,) = collected(target, 1)
     assert isinstance(heard, Heard)
     assert heard.data == b"alone"
     assert heard.peer == decode(source.descriptor(), "nixl").incarnation
@@ -409,14 +411,14 @@ def test_regions_that_were_taken_away_and_given_again_are_reached(source: End, c
     here, there = source.add(noise(MIB)), child.add(np.zeros(MIB, np.uint8))
     peer = source.connect(child.descriptor(), WAIT_S)
     source.submit(peer, batch(here, there, [(0, 0, MIB)]))
-    told(source, 1)
+    collected(source, 1)
     child.drop(there)
     again = child.add(np.zeros(MIB, np.uint8))
     assert source.connect(child.descriptor(), WAIT_S) == peer
     with pytest.raises(RegistrationError):
         source.submit(peer, batch(here, there, [(0, 0, 1)]))
     source.submit(peer, batch(here, again, [(0, 0, MIB)]))
-    assert [event.error for event in told(source, 1) if isinstance(event, WriteEnded)] == [None]
+    assert [event.error for event in collected(source, 1) if isinstance(event, WriteEnded)] == [None]
     same(child.read(again), noise(MIB))
     child.close(0.0)
 
@@ -429,7 +431,7 @@ def test_30000_writes_are_posted_by_threads_of_the_library_if_asked(child: Child
         here, there = one.add(noise(30000 * 16)), child.add(np.zeros(30000 * 16, np.uint8))
         peer = one.connect(child.descriptor(), WAIT_S)
         one.submit(peer, batch(here, there, [(16 * i, 16 * i, 8) for i in range(30000)]))
-        assert [event.error for event in told(one, 1) if isinstance(event, WriteEnded)] == [None]
+        assert [event.error for event in collected(one, 1) if isinstance(event, WriteEnded)] == [None]
         want = noise(30000 * 16).reshape(-1, 16).copy()
         want[:, 8:] = 0
         same(child.read(there), want.reshape(-1))
@@ -473,7 +475,7 @@ def test_another_process_under_the_name_of_a_peer_is_refused(source: End, target
         source.connect(forged(target.descriptor(), process=another), WAIT_S)
     assert source.connect(target.descriptor(), WAIT_S) == peer
     source.submit(peer, batch(here, there, [(0, 0, 100)]))
-    assert [event.error for event in told(source, 1) if isinstance(event, WriteEnded)] == [None]
+    assert [event.error for event in collected(source, 1) if isinstance(event, WriteEnded)] == [None]
     same(target.read(there), noise(100))
 
 
@@ -504,4 +506,4 @@ def test_a_ticket_to_a_peer_that_was_forgotten_still_ends(source: End, target: E
         ticket = source.submit(peer, batch(here, there, [(0, 0, 32 * MIB)]))
         source.transport.disconnect(peer)
         assert source.connect(target.descriptor(), WAIT_S) == peer
-        assert told(source, 1) == [WriteEnded(ticket)]
+        assert collected(source, 1) == [WriteEnded(ticket)]
