@@ -32,7 +32,7 @@ BUGS: Sequence[Mutant] = (
            "if w.rank in part.arrived:\n        part.staged |= set(part.writers) - part.arrived\n"
            "        part.arrived |= set(part.writers)"),
     Mutant("a late staging request gets a lease again",
-           RECEIVE + "_part", "self._parts.has_landed(segment)", "False"),
+           RECEIVE + "_part", "self.inbound.has_landed(segment)", "False"),
     Mutant("a segment is sent again to a destination that has it",
            MOVER + "_gathered", "in posts:", "in [*posts, *posts]:"),
     Mutant("links to dead subscribers are kept for ever",
@@ -92,7 +92,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("what was prepared in vain is not given back",
            LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",
-           RECEIVE + "_check_landed", "if not complete or self._parts.scattering:",
+           RECEIVE + "_check_landed", "if not complete or self.inbound.scattering:",
            "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.LANDED\n"
            "        self._out.append(CastVote(True, ''))\n    if True:"),
     Mutant("a room is judged when all are done, although notices are missing",
@@ -268,7 +268,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a slot that is still read counts as the bytes of one write",
            WRITES + "owed", "(self._slots.slot_bytes, 0)", "(post.transfer.nbytes, 0)"),
     Mutant("who may still write to exposed pages is not listed",
-           RECEIVE + "owed", "if self._owes(w)]", "if self._parts.leased(w.rank)]"),
+           RECEIVE + "owed", "if self._owes(w)]", "if self.inbound.leased(w.rank)]"),
     Mutant("the digits that an error prints are not those that an operator may give",
            ROSTER + "find", "bytes.fromhex(named)", "named.encode()[:16]"),
     Mutant("a life that was seen to end is listed as there",

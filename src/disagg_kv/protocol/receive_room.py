@@ -113,7 +113,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
         self._writers: dict[Epoch, Writer] = {}
-        self._parts = InboundSegments()
+        self.inbound = InboundSegments()
         self._stop: int | None = None
         self._exposed = False
         self._declined = False
@@ -140,19 +140,9 @@ class ReceiveRoom(Machine[Receiving]):
         """Whether neither this rank nor a peer reads or writes the room's pages any more."""
         if self.state is Receiving.CLOSED:
             return True
-        if self.state is not Receiving.DRAINING or self._parts.scattering:
+        if self.state is not Receiving.DRAINING or self.inbound.scattering:
             return False
         return not any(self._may_touch_pages(w) for w in self._writers.values())
-
-    @property
-    def segments_landed(self) -> int:
-        """Segments whose rows are in our pages."""
-        return self._parts.segments_landed
-
-    @property
-    def bytes_landed(self) -> int:
-        """Bytes of those segments."""
-        return self._parts.bytes_landed
 
     @property
     def writers(self) -> tuple[Epoch, ...]:
@@ -161,7 +151,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def inspect(self) -> ReceiveInspection:
         """Its accounts as they are, for tests and for the simulator; live, and read only."""
-        return ReceiveInspection(self._writers, self._parts, self._exposed)
+        return ReceiveInspection(self._writers, self.inbound, self._exposed)
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
@@ -231,7 +221,7 @@ class ReceiveRoom(Machine[Receiving]):
         if self.paths[w.rank] != event.path or event.path not in self._awaited.paths:
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} must not use path {event.path!r}"))
             return
-        if w.open >= self._options.window and Segment(*event.segment) not in self._parts:
+        if w.open >= self._options.window and Segment(*event.segment) not in self.inbound:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
             self._send(w, Queued(**self._to(w), segment=event.segment))
             return
@@ -265,16 +255,16 @@ class ReceiveRoom(Machine[Receiving]):
         rows = range(self._intake.floor(a.start), a.most if self._stop is None else self._stop)
         try:
             segment = segment_from_wire(box)
-            if segment not in self._parts and self._parts.has_landed(segment):
+            if segment not in self.inbound and self.inbound.has_landed(segment):
                 self._landed(w, segment)
                 return None
-            return self._parts.find(segment, w.rank, w.epoch, self._intake, rows)
+            return self.inbound.find(segment, w.rank, w.epoch, self._intake, rows)
         except (RemoteProtocolError, GeometryError) as exc:
             self._fail(RemoteProtocolError(f"{self._name()}: {exc}"))
             return None
 
     def _on_leased(self, event: Leased) -> None:
-        part = self._parts[event.segment]
+        part = self.inbound[event.segment]
         part.lease = event.lease
         for w in self._writers.values():
             if w.rank in part.asked:
@@ -302,7 +292,7 @@ class ReceiveRoom(Machine[Receiving]):
         """A writer returns what it was granted."""
         w, segment = self._writers[Epoch(event.src)], Segment(*event.segment)
         self._send(w, Returned(**self._to(w), segment=event.segment, ask=event.ask))
-        part = self._parts.get(segment)
+        part = self.inbound.get(segment)
         if part is None or w.rank in part.arrived or part.asks.get(w.rank) != event.ask:
             return
         part.asked.discard(w.rank)
@@ -350,16 +340,16 @@ class ReceiveRoom(Machine[Receiving]):
         w.open -= w.rank in part.asks
 
     def _on_scattered(self, event: Scattered) -> None:
-        self._parts[event.segment].scattering = False
+        self.inbound[event.segment].scattering = False
         if event.error is not None:
             self._fail(ours(event.error, f"{self._name()}: scatter of {event.segment} failed"))
             return
         self._finish_part(event.segment)
 
     def _finish_part(self, segment: Segment) -> None:
-        self._parts.land(segment)
-        if self._release(segment, self._parts[segment]):
-            self._parts.drop(segment)
+        self.inbound.land(segment)
+        if self._release(segment, self.inbound[segment]):
+            self.inbound.drop(segment)
         self._check_landed()
 
     def _on_aux_part(self, event: AuxPart) -> None:
@@ -394,10 +384,10 @@ class ReceiveRoom(Machine[Receiving]):
         assert self._awaited is not None
         assert self._intake is not None
         complete = all(w.complete for w in self._writers.values())
-        if not complete or self._parts.scattering:
+        if not complete or self.inbound.scattering:
             return
         assert self._stop is not None
-        missing = self._parts.missing(self._intake, RowRange(self._awaited.start, self._stop))
+        missing = self.inbound.missing(self._intake, RowRange(self._awaited.start, self._stop))
         if missing:
             what = f"{'states of ' if missing[0].state else ''}layers {missing[0].layers}"
             self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))
@@ -468,13 +458,11 @@ class ReceiveRoom(Machine[Receiving]):
             self._fail(ours(event.error, self._name()))
 
     def _on_lost_landed(self, event: Lost) -> None:
-        w = self._writers.get(event.peer)
-        if w is not None:
+        if (w := self._writers.get(event.peer)) is not None:
             w.lost = True
 
     def _on_gone(self, event: Gone) -> None:
-        w = self._writers.get(event.peer)
-        if w is not None:
+        if (w := self._writers.get(event.peer)) is not None:
             w.gone = True
 
     def _on_cancel(self, event: Cancel) -> None:
@@ -489,7 +477,7 @@ class ReceiveRoom(Machine[Receiving]):
             w.aux.clear()
         self._out.append(CastVote(False, str(error)))
         self._tell_abort()
-        self._out += [Quarantine(segment) for segment in self._parts if self._parts[segment].lease is not None]
+        self._out += [Quarantine(segment) for segment in self.inbound if self.inbound[segment].lease is not None]
         self._settle()
 
     def _tell_abort(self) -> None:
@@ -510,19 +498,18 @@ class ReceiveRoom(Machine[Receiving]):
         self._send(w, Abort(**self._to(w), reason=words(self.error)))
 
     def _on_leased_late(self, event: Leased) -> None:
-        """No writer knows of this lease."""
-        self._out.append(Free(event.segment))
+        self._out.append(Free(event.segment))  # no writer knows of it
 
     def _on_late_chunk(self, event: ChunkReady) -> None:
         w = self._writers[Epoch(event.src)]
-        part = self._parts.get(Segment(*event.segment))
+        part = self.inbound.get(Segment(*event.segment))
         if part is not None and event.lease is not None and part.granted(w.rank, event.lease):
             if w.rank not in part.arrived:
                 self._arrive(part, w)
             self._settle()
 
     def _on_scattered_late(self, event: Scattered) -> None:
-        self._parts[event.segment].scattering = False
+        self.inbound[event.segment].scattering = False
         self._settle()
 
     def _on_late_done(self, event: Done) -> None:
@@ -561,18 +548,18 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _owes(self, w: Writer) -> bool:
         """Whether this writer may still write to memory of ours."""
-        return self._may_touch_pages(w) or (not w.evidence and self._parts.leased(w.rank) > 0)
+        return self._may_touch_pages(w) or (not w.evidence and self.inbound.leased(w.rank) > 0)
 
     def owed(self) -> dict[Epoch, tuple[int, bool]]:
         """For each writer that may still write to memory of this failed room: bytes of leases, and whether to pages."""
         owing = [w for w in self._writers.values() if self._owes(w)]
-        return {w.epoch: (self._parts.leased(w.rank), self._may_touch_pages(w)) for w in owing}
+        return {w.epoch: (self.inbound.leased(w.rank), self._may_touch_pages(w)) for w in owing}
 
     def _settle(self) -> None:
         """Release what no writer can reach any more; close when nothing is left."""
-        for segment in self._parts:
-            if self._release(segment, self._parts[segment]):
-                self._parts.drop(segment)
+        for segment in self.inbound:
+            if self._release(segment, self.inbound[segment]):
+                self.inbound.drop(segment)
         # A room that decode declined waits until it has sent its abort to prefill, or prefill cannot be reached.
         ended = bool(self._writers) or not self._declined
         for w in self._writers.values():
@@ -580,7 +567,7 @@ class ReceiveRoom(Machine[Receiving]):
                 self._repeat.stop(("abort", w.rank))
             else:
                 ended = False
-        if ended and not any(self._parts):
+        if ended and not any(self.inbound):
             self.state = Receiving.CLOSED
 
     def _release(self, segment: Segment, part: InboundSegment) -> bool:
@@ -608,6 +595,6 @@ class ReceiveRoom(Machine[Receiving]):
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
         live = self.error is None
-        self._parts.check_integrity({w.rank: w.open for w in self._writers.values()} if live else None)
-        assert self.state is not Receiving.CLOSED or not any(self._parts)
+        self.inbound.check_integrity({w.rank: w.open for w in self._writers.values()} if live else None)
+        assert self.state is not Receiving.CLOSED or not any(self.inbound)
         assert live or self.state in (Receiving.DRAINING, Receiving.CLOSED)

@@ -108,9 +108,9 @@ def test_distinct_writers_are_counted_and_a_repeated_notice_is_only_acknowledged
     assert only(effects, Scatter) == [Scatter(A, {Rank(0): 70000 - 65536, Rank(1): 70000 - 65536 + 1024})]
     assert only(room.say(chunk(1), chunk(0)), Scatter) == []
     assert only(room.say(Scattered(A)), Free) == [Free(A)]
-    assert (room.machine.segments_landed, room.machine.bytes_landed) == (1, 2048)
+    assert (room.machine.inbound.segments_landed, room.machine.inbound.bytes_landed) == (1, 2048)
     assert sent(room.say(chunk(0), chunk(1))) == [(0, Landed), (1, Landed)]
-    assert room.machine.segments_landed == 1
+    assert room.machine.inbound.segments_landed == 1
 
 
 def test_a_request_reserves_once_for_the_first_asker_and_grants_each_its_part() -> None:

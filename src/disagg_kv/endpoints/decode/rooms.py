@@ -472,8 +472,8 @@ class DecodeSide:
         machine, report = room.machine, room.handle.report
         if machine.error is not None:
             self._hold(room)
-        report.segments, report.nbytes = machine.segments_landed, machine.bytes_landed
-        report.path = machine.path or ("exposed pages" if machine.segments_landed else "")
+        report.segments, report.nbytes = machine.inbound.segments_landed, machine.inbound.bytes_landed
+        report.path = machine.path or ("exposed pages" if machine.inbound.segments_landed else "")
         released = machine.released and room.checking is None
         if released and "total" not in report.seconds:
             report.spend("total", self._loop.now - room.opened)

@@ -14,6 +14,7 @@ from ...protocol import RoomKey
 from ..api import PeerInfo
 from .admission import Admission
 from .construction import Parts
+from .environment import helpers
 from .event_loop import EventLoop
 from .handle import ChangeQueue, RoomHandle
 from .handshake import EndpointInfo
@@ -63,7 +64,7 @@ class Endpoint(Generic[H, S]):
             parts.observer,
             environment.clock,
             environment.sleep,
-            environment.helpers,
+            partial(helpers, environment),
             build,
         )
         name = f"disagg_kv {me.instance}/{me.rank}"

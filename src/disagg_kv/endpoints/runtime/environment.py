@@ -43,17 +43,19 @@ class Environment:
         if self.background is not None:
             arguments.function(self.background, "background")
 
-    def helpers(self, name: str, most: int) -> Background:
-        """Helpers that run at most ``most`` calls at a time.
 
-        Raises:
-            ConfigurationError: ``background`` raises, or returns no helper.
-        """
-        if self.background is None:
-            return HelperThreads(name, most) if self.thread else inline(name, most)
-        try:
-            made = self.background(name, most)
-        except Exception as exc:
-            raise arguments.wrong("background", self.background, "a function that makes helpers is needed") from exc
-        arguments.methods(made, "background", "what runs calls", "start", "close")
-        return made
+def helpers(environment: Environment, name: str, most: int) -> Background:
+    """Helpers that run at most ``most`` calls at a time.
+
+    Raises:
+        ConfigurationError: ``background`` raises, or returns no helper.
+    """
+    background = environment.background
+    if background is None:
+        return HelperThreads(name, most) if environment.thread else inline(name, most)
+    try:
+        made = background(name, most)
+    except Exception as exc:
+        raise arguments.wrong("background", background, "a function that makes helpers is needed") from exc
+    arguments.methods(made, "background", "what runs calls", "start", "close")
+    return made

@@ -39,9 +39,7 @@ class ReusedIds:
         self._begin = begin
         self._random = random.Random(f"reused ids {world.scenario.seed}")
         scenario = world.scenario
-        kept = (
-            scenario.conversations or scenario.model.states is not None
-        )
+        kept = scenario.conversations or scenario.model.states is not None
         self._ids: dict[Epoch, deque[RoomId]] = {}
         self._left = MOST if FaultClass.REUSED in scenario.faults and not kept else 0
 
