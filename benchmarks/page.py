@@ -371,7 +371,7 @@ def gpu_paths(found: Found) -> str:
     ]
     what = f"`{slices['transport']}`, TP {slices['tp']}, {slices['tokens']:,} tokens, {slices['bytes'] >> 20:,} MiB."
     wire = (
-        "In a further run of `staged`, gather and scatter copy nothing. Its wire phase has "
+        "With gather and scatter disabled, `staged` reaches "
         f"{staged['share_of_wire']:.0%} of the speed of plain copies."
     )
     return f"{what} {wire}\n\n{table(rows)}"

@@ -134,7 +134,10 @@ class Handle(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """State of the room. ``DONE`` and ``FAILED`` are final, and equal on all ranks of the instance."""
+        """State of the room. ``DONE`` and ``FAILED`` are final.
+
+        Ranks of an instance agree on them, except in two cases when rank 0 is lost; docs/protocol.md names them.
+        """
         ...
 
     @property
@@ -289,7 +292,7 @@ class Sender(Protocol):
             total_s: seconds after which the room fails; None: as in the endpoint's options.
 
         Raises:
-            ConfigurationError: another id, or a time that is not positive and finite.
+            ConfigurationError: an id that is not 1 to 64 bytes, or a time that is not positive and finite.
             LocalProtocolError: the id was used before, or the endpoint is closed.
             QuarantineFullError: too much staging memory waits for evidence.
             SupersededError: another process has taken the place of this rank.
@@ -303,7 +306,7 @@ class Sender(Protocol):
 
         Args:
             chunks: per room ``stop`` and ``pages``, as for :meth:`Delivery.send_chunk`.
-            uses: features that the engine uses in this pass. Some of them forbid to send single layers.
+            uses: features that the engine uses in this pass. Some features forbid layer groups.
 
         Raises:
             GeometryError: as :meth:`Delivery.send_chunk`.

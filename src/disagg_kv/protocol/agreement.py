@@ -8,10 +8,10 @@ Theory of operation
 rank; the rank's epoch and the room's generation number it. These numbers matter only if an engine opens an id twice:
 rank 0 keeps one use per rank and fails every other one by name. A second use never gets the outcome of the first.
 
-*Votes.* Rank 0 counts. Each other rank (a follower) sends a ``Vote`` to rank 0 when its engine opens the room
-(``ok`` is None), and another one when it knows its own outcome. It repeats the latest vote until it has the
-``Decision``; once rank 0 has acknowledged an open room, it repeats rarely. A success may become a failure until it is
-decided, because aux data may fail to be stored after the rows have landed. A failure never becomes a success.
+*Votes.* Rank 0 counts. Each other rank (a follower) sends a ``Vote`` to rank 0 when its engine opens the room (``ok``
+is None), and another one when it knows its own outcome. It repeats the latest vote until it has the ``Decision``; once
+rank 0 has acknowledged an open room, it repeats rarely. Until the decision, an abort, a deadline or the engine may turn
+a success vote into a failure vote. A failure never becomes a success.
 
 *Decisions.* Rank 0 decides failure at the first vote against the room, or when it loses a rank whose success it does
 not have. It decides success when it has the success of every rank. It sends each decision once to every rank that has
@@ -26,14 +26,15 @@ vote gets the outcome of its own use, and never begins a room.
 a ``Decision`` says whether the engine of rank 0 has opened the room, and a follower that loses rank 0 acts on that:
 
 - Rank 0 had opened the room, or this rank has voted against it: the room fails at once.
-- Otherwise the room waits ``closed_s`` for a life of rank 0 that opens it. Then this rank votes against it.
+- Otherwise the room waits for a life of rank 0 that opens it. If none does within ``closed_s``, this rank votes against
+  the room.
 - A room that begins while rank 0 is lost waits ``silence_s`` in the same way.
 
 Without any rank 0 a vote against a room ends it here at once: no success is possible any more, because this rank does
 not vote for the room again. The follower keeps the last ``tombstones`` of such votes for the next life of rank 0.
 
-*Two lives of one rank.* The youngest life of a rank counts. Rank 0 fails what an elder life begins, and still takes the
-elder's votes on rooms that it had begun before.
+*Two lives of one rank.* The newest life of a rank counts. Rank 0 fails what an older life begins, and still takes the
+older one's votes on rooms that it had begun before.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from attrs import Factory, define, frozen
 from ..ids import Epoch, Generation, Rank, RoomId
 from .base import Decided, Options, RoomKey, Send
 from .frames import Decision, Vote, words
-from .retry import Repeater
+from .repeater import Repeater
 from .tombstones import RoomOutcome, Tombstones
 
 LATE = "rank 0 of our instance was lost, and no other life of it has opened the room in time"

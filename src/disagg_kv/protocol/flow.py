@@ -1,4 +1,8 @@
-"""A room on one prefill rank: its rows as the engine adds them, and one flow towards each decode rank."""
+"""The flow of one room from one prefill rank to one decode rank.
+
+It requests leases, orders transfers and announces writes. :mod:`.tables` names the method ``_on_...`` for each pair of
+state and event.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ from .frames import (
     words,
 )
 from .machine import Machine, ours
-from .retry import Repeater
+from .repeater import Repeater
 from .rows import Readiness
 from .tables import SENDING, Sending
 from .wire import segment_to_wire
@@ -286,7 +290,7 @@ class Flow(Machine[Sending]):
         self._repeat.stop(("return", Segment(*event.segment)))
 
     def _transfer(self, segment: Segment, part: _OutboundSegment) -> None:
-        """The transfer queue drops what it has already, so a repeated Transfer is harmless."""
+        """A repetition is harmless: the queue replaces a pending one, and ``begin`` rejects one that has started."""
         self._out.append(self._of(segment, part))
 
     def _of(self, segment: Segment, part: _OutboundSegment) -> Transfer:

@@ -259,7 +259,7 @@ class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=14):
-    """Prefill -> decode: every write of this room is quiet and none follows; repeated until ``DrainedAck``."""
+    """Prefill -> decode: my writes of this room to you are quiet and none follows; repeated until ``DrainedAck``."""
 
     reason: Text
 

@@ -10,16 +10,19 @@ I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair
   segment on exposed pages has no lease, and is scattered only where it is compared.
 * ``LANDED``: every writer is done, all that it announced has arrived, and the landed rows are exactly those awaited.
   This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against.
-* ``CLOSED``: the ranks have decided, and every lease is free.
+* ``CLOSED``: every lease is free. The ranks have decided success, or the room failed and no abort is pending.
 * ``DRAINING``: the room has failed. Its phase is final at once, but its memory is not free: a write may be under way.
 
 Every frame may be lost, repeated or late, so each handler accepts repetitions. A request is numbered (``ask``): one
 that was given back does not get a lease again. Rows come as rectangles of rows and layers that must not overlap.
 
-Memory comes back on evidence only. A lease may be reused once each writer that may write to it has announced its part,
-or is proved to write nothing more: it sent ``Drained``, or its process has ended and ``drain_s`` has passed. A lost
-connection proves nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and
-:meth:`ReceiveRoom._release` is the one place that asks it and frees. Exposed pages follow the same rule by room:
+Memory comes back on evidence only. A lease is reusable when no scatter reads it, no staged byte is needed, and each
+writer that has its grant has announced its part, returned the grant, or is proved to write nothing more. The proof is
+``Drained``, a fence of the transport, or the end of its process and ``drain_s`` after it. A lost connection proves
+nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and
+only
+:meth:`ReceiveRoom._release` asks it. Leases that no writer knows are freed at once: ``_on_leased_late``, and
+``DecodeSide._grant``. Exposed pages follow the same rule by room:
 :attr:`ReceiveRoom.released` says when the engine may free them.
 """
 
@@ -85,7 +88,7 @@ from .frames import (
 from .inbound import InboundSegment, InboundSegments
 from .inspection import ReceiveInspection
 from .machine import Machine, ours
-from .retry import Repeater
+from .repeater import Repeater
 from .tables import RECEIVING, Receiving
 from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire

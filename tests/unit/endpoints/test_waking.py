@@ -209,7 +209,7 @@ def test_a_group_is_complete_without_the_layers_that_keep_a_state_alone() -> Non
     house.rig.quiet()
 
 
-class Office:
+class Commands:
     """Notes what a pass says."""
 
     def __init__(self) -> None:
@@ -236,10 +236,10 @@ ROOM = RoomKey(RoomId(b"room"), Generation(1))
 HALVES = {frozenset(LAYERS[:2]), frozenset(LAYERS[2:])}
 
 
-def a_pass(*, traced: bool = False) -> tuple[Office, LayerGroups, ForwardPass]:
+def a_pass(*, traced: bool = False) -> tuple[Commands, LayerGroups, ForwardPass]:
     """A pass over one room, whose groups are not known yet."""
-    office, cuts = Office(), LayerGroups([ROOM], frozenset(LAYERS))
-    return office, cuts, ForwardPass([], LAYERS, office, cuts, layered=True, traced=traced)  # type: ignore[arg-type]
+    commands, cuts = Commands(), LayerGroups([ROOM], frozenset(LAYERS))
+    return commands, cuts, ForwardPass([], LAYERS, commands, cuts, layered=True, traced=traced)  # type: ignore[arg-type]
 
 
 class Marks:
@@ -254,27 +254,27 @@ class Marks:
 
 
 def test_each_layer_with_an_event_wakes_where_a_trace_shows_it() -> None:
-    office, cuts, step = a_pass(traced=True)
+    commands, cuts, step = a_pass(traced=True)
     cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
     for layer in LAYERS:
         step.layer_ready(layer, Flag())
-        assert office.said[-2:] == [f"final [{layer}]", "wake"], "first said, then woken"
+        assert commands.said[-2:] == [f"final [{layer}]", "wake"], "first said, then woken"
     step.close()
-    assert office.said[-2:] == ["final []", "closed"]
+    assert commands.said[-2:] == ["final []", "closed"]
 
 
 def test_only_what_completes_a_group_is_marked() -> None:
     """An event takes time; behind it all is final that the device was asked to do before."""
-    office, cuts, step = a_pass()
+    commands, cuts, step = a_pass()
     cuts.add(ROOM, HALVES, decided=True)
     marks, made = Marks(), []
     for layer in LAYERS:
         assert step.layer_ready(layer, marks)
         made.append(marks.made)
     assert made == [0, 1, 1, 2]
-    assert office.said == ["begun", "final [0, 1]", "wake", "final [2, 3]", "wake"]
+    assert commands.said == ["begun", "final [0, 1]", "wake", "final [2, 3]", "wake"]
     step.close(Flag())
-    assert office.said[-2:] == ["final []", "closed"]
+    assert commands.said[-2:] == ["final []", "closed"]
 
 
 @pytest.mark.parametrize("event", [None, Flag()])
@@ -283,71 +283,71 @@ def test_nothing_is_marked_or_said_where_all_layers_are_one_group(event: Event |
 
     That of ``close`` may be another stream's than the layers'.
     """
-    office, cuts, step = a_pass()
+    commands, cuts, step = a_pass()
     cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
     marks = Marks()
     for layer in LAYERS:
         assert not step.layer_ready(layer, marks)
-    assert (office.said, marks.made) == (["begun"], 0)
+    assert (commands.said, marks.made) == (["begun"], 0)
     step.close(event)
     assert marks.made == 1
-    assert "final [0, 1, 2, 3]" in office.said
-    assert office.said[-1] == "closed"
-    assert "wake" not in office.said
+    assert "final [0, 1, 2, 3]" in commands.said
+    assert commands.said[-1] == "closed"
+    assert "wake" not in commands.said
 
 
 def test_a_function_that_makes_no_event_is_refused() -> None:
     """None would say that rows are final now, which are not computed yet; the layer can be announced again."""
-    office, cuts, step = a_pass()
+    commands, cuts, step = a_pass()
     cuts.add(ROOM, HALVES, decided=True)
     step.layer_ready(LAYERS[0], lambda: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigurationError, match="ready: what the function made: an event is needed, not None"):
         step.layer_ready(LAYERS[1], lambda: None)  # type: ignore[arg-type,return-value]
-    assert office.said == ["begun"]
+    assert commands.said == ["begun"]
     step.layer_ready(LAYERS[1], Marks())
-    assert office.said == ["begun", "final [0, 1]", "wake"]
+    assert commands.said == ["begun", "final [0, 1]", "wake"]
     step.layer_ready(LAYERS[2], lambda: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(ConfigurationError, match="an event is needed"):
         step.close()
-    assert office.said[-1] == "wake"
+    assert commands.said[-1] == "wake"
 
 
 def test_each_layer_is_marked_until_it_is_known_how_all_rooms_are_cut() -> None:
     """A host that runs ahead of its GPU has asked for all layers before decode asks; groups cross all the same."""
-    office, cuts, step = a_pass()
+    commands, cuts, step = a_pass()
     marks = Marks()
     step.layer_ready(LAYERS[0], marks)
     step.layer_ready(LAYERS[1], marks)
-    assert office.said == ["begun", "final [0]", "final [1]"]
+    assert commands.said == ["begun", "final [0]", "final [1]"]
     cuts.add(ROOM, HALVES, decided=False)
     step.layer_ready(LAYERS[2], marks)
     assert marks.made == 3
     cuts.add(ROOM, HALVES, decided=True)
     step.layer_ready(LAYERS[3], marks)
     assert marks.made == 4
-    assert office.said[3:] == ["final [2]", "final [3]", "wake"]
+    assert commands.said[3:] == ["final [2]", "final [3]", "wake"]
 
 
 def test_layers_that_are_not_marked_are_final_with_the_rest_of_the_pass() -> None:
-    office, cuts, step = a_pass()
+    commands, cuts, step = a_pass()
     cuts.add(ROOM, HALVES, decided=True)
     marks = Marks()
     for layer in LAYERS[:3]:
         step.layer_ready(layer, marks)
     step.close(Flag())
     assert marks.made == 2
-    assert office.said[-3:] == ["final [2]", "final [3]", "closed"]
+    assert commands.said[-3:] == ["final [2]", "final [3]", "closed"]
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_an_engine_may_leave_out_the_layers_of_which_none_matters(given: bool) -> None:
     """They are final behind the event that close is given; without one behind what their stream was asked for."""
-    office, cuts, step = a_pass()
+    commands, cuts, step = a_pass()
     cuts.add(ROOM, [frozenset(LAYERS)], decided=True)
     marks, event = Marks(), Flag()
     assert not step.layer_ready(LAYERS[0], marks)
     step.close(event if given else None)
     assert marks.made == 1
-    assert None not in office.events
-    assert (event in office.events) == given
-    assert office.said[-1] == "closed"
+    assert None not in commands.events
+    assert (event in commands.events) == given
+    assert commands.said[-1] == "closed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from disagg_kv.ids import Epoch, Generation
 from disagg_kv.protocol import Options, RoomOutcome, Send, Tombstones
 from disagg_kv.protocol.frames import Heartbeat
-from disagg_kv.protocol.retry import Repeater
+from disagg_kv.protocol.repeater import Repeater
 from disagg_kv.protocol.tombstones import BLOCK, GENERATIONS
 
 PEER, OTHER = Epoch(bytes(16)), Epoch(bytes([1] * 16))

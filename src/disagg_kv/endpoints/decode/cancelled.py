@@ -16,7 +16,7 @@ from ...ids import Epoch
 from ...protocol import Options, RoomKey, Send
 from ...protocol.flow import room_head
 from ...protocol.frames import Abort, words
-from ...protocol.retry import Repeater
+from ...protocol.repeater import Repeater
 from ..runtime.handshake import RemoteEndpoint
 
 

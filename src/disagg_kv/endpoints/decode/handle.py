@@ -66,14 +66,14 @@ class ReceptionHandle(RoomHandle):
     """A room on a decode rank; see :class:`~disagg_kv.endpoints.api.Reception`."""
 
     def __init__(
-        self, key: RoomKey, pool: MemoryPool, office: DecodeCommands, selection: Selection, verify: Verify = "off"
+        self, key: RoomKey, pool: MemoryPool, commands: DecodeCommands, selection: Selection, verify: Verify = "off"
     ) -> None:
         super().__init__(key.room)
         self._verify: Verify = verify
         self._selection = selection
         self._key = key
         self._pool = pool
-        self._office = office
+        self._commands = commands
         self._expected = False
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
@@ -85,9 +85,9 @@ class ReceptionHandle(RoomHandle):
         checked = self._checked(where, wanted)
         if wanted.aux is not None:
             self._pool.read_aux(wanted.aux)
-        with self._office.admission.enter(where):
+        with self._commands.admission.enter(where):
             self._expected = True
-            self._office.expect(self._key, checked)
+            self._commands.expect(self._key, checked)
         return {g.id: checked.start for g in self._pool.site.token_groups}
 
     def _checked(self, where: str, wanted: Expectation) -> CheckedExpectation:
@@ -114,6 +114,6 @@ class ReceptionHandle(RoomHandle):
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
-        if not self._office.admission.ended:
+        if not self._commands.admission.ended:
             with suppress(EndpointBrokenError):  # which has failed the room
-                self._office.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))
+                self._commands.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))

@@ -85,11 +85,11 @@ class PrefillCommands(Protocol):
 class DeliveryHandle(RoomHandle):
     """A room on a prefill rank; see :class:`~disagg_kv.endpoints.api.Delivery`."""
 
-    def __init__(self, key: RoomKey, pool: MemoryPool, office: PrefillCommands) -> None:
+    def __init__(self, key: RoomKey, pool: MemoryPool, commands: PrefillCommands) -> None:
         super().__init__(key.room)
         self._key = key
         self._pool = pool
-        self._office = office
+        self._commands = commands
         self._held: Mapping[GroupId, int] | None = None
         self._stop = 0
         self._given = 0
@@ -126,8 +126,8 @@ class DeliveryHandle(RoomHandle):
         stop = arguments.count(stop, "stop")
         arguments.event(ready, "ready")
         tables = self.checked(stop, pages)
-        with self._office.admission.enter(f"room {self.room.hex()}"):
-            self._office.send(self.taken(stop, tables), ready)
+        with self._commands.admission.enter(f"room {self.room.hex()}"):
+            self._commands.send(self.taken(stop, tables), ready)
 
     def checked(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
         """The tables of the next rows, or an error; nothing has happened yet.
@@ -192,14 +192,14 @@ class DeliveryHandle(RoomHandle):
                 return machine.cancel(ours(exc, f"room {self.room.hex()}: aux data could not be read"), now)
             return machine.finish(stop, data, tag, now, states)
 
-        with self._office.admission.enter(f"room {self.room.hex()}"):
+        with self._commands.admission.enter(f"room {self.room.hex()}"):
             self._finished = self._ended = True
-            self._office.change(self._key, act, ready)
+            self._commands.change(self._key, act, ready)
 
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""
         fired = HostEvent()
-        with self._office.admission.enter(f"room {self.room.hex()}"):
+        with self._commands.admission.enter(f"room {self.room.hex()}"):
             if self.released:
                 fired.set()
                 return fired
@@ -209,16 +209,16 @@ class DeliveryHandle(RoomHandle):
             self._again = {}
             if self._pool.site.state_groups:
                 self._finished = False
-            self._office.withdraw(self._key, fired)
+            self._commands.withdraw(self._key, fired)
         return fired
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
         error = AbortedError(f"room {self.room.hex()}: {reason}")
-        if not self._office.admission.ended:
+        if not self._commands.admission.ended:
             with suppress(EndpointBrokenError):  # which has failed the room
-                self._office.change(self._key, lambda machine, now: machine.cancel(error, now))
+                self._commands.change(self._key, lambda machine, now: machine.cancel(error, now))
 
 
 class LayerGroups:
@@ -271,7 +271,7 @@ class ForwardPass:
         self,
         submitted: Sequence[SubmittedChunk],
         layers: Sequence[LayerId],
-        office: PrefillCommands,
+        commands: PrefillCommands,
         cuts: LayerGroups,
         *,
         layered: bool,
@@ -279,7 +279,7 @@ class ForwardPass:
     ) -> None:
         self._handed = submitted
         self._layers = frozenset(layers)
-        self._office = office
+        self._commands = commands
         self._cuts = cuts
         self._layered = layered
         self._traced = traced
@@ -297,11 +297,11 @@ class ForwardPass:
             raise GeometryError(f"layer {layer} is not on this rank, which has {sorted(self._layers)}")
         if not callable(ready):
             arguments.event(ready, "ready")
-        self._office.admission.check(f"layer {layer}")
+        self._commands.admission.check(f"layer {layer}")
         if self._closed or layer in self._seen:
             raise LocalProtocolError(f"layer {layer} announced " + ("after close" if self._closed else "twice"))
         if self._layered and not self._seen:
-            self._office.begun(self._handed)
+            self._commands.begun(self._handed)
         before = self._mark
         self._seen.add(layer)
         if callable(ready):
@@ -327,7 +327,7 @@ class ForwardPass:
             self._set_mark(ready)
         self._flush()
         if (self._traced and ready is not None) or self._cuts.completes(layer, self._seen):
-            self._office.wake()
+            self._commands.wake()
 
     def close(self, ready: Event | None = None) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Step.close`."""
@@ -341,7 +341,7 @@ class ForwardPass:
         self._closed = True
         self._add(self._layers - self._seen, ready)
         self._flush()
-        self._office.closed(self._handed, last)
+        self._commands.closed(self._handed, last)
 
     def _set_mark(self, mark: Mark) -> None:
         """What was computed before is final behind it too: a device computes in order."""
@@ -356,7 +356,7 @@ class ForwardPass:
 
     def _flush(self) -> None:
         for layers, event in self._ready:
-            self._office.final(self._handed, layers, event)
+            self._commands.final(self._handed, layers, event)
         self._ready.clear()
 
     def _add(self, layers: Collection[LayerId], ready: Event | None) -> None:

@@ -1,4 +1,4 @@
-"""Staging slots of a prefill rank. This file alone decides when a slot may be reused."""
+"""Staging slots of a prefill rank. :attr:`Slot.reusable` decides when a slot may be reused."""
 
 from __future__ import annotations
 

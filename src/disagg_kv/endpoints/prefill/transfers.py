@@ -18,13 +18,13 @@ for each report of the transport. None of them calls the side. What the side has
 ``start`` begins at most one gather. So a transport that copies inside ``submit`` has reported the end of the last
 write, and has its slot back, before the next gather looks for one.
 
-Two counts keep memory from being reused too early. A page of a room may be read while ``room.machine.reads`` is not
-zero: gathers, checksums and direct writes each count from before they begin until they cannot read any more. A slot may
-be read while it has a pin, and is written while it is filling: see :mod:`.slots`. :mod:`.writes` has the tickets, and
+``room.machine.reads`` protects pages of a room: gathers, checksums and direct writes each count from before they begin
+until they cannot read any more. Pins and ``filling`` protect a slot, see :mod:`.slots`: a write that may read it holds
+a pin, and the gather that writes it sets ``filling``. :mod:`.writes` has the tickets, and
 says when a write reads no more.
 
 One gather serves all destinations of a segment that have their grants, and equal parts are gathered once.
-Checksums are taken of the pages, not of the slot: a wrong gather must not vouch for itself.
+Checksums cover the pages, not the slot, so they detect a wrong gather.
 
 Where kernels and transport wait for events by themselves, gather and write are queued at once, behind the event after
 which the rows are final, and this thread only asks later whether they have ended.

@@ -1,8 +1,8 @@
 """Writes from their first post to their last quiet ticket, and what the side has to know of them.
 
 A ticket that has *ended* may still read the source (a write that timed out). Only a ticket that is *quiet* gives back
-what it reads: a pin of a slot, or a read of a room's pages. So this file alone decides when source memory is no longer
-read by writes. Outcomes wait here until the side takes them; they survive an exception.
+what it reads: a pin of a slot, or a read of a room's pages. This file releases both when a write's tickets are
+quiet. Outcomes wait here until the side takes them; they survive an exception.
 """
 
 from __future__ import annotations

@@ -7,13 +7,12 @@ is in one of two states, and after each step :meth:`IdlePolicy.rest` says in whi
 
 * Asleep: it blocks until a message comes. Nothing is under way that only polling shows to be done, and nothing happened
   lately.
-* Awake: it polls, with a pause after each poll. Copies or events are under way, or something happened within the
-  busy-poll window ``Options.linger_s`` and rooms are open. Each pause is twice as long as the one before, up to a
-  bound.
+* Awake: it polls, with a pause after each poll, while copies or events are in flight. On wires of 50 GB/s and more it
+  also polls for ``Options.linger_s`` after an event, while rooms are open and no forward pass runs. Each pause is twice
+  as long as the one before, up to a bound.
 
-A forward pass of the engine needs the interpreter. An endpoint that is awake during one blocks in place of each pause,
-for a fraction of the pass. The first :data:`SOON` waits after a command or a message are short polls all the same,
-since what those began ends soon.
+A forward pass of the engine needs the interpreter. During one, the endpoint blocks for up to ``in_pass_s`` instead of
+pausing. After a command or a frame it first makes :data:`SOON` short polls.
 
 What the choice is made from is passed in, so this module reads no clock, no channel and no room.
 """
@@ -35,19 +34,20 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 """Between two looks at copies and events that only polling shows to be done."""
 
 NAP_S = 10e-6
-"""The same where the channel's waits are that exact, and a fast wire has no thread that needs the interpreter
-meanwhile. A look itself takes several times as long."""
+"""The first pause if the channel sleeps with microsecond precision, the wire is fast, and the transport waits for
+events by itself. A poll takes several times as long."""
 
 SOON, SOON_S = 2, 300e-6
 """Number of quick polls, and seconds between them, after any activity during a forward pass."""
 
 NUDGE_S = 150e-6
-"""Seconds between keep-alive frames while bytes are on a fast wire. A hypervisor that halts a core for longer wakes it
-late, and notices pass through two threads of ZeroMQ on cores of their own. Where a channel has no threads, there is
-only the peer's own to keep awake, which stays so for ``linger_s``."""
+"""Seconds between keep-alive frames while bytes are on a fast wire.
+
+A hypervisor wakes a core late once it has halted it, and ZeroMQ passes frames through two threads of its own. A channel
+without threads needs fewer: the peer's endpoint thread polls for ``linger_s`` after each frame."""
 
 FAST_BYTES_PER_S = 5e10
-"""On a wire as fast as this the longest pause is the shortest: in the other one it would move tens of MiB."""
+"""On a wire of this speed the back-off stays at the shortest pause: in the longest one it moves tens of MiB."""
 
 
 @frozen
