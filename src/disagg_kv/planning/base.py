@@ -25,7 +25,7 @@ class Segment(NamedTuple):
     It is the unit and the key of request, lease, gather, write, notice and scatter. The rows are tokens, or with
     ``state`` those of recurrent states; of a component that has not all of them it means those that there are.
 
-    A tuple, as a transfer looks each of its segments up some fifty times: its hash is not Python's to compute.
+    A tuple, because a transfer looks each of its segments up some fifty times, and C computes the hash of a tuple.
     """
 
     start: int

@@ -1,18 +1,18 @@
-"""Where plans are remembered: one bounded table, wherever an answer depends on its question alone."""
+"""A bounded table of plans, for answers that depend on their question alone."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 KEPT = 256
-"""Answers that one table keeps. A peer may name many rooms, windows and segments; a rank uses few at a time."""
+"""The most answers in a table: a peer may name many rooms, windows and segments, but a rank uses few at a time."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class PlanCache(dict[K, V]):
-    """Answers by question, at most :data:`KEPT`; with one more it begins anew.
+    """Answers by question, at most :data:`KEPT`: the table is emptied before it would exceed them.
 
     A forgotten answer is computed again, so nothing may depend on it being here. Threads may share a table: each use of
     it is one operation of ``dict``.

@@ -52,12 +52,12 @@ class Pace:
 
 @frozen
 class LayerRun:
-    """What there is to decide about: some rows of a run of layers, towards one decode rank.
+    """The subject of a decision: some rows of a run of layers, towards one decode rank.
 
     Args:
         layers: how many; they are of one pipeline stage.
         rows: of the room, in this pass.
-        nbytes: what is sent of them by the prefill rank that sends most.
+        nbytes: bytes of them that the prefill rank with the most bytes sends.
         batch: the forward pass.
         pace: None: not known.
     """
@@ -77,7 +77,7 @@ class Groups:
         layers: how many there are.
         size: layers of a group, 1 to ``layers``.
         reason: why.
-        seconds: what is expected until the last byte has landed, where that was computed.
+        seconds: expected time until the last byte has landed, if it was computed.
     """
 
     layers: int
@@ -151,8 +151,8 @@ class Adaptive:
 def exposed_s(compute_s: float, wire_s: float, groups: int, group_s: float) -> float:
     """Seconds from the pass's beginning to the last byte's landing, if the layers cross in equal groups.
 
-    Where computing takes longer only the last group is left when it ends; where the wire does, only the first group is
-    waited for before it is busy for good.
+    If computing takes longer, only the last group crosses after its end. If the wire takes longer, it waits only for
+    the first group.
     """
     longer, shorter = max(compute_s, wire_s), min(compute_s, wire_s)
     return longer + shorter / groups + groups * group_s

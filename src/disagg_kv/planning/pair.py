@@ -71,7 +71,7 @@ def _shares(parts: Iterable[Share]) -> tuple[Share, ...]:
 
 @frozen(eq=False)
 class PairPlan:
-    """What one writer was elected to send to one target. Immutable: one serves all rooms of the same window.
+    """The parts that one writer was elected to send to one target. Immutable: one serves all rooms of the same window.
 
     Args:
         source: the writer's pool.

@@ -1,4 +1,4 @@
-"""What goes into the machines besides frames, and what comes out of them. Values only."""
+"""The events of the machines besides frames, and their effects. Values only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .verify import Verify
 
 
 class Phase(IntEnum):
-    """How far a room is, as its engine sees it. Outcome only: whose the pages are says ``released``."""
+    """How far a room is, as its engine sees it. The outcome only: ``released`` says whether the pages are free."""
 
     FAILED = 0
     CONNECTING = 1
@@ -34,22 +34,22 @@ class Options:
     """Times and bounds of the protocol, all in seconds or counts.
 
     Args:
-        silence_s: no frame from a peer for so long: it is lost.
-        total_s: a room that has not ended by then fails.
-        heartbeat_s: how often a peer hears from us at least.
-        missed: heartbeats missed after which a peer gets no new grants.
-        closed_s: how long a broken connection may take to come back, and a look-up in the rendezvous to be answered.
+        silence_s: a peer that sends no frame for this time is lost.
+        total_s: a room that has not ended within this time fails.
+        heartbeat_s: the longest pause between two frames to a live peer.
+        missed: a peer that has missed more heartbeats gets no new grants.
+        closed_s: time for a broken connection to be restored, and for the rendezvous to answer a look-up.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
-        known_s: how often a vote is repeated that is known already, should the decision be lost, and an ``Expect`` that
-            is parked.
+        known_s: pause between repetitions of an acknowledged vote, in case the decision is lost, and of a parked
+            ``Expect``.
         window: segments of one room that may be between request and acknowledgement towards one destination.
-        aux_part: bytes of aux data in one frame; what is longer crosses in several.
+        aux_part: bytes of aux data in one frame; longer data cross in several.
         tombstones: ended rooms that an endpoint remembers by id, to refuse a second use and to agree on them with the
             ranks of its instance; beyond those, and of every peer, it is remembered by number how a room ended.
         parked: ``Expect`` frames that may wait for the engine to open their room.
             parked_pages: page ids that they may name together.
-        linger_s: on wires of 50 GB/s and more an endpoint with open rooms keeps looking for so long after something
-            happened, every 50 us, before it sleeps: longer gives a faster answer for more of a core.
+        linger_s: on wires of 50 GB/s and more an endpoint with open rooms polls every 50 us for this time after an
+            event, before it sleeps. A longer time gives faster answers for more of a core.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
             only introduced itself; if there is none, it is refused.
     """
@@ -111,7 +111,7 @@ def _of_room(options: Options, silence_s: float, total_s: float) -> Options:
 
 @frozen
 class Awaited:
-    """Decode's engine said which rows it needs, and where they go.
+    """Decode's engine has named the rows that it needs, and their pages.
 
     Args:
         start: first row.
@@ -150,7 +150,7 @@ class Introduced:
 
 @frozen
 class AskAgain:
-    """A prefill rank has perhaps given the room up without a word: it had lost us for a while."""
+    """A prefill rank may have given the room up without a frame: it had lost us for a while."""
 
     peer: Epoch
 
@@ -208,7 +208,7 @@ class Tick:
 
 @frozen
 class Offered:
-    """Prefill has new rows, pages or their readiness: look again what can move.
+    """Prefill has new rows, pages or their readiness: check again which segments can move.
 
     Args:
         changed: also of rows that were known before; False: only rows were added.
@@ -252,7 +252,7 @@ class Quiet:
 
 @frozen
 class Send:
-    """Hand this frame to the channel."""
+    """Pass this frame to the channel."""
 
     to: Epoch
     frame: Frame
@@ -270,7 +270,7 @@ class Reserve:
 
 @frozen
 class Free:
-    """Nobody writes to the segment's lease any more: give it back, or leave the queue."""
+    """No writer can write to the segment's lease any more: release it, or leave the queue."""
 
     segment: Segment
 
@@ -308,7 +308,7 @@ class Store:
 
 @frozen
 class CastVote:
-    """Tell the ranks of our own instance how the room ends here."""
+    """Send the ranks of our own instance this rank's outcome of the room."""
 
     ok: bool
     reason: str

@@ -60,10 +60,10 @@ from .tables import SENDING, Sending
 from .wire import segment_to_wire
 
 WRITE_TRIES = 3
-"""How often a write is posted that fails with a retryable error and is quiet."""
+"""Attempts of a write that fails with a retryable error and is quiet."""
 
 AUX_AHEAD = 8
-"""Parts of aux data that may be on their way at a time."""
+"""Parts of aux data that may be in flight at a time."""
 
 
 Grouping = Callable[[range, int, int, Batch], Sequence[range]]
@@ -118,14 +118,14 @@ class _OutboundSegment:
 
     @property
     def announced(self) -> bool:
-        """True: it is written, nothing reads it any more, and decode is told so until it says ``Landed``."""
+        """True: it is written, nothing reads it any more, and ``ChunkReady`` is repeated until ``Landed``."""
         return self.step is _SegmentStep.ANNOUNCED
 
 
 class Flow(Machine[Sending]):
     """The prefill side's state machine for one room and one decode rank.
 
-    ``readiness`` tells whether a segment is computed and its pages are there.
+    ``readiness`` returns whether a segment is computed and its pages are there.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Flow(Machine[Sending]):
 
     @property
     def finished(self) -> bool:
-        """True once our engine has said where the room ends."""
+        """True once our engine has given the row at which the room ends."""
         return self._finished is not None
 
     def next_at(self) -> float | None:
@@ -215,14 +215,14 @@ class Flow(Machine[Sending]):
         return True
 
     def awaits(self, transfer: Transfer) -> bool:
-        """Whether a transfer has its grant still, and has not begun."""
+        """Whether a transfer still has its grant, and has not begun."""
         part = self._parts.get(transfer.segment)
         if self.state is not Sending.MOVING or part is None or part.step is not _SegmentStep.GRANTED:
             return False
         return transfer.lease == (None if part.grant is None else part.grant.lease)
 
     def has(self, segment: Segment) -> bool:
-        """Whether a segment is of this flow and has not landed."""
+        """Whether a segment belongs to this flow and has not landed."""
         return segment in self._parts
 
     def runs(self) -> Set[range]:
@@ -243,7 +243,7 @@ class Flow(Machine[Sending]):
         self._advance(changed=event.changed)
 
     def _advance(self, *, changed: bool = True) -> None:
-        """Ask for, move, or give back as many segments as the window allows; ``changed``: rows or pages have."""
+        """Request, move or return as many segments as the window allows; ``changed``: known rows or pages have."""
         assert self.plan is not None
         if not changed and self._begun >= self._options.window:
             return
@@ -272,7 +272,7 @@ class Flow(Machine[Sending]):
         self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
 
     def _use(self, segment: Segment, part: _OutboundSegment) -> None:
-        """Move what is granted; what was withdrawn must not keep bytes of the ring from others."""
+        """Move a granted segment; return the grant of a withdrawn one, as others may need its bytes of the ring."""
         readiness = self._readiness(segment)
         if readiness is Readiness.READY:
             self._transfer(segment, part)
@@ -299,7 +299,7 @@ class Flow(Machine[Sending]):
         return Transfer(self.peer, segment, offset, part.nbytes, lease)
 
     def _on_queued(self, event: Queued) -> None:
-        """It will be granted; nothing to do, the request is repeated ever more slowly."""
+        """Nothing to do: the grant will follow, and the request is repeated ever more slowly."""
 
     def _on_grant(self, event: Grant) -> None:
         segment = Segment(*event.segment)
@@ -396,7 +396,7 @@ class Flow(Machine[Sending]):
         self._check_finished()
 
     def _check_finished(self) -> None:
-        """Say ``Done`` with the last notice: nothing is written any more, whatever is still to be acknowledged."""
+        """Send ``Done`` with the last notice: no write follows, though acknowledgements may be pending."""
         f, long = self._finished, self._long_aux()
         if f is None or self._aux_taken < len(long) or self._unheard < len(self._parts):
             return
@@ -435,7 +435,7 @@ class Flow(Machine[Sending]):
         self._stop_moving()
 
     def _on_their_late_abort(self, event: Abort) -> None:
-        """Everything here is quiet already: say so."""
+        """Every write is quiet already: answer ``Drained``."""
         self._send(Drained(**self._head, reason=event.reason))
 
     def _on_lost(self, event: Lost) -> None:
@@ -457,7 +457,7 @@ class Flow(Machine[Sending]):
             self._out.append(self._repeat.start("abort", Send(self.peer, abort), self.now))
 
     def _stop_moving(self) -> None:
-        """Nothing more is posted; say ``Drained`` as soon as nothing posted is left."""
+        """Post nothing more; send ``Drained`` once no posted write is left."""
         self._repeat.clear()
         self._parts.clear()
         self._runs.clear()
@@ -491,7 +491,7 @@ class Flow(Machine[Sending]):
         self._repeat.stop("abort")
 
     def _on_lost_late(self, event: Lost | Gone) -> None:
-        """Nobody to talk to; but what we posted may still read our memory, whatever became of the peer's."""
+        """No peer is left to answer; but posted writes may still read our memory, even if the peer's is gone."""
         self._lost = True
         self._repeat.clear()
 

@@ -1,7 +1,7 @@
 """The control frames, exactly as they cross the wire: MessagePack arrays, one type each, schema-checked on arrival.
 
 Every frame names its sender's and its receiver's epoch (``src``, ``dst``); frames about a room name the room and its
-generation too. What does not match is counted and dropped by the receiver, never acted upon.
+generation too. The receiver counts and drops a frame that does not match, and never acts upon it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ VERSION = 2
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
-"""Bytes of aux data in one frame: what is longer does not ride in ``Done`` but comes before it, in ``AuxPart``."""
+"""Bytes of aux data in one frame: longer data do not ride in ``Done`` but precede it, in ``AuxPart``."""
 
 MAX_DESCRIPTOR = 512 * 1024
-"""Bytes of what a transport says of itself in ``Hello``."""
+"""Bytes of a transport's descriptor in ``Hello``."""
 
 MAX_ENTRIES = 65_536
 """Entries of any list in a frame, and page ids of all tables in one frame."""
@@ -53,7 +53,7 @@ Box = tuple[U, U, U, U, bool]
 
 
 def words(reason: object) -> str:
-    """What a frame can carry of a reason, whoever wrote it."""
+    """A reason as a frame carries it: at most 1000 characters, all of which UTF-8 can encode."""
     return str(reason)[:1000].encode("utf-8", "replace").decode()
 
 
@@ -108,24 +108,24 @@ class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True
 
 
 class Frame(Struct, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all frames have."""
+    """The fields of every frame."""
 
     src: EpochBytes
     dst: MaybeEpoch
 
 
 class RoomFrame(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all frames about a room have."""
+    """The fields of every frame about a room."""
 
     room: RoomBytes
     generation: U
 
 
 class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=0):
-    """Who I am; sent until the other side's ``Hello`` names my epoch, and whenever an epoch does not match.
+    """The sender's identity; sent until the receiver's ``Hello`` names its epoch, and whenever an epoch does not match.
 
-    ``started`` is when my process began, which says which one ``pid`` is; ``born`` is when this life of mine began, in
-    nanoseconds since the boot of ``host``.
+    ``started`` is when the sender's process began, as a ``pid`` may be used again. ``born`` is when this life of the
+    sender began, in nanoseconds since the boot of ``host``.
     """
 
     version: U
@@ -151,7 +151,7 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Refused(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=1):
-    """We cannot work together: my address, the field that differs, the receiver's value and mine."""
+    """The two cannot work together: the sender's address, the field that differs, both values, receiver's first."""
 
     address: Name
     field: Text
@@ -160,14 +160,14 @@ class Refused(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Heartbeat(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=2):
-    """I am alive; every second."""
+    """The sender is alive; sent every ``heartbeat_s``."""
 
 
 class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=3):
     """Decode -> every prefill rank: rows from ``start`` on (to ``stop``, if known) are awaited.
 
     ``tables`` are there exactly when pages are exposed; ``paths`` are those that decode allows; ``verify`` says how
-    much it wants compared. ``pace`` is what a prefill rank said last: all of them decide about layer groups by it.
+    much it wants compared. ``pace`` is the last one that a prefill rank sent: all of them choose layer groups by it.
     """
 
     start: U
@@ -186,9 +186,9 @@ class Expected(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class StagingRequest(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=5):
-    """Prefill -> decode: I want to send my part of this segment by ``path``; ``ready``: its data are computed.
+    """Prefill -> decode: request a lease for this rank's part of a segment, by ``path``; ``ready``: it is computed.
 
-    ``ask`` counts how often I gave a grant for this part back; a new one says so of the grant before it.
+    ``ask`` counts the grants for this part that the rank has returned; a higher one returns the grant before it.
     """
 
     segment: Box
@@ -204,7 +204,7 @@ class Queued(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
 
 
 class Grant(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=7):
-    """Answer to ``StagingRequest``: you may write ``nbytes`` at ``offset`` of the ring, under lease ``lease``."""
+    """Answer to ``StagingRequest``: prefill may write ``nbytes`` at ``offset`` of the ring, under lease ``lease``."""
 
     segment: Box
     ask: U
@@ -214,15 +214,15 @@ class Grant(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 
 
 class Landed(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=8):
-    """The segments have your parts: answer to a late ``StagingRequest`` and acknowledgement of ``ChunkReady``."""
+    """The segments have the receiver's parts: answers a late ``StagingRequest``, and acknowledges ``ChunkReady``."""
 
     segments: Annotated[tuple[Box, ...], Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
 class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=9):
-    """Prefill -> decode, after the write's completion: my part is there; ``lease`` is None for exposed pages.
+    """Prefill -> decode, after the write's completion: this rank's part is there; ``lease`` None: exposed pages.
 
-    ``sums``: what my part of each layer sums up to in my pages, where the segment is compared; 0 where I have none.
+    ``sums``: the checksum of this rank's part of each layer in its pages, if the segment is compared; 0 without a part.
     """
 
     segment: Box
@@ -231,10 +231,10 @@ class ChunkReady(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_u
 
 
 class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=10):
-    """Prefill -> decode: all my segments up to row ``stop`` are written and announced, and no write follows.
+    """Prefill -> decode: all segments of this rank up to row ``stop`` are written and announced; no write follows.
 
-    ``segments`` is how many those are: notices may be lost, or come later than this. ``aux`` where this rank has any;
-    ``pace`` is how fast I am, where that was measured.
+    ``segments`` is their number: notices may be lost, or arrive after this frame. ``aux``: if this rank has any;
+    ``pace``: of this rank, if it was measured.
     """
 
     stop: U
@@ -245,7 +245,7 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
 
 
 class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=11):
-    """Answer to ``Done``: every rank of the decode instance has everything."""
+    """Answer to ``Done``: every rank of the decode instance has all data of the room."""
 
 
 class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=12):
@@ -255,11 +255,11 @@ class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknow
 
 
 class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=13):
-    """Decode -> prefill: the abort is known."""
+    """Decode -> prefill: the abort has arrived."""
 
 
 class Drained(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=14):
-    """Prefill -> decode: my writes of this room to you are quiet and none follows; repeated until ``DrainedAck``."""
+    """Prefill -> decode: all writes of this flow are quiet, and none follows; repeated until ``DrainedAck``."""
 
     reason: Text
 
@@ -269,14 +269,14 @@ class DrainedAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_u
 
 
 class Vote(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=16):
-    """Rank -> rank 0 of its own instance: my outcome (None: the room is open); repeated until ``Decision``."""
+    """Rank -> rank 0 of its own instance: the rank's outcome (None: the room is open); repeated until ``Decision``."""
 
     ok: bool | None
     reason: Text
 
 
 class Decision(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=17):
-    """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the vote is known, the outcome is not.
+    """Rank 0 -> rank: the outcome of all ranks. ``ok`` None: the vote has arrived, the outcome is open.
 
     ``shared``: the room is open on rank 0 too.
     """
@@ -287,7 +287,7 @@ class Decision(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Return(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=18):
-    """Prefill -> decode: I shall not use what you granted me for this ``ask``; nothing was written."""
+    """Prefill -> decode: the grant for this ``ask`` will not be used; nothing was written."""
 
     segment: Box
     ask: U
@@ -315,7 +315,7 @@ class AuxTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=22):
-    """Rank -> another life of its own instance: a younger life of your rank is at ``address``; ask it."""
+    """Rank -> another life of its own instance: a younger life of the receiver's rank is at ``address``."""
 
     address: Name
 
@@ -358,7 +358,7 @@ class Head(TypedDict):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
-"""Made at import, for all threads: they have no state but the types, and a type that is half looked at is no type."""
+"""Made at import and shared by all threads: they keep no state but types, and no thread meets a half-read type."""
 
 
 class Codec:

@@ -1,4 +1,4 @@
-"""What both state machines share: look the event up in the table, act, and check where that led."""
+"""The base of both state machines: it looks the event up in the table, acts, and checks the new state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S = TypeVar("S", bound=Enum)
 class Machine(Generic[S]):
     """A state, a table and the effects of the event in hand.
 
-    ``seen``: where tests and the simulator want the cells of the tables that were entered; None: nobody looks.
+    ``seen`` collects the entered cells of the tables for tests and the simulator; None: they are not collected.
     """
 
     seen: ClassVar[set[tuple[Enum, type]] | None] = None
@@ -32,7 +32,7 @@ class Machine(Generic[S]):
         self._out: list[Effect] = []
 
     def handle(self, event: object, now: float) -> list[Effect]:
-        """Take one event in; what has to be done comes out, in order.
+        """Process one event; returns the effects, in order.
 
         Raises:
             RemoteProtocolError: a frame that only our own side sends.
@@ -60,7 +60,7 @@ class Machine(Generic[S]):
 
 
 def corners(segment: Segment) -> tuple[int, int, int, int]:
-    """As :class:`~disagg_kv.geometry.Coverage` takes them."""
+    """The arguments of :class:`~disagg_kv.geometry.Coverage` for a segment."""
     return segment.start, segment.stop, segment.first, segment.last
 
 
@@ -71,7 +71,7 @@ def overlap(a: Segment, b: Segment) -> bool:
 
 
 def ours(error: Exception, where: str) -> DisaggKVError:
-    """Our own error, whatever came: a foreign one becomes its cause."""
+    """The error, if it is one of ours; else one of ours with the foreign error as its cause."""
     if isinstance(error, DisaggKVError):
         return error
     wrapped = DisaggKVError(f"{where}: {text_of(error)}")

@@ -1,13 +1,15 @@
-"""Which endpoints we know, in which life, and whether they are still there. Sans IO.
+"""The endpoints that this one knows: the life of each, and whether it is lost. Sans IO.
 
 An endpoint's life is its epoch. ``Hello`` is repeated towards an address until the endpoint there answers with one that
-names our epoch. Whatever arrives for another life of ours, or from a life we do not know, is counted, dropped and
-answered with ``Hello``, at most once a second and address. A life that is lost stays lost when another life takes its
-address, but one that was only silent may be heard again; one whose process has ended is not, whatever of it is still
-under way. A life says the same of itself for ever.
+names our epoch. A frame for another life of ours, or from an unknown life, is counted and dropped. The answer is a
+``Hello``, at most once a second per address.
 
-Anybody may send a ``Hello``, so the number of peers is bounded. Who has never named our epoch has perhaps not even the
-address that it gave: it is the first to make room.
+A lost life stays lost once another life takes its address. A life that was only silent is revived by its next frame.
+A life whose process has ended is never revived, even if frames of it arrive later. The ``Hello`` of a life never
+changes, but for its receiver.
+
+Any process may send a ``Hello``, so the number of peers is bounded. Lost peers make room first, then peers that have
+never named our epoch: the address in their ``Hello`` is not proved.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
 
 @frozen
 class SendTo:
-    """Hand this frame to the channel; the receiver's life may not be known yet."""
+    """Pass this frame to the channel; the receiver's life may not be known yet."""
 
     address: str
     frame: Frame
@@ -35,7 +37,7 @@ class SendTo:
 
 @frozen
 class Up:
-    """An endpoint is there, and both sides can work together."""
+    """An endpoint is alive, and both sides can work together."""
 
     hello: Hello
 
@@ -47,14 +49,14 @@ class Up:
 
 @frozen
 class Greeted:
-    """A peer that we know introduces itself once more: it had lost us, or has not heard us for a while."""
+    """A known peer sent ``Hello`` again: it had lost us, or has received no frame from us for a while."""
 
     peer: Epoch
 
 
 @frozen
 class Unreachable:
-    """Nobody that we can work with answers at this address."""
+    """No endpoint that we can work with answers at this address."""
 
     address: str
     error: DisaggKVError
@@ -62,7 +64,7 @@ class Unreachable:
 
 @frozen
 class Forget:
-    """Nobody has been heard at this address for so long that it is dropped."""
+    """The address has no peer any more: drop the connection to it."""
 
     address: str
 
@@ -72,19 +74,19 @@ PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget
 
 @define(eq=False)
 class KnownPeer:
-    """One life. Whoever keeps this object sees it ``lost`` once the table has forgotten it.
+    """One life of a peer. ``lost`` is True, too, once the table has forgotten the life.
 
     Args:
-        hello: what it said of itself.
-        heard: when it was last heard.
+        hello: its latest ``Hello``; ``heard`` is the time of its last frame.
         proved: it has named our epoch.
-        closed: when the connection to its address broke.
-        greeted: when it last introduced itself although it knew us.
-        greet_until: it was lost, and is greeted instead of sent heartbeats until then.
-        shut: its transport does not reach us, or ours does not reach it: it is told so, and is not revived until then.
-        shut_for: why.
+        closed: when the connection to its address broke; None: it is not broken.
+        greeted: when it last sent ``Hello`` although it knew us.
+        greet_until: it was lost, and gets ``Hello`` in place of heartbeats until this time.
+        shut: a transport does not connect the two sides. Until this time frames of the peer are answered with
+            ``Refused`` and do not revive it.
+        shut_for: the reason of ``shut``.
         lost: it is silent, was reported lost, or is not in the table any more.
-        ended: its process has ended: seen, or confirmed by an operator.
+        ended: its process has ended: observed, or confirmed by an operator.
     """
 
     hello: Hello
@@ -105,17 +107,17 @@ class KnownPeer:
 
 
 FORGET_AFTER = 20
-"""A lost peer is forgotten after so many times the silence that made it lost; once, where its connection is broken."""
+"""A lost peer is forgotten after this multiple of ``silence_s``; after ``silence_s`` if its connection is broken."""
 
 
 GREETINGS = 4
-"""As many heartbeats, about, are replaced by a ``Hello`` once a lost peer is heard again: one of them may get lost."""
+"""About this many heartbeats to a revived peer are replaced by ``Hello``: a single one might be lost."""
 
 LINK = "link"
-"""The field of a ``Refused`` which says that nothing is wrong with the receiver but that a transport does not reach."""
+"""The ``field`` of a ``Refused`` whose receiver is compatible, but not connected by a transport."""
 
 ROUNDING_S = 1e-6
-"""So much earlier than it may be due a tick looks: a sum of times is rounded otherwise than a difference."""
+"""Seconds by which a tick checks early: a sum of times is rounded differently from a difference."""
 
 
 @define
@@ -129,19 +131,19 @@ class _Dial:
 
 
 class PeerTable:
-    """Everyone we talk to.
+    """All peers, and the addresses that are being dialled.
 
     Args:
         epoch: our life.
         address: our channel's address.
         hello: makes our ``Hello`` towards a life (empty: not known).
-        admit: raises IncompatiblePeerError or RemoteProtocolError if we cannot work with whom a ``Hello`` is from.
+        admit: raises IncompatiblePeerError or RemoteProtocolError if we cannot work with the sender of a ``Hello``.
         options: times.
     """
 
     MAX_RETIRED = 4096
     MAX_REFUSED = 64
-    """Connections that are kept towards those whom we refused, so that the answer gets there."""
+    """Refused endpoints whose connections are kept, so that the answer arrives."""
 
     def __init__(
         self,
@@ -165,19 +167,19 @@ class PeerTable:
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._beat_at = 0.0
         self._quiet_until = 0.0
-        """A tick has nothing to do before; 0: something happened to a peer since that was worked out."""
+        """A tick has nothing to do before this time; 0: a peer has changed since it was computed."""
         self._caught_up = inf
         self.dropped = 0
 
     def caught_up(self, at: float) -> None:
-        """Every frame that had come by then has been taken in: silence is judged up to then, and no further."""
+        """Every frame that arrived before this time is processed: silence is measured up to this time only."""
         self._caught_up = at
 
     def dial(self, address: str, now: float) -> list[PeerEffect]:
-        """Want to know who is at an address; harmless if we do already.
+        """Send ``Hello`` to an address until an endpoint answers; does nothing if a peer is known there, or is dialled.
 
-        Where a life was lost, or nobody answered before, whoever asks again is told soon that there is still nobody:
-        one that has come meanwhile answers at once.
+        If a peer was lost there, or an earlier dial failed, this dial fails after ``closed_s`` in place of
+        ``silence_s`` where that is shorter: an endpoint that has started meanwhile answers at once.
         """
         if address in self._dials or self.at(address) is not None:
             return []
@@ -198,15 +200,15 @@ class PeerTable:
         return None if epoch is None or self._peers[epoch].lost else epoch
 
     def hello(self, epoch: Epoch) -> Hello:
-        """What a peer said of itself."""
+        """The latest ``Hello`` of a peer."""
         return self._peers[epoch].hello
 
     def known(self, epoch: Epoch) -> KnownPeer | None:
-        """What is known of a life; None: nothing, or it was forgotten. From any thread."""
+        """The entry of a life; None: it is unknown or forgotten. From any thread."""
         return self._peers.get(epoch)
 
     def address(self, epoch: Epoch) -> str | None:
-        """Where a life is or was; None: never heard of it."""
+        """The address of a life, lost or not; None: it is unknown."""
         peer = self._peers.get(epoch)
         return None if peer is None else peer.hello.address
 
@@ -218,16 +220,16 @@ class PeerTable:
         )
 
     def silent_for(self, epoch: Epoch, now: float) -> float:
-        """Seconds since the peer was last heard, without those whose frames still wait; infinite if it never was."""
+        """Seconds from the peer's last frame to now, or to :meth:`caught_up` if earlier; infinite if it is unknown."""
         peer = self._peers.get(epoch)
         return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.heard)
 
     def epochs(self) -> tuple[Epoch, ...]:
-        """Every life that is not lost, in the order in which we first heard of them."""
+        """Every life that is not lost, in the order of their first ``Hello``."""
         return tuple(e for e, p in self._peers.items() if not p.lost)
 
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
-        """Somebody introduces itself."""
+        """Admit, refresh, revive or refuse the sender of a ``Hello``."""
         epoch = Epoch(hello.src)
         self._quiet_until = 0.0
         if epoch == self._epoch or epoch in self._retired:
@@ -237,7 +239,7 @@ class PeerTable:
         if known is not None and known.ended:
             self.dropped += 1
             return []
-        # Whoever repeats what was admitted need not be looked at again; all of it is compared, but for whom it is to.
+        # A repetition of an admitted Hello need not be checked again; every field but its receiver is compared.
         if known is None or structs.replace(known.hello, dst=hello.dst) != hello:
             try:
                 if hello.version != VERSION:
@@ -261,7 +263,7 @@ class PeerTable:
                 return out + self._refuse(hello, IncompatiblePeerError("peers", f"at most {len(self._peers)}", 1), now)
             peer = self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
             if peer.proved and hello.address not in self._dials:
-                # It knew us, and we had forgotten it: it may wait for what we gave up when we lost it.
+                # It knew us, and we had forgotten it: it may wait for rooms that we gave up when we lost it.
                 peer.greet_until = now + GREETINGS * self._options.heartbeat_s
             self._at[hello.address] = epoch
             self._absent.pop(hello.address, None)
@@ -271,7 +273,7 @@ class PeerTable:
             if known.lost:
                 out += self._revive(known, now)
             elif known.proved and now - known.greeted >= self._options.closed_s:
-                # Not the end of the introduction, and not each time: what follows from it costs a peer that is behind.
+                # Not at the end of the handshake, and not each time: a Greeted makes work for a peer that is behind.
                 known.greeted = now
                 out.append(Greeted(epoch))
             known.proved |= hello.dst == self._epoch
@@ -282,14 +284,14 @@ class PeerTable:
         return out
 
     def _revive(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
-        """A life that was lost is heard again. It is greeted: it may wait for what we gave up when we lost it."""
+        """A lost life has sent a frame. It gets ``Hello``, as it may wait for rooms that we gave up when we lost it."""
         peer.lost, peer.closed = False, None
         peer.greet_until = now + GREETINGS * self._options.heartbeat_s
         self._quiet_until = 0.0
         return [Up(peer.hello)]
 
     def _stale(self, hello: Hello) -> bool:
-        """An older life does not take the address back from one that is there, or was lost and may be heard again."""
+        """Whether a younger life has the address: an older one takes it only if the process of that life has ended."""
         epoch = self._at.get(hello.address)
         if epoch is None:
             return False
@@ -297,7 +299,7 @@ class PeerTable:
         return not there.ended and is_older(hello, there.hello)
 
     def _replace(self, address: str, epoch: Epoch) -> list[PeerEffect]:
-        """A new life at a known address retires the old one; that is no evidence that its process has ended."""
+        """A new life at a known address retires the old one. This does not prove that the old process has ended."""
         old = self._at.get(address)
         if old is None or old == epoch:
             return []
@@ -308,7 +310,7 @@ class PeerTable:
         return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address"))]
 
     def _drop(self, epoch: Epoch, *, retire: bool) -> KnownPeer:
-        """Forget a life; one that is retired never returns, and neither does one whose process has ended."""
+        """Forget a life. A retired life never returns, and neither does one whose process has ended."""
         peer = self._peers.pop(epoch)
         peer.lost = True
         if retire or peer.ended:
@@ -318,7 +320,7 @@ class PeerTable:
         return peer
 
     def _make_room(self, out: list[PeerEffect]) -> bool:
-        """See to it that one more peer may be known: forget who was lost first, or proved nothing for longest."""
+        """Make room for a peer: forget a lost one, else an unproved one, with the oldest last frame; False: none."""
         if len(self._peers) < self._options.peers:
             return True
         spare = [(not p.lost, p.heard, e) for e, p in self._peers.items() if p.lost or not p.proved]
@@ -352,7 +354,7 @@ class PeerTable:
         return out
 
     def _forget_refused(self, address: str) -> list[PeerEffect]:
-        """Every answer opens a connection, and who is refused may come again and again from other addresses."""
+        """Bound the connections to refused endpoints: every answer opens one, and they may change their addresses."""
         self._refused[address] = None
         self._refused.move_to_end(address)
         if len(self._refused) <= self.MAX_REFUSED:
@@ -361,7 +363,7 @@ class PeerTable:
         return [] if oldest in self._at or oldest in self._dials else [Forget(oldest)]
 
     def on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
-        """A peer cannot work with us, or does not reach us any more. Its own ``Hello`` may say so before."""
+        """A peer cannot work with us, or its transport no longer reaches us. Its own ``Hello`` may show it before."""
         if refused.dst != self._epoch:
             self.dropped += 1
             return []
@@ -378,7 +380,7 @@ class PeerTable:
         return out
 
     def on_frame(self, frame: Frame, now: float) -> tuple[bool, list[PeerEffect]]:
-        """Any other frame: is it from a life we know, to this life of ours?"""
+        """Accept any other frame if it is from a known life to this life of ours; True: it is accepted."""
         epoch = Epoch(frame.src)
         peer = self._peers.get(epoch)
         if peer is None or peer.ended or frame.dst != self._epoch:
@@ -387,13 +389,13 @@ class PeerTable:
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
             return False, []
         if now < peer.shut:
-            # What it says of rooms counts: it may give up some of them. But it is not there for new ones.
+            # Its frames about rooms count: it may give up some of them. But it stays lost for new rooms.
             return True, self._tell_shut(peer, now)
         peer.heard, peer.proved = now, True
         return True, self._revive(peer, now) if peer.lost else []
 
     def shut(self, epoch: Epoch, error: DisaggKVError, now: float) -> list[PeerEffect]:
-        """The transport does not reach a life, whose frames do: it is lost, and told why, until a little later."""
+        """The transport does not reach a life whose frames arrive: it is lost for ``closed_s`` and gets the reason."""
         peer = self._peers.get(epoch)
         if peer is None:
             return []
@@ -401,7 +403,7 @@ class PeerTable:
         return [*self._tell_shut(peer, now), *self.lose(epoch, error)]
 
     def _tell_shut(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
-        """At most once a second."""
+        """Send the reason as a ``Refused``, at most once a second."""
         hello = peer.hello
         if not self._may_answer(hello.address, now):
             return []
@@ -410,7 +412,7 @@ class PeerTable:
         return [SendTo(hello.address, refused)]
 
     def _may_answer(self, address: str, now: float) -> bool:
-        """At most one unasked ``Hello`` or ``Refused`` a second and address."""
+        """Whether to answer an address: at most one unsolicited ``Hello`` or ``Refused`` a second."""
         if now - self._answered.get(address, -1.0) < 1.0:
             return False
         self._answered[address] = now
@@ -420,7 +422,7 @@ class PeerTable:
         return True
 
     def on_closed(self, address: str, now: float) -> None:
-        """The connection towards an address broke, or there was none to be had."""
+        """The connection to an address broke, or could not be made."""
         self._quiet_until = 0.0
         epoch = self._at.get(address)
         for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
@@ -428,14 +430,14 @@ class PeerTable:
                 one.closed = now
 
     def on_denied(self, address: str) -> list[PeerEffect]:
-        """Nothing can be sent there: one side does not allow the other. Whoever is known there falls silent."""
+        """One side does not allow the other, so the address gets no frames. A peer known there becomes silent."""
         if self._dials.pop(address, None) is None:
             return []
         error = PeerLostError(f"{address}: one of the two sides does not allow the other's public key or user")
         return [Unreachable(address, error)]
 
     def on_opened(self, address: str) -> None:
-        """It is back."""
+        """The connection to an address is open again."""
         epoch = self._at.get(address)
         for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
             if one is not None:
@@ -444,7 +446,7 @@ class PeerTable:
             dial.opened = True
 
     def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> list[PeerEffect]:
-        """A transport's report, or (``ended``) an observed exit: then nothing revives this life."""
+        """A transport reports the life lost, or (``ended``) its exit was observed: then nothing revives it."""
         peer = self._peers.get(epoch)
         if peer is None:
             return []
@@ -456,7 +458,7 @@ class PeerTable:
         return [Lost(epoch, error)]
 
     def tick(self, now: float) -> list[PeerEffect]:
-        """Dial again, beat, and notice who is silent."""
+        """Repeat dials, send heartbeats, and report the peers that are lost."""
         if now < self._quiet_until:
             return []
         o = self._options
@@ -488,7 +490,7 @@ class PeerTable:
                     self._note_absent(peer.hello.address)
                     out.append(Forget(peer.hello.address))
                 elif beat and not peer.proved and not peer.ended:
-                    # It may never have heard of us; then it cannot answer what rooms that end still ask of it.
+                    # It may not know us; then it cannot answer the requests of rooms that end.
                     out.append(SendTo(peer.hello.address, self._hello(epoch)))
                 continue
             if seen - peer.heard >= o.silence_s:
@@ -507,7 +509,7 @@ class PeerTable:
         return out
 
     def _due_at(self) -> float:
-        """When a tick may have something to do; whoever is heard until then only puts that off."""
+        """When a tick may have something to do; a frame that arrives before only postpones it."""
         o = self._options
         times = [self._beat_at]
         for dial in self._dials.values():
@@ -524,7 +526,7 @@ class PeerTable:
         return min(times) - ROUNDING_S
 
     def _give_up(self, address: str) -> list[PeerEffect]:
-        """Nobody is there: without a life that was, nothing else would ever drop the connection."""
+        """A dial failed: drop the connection, unless a life is known at the address and drops it later."""
         del self._dials[address]
         self._note_absent(address)
         return [] if address in self._at else [Forget(address)]
@@ -540,8 +542,8 @@ class PeerTable:
 
 
 def is_older(hello: Hello, other: Hello) -> bool:
-    """Whether a life began before another, as far as can be told: clocks of several hosts are not compared.
+    """Whether a life began before another; False if their hosts differ, as clocks of two hosts are not compared.
 
-    When their processes began says nothing of it: a process that was there already may follow one that has ended.
+    The start of the process does not count: a younger life may belong to an older process.
     """
     return hello.host == other.host and hello.born < other.born

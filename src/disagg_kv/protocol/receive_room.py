@@ -11,7 +11,7 @@ I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair
 * ``LANDED``: every writer is done, all that it announced has arrived, and the landed rows are exactly those awaited.
   This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against.
 * ``CLOSED``: every lease is free. The ranks have decided success, or the room failed and no abort is pending.
-* ``DRAINING``: the room has failed. Its phase is final at once, but its memory is not free: a write may be under way.
+* ``DRAINING``: the room has failed. Its phase is final at once, but its memory is not free: a write may be in flight.
 
 Every frame may be lost, repeated or late, so each handler accepts repetitions. A request is numbered (``ask``): one
 that was given back does not get a lease again. Rows come as rectangles of rows and layers that must not overlap.
@@ -19,11 +19,10 @@ that was given back does not get a lease again. Rows come as rectangles of rows 
 Memory comes back on evidence only. A lease is reusable when no scatter reads it, no staged byte is needed, and each
 writer that has its grant has announced its part, returned the grant, or is proved to write nothing more. The proof is
 ``Drained``, a fence of the transport, or the end of its process and ``drain_s`` after it. A lost connection proves
-nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and
-only
+nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and only
 :meth:`ReceiveRoom._release` asks it. Leases that no writer knows are freed at once: ``_on_leased_late``, and
-``DecodeSide._grant``. Exposed pages follow the same rule by room:
-:attr:`ReceiveRoom.released` says when the engine may free them.
+``DecodeSide._grant``. Exposed pages follow the same rule by room: :attr:`ReceiveRoom.released` says when the engine may
+free them.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._declined = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
-        """See :meth:`Machine.handle`; a frame of a stranger, and any event after the end, only counts."""
+        """See :meth:`Machine.handle`; a frame of an unknown writer, and any event after the end, is only counted."""
         stranger = isinstance(event, RoomFrame) and event.src not in self._writers
         if stranger or self.state is Receiving.CLOSED:
             self.ignored += 1
@@ -453,7 +452,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
 
     def _on_lost(self, event: Lost) -> None:
-        """A writer is needed until all it announced has come; while none is known, any loss is of one we look for."""
+        """A writer is needed until all that it announced has arrived; while none is known, any lost peer is needed."""
         w = self._writers.get(event.peer)
         if w is not None:
             w.lost = True

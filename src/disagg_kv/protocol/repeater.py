@@ -21,7 +21,7 @@ class _Due:
 class Repeater:
     """Frames that are sent again and again, ever slower, until their answer stops them.
 
-    What is not due costs nothing, however many frames there are.
+    A frame that is not due costs nothing, however many frames there are.
     """
 
     def __init__(self, options: Options) -> None:
@@ -30,17 +30,17 @@ class Repeater:
         self._timers: Timers[Hashable] = Timers()
 
     def start(self, key: Hashable, send: Send, now: float) -> Send:
-        """Send now, and repeat under ``key``; replaces what ran under it."""
+        """Send now, and repeat under ``key``; replaces the frame that had this key."""
         self._due[key] = _Due(send, now + self._options.retry_s, self._options.retry_s)
         self._timers.schedule(key, now + self._options.retry_s)
         return send
 
     def slow(self, key: Hashable, most_s: float = inf) -> None:
-        """It is known, but its answer is still to come: repeat it rarely, should that be lost.
+        """The frame has arrived, but its answer is pending: repeat it rarely, in case the answer is lost.
 
         Args:
-            key: what it runs under.
-            most_s: the longest pause, in seconds: the receiver forgets it after a longer one.
+            key: of the frame.
+            most_s: the longest pause, in seconds: after a longer one the receiver forgets the frame.
         """
         due, pause = self._due.get(key), min(self._options.known_s, most_s)
         if due is not None and due.pause != pause:
@@ -49,21 +49,21 @@ class Repeater:
             self._timers.schedule(key, due.at)
 
     def stop(self, key: Hashable) -> None:
-        """The answer is here."""
+        """Stop repeating a frame: its answer has arrived."""
         if self._due.pop(key, None) is not None:
             self._timers.schedule(key, None)
 
     def clear(self) -> None:
-        """Nothing is repeated any more."""
+        """Stop repeating all frames."""
         self._due.clear()
         self._timers.clear()
 
     def keys(self) -> Iterable[Hashable]:
-        """What is being repeated."""
+        """Keys of the frames that are being repeated."""
         return tuple(self._due)
 
     def tick(self, now: float) -> list[Send]:
-        """What has to go out again."""
+        """The frames that are due again."""
         out: list[Send] = []
         for key in self._timers.due(now):
             due = self._due[key]

@@ -62,7 +62,7 @@ class Rows:
     call has a number, and a chunk is final when all calls are final that its rows came by.
 
     Args:
-        tokenless: layers that keep nothing of a token, but a state alone: no row waits for them.
+        tokenless: layers that keep only a state and nothing per token: no row waits for them.
     """
 
     def __init__(self, tokenless: Collection[LayerId] = ()) -> None:
@@ -104,7 +104,7 @@ class Rows:
         self._calls[call_id] = one = _Call(start, stop, whole=ready)
         self._order.append(one)
         self._stops.append(stop)
-        # Rows are handed over in order, so chunks get their pages again in order: each is looked at once.
+        # Rows are handed over in order, so chunks get their pages again in order: each is visited once.
         while self._given < len(self.chunks):
             chunk = self.chunks[self._given]
             if chunk.stop > stop or any(t.first > chunk.start for t in tables.values()):
@@ -143,7 +143,7 @@ class Rows:
         self.states = Chunk(0, 0, slots)
 
     def withdraw(self) -> None:
-        """Forget all pages, and what was final."""
+        """Forget all pages, and which layers were final."""
         self._calls.clear()
         self._order.clear()
         self._stops.clear()

@@ -67,12 +67,12 @@ class SendRoom:
 
     @property
     def released(self) -> bool:
-        """True: the outcome stands and nobody reads the room's pages any more."""
+        """True: the outcome is final, and no gather or write reads the room's pages any more."""
         return (self.done or self.error is not None) and self.reads == 0
 
     @property
     def closed(self) -> bool:
-        """True: nothing is left to be said or waited for."""
+        """True: no frame is left to be sent or awaited."""
         return self.released and all(f.state is Sending.CLOSED for f in self.flows.values())
 
     def next_at(self) -> float | None:
@@ -84,7 +84,7 @@ class SendRoom:
                 soonest = at
         return soonest
 
-    # What the engine says.
+    # Calls of the engine.
 
     def add(
         self,
@@ -125,7 +125,7 @@ class SendRoom:
         return {self.rows.awaited(run) for run in runs}
 
     def withdraw(self, now: float) -> list[Effect]:
-        """Forget all pages: what is not being read now is not read until pages are given again; grants go back."""
+        """Forget all pages: no further read begins until pages are given again; unused grants are returned."""
         self.rows.withdraw()
         return self._all(Offered(), now)
 
@@ -137,9 +137,9 @@ class SendRoom:
         now: float,
         states: Mapping[GroupId, PageTable] | None = None,
     ) -> list[Effect]:
-        """Nothing is added: the room's rows end at ``stop``, and its states, if it has any, are final.
+        """End the room's rows at ``stop``; its states, if it has any, are final.
 
-        After a withdrawal states are given again by another call; what it says besides must be what the first said.
+        After a withdrawal another call gives the states again; its other arguments must equal those of the first.
         """
         if self.error is not None or self.done:
             return []
@@ -160,7 +160,7 @@ class SendRoom:
             out = self._reviewed(out, now) + self._all(Offered(), now)
         return out + self._all(self._finished, now)
 
-    # What decode ranks say.
+    # Frames of decode ranks.
 
     def expect(self, peer: Epoch, generation: Generation, plan: FlowPlan, world: int, now: float) -> list[Effect]:
         """A decode rank awaits the room: begin its flow. If the room has failed, the flow ends at once."""
@@ -219,7 +219,7 @@ class SendRoom:
         why = [asked, *late, *([missing] if missing else [])]
         return f"room {self.room.hex()}: not complete within {self._total_s:g} s: {'; '.join(why)}"
 
-    # How it ends.
+    # The end of the room.
 
     def cancel(self, error: DisaggKVError, now: float) -> list[Effect]:
         """Our engine, a deadline or a lost peer ends the room; nothing after its end."""
@@ -271,7 +271,7 @@ class SendRoom:
     def _offer_states(self, flow: Flow, now: float) -> list[Effect]:
         """Add the states to a flow: with the last rows that it awaits, so that their leases are there in time.
 
-        What no slot or lease can hold ends it.
+        A state that no slot or lease can hold ends the flow.
         """
         known = self.rows.states is not None or flow.awaits_no_more(self.rows.stop)
         if flow.state is not Sending.MOVING or not known:
@@ -300,6 +300,6 @@ def _offer(flow: Flow, chunks: Sequence[Chunk], now: float) -> list[Effect]:
         for chunk in chunks:
             flow.offer(chunk.start, chunk.stop, chunk.batch)
     except Exception as exc:
-        # A schedule may be somebody else's code: its errors fail this room alone.
+        # A schedule may be foreign code: its errors fail this room alone.
         return flow.handle(Cancel(exc), now)
     return []

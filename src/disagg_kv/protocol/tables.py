@@ -3,9 +3,9 @@
 Rules that hold in every row:
 
 * A cell names the method that acts and the states in which it may leave the machine. ``ignore`` only counts.
-* A pair that is not in the table cannot happen; if it does, that is our bug and the machine asserts.
+* A pair that is not in the table cannot happen; if it does, the machine raises.
 * A terminal outcome never changes. Ended rooms are answered from their tombstone, not from here.
-* Memory that a peer may still write to is given back in ``DRAINING`` only on evidence: its part landed, it said
+* Memory that a peer may still write to is released in ``DRAINING`` only on evidence: its part landed, it sent
   ``Drained``, or it is ``Gone``. ``Lost`` is no evidence.
 """
 

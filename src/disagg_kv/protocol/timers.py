@@ -1,4 +1,4 @@
-"""When each of many things is due: a heap, so that nothing is done for those that are not."""
+"""Due times of many keys, in a heap: a key that is not due costs nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 SPARE = 16
-"""Entries of the heap that may be out of date, besides as many as there are keys, before it is built anew."""
+"""The heap is rebuilt when it has more than this number plus twice the number of keys."""
 
 
 class Timers(Generic[K]):
@@ -27,7 +27,7 @@ class Timers(Generic[K]):
         self._next_round: list[tuple[float, int, K]] = []
 
     def schedule(self, key: K, when: float | None) -> None:
-        """The key is due then and not before; None: not at all."""
+        """Make a key due at this time and not before; None: never."""
         if when is None:
             self._due.pop(key, None)
             return
@@ -42,19 +42,19 @@ class Timers(Generic[K]):
             heappush(self._heap, (when, self._number, key))
 
     def by(self, key: K, when: float | None) -> None:
-        """Look at the key by then: a time before that stays, as to be looked at in vain once costs less than to move.
+        """Make a key due at this time or before; None: never.
 
-        None: not at all.
+        An earlier time stays: one check in vain costs less than to move it.
         """
         known = self._due.get(key)
         if known is None or when is None or when < known[0]:
             self.schedule(key, when)
 
     def due(self, now: float) -> Iterable[K]:
-        """Keys that are due, those due first first; each has no time until it gets another.
+        """Keys that are due, the earliest first; each has no time until it gets another.
 
-        One at a time: where handling one raises, the others keep their times. What gets a time meanwhile comes with the
-        next call, however early that time is.
+        Keys come one at a time: if handling one raises, the others keep their times. A key that gets a time meanwhile
+        comes with the next call, however early that time is.
         """
         later = not self._heap or self._heap[0][0] > now
         if later and not self._next_round and not self._crowded:
@@ -83,7 +83,7 @@ class Timers(Generic[K]):
         return None
 
     def _begin_round(self, now: float) -> None:
-        """Take in what was put off, and drop what is out of date where that is most of the heap."""
+        """Add the postponed entries; rebuild the heap if most of its entries are out of date."""
         self._round = now
         if not self._due or self._crowded:
             self._heap = [(at, number, key) for key, (at, number) in self._due.items()]
@@ -99,7 +99,7 @@ class Timers(Generic[K]):
         return len(self._heap) > 2 * len(self._due) + SPARE
 
     def clear(self) -> None:
-        """Nothing is due."""
+        """Remove all keys."""
         self._heap.clear()
         self._next_round.clear()
         self._due.clear()

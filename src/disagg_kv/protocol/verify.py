@@ -27,7 +27,7 @@ def check_verify(verify: str) -> None:
 
 
 def unlike(room: RoomId, segment: Segment, sums: bytes | None, asked: Verify) -> str | None:
-    """What is wrong with the checksums that came with a segment, where something is."""
+    """The error in the checksums that came with a segment, or in their absence; None: no error."""
     if sums is None:
         return "no checksums" if verified(room, segment, asked) else None
     if len(sums) != SUM_BYTES * len(segment.layers):
@@ -36,7 +36,7 @@ def unlike(room: RoomId, segment: Segment, sums: bytes | None, asked: Verify) ->
 
 
 def verified(room: RoomId, segment: Segment, *asked: Verify) -> bool:
-    """True if a segment is compared where the sides ask for so much: a stable hash draws the samples."""
+    """True if a segment is compared, given what each side asks for; a stable hash draws the samples."""
     if "full" in asked:
         return True
     if "sampled" not in asked:

@@ -86,7 +86,7 @@ class Feature(StrEnum):
 
     @property
     def why(self) -> str:
-        """What would go wrong."""
+        """The reason why single layers cannot be sent early."""
         return _WHY[self]
 
 

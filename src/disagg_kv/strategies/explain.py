@@ -113,7 +113,7 @@ def explain(
 
 
 def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -> int | str:
-    """How many writes a path takes for these segments, or why it cannot."""
+    """The number of writes of a path for these segments, or the reason why it cannot move them."""
     try:
         reason = path.refuse(pair)
         if reason is not None:

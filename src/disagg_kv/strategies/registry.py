@@ -103,12 +103,12 @@ def _says_auto(path: TransferPlanner) -> object:
 
 @cache
 def _installed() -> Sequence[EntryPoint]:
-    """What installed packages name; looked for once, as that reads a file of every package there is."""
+    """The entry points of installed packages; searched once, as a search reads a file of every package."""
     return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def _load() -> None:
-    """Register what installed packages name; of two threads that make a part of one name, the first one's counts.
+    """Register the entry points of installed packages; if two threads make a part of one name, the first one counts.
 
     Nothing is imported under the lock: a module may call :func:`register` while another thread imports it.
     """
@@ -158,7 +158,7 @@ def strategy(name: str) -> Strategy:
     """The strategy of that name, for example ``"staged"``, ``"auto"`` or ``"staged+per_chunk+full"``.
 
     Raises:
-        UnknownNameError: a part that nothing is known by.
+        UnknownNameError: a part of the name is not known.
         ConfigurationError: two parts for one axis.
     """
     arguments.text(name, "strategy")
