@@ -44,7 +44,7 @@ class CachedPages:
 
 @frozen(eq=False)
 class PageChecksums:
-    """Sums of pages under way.
+    """Sums of pages that are being computed.
 
     Args:
         event: when they are there, and pages are read no more; None: already.

@@ -20,7 +20,7 @@ class ScatterInspection:
 
     Args:
         waiting: segments that have arrived and wait for their scatter.
-        running: scatters under way.
+        running: scatters that have been launched and have not ended.
         unprepared: segments with a lease, whose scatter may be prepared before they arrive.
         prepared: segments whose scatter is.
     """

@@ -12,8 +12,8 @@ ARRIVALS_PER_POLL = 8
 """The default: see docs/benchmarks.md, where one, this many, and any number of arrivals per step are measured."""
 
 BURST_S = 0.02
-"""So much of the pace may be used at once after a pause: what arrives within one step of decoding. A request of 1 or 2
-GiB then comes as fast as NVLink brings it, and costs the step in which it comes 1 ms of an H200's scatter rate."""
+"""Seconds of the pace that may be used at once after a pause: what arrives within one step of decoding. A request of 1
+or 2 GiB then comes as fast as NVLink brings it. It costs the step in which it comes 1 ms of an H200's scatter rate."""
 
 
 class RateLimiter:
@@ -42,5 +42,5 @@ class RateLimiter:
         return now >= self._free_at
 
     def begin(self, nbytes: int, now: float) -> None:
-        """Work of so many bytes begins; time that went unused counts up to the burst."""
+        """Begin work of ``nbytes`` bytes; unused time counts up to the burst."""
         self._free_at = max(self._free_at, now - self._burst) + nbytes / self._pace

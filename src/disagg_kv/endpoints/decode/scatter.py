@@ -120,7 +120,7 @@ class ScatterQueue:
         return self._pace.ready_at if self._waiting and self._pace is not None else None
 
     def look(self) -> None:
-        """See which of those that are under way have ended."""
+        """Take the scatters that have ended out of those that run."""
         for one in list(self._running):
             try:
                 if one.event is not None and not one.event.query():
@@ -149,7 +149,7 @@ class ScatterQueue:
 
     @property
     def waits(self) -> bool:
-        """Whether something is under way, or to be prepared, of which nothing else tells this thread."""
+        """Whether a scatter runs or waits to be prepared; neither wakes this thread."""
         return bool(self._running or self.prepared.waiting)
 
     def _next(self) -> list[_Begun]:
@@ -231,7 +231,7 @@ class ScatterQueue:
             self._follow(one, effect, event, error)
 
     def _follow(self, one: _Scattering, effect: Scatter, event: Event | None, error: Exception | None) -> None:
-        """A launch is under way, or has failed: compare behind it, and wait for its end, if it has not come."""
+        """After a launch, or its failure: compare sums behind it, and wait for its end unless it has ended."""
         one.event, one.error = event, error
         if effect.sums and error is None:
             try:

@@ -1,4 +1,4 @@
-"""Room ids that were over before both sides had met: whoever comes later with such an id is refused."""
+"""Ids of rooms that ended before both sides had met: the side that comes later with such an id is refused."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class TransferInspection:
 
     Args:
         pending: transfers that have not begun.
-        gathers: under way.
+        gathers: those that have been launched and may still run.
         posts: writes that may still read memory, by their tickets.
         slots: the staging memory, and which write pins which slot.
         prepared: gathers that are planned or prepared before their rows are final.

@@ -1,4 +1,4 @@
-"""Events that are left to a GPU: rows count as final at once, and whoever copies them comes after the event."""
+"""Events that are left to a GPU: rows count as final at once, and a copy of them runs after the event."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class PrefillRoom:
             report.spend("total", now - self.opened)
 
     def grouped(self, loop: EventLoop, run: range, groups: Groups) -> None:
-        """Tell how the layers of a chunk are cut, and why."""
+        """Report how the layers of a chunk are cut, and why."""
         report, now = self.handle.report, loop.now
         report.groups, report.schedule = groups.count, groups.reason
         labels = {"layers": f"{run.start}-{run.stop}", "groups": str(groups.count), "reason": groups.reason}

@@ -124,7 +124,7 @@ class PrefillSide:
             self._apply(room, act(room.machine, self._loop.now))
 
     def announce(self, submitted: Sequence[SubmittedChunk], at: float, cuts: LayerGroups) -> None:
-        """Rows that are computed from now on: their grants are asked for already. ``cuts`` hear of groups."""
+        """Rows that are computed from now on: their grants are asked for already. ``cuts`` receive groups."""
         self._throughput.begin(submitted, at)
         for one in submitted:
             self._add(one, ready=False)
@@ -206,13 +206,13 @@ class PrefillSide:
     def _span_of(
         self, name: str, submitted: Sequence[SubmittedChunk], start: float, stop: float, **labels: str
     ) -> None:
-        """Tell of work on all rooms of a forward pass."""
+        """Report a span of work for each room of a forward pass."""
         for one in submitted:
             rows = {"rows": f"{one.start}-{one.stop}"}
             self._loop.observer.span(Span(name, one.key.room, start, stop, labels={**labels, **rows}))
 
     def _gated(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
-        """Whether the event is left to the GPU that copies; then its rows are final for everybody else."""
+        """Whether the event is left to the GPU that copies; its rows then count as final at once."""
         if not self.transfers.orders(ready):
             return False
         for one in submitted:
@@ -231,7 +231,7 @@ class PrefillSide:
                 self._apply(room, room.machine.ready(one.call_id, layers, self._loop.now))
 
     def broken(self, keys: Sequence[RoomKey], exc: Exception) -> None:
-        """The engine's event raised: nobody knows whether the bytes are final."""
+        """The engine's event raised: it is unknown whether the bytes are final."""
         for key in keys:
             room = self._rooms.get(key)
             if room is not None:
@@ -340,7 +340,7 @@ class PrefillSide:
                 partial(room.grouped, loop),
             )
         except Exception as exc:
-            # A path may be somebody else's code: its errors fail this room alone.
+            # A path may be a user's code: its errors fail this room alone.
             error = ours(exc, f"room {name.hex()}: no way to send it to {loop.peer_registry.name(epoch)}")
             self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
             return
@@ -354,16 +354,16 @@ class PrefillSide:
     # Peers.
 
     def on_up(self, remote: RemoteEndpoint) -> None:
-        """Nothing to do before it asks."""
+        """Nothing to do before the peer asks."""
 
     def on_greeted(self, epoch: Epoch) -> None:
-        """What it still waits for it asks for."""
+        """Nothing to do: the peer asks again for what it still waits for."""
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
-        """We dial nobody of the other side."""
+        """A sender dials no address of the other side."""
 
     def on_answer(self, answer: LookupResult) -> None:
-        """We look for no instance but our own."""
+        """A sender looks up no instance but its own."""
 
     def on_lost(self, lost: Lost) -> None:
         """Its flows end."""
@@ -390,7 +390,7 @@ class PrefillSide:
     # Moving.
 
     def work(self) -> bool:
-        """Gather and post; True while something is under way."""
+        """Gather and post; True while something is in flight or left for the next step."""
         waiting = self._lines.look()
         if not self.transfers.active:
             return waiting
@@ -432,7 +432,7 @@ class PrefillSide:
                 self._apply(room, room.machine.handle(happened.to, happened.event, self._loop.now))
 
     def _take_ends(self) -> None:
-        """A transport that copies while it is told to has ended before the next gather."""
+        """Poll the transport: where it copies while it posts, its writes have ended before the next gather."""
         try:
             self._loop.poll_transport()
         except Exception as exc:
@@ -467,7 +467,7 @@ class PrefillSide:
                 case _:
                     raise LocalProtocolError(f"a sending room asked for {effect}")
         self._publish(room)
-        # May be decided, and told to the engine, at once: not before everything else has been done.
+        # May be decided, and reported to the engine, at once: not before everything else has been done.
         for vote in votes:
             self._loop.vote(room.key, vote.ok, vote.reason)
 
@@ -521,7 +521,7 @@ class PrefillSide:
             room = self._rooms.get(key)
             flow = None if room is None else room.machine.flows.get(lost.peer)
             if room is not None and flow is not None and flow.state is not Sending.COMPLETE:
-                # Other rooms may go on with this peer: it is told, unlike one that is lost.
+                # Other rooms may go on with this peer: it receives a frame, unlike one that is lost.
                 self._apply(room, room.machine.handle(lost.peer, Cancel(lost.error), now))
         self._early.expire(now)
         self._ended_early.expire(now)

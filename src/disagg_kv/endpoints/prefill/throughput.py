@@ -19,18 +19,18 @@ NEW = 0.3
 """The weight of a new measurement against all earlier ones."""
 
 PASSES = 64
-"""Forward passes whose layers are awaited; one that never ends is forgotten when so many others have begun."""
+"""Forward passes whose layers are awaited; one that never ends is forgotten once this many others have begun."""
 
 FRAMES_S = 3e-4
 """Roughly what the frames of one more segment cost, besides planning and launching it, which is measured; a group costs
 0.2 to 0.6 ms with H200s and 0.4 to 0.9 ms on two cores (docs/benchmarks.md)."""
 
 LONG_S = 0.1
-"""Transfers that follow one another without a pause are measured after so long at the latest."""
+"""Transfers that follow one another without a pause are measured after this many seconds at the latest."""
 
 
 LOOKS = 16
-"""How often a forward pass is interrupted, at most, to look for what nobody tells."""
+"""How often, at most, the endpoint interrupts a forward pass to look for events that wake no thread."""
 
 LEAST_S, MOST_S = 1e-3, 5e-3
 """Bounds of the time between two such looks."""
@@ -48,7 +48,7 @@ class _Pass:
 
 
 class ThroughputEstimator:
-    """Seconds per layer and token of forward passes; bytes per second while transfers were under way.
+    """Seconds per layer and token of forward passes; bytes per second while transfers were in flight.
 
     Args:
         clock: seconds.
@@ -118,7 +118,7 @@ class ThroughputEstimator:
 
         What came before its first layer is not counted: the pass may have been announced early. Nor is what came
         before the end of the pass before it, as a device computes one after the other. ``queued``: a device computed
-        it, and was only asked for the first layer when that was told.
+        the pass, and :meth:`first` gave the time at which the device was asked for the first layer.
         """
         known = self._passes.get(_name(submitted)) if submitted else None
         if known is None:
@@ -134,7 +134,7 @@ class ThroughputEstimator:
         return known.began
 
     def _forget(self, submitted: Sequence[SubmittedChunk], known: _Pass) -> None:
-        """A pass of which nothing more can be told: the events of its layers may happen after it was closed."""
+        """Forget a pass that is closed and awaits no layer; the events of its layers may happen after it was closed."""
         if known.closed and known.left <= 0:
             del self._passes[_name(submitted)]
 
@@ -170,7 +170,7 @@ class ThroughputEstimator:
         self._moving += 1
 
     def ended(self, name: Hashable, nbytes: int) -> None:
-        """A transfer has ended and moved so many bytes; one that was never on the wire counts for nothing."""
+        """A transfer has ended and moved ``nbytes`` bytes; one that was never on the wire is not counted."""
         if name in self._queued:
             self._queued.discard(name)
             return
@@ -203,12 +203,12 @@ class EventFifo:
     def add(
         self, line: Hashable, event: Event, occurred: Callable[[float], None], broken: Callable[[Exception], None]
     ) -> None:
-        """Put an event behind those of the same line; ``occurred`` is told when that was seen."""
+        """Put an event behind those of the same line; ``occurred`` is called with the time at which it was seen."""
         self._lines.setdefault(line, deque()).append(_Look(event, occurred, broken))
         bound(self._lines, PASSES)
 
     def look(self) -> bool:
-        """Tell of what has happened; True while something is awaited."""
+        """Report the events that have happened; True while another one is awaited."""
         if not self._lines:
             return False
         for name in list(self._lines):

@@ -79,7 +79,7 @@ class TransferSpec:
 
 @define(eq=False)
 class _Summing:
-    """Checksums under way, and which of them are whose; ``event`` None: they are there."""
+    """Checksums that are being computed, and the posts that they belong to; ``event`` None: they are there."""
 
     event: Event | None
     room: PrefillRoom
@@ -89,7 +89,7 @@ class _Summing:
 
 @define(eq=False)
 class _Gathering:
-    """A gather that may be under way; where its writes wait for it by themselves, they are posted already."""
+    """A gather that may still run; where its writes wait for it by themselves, they are posted already."""
 
     event: Event
     room: PrefillRoom
@@ -201,7 +201,7 @@ class TransferQueue:
 
     @property
     def waits(self) -> bool:
-        """Whether something is under way, or waits for an event, that only polling finds."""
+        """Whether something is in flight, or waits for an event, that only polling finds."""
         return bool(self._gathering or self.writes.posts or self._summing) or self._waiting
 
     def _begin_direct(self, budget: Budget) -> bool:
@@ -331,7 +331,7 @@ class TransferQueue:
             posts.append((post, Writes.one(self._region, where, spec.route.ring, transfer.offset, spec.plan.nbytes)))
             summed.append((post, spec, place))
         try:
-            # First: once a gather is under way its slot is not free before it has ended.
+            # First: once a gather is launched its slot is not free before it has ended.
             self._sum(summed)
             started = self._clock()
             members = [(spec.transfer, place) for spec, place in specs]

@@ -122,7 +122,7 @@ class PostedWrites:
         return held
 
     def crossing(self) -> list[Epoch]:
-        """To whom bytes are on the wire, whose came first first."""
+        """Destinations of bytes that are on the wire, each once, in the order of their first posts."""
         return list(dict.fromkeys(post.transfer.to for post in self.posts.values() if post.crossing and post.tickets))
 
     def outcome(self) -> Outcome | None:

@@ -17,7 +17,8 @@ log = logging.getLogger("disagg_kv")
 Job = Callable[[], None]
 
 SLOW_S = 0.5
-"""When no job has begun or ended for so long, those that run wait for something outside, and give their places up."""
+"""Seconds without a job that begins or ends, after which the running jobs give up their places: they wait for something
+outside."""
 
 
 class Background(Protocol):

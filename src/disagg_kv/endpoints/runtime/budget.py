@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 BUDGET_S = 0.01
-"""Seconds after which no further piece of work is begun in a step; a piece under way is finished."""
+"""Seconds after which no further piece of work is begun in a step; a piece that has begun is finished."""
 
 MOST = 256
 """Pieces of work of one kind in a step, however fast they are."""

@@ -1,4 +1,4 @@
-"""Held prefixes: what decode takes of what its engine says, and what prefill accepts of what decode says."""
+"""Held prefixes: checks of what decode's engine gives, and of what decode sends to prefill."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...strategies import Selection
 
 
 def page_multiple(site: Site) -> int:
-    """A held prefix ends at a multiple of so many rows: at a page's end in every group."""
+    """A held prefix ends at a multiple of this many rows: at a page's end in every group."""
     return math.lcm(*(group.rows_per_page for group in site.token_groups))
 
 
 def rows_by_group(where: str, held: Mapping[GroupId, int] | None) -> dict[GroupId, int]:
-    """A plain copy of what an engine says it holds, with plain numbers; None: nothing.
+    """A plain copy of the rows that an engine holds, with plain numbers; None: nothing.
 
     Raises:
         GeometryError: a name that is none, or a number of rows that is none or negative.

@@ -30,7 +30,7 @@ NAMED = 16
 
 @frozen
 class PendingChecksums(Generic[K]):
-    """Sums under way.
+    """Sums that are being computed.
 
     Args:
         event: when they are there; None: already.

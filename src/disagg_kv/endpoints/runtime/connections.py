@@ -46,7 +46,7 @@ class _Link:
     Args:
         up: as the peer introduced itself.
         peer: the transport's name of it.
-        until: when an attempt that is under way is overdue.
+        until: when an attempt that has not returned is overdue.
         linked: the attempt has succeeded.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
@@ -89,7 +89,7 @@ class Connections:
         wake: called on a helper thread when an attempt has ended.
         clock: time, in seconds.
         observer: counts what fails.
-        options: ``silence_s`` is how long a failure is remembered; at most ``peers`` attempts are under way.
+        options: ``silence_s`` is how long a failure is remembered; at most ``peers`` attempts run at a time.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Connections:
         the first one, and its end would end the first one's link.
 
         Raises:
-            CapacityError: as many attempts as may be are under way.
+            CapacityError: as many attempts run as are allowed.
             IncompatiblePeerError: another epoch has named it before.
             RemoteProtocolError: the descriptor is garbage.
         """
@@ -244,20 +244,20 @@ class Connections:
         return True
 
     def lose(self, epoch: Epoch, error: DisaggKVError) -> None:
-        """The transport has lost this peer for good: should it be heard again, it is not reached any more."""
+        """The transport has lost this peer for good: it is not reached any more, even if frames of it come again."""
         link = self._links.get(epoch)
         if link is not None:
             link.error = error
 
     def give_up(self, epoch: Epoch) -> None:
-        """The peer is lost: the result of an attempt that is under way is not wanted, nor what has come meanwhile."""
+        """The peer is lost: drop the frames that wait for its attempt, and the attempt's result when it comes."""
         link = self._links.get(epoch)
         if link is not None and not link.linked:
             link.wanted = False
             self._take(link)
 
     def drop(self, epoch: Epoch) -> None:
-        """Nothing is awaited of this epoch any more: disconnect, now or when the attempt that is under way returns."""
+        """Nothing is awaited of this epoch any more: disconnect, now or when the running attempt returns."""
         self.give_up(epoch)
         link = self._links.get(epoch)
         if link is not None and link.linked:
@@ -283,9 +283,9 @@ class Connections:
         return isinstance(epoch, bytes) and self.of(Epoch(epoch)) is not None
 
     def close(self, until: float, then: Callable[[], None]) -> None:
-        """Begin no attempt, and close the transport (``then``) once none is under way.
+        """Begin no attempt, and close the transport (``then``) once none runs.
 
-        If one still is at ``until``, its thread closes the transport after it.
+        If an attempt still runs at ``until``, its thread closes the transport after it.
         """
         if not self._background.close(max(0.0, until - self._clock()), then):
             log.warning("a peer is still being connected; the transport of the closed endpoint closes after that")

@@ -40,13 +40,13 @@ FRESH_S = 1.0
 """An answer is used for good while its ranks live; one that is older than this is asked for again meanwhile."""
 
 UNANSWERED = 4
-"""Look-ups of one instance that are under way at a time. Where none returns, another one begins ever more seldom: they
+"""Look-ups of one instance that run at a time. Where none returns, another one begins after pauses that double. So they
 leave the others their threads, and a rendezvous that has come back is noticed."""
 
 
 @frozen
 class LookupResult:
-    """What the rendezvous said of an instance.
+    """What the rendezvous answered about an instance.
 
     Args:
         source: which instance.
@@ -71,11 +71,11 @@ class Directory:
     """Look-ups of one endpoint. Of those of one instance only the last one is awaited.
 
     Args:
-        rendezvous: who is asked.
+        rendezvous: what is asked.
         background: where it is asked.
         wake: called on a helper thread when there is an answer.
         clock: time, in seconds.
-        options: a look-up that has not returned after ``closed_s`` has failed; at most ``peers`` are under way.
+        options: a look-up that has not returned after ``closed_s`` has failed; at most ``peers`` run at a time.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Directory:
             ended.wait(WITHDRAW_S)
 
     def close(self, until: float) -> None:
-        """Begin no look-up, and wait until then for those that are under way; they change nothing any more."""
+        """Begin no look-up, and wait until ``until`` for those that run; their results change nothing any more."""
         self._background.close(max(0.0, until - self._clock()), lambda: None)
 
 

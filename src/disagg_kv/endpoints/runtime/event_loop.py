@@ -251,7 +251,7 @@ class EventLoop:
         return busy or bool(self._later)
 
     def poll_transport(self) -> bool:
-        """Take in what the transport tells; False: nothing."""
+        """Take in the transport's reports; False: there were none."""
         reports = self.me.transport.poll()
         for report in reports:
             try:
@@ -429,7 +429,7 @@ class EventLoop:
             self._guard(self.side.on_frame, frame)
 
     def dial(self, address: str) -> None:
-        """Get to know who is at an address."""
+        """Learn which endpoint is at an address."""
         self._peer_effects(self.peers.dial(address, self.now))
 
     def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> None:
@@ -453,7 +453,7 @@ class EventLoop:
                 self._unlink(epoch)
 
     def confirm_terminated(self, epoch: Epoch) -> None:
-        """The operator saw a process end: that is evidence once its last writes must have landed."""
+        """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
         self.lose(epoch, PeerLostError(f"{self.peer_registry.name(epoch)}: its end was confirmed"), ended=True)
         self._process_monitor.confirm(epoch)
 
@@ -523,7 +523,7 @@ class EventLoop:
             self.tombstones.remember(epoch, key.generation, ended)
 
     def stop(self, drain_s: float) -> None:
-        """Let go of channel, transport and watches, each of them whatever the others raise, within ``drain_s``."""
+        """Close channel, transport and watches within ``drain_s``; each is closed whatever the others raise."""
         until = self.clock() + drain_s
         with ExitStack() as last:
             last.callback(self.directory.close, until)

@@ -43,7 +43,7 @@ class RoomHandle:
 
     @property
     def released(self) -> bool:
-        """True: nobody reads or writes its pages any more."""
+        """True: its pages are neither read nor written any more."""
         return self._state[1]
 
     @property
@@ -74,11 +74,11 @@ class RoomHandle:
         return self._state == (phase, released)
 
     def news(self, state: tuple[Phase, bool]) -> bool:
-        """Engine's thread: whether ``poll`` has not told of this state."""
+        """Engine's thread: whether ``poll`` has not reported this state."""
         return state != self._told
 
     def tell(self, state: tuple[Phase, bool]) -> None:
-        """Engine's thread: ``poll`` tells of this state."""
+        """Engine's thread: ``poll`` reports this state."""
         self._told = state
 
     def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
@@ -96,12 +96,12 @@ class RoomHandle:
 class ChangeQueue(Generic[H]):
     """Handles that changed, each once, in the order of their first change.
 
-    Nothing is dropped: there is one entry for each handle of which the engine was not told yet, whatever the number of
-    its changes. A handle that changes after it was taken gets a new entry.
+    Nothing is dropped: there is one entry for each handle with a change that was not reported to the engine, whatever
+    the number of its changes. A handle that changes after it was taken gets a new entry.
 
     There is no lock: a signal handler may interrupt ``take`` and close the endpoint, whose thread must be able to add.
-    That thread publishes a state, then looks whether the handle is ``listed``; the engine's thread takes an entry, says
-    that the handle is not listed, then looks at the state. So the state is seen, or there is a new entry for it.
+    That thread publishes a state, then reads ``listed`` of the handle. The engine's thread takes an entry, clears
+    ``listed``, then reads the state. So the state is seen, or there is a new entry for it.
     """
 
     def __init__(self) -> None:
@@ -126,9 +126,9 @@ class ChangeQueue(Generic[H]):
     def take(self, done: int | None = None) -> Sequence[H]:
         """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
 
-        A state that was told of before is skipped. That happens where a handle changes between its entry's being taken
-        and its being looked at: the endpoint's thread adds a second entry for a state that the first one showed. A
-        handle that waited here may have changed again before its second entry is looked at: it is taken once.
+        A state that was reported before is skipped. Such a state comes from a handle that changes after its entry is
+        taken and before its state is read: the endpoint's thread adds a second entry for a state that the first one
+        showed. A handle that waited here may change again before its second entry is read: it is taken once.
         """
         left = inf if done is None else done
         taken: dict[H, None] = {}

@@ -1,4 +1,4 @@
-"""What an endpoint says of itself, and whether two of them can work together."""
+"""What an endpoint announces of itself, and whether two endpoints can work together."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class EndpointInfo:
         return hello
 
     def admit(self, hello: Hello) -> None:
-        """Raise unless we can work with whom a ``Hello`` is from.
+        """Raise unless we can work with the sender of a ``Hello``.
 
         Raises:
             IncompatiblePeerError: names the one field that differs.

@@ -5,8 +5,8 @@ message on, by more where a hypervisor has halted the core. On a slow wire that 
 as some MiB take to cross. A thread that never sleeps takes the interpreter, and a core, from the engine. So an endpoint
 is in one of two states, and after each step :meth:`IdlePolicy.rest` says in which:
 
-* Asleep: it blocks until a message comes. Nothing is under way that only polling shows to be done, and nothing happened
-  lately.
+* Asleep: it blocks until a message comes. Nothing is in flight that only polling shows to be done, and nothing
+  happened lately.
 * Awake: it polls, with a pause after each poll, while copies or events are in flight. On wires of 50 GB/s and more it
   also polls for ``Options.linger_s`` after an event, while rooms are open and no forward pass runs. Each pause is twice
   as long as the one before, up to a bound.
@@ -31,7 +31,7 @@ TARGET_S = 0.001
 """The same while rooms are open, with a transport whose writes move only while their target polls."""
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
-"""Between two looks at copies and events that only polling shows to be done."""
+"""Seconds between two polls of copies and events that only polling shows to be done."""
 
 NAP_S = 10e-6
 """The first pause if the channel sleeps with microsecond precision, the wire is fast, and the transport waits for
@@ -99,16 +99,14 @@ class IdlePolicy:
     def rest(
         self, now: float, timeout_s: float, *, busy: bool, told: bool, more: bool, rooms: bool, in_pass_s: float
     ) -> Rest:
-        """How to wait after a step.
+        """How to wait after a step, at the time ``now``.
 
-        Args:
-            now: the time.
-            timeout_s: the longest that the caller wants to wait.
-            busy: something is under way that only polling shows to be done.
-            told: the engine has given a command.
-            more: there is work that did not fit into the step.
-            rooms: there are open rooms.
-            in_pass_s: during a forward pass: how long the engine needs no look; else 0.
+        * ``timeout_s``: the longest that the caller wants to wait.
+        * ``busy``: something is in flight that only polling shows to be done.
+        * ``told``: the engine has given a command.
+        * ``more``: there is work that did not fit into the step.
+        * ``rooms``: there are open rooms.
+        * ``in_pass_s``: during a forward pass, the seconds for which the engine needs no poll; else 0.
         """
         if told or busy:
             self._awake_until = now + self.linger_s

@@ -85,7 +85,7 @@ class PeerRegistry:
     def _known(self, epoch: Epoch, before: Mapping[Epoch, tuple[KnownPeer, HeldMemory]], hello: Hello) -> KnownPeer:
         peer = self._table.known(epoch) or self._present.get(epoch)
         if peer is None:
-            # It was forgotten before the room failed: nothing says any more when it was last heard.
+            # It was forgotten before the room failed: the time of its last frame is not known any more.
             peer = before[epoch][0] if epoch in before else KnownPeer(hello, float("-inf"), True, lost=True)
         return peer
 

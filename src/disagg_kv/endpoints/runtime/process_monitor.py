@@ -41,11 +41,11 @@ class ProcessMonitor:
 
     @property
     def awaited(self) -> bool:
-        """Whether there is anybody whose end may be seen, or whose last writes may land."""
+        """Whether the end of a process, or the landing of its last writes, is awaited."""
         return bool(self._watches or self._news or self._ended)
 
     def ended(self, *, at_once: bool = False) -> list[Epoch]:
-        """Whose process has ended since the last call, perhaps as of a moment ago, or (``at_once``) by now."""
+        """Peers whose process has ended since the last call; unless ``at_once``, an end a moment ago may be missing."""
         if not self._watches and not self._news:
             return []
         for epoch in [e for e, watch in self._watches.items() if watch.ended(at_once=at_once)]:
@@ -61,11 +61,11 @@ class ProcessMonitor:
         self._news.append(epoch)
 
     def confirm(self, epoch: Epoch) -> None:
-        """Somebody saw the process end."""
+        """The operator has confirmed the end of the process."""
         self._ended.setdefault(epoch, self._clock())
 
     def drained(self, drain_s: float | None) -> list[Epoch]:
-        """Whose last writes have landed: it ended ``drain_s`` ago (None: nobody knows how long that takes)."""
+        """Peers whose last writes have landed: they ended ``drain_s`` ago (None: it is unknown how long that takes)."""
         if drain_s is None or not self._ended:
             return []
         return [epoch for epoch, at in self._ended.items() if self._clock() - at >= drain_s]
@@ -76,5 +76,5 @@ class ProcessMonitor:
         self._watches.pop(epoch, None)
 
     def close(self) -> None:
-        """Watch nobody."""
+        """Watch no process any more."""
         self._watches.clear()

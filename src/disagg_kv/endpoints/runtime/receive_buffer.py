@@ -9,10 +9,10 @@ from ...channels import Arrived, Channel, News
 from .budget import Budget
 
 STALLED_S = 0.5
-"""A thread that has not asked the channel for so long was stopped, perhaps with its whole process."""
+"""A thread that has not asked the channel for this many seconds was stopped, perhaps with its whole process."""
 
 GRACE_S = 0.05
-"""After that a channel gets so long to hand over what lies in its sockets: another thread may have to read them."""
+"""Seconds that a channel then gets to hand over what lies in its sockets: another thread may have to read them."""
 
 FEW = 16
 MUCH = 32 << 20
@@ -24,7 +24,7 @@ class ReceiveBuffer:
 
     Args:
         channel: where news come from.
-        failed: told what the channel raised: perhaps it works again later.
+        failed: called with the error that the channel raised; the channel may work again later.
         clock: time, in seconds.
     """
 
@@ -40,7 +40,7 @@ class ReceiveBuffer:
         return len(self._left)
 
     def fetch(self, wait_s: float) -> bool:
-        """Ask the channel, which waits so many seconds, unless something is left; False: there is nothing."""
+        """Unless something is left, ask the channel, which waits ``wait_s`` seconds; False: there is nothing."""
         if not self._left:
             before = self._clock()
             if before - self._polled > STALLED_S:

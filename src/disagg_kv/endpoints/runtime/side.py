@@ -25,7 +25,7 @@ class Side(Protocol):
         ...
 
     def on_greeted(self, epoch: Epoch) -> None:
-        """A peer of the other side had lost us, or has not heard us for a while."""
+        """A peer of the other side had lost us, or has received no frame from us for a while."""
         ...
 
     def on_lost(self, lost: Lost) -> None:
@@ -33,7 +33,7 @@ class Side(Protocol):
         ...
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
-        """Nobody whom we can work with answers at an address."""
+        """No endpoint that we can work with answers at an address."""
         ...
 
     def on_answer(self, answer: LookupResult) -> None:

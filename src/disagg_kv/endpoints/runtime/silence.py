@@ -9,12 +9,12 @@ from ...protocol.timers import Timers
 
 
 class Silences:
-    """A time per peer, not per room and peer: a peer that is heard in time costs the same for any number of rooms.
+    """One timer per peer, not per room and peer: a peer that sends in time costs the same for any number of rooms.
 
-    Rooms that bear as much silence as the endpoint are not watched: :class:`PeerTable` says when a peer is lost.
+    Rooms that bear as much silence as the endpoint are not watched: :class:`PeerTable` decides when a peer is lost.
 
     Args:
-        peers: know when each peer was heard last.
+        peers: know when the last frame of each peer came.
         silence_s: the endpoint's own, in seconds.
     """
 
@@ -26,7 +26,7 @@ class Silences:
         self._timers: Timers[Epoch] = Timers()
 
     def watch(self, peer: Epoch, room: RoomKey, silence_s: float, now: float) -> None:
-        """The room ends if the peer is silent for so many seconds."""
+        """The room ends if the peer is silent for ``silence_s`` seconds."""
         if silence_s >= self._silence_s or peer in self._of.get(room, {}):
             return
         self._of.setdefault(room, {})[peer] = silence_s
@@ -67,10 +67,10 @@ class Silences:
         return found
 
     def _schedule(self, peer: Epoch, now: float) -> None:
-        """When the least patient room is over unless the peer is heard; what has passed already is due at once."""
+        """Set the timer to when a silent peer ends its least patient room; a time that has passed is due at once."""
         silent_s = self._peers.silent_for(peer, now)
         self._timers.schedule(peer, now - silent_s + min(self._watched[peer]))
 
     def next_at(self) -> float | None:
-        """When :meth:`due` may have something to tell."""
+        """When :meth:`due` may have something to return."""
         return self._timers.next_at()

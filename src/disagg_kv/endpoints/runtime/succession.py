@@ -1,10 +1,10 @@
-"""Whether another life of our rank has taken our place, and which lives of other ranks should be told so.
+"""Whether another life of our rank has taken our place, and which lives of other ranks must learn that theirs is taken.
 
 A process that stood still may go on after its launcher has started another one in its place. Nothing ends it, so it
 must learn that it does not count any more. A life believes that of the younger life alone: when that one has
-introduced itself, and until it is lost. Which one is younger, ``Hello`` says where both are of one host (``born``). Of
-two hosts no clocks are compared: there a sibling that knows both says which one came later, or the younger one does,
-which found our address in the rendezvous when it took our place.
+introduced itself, and until it is lost. On one host, ``born`` of ``Hello`` shows which life is younger. Clocks of two
+hosts are not compared. There a sibling that knows both names the later one. Or the younger one announces itself: it
+found our address in the rendezvous when it took our place.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Succession:
         return self.error() if counted else None
 
     def named(self, address: str) -> None:
-        """A sibling says that a younger life of our rank is at this address."""
+        """A sibling has named this address as that of a younger life of our rank."""
         self._named[address] = None
         self._named.move_to_end(address)
         if len(self._named) > NAMED:
@@ -97,7 +97,8 @@ def check_counts(succession: Succession) -> None:
 def found_before(rendezvous: Rendezvous, instance: str, rank: Rank, address: str) -> str | None:
     """Where our rank was before we publish that it is with us; None: nowhere, at the same address, or not known.
 
-    It blocks, as publishing does. Where the store fails, that says so; what is no address leads to no life.
+    It blocks, as publishing does. Where the store fails, publishing reports it. An entry that is no address leads to no
+    life.
     """
     addresses = look_up(rendezvous, Source(instance)).addresses
     if addresses is None or rank >= len(addresses) or addresses[rank] == address:

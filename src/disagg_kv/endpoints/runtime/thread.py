@@ -113,7 +113,7 @@ class EndpointThread:
             self.loop.drop_commands()
 
     def close(self, drain_s: float) -> None:
-        """Abort every open room, give their last words ``drain_s`` seconds, and stop; again is harmless.
+        """Abort every open room, wait at most ``drain_s`` seconds for their ends, and stop; a second call is harmless.
 
         Any thread but the endpoint's own, also in a signal handler. After an interruption, call it again. Of several
         calls the one whose time is over first counts.
@@ -165,7 +165,7 @@ class EndpointThread:
             self._step(0.02)
 
     def _stop(self) -> None:
-        """Whatever raises, everything is let go of, and what waits for the endpoint is told."""
+        """Close everything, and fail every handle that has not ended, whatever raises."""
         loop = self.loop
         try:
             if self._thread is not None:
