@@ -140,14 +140,14 @@ class Without(IdlePolicy):
             super().hurry()
 
     def rest(
-        self, now: float, timeout_s: float, *, busy: bool, told: bool, more: bool, rooms: bool, in_pass_s: float
+        self, now: float, timeout_s: float, *, busy: bool, commanded: bool, more: bool, rooms: bool, in_pass_s: float
     ) -> Rest:
         """See the policy."""
-        if "quick polls" in self._off and told:
-            self._awake_until, told = now + self.linger_s, False
+        if "quick polls" in self._off and commanded:
+            self._awake_until, commanded = now + self.linger_s, False
         if "pause of a pass" in self._off:
             in_pass_s = 0.0
-        return super().rest(now, timeout_s, busy=busy, told=told, more=more, rooms=rooms, in_pass_s=in_pass_s)
+        return super().rest(now, timeout_s, busy=busy, commanded=commanded, more=more, rooms=rooms, in_pass_s=in_pass_s)
 
 
 @contextmanager

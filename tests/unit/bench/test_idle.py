@@ -23,13 +23,13 @@ def without(*off: str, caps: Capabilities = SLOW) -> Without:
     return Without(frozenset(off), caps, Options(), naps=True, now=0.0)
 
 
-def rests(policy: IdlePolicy, count: int, *, in_pass_s: float = 0.0, told: bool = False) -> Sequence[Rest]:
+def rests(policy: IdlePolicy, count: int, *, in_pass_s: float = 0.0, commanded: bool = False) -> Sequence[Rest]:
     """What an endpoint does after so many steps in which something is under way."""
     found = []
     for _ in range(count):
-        found.append(policy.rest(0.0, 1.0, busy=True, told=told, more=False, rooms=True, in_pass_s=in_pass_s))
+        found.append(policy.rest(0.0, 1.0, busy=True, commanded=commanded, more=False, rooms=True, in_pass_s=in_pass_s))
         policy.rested(found[-1])
-        told = False
+        commanded = False
     return found
 
 
@@ -38,8 +38,8 @@ def test_each_knob_is_off_alone() -> None:
     assert pauses == [SHORTEST_PAUSE_S * factor for factor in (1, 2, 4, 8)] + [LONGEST_PAUSE_S]
     assert {rest.pause_s for rest in rests(without("growing pauses"), 5)} == {SHORTEST_PAUSE_S}
     assert {rest.pause_s for rest in rests(without("short pauses"), 5)} == {LONGEST_PAUSE_S}
-    assert [rest.pause_s for rest in rests(without(), 3, in_pass_s=0.1, told=True)] == [SOON_S, SOON_S, 0.0]
-    assert [rest.block_s for rest in rests(without("quick polls"), 3, in_pass_s=0.1, told=True)] == [0.1] * 3
+    assert [rest.pause_s for rest in rests(without(), 3, in_pass_s=0.1, commanded=True)] == [SOON_S, SOON_S, 0.0]
+    assert [rest.block_s for rest in rests(without("quick polls"), 3, in_pass_s=0.1, commanded=True)] == [0.1] * 3
     assert {rest.block_s for rest in rests(without("pause of a pass"), 3, in_pass_s=0.1)} == {0.0}
     kept, off = without(), without("hurry")
     for one in (kept, off):

@@ -186,7 +186,7 @@ class EventLoop:
         # What ended a nap goes before what is less urgent: bytes may wait for it.
         if self._napped and self._hear(0.0):
             self.idle.hurry()
-        told = bool(self._commands)
+        commanded = bool(self._commands)
         try:
             busy = self._progress()
         except Exception as exc:
@@ -194,7 +194,7 @@ class EventLoop:
             busy = True
         more, rooms = self.behind or bool(self._receive_buffer), self.side.open_rooms > 0
         rest = self.idle.rest(
-            self.now, timeout_s, busy=busy, told=told, more=more, rooms=rooms, in_pass_s=self.side.patience_s
+            self.now, timeout_s, busy=busy, commanded=commanded, more=more, rooms=rooms, in_pass_s=self.side.patience_s
         )
         if self._send_buffer.unsent:
             self._guard(self.flush)

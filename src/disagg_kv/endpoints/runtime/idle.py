@@ -97,20 +97,20 @@ class IdlePolicy:
         self._pause = self._shortest
 
     def rest(
-        self, now: float, timeout_s: float, *, busy: bool, told: bool, more: bool, rooms: bool, in_pass_s: float
+        self, now: float, timeout_s: float, *, busy: bool, commanded: bool, more: bool, rooms: bool, in_pass_s: float
     ) -> Rest:
         """How to wait after a step, at the time ``now``.
 
         * ``timeout_s``: the longest that the caller wants to wait.
         * ``busy``: something is in flight that only polling shows to be done.
-        * ``told``: the engine has given a command.
+        * ``commanded``: the engine has given a command.
         * ``more``: there is work that did not fit into the step.
         * ``rooms``: there are open rooms.
         * ``in_pass_s``: during a forward pass, the seconds for which the engine needs no poll; else 0.
         """
-        if told or busy:
+        if commanded or busy:
             self._awake_until = now + self.linger_s
-        if told:
+        if commanded:
             self._quick = SOON
         lingers = timeout_s > 0 and now < self._awake_until and rooms and not in_pass_s
         awake = busy or lingers
