@@ -1,4 +1,4 @@
-"""One rank of a benchmark: a pool, an endpoint per strategy, and a loop that does what the parent says."""
+"""One rank of a benchmark: a pool, an endpoint per strategy, and a loop that carries out the parent's commands."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LOOK_S = 0.0005
 """How often a rank looks whether its room has ended; the endpoint has noted when it had."""
 
 SELDOM_S = 0.002
-"""The same where nobody measures the end: looking costs the ranks that still work."""
+"""The same where the end is not measured: each look takes time from the ranks that still work."""
 
 BUSY_S = 0.001
 """Seconds of Python code between two polls of an engine thread that is busy."""
 
 GRANTED_S = 0.02
-"""After so long, grants for rows that were announced are there."""
+"""Seconds after which the grants for announced rows have arrived."""
 
 KV = GroupId("kv")
 
@@ -172,7 +172,7 @@ class PrefillRank:
         return Queued(self._shape.queued_s) if self._shape.queued_s else None
 
     def prepare(self, strategy: str, room: bytes) -> None:
-        """Open a room, and wait until decode has said that it awaits it; slots hold nothing of an earlier one."""
+        """Open a room, and wait until decode has announced that it expects it; slots hold nothing of earlier rooms."""
         self._end, self._channel = self._ends[strategy], self._channels[strategy]
         if strategy != WIRE:
             blank(self._end.staging)
@@ -184,7 +184,7 @@ class PrefillRank:
             time.sleep(GRANTED_S)
 
     def move(self) -> Moved:
-        """Hand everything over, and wait until nobody reads it any more."""
+        """Hand all rows over, and wait until the room is released: no process reads them any more."""
         delivery, tokens = self._delivery, self._shape.tokens
         queued = self._queued()
         began = time.monotonic()
@@ -350,12 +350,12 @@ def _schedule(shape: TransferShape, name: str) -> Schedule | None:
 
 
 class Served(Protocol):
-    """What a parent asks by name; ``idle`` is called again and again while nothing is asked, if ``polls``."""
+    """An object whose methods a parent calls by name; if ``polls``, ``idle`` is called repeatedly between commands."""
 
     polls: bool
 
     def idle(self) -> None:
-        """Nothing was asked."""
+        """Called while no command waits."""
         ...
 
     def close(self) -> None:
@@ -369,7 +369,7 @@ def serve(pipe: Connection, setup: Setup) -> None:
 
 
 def attend(pipe: Connection, device: str, make: Callable[[], Served]) -> None:
-    """Do what is asked until the pipe is closed; the first answer, None, says that what does it is there."""
+    """Carry out commands until the pipe is closed; the first answer, None, means that the rank has been made."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends us
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Starts ranks, in processes or threads, asks them all at once, and ends them."""
+"""Starts ranks, in processes or threads, sends commands to all of them at once, and ends them."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ class TransferShape:
         compute_s: emulated compute of all layers: one is handed over after another, evenly; 0: all at once.
         announced: rows are announced before they are handed over, as by an engine that computes meanwhile: the
             grants' round trip is over by then.
-        queued_s: on GPUs, with ``announced``: rows are handed over while the engine's GPU still computes them for about
-            so long, as by an engine whose host runs ahead; 0: they are final.
+        queued_s: on GPUs, with ``announced``: seconds for which the engine's GPU still computes the rows after they are
+            handed over, as by an engine whose host runs ahead; 0: they are final.
         slots, slot_bytes: staging of each prefill rank; None: the endpoint's own choice.
         ring_bytes: of each decode rank; None: the endpoint's own choice.
         group: layers of a group where a schedule cuts them; None: as it chooses.
-        busy: while a transfer is under way, each rank's engine thread runs Python code between two polls.
+        busy: during a transfer, each rank's engine thread runs Python code between two polls.
         wire_bytes_per_s: emulated wire of each prefill rank; None: the transport as it is.
         verify: with ``"sampled"`` or ``"full"``, each strategy is measured once more with that verification.
         repeats: measured transfers per strategy.

@@ -114,13 +114,10 @@ def steps(shape: TransferShape) -> int:
 
 
 def run_transfer(shape: TransferShape, told: Callable[[str], None] = lambda _: None) -> TransferReport:
-    """Measure every strategy and the ceiling in turns, and check the bytes of each transfer.
+    """Measure every strategy of ``shape`` and the ceiling in turns, and check the bytes of each transfer.
 
-    Before each of them, outside its time, pages, ring and slots are filled with what no transfer brings.
-
-    Args:
-        shape: what to move.
-        told: called with a line after each transfer.
+    Before each transfer, outside its time, each rank fills pages, ring and slots with bytes that no transfer brings.
+    ``told`` is called with a line after each transfer.
 
     Raises:
         ConfigurationError: something that cannot work.

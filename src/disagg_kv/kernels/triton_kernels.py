@@ -84,7 +84,7 @@ LAUNCHER = (
 alone and take the others with the arguments."""
 
 COMPILING = threading.Lock()
-"""Held while Triton compiles: it is not said to allow several threads that."""
+"""Held while Triton compiles: its documentation does not allow several threads to compile."""
 
 
 def check_launcher(compiled: Compiled) -> Compiled:

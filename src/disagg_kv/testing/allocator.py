@@ -33,7 +33,7 @@ from ..staging import Lease, StagingAllocator
 CAPACITY = 1024
 ALIGNMENT = 64
 LARGEST = CAPACITY // 8
-"""Bytes of the largest lease that a decode endpoint asks for: an eighth of the ring."""
+"""Bytes of the largest lease that a decode endpoint reserves: an eighth of the ring."""
 
 
 def reserve(allocator: StagingAllocator, nbytes: int) -> Lease:
@@ -187,7 +187,7 @@ class RingAllocatorSuite(StagingAllocatorSuite):
         assert ring.alignment == ALIGNMENT
 
     def test_starts_only_grow_and_are_aligned(self, ring: StagingAllocator) -> None:
-        """A start is unique for ever, over many laps."""
+        """A start is never used again, over many laps."""
         last_end = 0
         for nbytes in (1, ALIGNMENT, ALIGNMENT + 1, CAPACITY // 2 - 1, CAPACITY) * 20:
             lease = reserve(ring, nbytes)
@@ -208,7 +208,7 @@ class RingAllocatorSuite(StagingAllocatorSuite):
         assert reserve(ring, CAPACITY).offset == 0
 
     def test_a_full_buffer_says_wait(self, ring: StagingAllocator) -> None:
-        """And goes on after a release."""
+        """After a release it grants leases again."""
         first = reserve(ring, ALIGNMENT)
         reserve(ring, CAPACITY - ALIGNMENT)
         assert ring.reserve(1) is None
@@ -238,7 +238,7 @@ class RingAllocatorSuite(StagingAllocatorSuite):
         assert ring.reserve(CAPACITY // 2 + 1) is None
 
     def test_one_frozen_lease_never_stops_the_others(self, ring: StagingAllocator) -> None:
-        """It is a hole that everyone goes round, lap after lap."""
+        """Later leases skip the frozen one, lap after lap."""
         reserve(ring, 5 * ALIGNMENT)
         frozen = reserve(ring, ALIGNMENT)
         for _ in range(100):

@@ -146,7 +146,7 @@ class _Raised:
 
 
 def _serve(pipe: Connection, factory: Callable[[], Transport], memory: Memory) -> None:
-    """The child: run what the pipe says on an end of its own, and poll meanwhile."""
+    """The child: run the pipe's commands on an end of its own, and poll between them."""
     end: End | None = None
     while True:
         while not pipe.poll(0.0005):

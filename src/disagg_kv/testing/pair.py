@@ -128,7 +128,7 @@ class Pair:
         self.there.add(self.target.events())
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        """Poll both ends until ``done()``; an AssertionError says what the threads of either end do instead."""
+        """Poll both ends until ``done()``; after the timeout, an AssertionError has both ends' stacks."""
         what = f"{what} over {self.source.transport.name!r}"
         try:
             wait(done, self.work, self.timeout_s, what)
@@ -156,7 +156,7 @@ class Pair:
 
 
 def _stacks(end: End | Child) -> str:
-    """What its threads do; an end that stands still itself cannot say it."""
+    """The stacks of an end's threads; an end that stands still cannot report them."""
     try:
         return end.stacks()
     except (AssertionError, EOFError, OSError) as error:
@@ -173,7 +173,7 @@ def wait(done: Callable[[], bool], work: Callable[[], None], timeout_s: float, w
 
 
 def same(found: U8, want: U8) -> None:
-    """Two memories are equal, or an AssertionError says where they differ first and in how many bytes."""
+    """Two memories are equal; otherwise an AssertionError gives the first difference and the number of wrong bytes."""
     assert found.shape == want.shape, f"{found.shape} bytes instead of {want.shape}"
     wrong = np.flatnonzero(found != want)
     assert not len(wrong), (

@@ -15,7 +15,7 @@ MANY: list[Row] = [(2 * i, 2 * i, 1) for i in range(20000)]
 
 
 class Flag:
-    """An event that happens, or fails, when the test says so."""
+    """An event that happens, or fails, when the test sets it."""
 
     happened = False
     error: Exception | None = None
@@ -27,7 +27,7 @@ class Flag:
         return self.happened
 
     def synchronize(self) -> None:
-        """Nobody may."""
+        """Fail unless the event has happened: a transport must not wait for it."""
         assert self.happened, "a transport that waits for events must not block in submit"
 
 

@@ -87,7 +87,7 @@ class ThreadCases(TransportCases):
 
     @pytest.mark.usefixtures("_restless")
     def test_newer_descriptors_of_a_peer_do_not_hinder_writes_to_it(self, pair: Pair) -> None:
-        """A write that is under way while another thread takes a newer descriptor in goes where it was to go."""
+        """A write in flight reaches its target, even if another thread connects with a newer descriptor meanwhile."""
         descriptors = [pair.target.descriptor()]
         for _ in range(5):
             pair.target.add(np.full(100, POISON, np.uint8))

@@ -33,7 +33,7 @@ class Connected(Generic[R]):
         return self.all.get(peer)
 
     def add(self, peer: Peer, found: R) -> R:
-        """Keep what a connect has found, unless another one has found as much or more meanwhile; what is kept."""
+        """Keep the result of a connect, unless the known one is as new or newer; return the kept one."""
         with self._changing:
             known = self.all.get(peer)
             if known is not None and known.serial >= found.serial:

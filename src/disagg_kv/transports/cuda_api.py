@@ -46,7 +46,7 @@ class Cuda(Protocol):
         ...
 
     def end(self, device: int, stream: Stream) -> None:
-        """Give a queue up in which nothing is left."""
+        """Release an empty queue."""
         ...
 
     def copy(

@@ -37,7 +37,7 @@ _QUICK = frozenset(
         "cuEventQuery",
     }
 )
-"""What only queues or asks keeps the interpreter: given away, it has to be won back from an engine's busy thread."""
+"""Calls that only queue or query keep the GIL: a released GIL has to be won back from an engine's busy thread."""
 
 FEW = 64
 """Copies that are queued so quickly, too: a full queue waits for the GPU, which may wait for a thread with Python."""

@@ -1,7 +1,7 @@
-"""What one transport tells another before the first write: a versioned value, encoded with MessagePack.
+"""The value that one transport gives another before the first write: versioned, and encoded with MessagePack.
 
-A decoder is made where its type is defined, when that module is imported. MessagePack's library looks at a type when
-its first decoder is made, and a second thread that does so meanwhile uses what is half built, and crashes.
+A module that defines a type makes its decoder on import. MessagePack's library inspects a type when its first decoder
+is made. A second thread that makes one meanwhile uses a half-built result, and crashes.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from .base import Heard, Settled, SupportsAllocate, Transport, WriteEnded
 
 
 class EmulatedWire:
-    """Tells the end of each batch of another transport no earlier than a wire of the given speed would have brought it.
+    """Reports the end of each batch of another transport no earlier than a wire of the given speed would end it.
 
-    :func:`emulate` makes it. All peers share the wire, as they share a network card: batches take it one after another,
-    in the order of their submission, each not before the event that it waits for has happened, and latency delays each
-    end without taking the wire. The bytes themselves cross as fast as the inner transport carries them, so it must be
-    faster than what it emulates. Errors are reported at once.
+    :func:`emulate` makes it. All peers share the wire, as they share a network card. Batches take it one after another,
+    in the order of their submission, each not before the event that it waits for has happened. Latency delays each end
+    without taking the wire. The bytes themselves cross at the speed of the inner transport, so it must be faster than
+    the emulated wire. Errors are reported at once.
 
     Args:
         inner: does the work; belongs to this object from now on.
@@ -122,7 +122,7 @@ class EmulatedWire:
 
 
 def _happened(event: Event | None) -> bool:
-    """One that raises is left to the inner transport, which tells of it."""
+    """Whether the event has happened, or there is none; True if its query raises: the inner transport reports that."""
     try:
         return event is None or event.query()
     except Exception:

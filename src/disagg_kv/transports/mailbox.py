@@ -14,9 +14,9 @@ class Mailbox(Generic[T]):
     """A queue that any thread fills and one thread empties, in the order in which it was filled.
 
     A finalizer may fill it in the middle of any of its methods, which would make ``queue.Queue`` wait for itself.
-    ``queue.SimpleQueue`` allows that too, but CPython's goes on to wait with what is left of the timeout, and takes a
-    negative rest for "without end" (``_queue_SimpleQueue_get_impl``; seen with 3.11 and 3.12, not with 3.13): a thread
-    that is put aside there for a few microseconds sleeps until the next ``put``.
+    ``queue.SimpleQueue`` allows that too, but CPython's waits again for the rest of the timeout, and takes a negative
+    rest for "without end" (``_queue_SimpleQueue_get_impl``; seen with 3.11 and 3.12, not with 3.13). A thread that is
+    suspended there for a few microseconds sleeps until the next ``put``.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Mailbox(Generic[T]):
     def put(self, item: T) -> None:
         """Add an item and wake the reader; never waits."""
         self._items.append(item)
-        with suppress(RuntimeError):  # it is free already: the reader looks at the items before it waits again
+        with suppress(RuntimeError):  # it is free already: the reader takes the items before it waits again
             self._some.release()
 
     def get(self, timeout_s: float) -> T | None:

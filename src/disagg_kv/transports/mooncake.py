@@ -37,10 +37,10 @@ from .regions import Extents, RegionTable
 from .waiting import happened, not_posted
 
 LOOK_S = 0.02
-"""How often processes of peers are looked at."""
+"""Seconds between two checks of the processes of peers."""
 
 PAUSE_S = 0.0005
-"""Between two looks at writes that ``close`` waits for."""
+"""Seconds between two polls of the writes that ``close`` waits for."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -423,7 +423,7 @@ def _greet(shared: Shared, engine: Engine, remote: Remote, timeout_s: float) -> 
 
     def greet() -> None:
         try:
-            # The library is asked second: it would wait a minute for a frozen peer, and everybody with it.
+            # The library comes second: it would wait a minute for a frozen peer, and block every other caller.
             reach(address.host, address.port, timeout_s)
             answer.put(engine.write(address.session, NOTHING, NOTHING, NOTHING))
         except (OSError, TransportError) as error:

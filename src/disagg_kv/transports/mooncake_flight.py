@@ -61,7 +61,7 @@ class Remote:
         address: where it is.
         serial: of the newest descriptor.
         extents: of its regions.
-        watch: tells when its process has ended; None: it is of another host.
+        watch: reports the end of its process; None: the peer is on another host.
         gone: a worker found that no process listens at its address any more.
         suspect: a write failed, and none has succeeded since.
         lost: ``gone`` or the end of its process was seen and reported.
@@ -106,8 +106,8 @@ class Shared:
     Args:
         engine: None once the transport is closed; then nothing is posted any more.
         timeout_s: after which the library gives a call up.
-        results: flights that have ended, and how; or that are quiet at last.
-        gate: held while a worker looks at ``engine`` in order to post, and while it is taken away.
+        results: flights that have ended, with the result; or that are quiet after an earlier end.
+        gate: held while a worker reads ``engine`` in order to post, and while the transport removes it.
         greeting: peers that threads meet; until they are through, the library may hold what the begin of a write takes.
     """
 

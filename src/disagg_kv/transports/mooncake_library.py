@@ -1,6 +1,6 @@
 """The Mooncake library: finding it, keeping it quiet, and one engine of it.
 
-Checked with mooncake-transfer-engine 0.3.13 and 0.3.14. ``docs/transports-mooncake.md`` tells what is set and why.
+Checked with mooncake-transfer-engine 0.3.13 and 0.3.14. ``docs/transports-mooncake.md`` gives the settings and reasons.
 """
 
 from __future__ import annotations
@@ -224,10 +224,10 @@ class Engine:
         return self.raw.transfer_submit_write(session, source, target, nbytes)
 
     def status(self, batch: int) -> int:
-        """How a write is that was begun: 1, done; -1, failed; else under way.
+        """The state of a write from :meth:`begin`: 1, done; -1, failed; any other value, in flight.
 
-        After 1 or -1 it is forgotten and must not be asked about again. The library would look at the first range of
-        a batch only.
+        After 1 or -1 the library forgets the write; do not ask for its state again. Of a batch of several ranges, the
+        library would check the first only.
         """
         return self.raw.transfer_check_status(batch)
 
@@ -256,7 +256,7 @@ class Engine:
 
 
 def reach(host: str, port: int, timeout_s: float) -> None:
-    """Say hello to an engine: it hangs up when it is alive. Its library is not asked, since that can block for 61 s.
+    """Connect to an engine's port: a live engine closes the connection. A call of the library could block for 61 s.
 
     Raises:
         ConnectionRefusedError: no process listens there: the engine is gone.

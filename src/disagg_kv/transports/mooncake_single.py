@@ -1,8 +1,8 @@
 """Writes of one range over tcp, begun and polled on the calling thread: no thread is woken for them.
 
-The library's tcp begins a write without blocking, a frozen peer's as well, and tells how it is without blocking; not
-while it meets a peer, so that workers make all writes then. Its
-blocking call would do the same and spin on a core meanwhile, which the threads that move the bytes need.
+The library's tcp begins a write without blocking, to a frozen peer as well, and returns its state without blocking.
+While the library connects to a peer, it may block; so workers make all writes then. Its blocking call would do the same
+and spin meanwhile on a core that the threads that move the bytes need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEPTH = 2
 """Writes to one peer that the library has at the same time: it need not wait until the end of one is seen."""
 
 _DONE, _FAILED = 1, -1
-"""What the library says of a write that has ended."""
+"""States that the library returns for a write that has ended."""
 
 
 @define(eq=False)
@@ -78,7 +78,7 @@ class Singles:
             self._begin(peer)
 
     def has(self, ticket: Ticket) -> bool:
-        """Whether the library has not said yet how this write ended, even if the ticket was given up."""
+        """Whether the library has not reported the end of this write yet, even if the ticket was given up."""
         return any(one.flight.ticket == ticket for one in self._posted)
 
     def flying(self) -> bool:

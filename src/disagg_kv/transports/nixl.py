@@ -88,7 +88,7 @@ class NixlTransport:
         error_mode: UCX's error handling: ``"peer"`` notices lost peers.
         backend: of NIXL.
         backend_options: further options of that backend, as NIXL names them.
-        idle_s: the longest pause between two looks at the library, seconds; what an idle target adds to latency.
+        idle_s: the longest pause between two polls of the library, seconds; an idle target adds it to latency.
         drain_s: see ``Capabilities.drain_s``.
         cuda_device: whose context is current when the backend is made; None: the caller's, if torch has one.
         call_s: how long the library may take to make its agent, and to register or deregister memory, seconds;

@@ -43,7 +43,7 @@ MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 """What the library's packages are imported as, in the order in which they are tried."""
 
 ENVIRONMENT = {"UCX_MODULES": "^efa", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""Set before the import where the environment does not say otherwise."""
+"""Set before the import, unless the environment has a value already."""
 
 Handle = NewType("Handle", object)
 """A write that the library knows. Never dropped while it may be in flight: the library would read freed memory."""
@@ -156,7 +156,7 @@ class Agent:
 
     Args:
         library: from :func:`load`.
-        name: unique for ever.
+        name: unique; no later agent has the same.
         backend: of the library, for example ``"UCX"``.
         options: of the backend.
         device: whose CUDA context the backend finds; ``"cpu"``: none.
@@ -290,7 +290,7 @@ _NOWHERE = nullcontext()
 
 
 def _on(device: Place) -> AbstractContextManager[None]:
-    """The same for a moment, in a thread that may be anybody's."""
+    """The same until the block ends, in a thread that may belong to the engine."""
     return driver().current(device[1]) if device[0] == "cuda" else _NOWHERE
 
 

@@ -1,8 +1,8 @@
-"""The thread that drives the NIXL agent: it posts, polls, and moves on what peers write to us.
+"""The thread that drives the NIXL agent: it posts, polls, and makes progress on writes from peers.
 
-The library copies inside the call that posts, 0.1 s for 1 GiB or 30,000 writes; hence the thread. It is woken in about
-0.1 ms, which is longer than a small write takes; so batches that are copied within a millisecond or two are posted by
-whoever submits them.
+The library copies inside the call that posts, 0.1 s for 1 GiB or 30,000 writes; hence the thread. It wakes in about
+0.1 ms, which is longer than a small write takes. So the submitting thread itself posts a batch that is copied within a
+millisecond or two.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ T = TypeVar("T")
 Told = WriteEnded | Settled | Heard
 
 BUSY_S = 30e-6
-"""The shortest pause between two looks at the library; less would take the core from the peer's thread."""
+"""The shortest pause between two polls of the library; a shorter one would take the core from the peer's thread."""
 
 LOOK_S = 0.02
-"""How often processes of peers are looked at."""
+"""Seconds between two checks of the processes of peers."""
 
 PROBE_S = 1.0
-"""How often each peer is sent a message that says nothing: an idle peer's end shows nowhere else."""
+"""Seconds between two empty messages to each peer: the end of an idle peer shows nowhere else."""
 
 GRACE_S = 0.2
 """How long after the observed exit of a process the writes to it that failed are given up as quiet."""
 
 SMALL_BYTES, SMALL_WRITES = 1 << 24, 32
-"""Up to here a batch is posted by the thread that submits it, if nothing else is under way: that takes no longer than
-to wake this one. A GPU copies by itself, so that bytes do not count there."""
+"""Up to here the thread that submits a batch posts it, if no other batch is in flight: that takes no longer than to
+wake this thread. A GPU copies by itself, so that bytes do not count there."""
 
 STALLED_S = 10.0
 """Seconds after which a write in flight is logged, once: until a deadline nothing else shows it."""
@@ -85,13 +85,13 @@ class Job:
         ticket: which.
         peer: to whom.
         parts: what is still to be posted, one after the other.
-        notify: what the peer hears after all of it.
+        notify: the notification for the peer after all parts; None: none.
         sources: keeps the memory that is read alive.
         nbytes: of all parts.
         near: whether the peer is on this host.
         after: when the sources are final; None: now, or it has happened.
         handle: of the part that is in flight, or described and waits for ``after``.
-        warn_at: when it has been under way for too long; None: the thread has not seen it yet.
+        warn_at: the time from which on it is in flight for too long; None: the thread has not seen it yet.
     """
 
     ticket: Ticket
@@ -144,12 +144,11 @@ class _Open:
 
 
 class Worker:
-    """The thread. It runs until :meth:`close`.
+    """The thread. It runs until :meth:`close`, and appends events to ``told``.
 
     Args:
         make: makes the agent, on the thread.
-        told: the thread appends events here.
-        idle_s: the longest pause between two looks at the library.
+        idle_s: the longest pause between two polls of the library, seconds.
         make_s: how long ``make`` may take.
 
     Raises:
@@ -450,7 +449,7 @@ class Worker:
             self._told.append(WriteEnded(job.ticket))
 
     def _released(self, job: Job) -> bool:
-        """Let go of a handle whose write is over; False: the library does not."""
+        """Release the handle of a write that is over; False: the library does not release it."""
         assert job.handle is not None
         try:
             self._agent.release(job.handle)
@@ -530,7 +529,7 @@ def _late(what: str, timeout_s: float) -> TransportError:
 
 
 def _taken_back(future: Future[T], undo: Callable[[T], object]) -> None:
-    """What failed by itself needs no undoing, and the caller has gone on."""
+    """Undo a result that came after its caller stopped waiting; a call that failed needs no undo."""
     if future.exception() is None:
         undo(future.result())
 

@@ -16,7 +16,7 @@ from attrs import frozen
 from ..errors import LocalProtocolError, PeerLostError, TransportError
 
 LOOK_S = 0.005
-"""How often a process is looked at: every look is a system call that gives the interpreter away."""
+"""Seconds between two polls of a process: every poll is a system call that releases the GIL."""
 
 
 def _started(pid: int) -> int:
@@ -25,9 +25,9 @@ def _started(pid: int) -> int:
 
 
 def _host() -> str:
-    """Of two processes that say the same here, ids and times since boot can be compared.
+    """Names the boot of the host and the namespaces: two processes with equal results can compare ids and start times.
 
-    A time namespace shifts the clock since boot, and the starts of processes that ``/proc`` tells.
+    A time namespace shifts the clock since boot, and the starts of processes in ``/proc``.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
@@ -36,7 +36,7 @@ def _host() -> str:
 
 
 class Watch:
-    """Tells when one process has ended; from :meth:`Process.watch`. Owns a pidfd, which goes with this object."""
+    """Reports the end of one process; from :meth:`Process.watch`. Owns a pidfd, which is closed with this object."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -46,9 +46,9 @@ class Watch:
         self._ended = False
 
     def ended(self, *, at_once: bool = False) -> bool:
-        """Whether it had when it was last looked at, no longer than LOOK_S ago, or just now.
+        """Whether the process had ended at the last poll, at most LOOK_S ago; with ``at_once``, it is polled now.
 
-        Then no thread of it runs any more, so nothing that it copied itself lands later.
+        After the end no thread of it runs any more, so nothing that it copied itself lands later.
         """
         now = time.monotonic()
         if (at_once or now >= self._look_at) and not self._ended:
@@ -61,7 +61,7 @@ class Watch:
 
 
 class Ending(Protocol):
-    """Tells when one process has ended."""
+    """Reports the end of one process."""
 
     def ended(self, *, at_once: bool = False) -> bool:
         """Whether it has, perhaps a moment ago or (``at_once``) now; nothing that it copied itself lands later."""
@@ -89,7 +89,7 @@ class Process:
         return cls(os.getpid(), _started(os.getpid()), _host())
 
     def watch(self) -> Watch:
-        """Something that tells when the process has ended.
+        """Return an object that reports the end of the process.
 
         Raises:
             PeerLostError: it has ended already.
@@ -150,7 +150,7 @@ _kept: WeakSet[object] = WeakSet()
 
 
 def keep_in_children(thing: object) -> None:
-    """Let no forked child destroy its copy of something that would take down what this process goes on to use."""
+    """Keep a thing alive in forked children: to destroy their copy would break resources that this process uses."""
     _kept.add(thing)
 
 

@@ -155,7 +155,7 @@ class RegionTable:
 
 
 def readable(addr: int) -> bool:
-    """Whether this process may read the byte at ``addr``, asked of the kernel instead of tried."""
+    """Whether this process may read the byte at ``addr``; the kernel checks it, so that no read faults."""
     if addr >= 1 << 63:
         return False
     out, into = os.pipe()

@@ -154,7 +154,7 @@ class _Remote:
         self.regions = regions
         self.lost = False
         self._whose = f"peer {peer.hex()[:8]}'s writable"
-        # All regions as if they began at 0: what a batch names is looked at before any of it is mapped.
+        # All regions as if they began at 0: a batch is checked before any region of it is mapped.
         self._named = Extents(((i, 0, far.nbytes) for i, far in regions.items()), self._whose)
         self._look()
 
@@ -185,9 +185,9 @@ class _Remote:
 class ShmTransport:
     """Copies into memory that the peer took from its own :meth:`allocate`; any CPU memory can be the source.
 
-    A write is finished, and quiet, when ``submit`` returns. The peer's process is watched through a pidfd: its end is
-    reported by ``poll``, and is a fence, because it is the process itself that copies, and mappings are not inherited
-    by its children.
+    A write is finished, and quiet, when ``submit`` returns. The transport watches the peer's process through a
+    pidfd, and ``poll`` reports its end. That end is a fence: the process itself copies, and its children do not inherit
+    the mappings.
 
     Raises:
         MissingDependencyError: not Linux 5.3 or newer.
@@ -341,7 +341,7 @@ def _open(process: Process, peer: Peer, place: _Place, nbytes: int) -> _Far:
     path = f"/proc/{process.pid}/fd/{place.fd}"
     link = f"/memfd:{_name(peer, place.number)} (deleted)"
     try:
-        # The link is looked at first, so that nothing but such memory is ever opened, and again once it is open.
+        # The link is checked first, so that only such memory is ever opened, and again once it is open.
         if os.readlink(path) != link:
             raise PeerLostError(f"shm: {path} is not {link} any more: the peer has given the memory back")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
 """Deterministic simulation: the real endpoints on a fake clock, network, DMA engine and memory.
 
-``simulate(seed)`` runs one drawn world from beginning to end and says which rules did not hold, ``simulate_many`` runs
-a range of seeds and says what none of them has reached; see the page "What is
+``simulate(seed)`` runs one drawn world from beginning to end and returns the rules that did not hold.
+``simulate_many`` runs a range of seeds and returns the cases that none of them has reached. See the page "What is
 promised and how it is tested".
 """
 

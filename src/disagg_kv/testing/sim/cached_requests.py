@@ -73,7 +73,7 @@ class CachedRequest:
             self._world.later(ASK_S, partial(self._ask, entry))
 
     def over(self, entry: Entry) -> None:
-        """The request has ended on a rank: what it asks, if it has had no answer, is not to stay in the store."""
+        """The request has ended on a rank: drop its question, so that an unanswered one does not stay in the store."""
         if entry.node.rank in self._through or not entry.node.alive:
             return
         try:
@@ -131,7 +131,7 @@ class CachedRequest:
             self._world.violation("I2", f"{room.name(entry)}: {agreed} rows were agreed on, {taken} are taken as held")
 
     def released(self, entry: Entry) -> None:
-        """Nobody touches the room's pages any more: what arrived is kept, or nothing is."""
+        """The room's pages are released: the prefix cache keeps the rows that arrived, or none."""
         claim, handle, prefixes = entry.claim, entry.handle, _prefixes(entry)
         assert claim is not None
         assert handle is not None

@@ -38,7 +38,7 @@ class Op:
         owner: of the target pages, the room's number.
         pages: which those are.
         after: what it waits for before it moves anything; None: nothing.
-        seen: the memories of both sides when it was last looked at, by their versions.
+        seen: the versions of both sides' memories at the last check of the batch.
     """
 
     ticket: Ticket

@@ -20,11 +20,12 @@ GATHER_S = (0.008, 0.02)
 
 
 class ForwardPasses:
-    """A rank computes one pass at a time, over all rooms that wait by then.
+    """A rank computes one pass at a time, over all rooms that wait when the pass begins.
 
-    Ranks of one instance announce the same passes where the groups of layers follow from how many tokens a pass has.
-    There the rank that comes first to a pass says for all what is in it. Only where every room succeeds: a rank whose
-    room has failed would wait for ever, so that elsewhere each room has passes of its own.
+    Ranks of one instance announce the same passes where the groups of layers follow from the number of tokens of a
+    pass. There the rank that begins a pass first decides for all ranks which rooms are in it. This holds only where
+    every room succeeds. A rank whose room has failed would never begin the pass; so elsewhere each room has passes of
+    its own.
     """
 
     def __init__(self, world: Cluster, node: SimNode) -> None:

@@ -163,9 +163,9 @@ def lens_of(model: Model, split: Split, rank: int) -> Lens:
 class RankMemory:
     """The pool of one life of a rank.
 
-    ``owners`` says whose each page is (:data:`FREE`, :data:`CACHED`, or the number of a room), and ``want`` what every
-    byte should hold once its owner's room has succeeded; free pages keep the noise that they got when they
-    were freed.
+    ``owners`` holds the owner of each page (:data:`FREE`, :data:`CACHED`, or the number of a room). ``want`` holds each
+    byte as it should be once its owner's room has succeeded. Free pages keep the noise that they got when they were
+    freed.
     """
 
     def __init__(self, model: Model, split: Split, rank: int, name: bytes) -> None:

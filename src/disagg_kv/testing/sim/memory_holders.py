@@ -1,7 +1,7 @@
 """I5: memory that waits for evidence about a peer is listed under that peer's name at any time, and can be freed by it.
 
-What should be listed is worked out here from the accounts of rooms, leases and slots, and from the writes that are
-under way, by other ways than the endpoint's.
+This module derives the expected list from the accounts of rooms, leases and slots, and from the writes in flight. It
+uses other ways than the endpoint's.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class SimBatchChannel(SimChannel):
 
 
 class Network:
-    """Links between addresses, each in order unless a fault says otherwise."""
+    """Links between addresses, each in order unless a fault reorders it."""
 
     def __init__(self, world: Simulation) -> None:
         self._world = world
@@ -245,7 +245,7 @@ class Network:
             del self._channels[channel.address]
 
     def linger(self, channel: SimChannel) -> None:
-        """Frames of a process that has ended are still under way."""
+        """Deliver some recent frames of a process after its end."""
         for address, message in self._recent.pop(channel.address, ()):
             if self._random.random() < 0.5:
                 self._world.later(

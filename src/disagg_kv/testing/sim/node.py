@@ -24,7 +24,7 @@ from .simulation import SimProcess, SimRing, Simulation
 
 
 class SimWatch:
-    """Sees a process's end as soon as it is looked at."""
+    """Watches a process; every call of ``ended`` sees its end at once."""
 
     def __init__(self, node: SimProcess) -> None:
         self._node = node

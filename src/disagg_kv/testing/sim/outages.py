@@ -43,7 +43,7 @@ class Outages:
         node.touch()
 
     def heal(self) -> None:
-        """What raises stops doing so; its process goes on."""
+        """The failing call works again; its process continues."""
         for node in self._world.nodes:
             if node.poll_raises:
                 self._mend(node)

@@ -76,9 +76,10 @@ UNREACHED: frozenset[tuple[Enum, type]] = frozenset(
         (Sending.DRAINING, Finished),
     }
 )
-"""Cells that endpoints do not enter today, or hardly ever, and that stay as a second line of defence: ``Lost`` comes
-before ``Gone``, leases are asked for and given by rooms that are open, engines cannot finish what has ended, and a flow
-is complete for a moment only, after its last aux data were taken. Unit tests enter them.
+"""Cells that endpoints do not enter today, or hardly ever, and that stay as a second line of defence.
+
+``Lost`` comes before ``Gone``. Only open rooms request and grant leases. Engines cannot finish a room that has ended. A
+flow is complete for a moment only, after its last aux data were taken. Unit tests enter these cells.
 """
 
 BATCH = 25
@@ -189,9 +190,9 @@ def run_batch(seeds: range, faults: frozenset[FaultClass]) -> tuple[list[Outcome
 
 @contextmanager
 def _collected_by_world() -> Iterator[Callable[[], int]]:
-    """Garbage is collected between worlds: during one, nearly all objects that are looked at are still in use.
+    """Garbage is collected between worlds: during a world, nearly all objects of a collection are still in use.
 
-    What a world leaves is of the youngest generation then, so that nothing older has to be looked at again.
+    The garbage of a world is of the youngest generation then, so that the collector skips all older objects.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -175,4 +175,4 @@ class SimRoom(ABC):
 
     @abstractmethod
     def changed(self, entry: Entry) -> None:
-        """The endpoint says that something has happened to a room."""
+        """The endpoint reports a change of a room."""

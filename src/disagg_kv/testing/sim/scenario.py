@@ -33,8 +33,7 @@ SCHEDULES = (
     LayerPipelined(pace=Pace(1e-4, 1e6, 1e-6)),
     LayerPipelined(adaptive=Adaptive(min_tokens=8, few_layers=1, least=2, most=4)),
 )
-"""None: chunks cross whole. Groups of layers are of a fixed size, or follow a pace that is measured or told, or the
-formula."""
+"""None: chunks cross whole. Groups of layers have a fixed size, or follow a measured or given pace, or the formula."""
 
 FAR = 0.6
 """Share of the worlds in which the frames of one rank take long, if its instance has others: those wait for it."""
@@ -49,13 +48,13 @@ IMPATIENT_S = 0.6
 """What some requests allow their peers to be silent: one heartbeat may be late."""
 
 CROWDS, CROWD_S = 0.15, 0.25
-"""Share of the worlds that could have it in which many small requests begin within so many seconds."""
+"""Share of the suitable worlds in which many small requests begin within a short time, and that time in seconds."""
 
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
 ROOMS, FEW_ROOMS, WIDE = (3, 4, 4, 5, 5), (2, 3, 4), 5
-"""How many rooms a world has, and one of at least so many ranks: a room costs as much as there are pairs of ranks."""
+"""Rooms of a world; rooms of a wide world; the ranks that make it wide. A room costs as much as its pairs of ranks."""
 
 TPS = (1, 1, 2, 2, 3, 4)
 """Tensor parallel sizes, as often as they are drawn where a topology leaves them open."""
@@ -87,13 +86,13 @@ SELDOM: Mapping[int, tuple[tuple[tuple[One, ...], One], int, int | None]] = {
     11: ((((2, 1),), (2, 1)), 4, 1),
     13: ((((1, 1),), (1, 2)), 2, 1),
 }
-"""In every other block the shapes of these numbers are of one kind that is seldom drawn: a topology, so many layers,
-and states of so many units (None: as drawn). Stages of several layers; ranks that hold the same state; and a stage of
-decode that has states and no tokens."""
+"""Shapes of kinds that are seldom drawn, by number; every other block uses them. Each is a topology, a number of
+layers, and a number of units of a state (None: as drawn). They have stages of several layers; ranks that hold the same
+state; and a decode stage that has states and no tokens."""
 
 BLOCK = 128
-"""So many seeds in a row have worlds of so many shapes as there are topologies: what is worked out once per shape is
-used several times, and fewer shapes are in use at once than the library keeps answers for."""
+"""Number of consecutive seeds that share one shape per topology. Results that are cached per shape are used several
+times, and the shapes in use at once are fewer than the library's caches hold."""
 
 
 @frozen
@@ -178,7 +177,7 @@ class Request:
         late: those seconds begin when a prefill rank has all rows, not with the room.
         total_s: its deadline.
         attempt: its number; it begins when the one before has ended.
-        burst: chunks are handed over at once, whether or not the endpoint has looked at any.
+        burst: chunks are handed over at once, whether or not the endpoint has taken any.
         silence_s: how long its peers may be silent, if not as long as the endpoints allow.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
@@ -214,7 +213,7 @@ class Request:
 class Scenario:
     """Everything that is drawn before the first event; equal seeds and faults give equal scenarios.
 
-    ``conversations`` are empty where nobody keeps prefixes; with ``collisions``, unequal prefixes have equal hashes.
+    ``conversations`` is empty where decode keeps no prefixes; with ``collisions``, unequal prefixes have equal hashes.
     With ``together``, frames to one peer leave as one message.
     ``pieces`` of work of one kind are done in a turn at most.
     ``far`` is the side and the number of a rank whose frames take longer than those of the others; None: of no rank.

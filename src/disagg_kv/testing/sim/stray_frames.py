@@ -90,19 +90,19 @@ def _frame(kind: type[RoomFrame], head: Head) -> RoomFrame:
 
 
 def _action(state: Receiving | Sending, kind: type) -> str:
-    """What the table says of a frame in a state; nothing: it cannot come."""
+    """The action of the table for a frame in a state; nothing: the frame cannot come."""
     cell = (RECEIVING if isinstance(state, Receiving) else SENDING).get((state, kind))
     return "" if cell is None else cell.action
 
 
 @cache
 def _acting(state: Receiving | Sending, actions: tuple[str, ...]) -> Sequence[type[RoomFrame]]:
-    """The kinds of frames of which a table says one of these in a state."""
+    """The kinds of frames for which a table has one of these actions in a state."""
     return [kind for kind in SAYING if _action(state, kind) in actions]
 
 
 class StrayFrames:
-    """Sends them, and sees to it that what a table says is ignored changes nothing (I7)."""
+    """Sends stray frames, and checks that those that a table ignores change nothing (I7)."""
 
     def __init__(self, world: Cluster) -> None:
         self._world = world

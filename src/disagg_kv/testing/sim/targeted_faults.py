@@ -102,7 +102,7 @@ def _brief(machine: ReceiveRoom | Flow, peer: Epoch) -> bool:
 
 
 def _about_to_finish(machine: ReceiveRoom | Flow) -> bool:
-    """Its engine has, and the last writes are under way: ``Done`` follows with the last notice."""
+    """Its engine has finished, and the last writes are in flight: ``Done`` follows with the last notice."""
     return isinstance(machine, Flow) and machine.state is Sending.MOVING and machine.finished
 
 

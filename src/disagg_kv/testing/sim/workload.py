@@ -262,7 +262,7 @@ class Room(SimRoom):
             memory.put_states(cells, entry.slots, self.states)
 
     def _states_final(self, entry: Entry, slots: list[int], ready: SimEvent) -> None:
-        """If the slot was taken away meanwhile, the states are given again with another."""
+        """Write the states, unless the room has lost the slot: then it gives them again with another slot."""
         if entry.node.alive:
             if entry.slots is slots:
                 self._write_states(entry)
@@ -328,7 +328,7 @@ class Room(SimRoom):
         entry.handle.abort("the user went away")
 
     def changed(self, entry: Entry) -> None:
-        """The endpoint says that something has happened to a room."""
+        """The endpoint reports a change of a room."""
         handle, world = entry.handle, self.world
         assert handle is not None
         phase = handle.phase

@@ -28,7 +28,7 @@ from .targeted_faults import TargetedFaults
 from .workload import Room
 
 TICK_S = 0.02
-"""A process that did something is looked at again after this; then it says itself when."""
+"""A process that acted is checked again after this; then its own due time sets the next check."""
 
 STRAY = 0.5
 """Share of the steps that leave a room in a brief state after which a stray frame follows, where those happen."""
@@ -209,7 +209,7 @@ class World(Cluster):
         self.later(drain_s + 0.002, node.touch)
 
     def _stop_for_good(self, node: SimNode) -> None:
-        """A process whose endpoint is broken ends, as its launcher sees to it."""
+        """End a process whose endpoint is broken, as its launcher would."""
         self.hit(FaultClass.BROKEN)
         self._end(node)
 
