@@ -128,9 +128,9 @@ class Without(IdlePolicy):
         if LONG in off:
             self._pause = self._shortest = self._longest = LONGEST_PAUSE_S
 
-    def heard(self, now: float) -> None:
+    def on_message(self, now: float) -> None:
         """See the policy."""
-        super().heard(now)
+        super().on_message(now)
         if "quick polls" in self._off:
             self._quick = 0
 

@@ -146,6 +146,6 @@ def test_an_engine_that_polls_while_rooms_end_is_told_of_each_release_once() -> 
     told = Counter[int]()
     while thread.is_alive() or changes:
         for handle in changes.take(8):
-            told[id(handle)] += handle._told == (Phase.DONE, True)
+            told[id(handle)] += handle._published == (Phase.DONE, True)
     thread.join()
     assert all(told[id(handle)] == 1 for handle in handles)

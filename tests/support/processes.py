@@ -43,7 +43,7 @@ from disagg_kv.ids import Ticket
 from disagg_kv.memory import U8
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import Heard, Settled, SupportsAllocate, Transport, WriteEnded, decode
+from disagg_kv.transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded, decode
 
 KV = GroupId("kv")
 SPEC = CacheSpec.kv(2, 4, 16, "float32")
@@ -168,7 +168,7 @@ class _Gate(FaultyTransport):
         super().__init__(inner, lambda n: Fault.DELAYED if n >= first and not self.opened else None)
         self.opened = False
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         if self.opened:
             self.release()
         return super().poll()
@@ -183,7 +183,7 @@ class _Late(FaultyTransport):
         self._due: dict[Ticket, float] = {}
         self._draw = np.random.default_rng(seed)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         now = time.monotonic()
         for ticket in self.held:
             if ticket not in self._due:

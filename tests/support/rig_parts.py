@@ -14,7 +14,7 @@ from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
 from disagg_kv.protocol.frames import Codec, Decision, Vote
-from disagg_kv.transports import Heard, InprocTransport, Settled, Transport, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerEvent, Settled, Transport, WriteEnded
 from tests.support.pools import Bytes
 
 
@@ -220,7 +220,7 @@ class RecordingTransport:
         self.batches.append((peer, writes))
         return self._inner.submit(peer, writes, notify=notify, after=after)
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """Pass on."""
         return self._inner.poll()
 

@@ -11,7 +11,7 @@ from disagg_kv.ids import Peer, Ticket
 from disagg_kv.memory import Event
 from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport
-from disagg_kv.transports import EmulatedWire, Heard, InprocTransport, Settled, ShmTransport, WriteEnded, emulate
+from disagg_kv.transports import EmulatedWire, InprocTransport, PeerEvent, Settled, ShmTransport, WriteEnded, emulate
 
 
 def faultless_inproc() -> FaultyTransport:
@@ -46,7 +46,7 @@ class SlowTransport(FaultyTransport):
             self._after[ticket] = after
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """Moves the oldest batch whose event has happened."""
         for ticket in self.held:
             try:

@@ -21,7 +21,7 @@ from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.staging import Lease, RingStagingAllocator, StagingAllocator
 from disagg_kv.transports import (
     Capabilities,
-    Heard,
+    PeerEvent,
     Settled,
     SupportsAllocate,
     Transport,
@@ -67,7 +67,7 @@ class Nowhere:
         self.tickets.append(Ticket(len(self.tickets)))
         return self.tickets[-1]
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """Every ticket failed."""
         ended = [WriteEnded(ticket, TransportError("nowhere to write to"), quiesced=True) for ticket in self.tickets]
         self.tickets.clear()
@@ -86,13 +86,13 @@ def test_a_class_that_inherits_from_nothing_is_a_transport(monkeypatch: pytest.M
     ticket = mine.submit(mine.connect(b"", 1.0), Writes.one(0, 0, 0, 0, 8))
     assert_type(ticket, Ticket)
     events = mine.poll()
-    assert_type(events, Sequence[WriteEnded | Settled | Heard])
+    assert_type(events, Sequence[WriteEnded | Settled | PeerEvent])
     (ended,) = events
     match ended:
         case WriteEnded(error=error):
             assert_type(error, Exception | None)
             assert isinstance(error, TransportError)
-        case Settled() | Heard():
+        case Settled() | PeerEvent():
             raise AssertionError(ended)
 
 

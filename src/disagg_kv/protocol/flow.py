@@ -153,7 +153,7 @@ class Flow(Machine[Sending]):
         self._stated = False
         self._lost = False
         self._announced = 0
-        self._unheard = 0
+        self._unacknowledged = 0
         self._begun = 0
         self._aux_sent = 0
         self._aux_taken = 0
@@ -323,7 +323,7 @@ class Flow(Machine[Sending]):
         part = self._parts[event.segment]
         part.step = _SegmentStep.ANNOUNCED
         self._announced += 1
-        self._unheard += 1
+        self._unacknowledged += 1
         lease = None if part.grant is None else part.grant.lease
         notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
@@ -353,7 +353,7 @@ class Flow(Machine[Sending]):
             return False
         for kind in ("request", "return", "notice"):
             self._repeat.stop((kind, segment))
-        self._unheard -= part.announced
+        self._unacknowledged -= part.announced
         self._begun -= part.step is not _SegmentStep.PLANNED
         self._count_landed(self._parts.pop(segment))
         self._runs[segment.layers] -= not segment.state
@@ -398,7 +398,7 @@ class Flow(Machine[Sending]):
     def _check_finished(self) -> None:
         """Send ``Done`` with the last notice: no write follows, though acknowledgements may be pending."""
         f, long = self._finished, self._long_aux()
-        if f is None or self._aux_taken < len(long) or self._unheard < len(self._parts):
+        if f is None or self._aux_taken < len(long) or self._unacknowledged < len(self._parts):
             return
         assert self.plan is not None
         self.state = Sending.FINISHED
@@ -514,7 +514,7 @@ class Flow(Machine[Sending]):
         """Raise AssertionError if the accounts contradict each other."""
         state, unquiet = self.state, self._unquiet
         if state is Sending.MOVING or state is Sending.FINISHED:
-            assert self._unheard == sum(part.announced for part in self._parts.values())
+            assert self._unacknowledged == sum(part.announced for part in self._parts.values())
             assert self._begun == sum(part.step is not _SegmentStep.PLANNED for part in self._parts.values())
         assert self.runs() == {segment.layers for segment in self._parts if not segment.state}
         for segment, part in self._parts.items():

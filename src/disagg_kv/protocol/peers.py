@@ -77,7 +77,7 @@ class KnownPeer:
     """One life of a peer. ``lost`` is True, too, once the table has forgotten the life.
 
     Args:
-        hello: its latest ``Hello``; ``heard`` is the time of its last frame.
+        hello: its latest ``Hello``; ``last_frame_at`` is the time of its last frame.
         proved: it has named our epoch.
         closed: when the connection to its address broke; None: it is not broken.
         greeted: when it last sent ``Hello`` although it knew us.
@@ -90,7 +90,7 @@ class KnownPeer:
     """
 
     hello: Hello
-    heard: float
+    last_frame_at: float
     proved: bool
     closed: float | None = None
     greeted: float = -inf
@@ -216,13 +216,15 @@ class PeerTable:
         """False: the peer has missed heartbeats and should get nothing new."""
         peer = self._peers.get(epoch)
         return (
-            peer is not None and not peer.lost and now - peer.heard <= self._options.missed * self._options.heartbeat_s
+            peer is not None
+            and not peer.lost
+            and now - peer.last_frame_at <= self._options.missed * self._options.heartbeat_s
         )
 
     def silent_for(self, epoch: Epoch, now: float) -> float:
         """Seconds from the peer's last frame to now, or to :meth:`caught_up` if earlier; infinite if it is unknown."""
         peer = self._peers.get(epoch)
-        return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.heard)
+        return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.last_frame_at)
 
     def epochs(self) -> tuple[Epoch, ...]:
         """Every life that is not lost, in the order of their first ``Hello``."""
@@ -269,7 +271,7 @@ class PeerTable:
             self._absent.pop(hello.address, None)
             out.append(Up(hello))
         else:
-            known.hello, known.heard = hello, now
+            known.hello, known.last_frame_at = hello, now
             if known.lost:
                 out += self._revive(known, now)
             elif known.proved and now - known.greeted >= self._options.closed_s:
@@ -323,7 +325,7 @@ class PeerTable:
         """Make room for a peer: forget a lost one, else an unproved one, with the oldest last frame; False: none."""
         if len(self._peers) < self._options.peers:
             return True
-        spare = [(not p.lost, p.heard, e) for e, p in self._peers.items() if p.lost or not p.proved]
+        spare = [(not p.lost, p.last_frame_at, e) for e, p in self._peers.items() if p.lost or not p.proved]
         if not spare:
             return False
         there, _, epoch = min(spare)
@@ -391,7 +393,7 @@ class PeerTable:
         if now < peer.shut:
             # Its frames about rooms count: it may give up some of them. But it stays lost for new rooms.
             return True, self._tell_shut(peer, now)
-        peer.heard, peer.proved = now, True
+        peer.last_frame_at, peer.proved = now, True
         return True, self._revive(peer, now) if peer.lost else []
 
     def shut(self, epoch: Epoch, error: DisaggKVError, now: float) -> list[PeerEffect]:
@@ -484,7 +486,7 @@ class PeerTable:
             self._beat_at = now + o.heartbeat_s
         for epoch, peer in list(self._peers.items()):
             if peer.lost:
-                if now - peer.heard >= o.silence_s * (FORGET_AFTER if peer.closed is None else 1):
+                if now - peer.last_frame_at >= o.silence_s * (FORGET_AFTER if peer.closed is None else 1):
                     self._drop(epoch, retire=False)
                     del self._at[peer.hello.address]
                     self._note_absent(peer.hello.address)
@@ -493,9 +495,9 @@ class PeerTable:
                     # It may not know us; then it cannot answer the requests of rooms that end.
                     out.append(SendTo(peer.hello.address, self._hello(epoch)))
                 continue
-            if seen - peer.heard >= o.silence_s:
+            if seen - peer.last_frame_at >= o.silence_s:
                 peer.lost = True
-                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {seen - peer.heard:.1f} s")))
+                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {seen - peer.last_frame_at:.1f} s")))
             elif peer.closed is not None and seen - peer.closed >= o.closed_s:
                 peer.lost = True
                 error = PeerLostError(f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago")
@@ -518,9 +520,9 @@ class PeerTable:
                 times.append(dial.closed + o.closed_s)
         for peer in self._peers.values():
             if peer.lost:
-                times.append(peer.heard + o.silence_s * (FORGET_AFTER if peer.closed is None else 1))
+                times.append(peer.last_frame_at + o.silence_s * (FORGET_AFTER if peer.closed is None else 1))
                 continue
-            times.append(peer.heard + o.silence_s)
+            times.append(peer.last_frame_at + o.silence_s)
             if peer.closed is not None:
                 times.append(peer.closed + o.closed_s)
         return min(times) - ROUNDING_S

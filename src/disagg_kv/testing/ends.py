@@ -19,9 +19,9 @@ from ..errors import DisaggKVError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8, Buffer, bytes_of
 from ..planning import Writes
-from ..transports import Heard, Settled, SupportsAllocate, Transport, WriteEnded
+from ..transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
 
-TransportEvent = WriteEnded | Settled | Heard
+TransportEvent = WriteEnded | Settled | PeerEvent
 
 
 class Memory(Protocol):

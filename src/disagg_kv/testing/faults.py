@@ -16,7 +16,7 @@ from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from ..transports import Heard, Settled, SupportsAllocate, Transport, WriteEnded
+from ..transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
 
 
 class Fault(Enum):
@@ -87,7 +87,7 @@ class FaultyTransport:
         self._held: dict[Ticket, _Held] = {}
         self._lost: set[Peer] = set()
         self._leaving: set[Peer] = set()
-        self._events: list[WriteEnded | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | PeerEvent] = []
         self.name = inner.name
         self.caps = attrs.evolve(inner.caps, late_writes=True, drain_s=None)
 
@@ -169,10 +169,10 @@ class FaultyTransport:
         self._number += 1
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
         for event in self._inner.poll():
-            if isinstance(event, Heard):
+            if isinstance(event, PeerEvent):
                 self._events.append(event)
             elif event.ticket in self._flying:
                 self._tell(event)
@@ -195,7 +195,7 @@ class FaultyTransport:
             case Fault.PEER_LOST:
                 if peer not in self._lost:
                     self._lost.add(peer)
-                    self._events.append(Heard(peer, None))
+                    self._events.append(PeerEvent(peer, None))
                 self._events.append(WriteEnded(ticket, PeerLostError(f"injected: peer {peer.hex()} is lost")))
             case Fault.PARTIAL:
                 post(_first_half(writes), lambda end: (WriteEnded(ticket, error, end.quiesced),), None)

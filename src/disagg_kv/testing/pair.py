@@ -11,7 +11,7 @@ from ..errors import PeerLostError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8
 from ..planning import Writes
-from ..transports import Capabilities, Heard, Settled, WriteEnded
+from ..transports import Capabilities, PeerEvent, Settled, WriteEnded
 from .ends import Child, End, TransportEvent
 
 POISON = 0xA5
@@ -47,14 +47,14 @@ class Log:
         self._caps = caps
         self.ended: dict[Ticket, WriteEnded] = {}
         self.settled: set[Ticket] = set()
-        self.heard: list[Heard] = []
+        self.peer_events: list[PeerEvent] = []
 
     def add(self, events: Sequence[TransportEvent]) -> None:
         """Check and keep."""
         for event in events:
-            if isinstance(event, Heard):
+            if isinstance(event, PeerEvent):
                 assert event.data is None or self._caps.notifies, f"{event} without caps.notifies"
-                self.heard.append(event)
+                self.peer_events.append(event)
             elif isinstance(event, Settled):
                 ended = self.ended.get(event.ticket)
                 assert ended is not None, f"{event} before the ticket ended"
@@ -70,7 +70,7 @@ class Log:
 
     def lost(self, peer: Peer) -> bool:
         """Whether the transport has reported, in any way that it may, that the peer is gone."""
-        return any(h.peer == peer and h.data is None for h in self.heard) or any(
+        return any(h.peer == peer and h.data is None for h in self.peer_events) or any(
             ended.error is not None for ended in self.ended.values()
         )
 
@@ -138,7 +138,7 @@ class Pair:
 
     def hear(self, number: int) -> None:
         """Poll until the target has ``number`` notifications."""
-        self.until(lambda: len(self.there.heard) >= number, f"notification {number}")
+        self.until(lambda: len(self.there.peer_events) >= number, f"notification {number}")
 
     def end(self, ticket: Ticket) -> WriteEnded:
         """Poll until the ticket ends."""

@@ -141,9 +141,9 @@ class DataCases(TransportCases):
             pair.check()
             return
         for data in (b"", b"\x00\xff", b"x" * 1000):
-            before = len(pair.there.heard)
+            before = len(pair.there.peer_events)
             ticket = pair.source.submit(pair.peer, writes, data)
             pair.hear(before + 1)
             same(pair.target.read(pair.remote), pair.data)
             pair.succeed(ticket)
-            assert [h.data for h in pair.there.heard[before:]] == [data], "not exactly once"
+            assert [h.data for h in pair.there.peer_events[before:]] == [data], "not exactly once"

@@ -52,7 +52,7 @@ class ProcessCases(TransportCases):
             wait(lambda: log.lost(peer), lambda: log.add(end.events()), self.timeout_s, "the loss to be reported")
 
     def test_a_peer_that_was_killed_is_reported(self, apart: Pair, victim: Child) -> None:
-        """As ``Heard(data=None)`` or by a ticket that fails, whether or not anything is in flight."""
+        """As ``PeerEvent(data=None)`` or by a ticket that fails, whether or not anything is in flight."""
         apart.put((0, 0, 100))
         apart.check()
         victim.kill()
@@ -90,7 +90,7 @@ class ProcessCases(TransportCases):
         apart.source.drop(apart.local)
 
     def test_a_killed_peer_writes_nothing_after_its_fence(self, apart: Pair, victim: Child) -> None:
-        """What ``Heard(data=None, fenced=True)`` claims: the memory it wrote to stands still."""
+        """What ``PeerEvent(data=None, fenced=True)`` claims: the memory it wrote to stands still."""
         mine = apart.source.add(np.full(NBYTES, POISON, np.uint8))
         back = victim.connect(apart.source.descriptor(), self.timeout_s)
         victim.write_on(back, batch(apart.remote, mine, [(0, 0, NBYTES)]))
@@ -110,7 +110,7 @@ class ProcessCases(TransportCases):
             apart.log.add(apart.source.events())
 
         wait(lambda: apart.log.lost(apart.peer), work, self.timeout_s, "the loss to be reported")
-        if not any(h.fenced for h in apart.log.heard):
+        if not any(h.fenced for h in apart.log.peer_events):
             return
         apart.source.fill(mine, zero)
         for _ in range(200):
@@ -128,7 +128,7 @@ class ProcessCases(TransportCases):
         apart.succeed(ticket)
         apart.want[1000:6000] = apart.data[1000:6000]
         apart.check()
-        assert not any(h.data is None for h in apart.log.heard), "a frozen peer was called lost"
+        assert not any(h.data is None for h in apart.log.peer_events), "a frozen peer was called lost"
 
     def test_a_peer_that_comes_back_is_another_peer(self, apart: Pair, victim: Child) -> None:
         """The same transport restarted in a new process; writes reach the new one."""

@@ -1,6 +1,6 @@
 """One-sided writes."""
 
-from .base import Capabilities, Heard, Settled, SupportsAllocate, Transport, WriteEnded
+from .base import Capabilities, PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
@@ -17,9 +17,9 @@ __all__ = [
     "Descriptor",
     "EmulatedWire",
     "Extents",
-    "Heard",
     "Home",
     "InprocTransport",
+    "PeerEvent",
     "Process",
     "Region",
     "RegionTable",

@@ -22,8 +22,8 @@ class Capabilities:
         in_process_only: both sides must be in one process.
         needs_target_polling: writes progress only while the target calls ``poll``.
         waits_events: ``submit`` takes ``after``, and writes once that has fired; otherwise the endpoint waits first.
-        notifies: ``submit(notify=...)`` arrives at the target as :class:`Heard`, after the data, at most once.
-        detects_peer_death: a killed peer is reported as ``Heard(data=None)`` or as a failed ticket.
+        notifies: ``submit(notify=...)`` arrives at the target as :class:`PeerEvent`, after the data, at most once.
+        detects_peer_death: a killed peer is reported as ``PeerEvent(data=None)`` or as a failed ticket.
         late_writes: bytes may still land after a ticket ended with ``quiesced=False``.
         max_batch: descriptors of one ``submit``; None: no limit.
         drain_s: seconds after the observed exit of a peer's process. By then the peer's last writes have landed, and
@@ -70,7 +70,7 @@ class Settled:
 
 
 @frozen
-class Heard:
+class PeerEvent:
     """A notification from a peer, or (``data=None``) the loss of a peer.
 
     Args:
@@ -161,7 +161,7 @@ class Transport(Protocol):
         """
         ...
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """Return the events since the last call; in a forked child, none. Never blocks, never raises."""
         ...
 

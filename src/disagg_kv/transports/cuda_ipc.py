@@ -29,7 +29,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
-from .base import Capabilities, Heard, Settled, WriteEnded
+from .base import Capabilities, PeerEvent, Settled, WriteEnded
 from .connected import Connected
 from .cuda_api import Cuda, Mark, Stream
 from .cuda_driver import driver as this_driver
@@ -147,7 +147,7 @@ class CudaIpcTransport:
         self._leaving: list[_Remote] = []
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
-        self._events: list[WriteEnded | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | PeerEvent] = []
         self._closed = False
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
@@ -344,7 +344,7 @@ class CudaIpcTransport:
             flight.remote.unquiet = True
         self._events.append(WriteEnded(flight.ticket, error, quiesced))
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
@@ -414,7 +414,7 @@ class CudaIpcTransport:
         """Note the end of a peer's process."""
         if not remote.lost and remote.watch.ended():
             remote.lost = True
-            self._events.append(Heard(remote.peer, None))
+            self._events.append(PeerEvent(remote.peer, None))
 
     def _check_open(self) -> None:
         self._home.check()

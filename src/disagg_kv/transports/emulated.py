@@ -13,7 +13,7 @@ from ..errors import ConfigurationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Heard, Settled, SupportsAllocate, Transport, WriteEnded
+from .base import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
 
 
 class EmulatedWire:
@@ -94,9 +94,9 @@ class EmulatedWire:
             self.busy_s += takes
             self._due[ticket] = self._free_at + self._latency_s
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
-        told: list[WriteEnded | Settled | Heard] = []
+        events: list[WriteEnded | Settled | PeerEvent] = []
         for event in self._inner.poll():
             if isinstance(event, WriteEnded) and event.error is None:
                 self._landed.add(event.ticket)
@@ -104,7 +104,7 @@ class EmulatedWire:
             if isinstance(event, WriteEnded):
                 self._queue.pop(event.ticket, None)
                 self._due.pop(event.ticket, None)
-            told.append(event)
+            events.append(event)
         self._transmit()
         now = self._clock()
         due = {ticket: now if self._closed else self._due.get(ticket, math.inf) for ticket in self._landed}
@@ -112,8 +112,8 @@ class EmulatedWire:
             self._landed.discard(ticket)
             self._queue.pop(ticket, None)
             self._due.pop(ticket, None)
-            told.append(WriteEnded(ticket))
-        return told
+            events.append(WriteEnded(ticket))
+        return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; the next ``poll`` reports tickets that only the emulated wire held back."""

@@ -16,7 +16,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, Heard, Settled, WriteEnded
+from .base import Capabilities, PeerEvent, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode
 from .process import Home
@@ -52,7 +52,7 @@ class InprocTransport:
         self._table = RegionTable(self.caps.devices)
         self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
-        self._events: deque[WriteEnded | Settled | Heard] = deque()
+        self._events: deque[WriteEnded | Settled | PeerEvent] = deque()
         self._lost: set[Peer] = set()
         # Held while a peer copies into this transport's memory or while that memory is taken away.
         self._target = threading.Lock()
@@ -113,13 +113,13 @@ class InprocTransport:
         self._events.append(WriteEnded(ticket, error))
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         for peer in self._peers.all:
             if peer not in self._lost and _find(peer) is None:
                 self._lost.add(peer)
-                events.append(Heard(peer, None, fenced=True))
+                events.append(PeerEvent(peer, None, fenced=True))
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
@@ -140,7 +140,7 @@ class InprocTransport:
                 return error
             copy(target, source, writes.nbytes)
             if notify is not None:
-                self._events.append(Heard(sender, notify))
+                self._events.append(PeerEvent(sender, notify))
             return None
 
 

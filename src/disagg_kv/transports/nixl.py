@@ -30,11 +30,11 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, Heard, Settled, WriteEnded
+from .base import Capabilities, PeerEvent, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .nixl_library import U64, Agent, DescriptorList, Place, Registered, load, place
-from .nixl_worker import Job, Link, Told, Worker
+from .nixl_worker import Job, Link, TransportEvent, Worker
 from .process import Home, Process, Watch
 from .regions import Extents, RegionTable
 
@@ -148,12 +148,12 @@ class NixlTransport:
         self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
-        self._told: deque[Told] = deque()
+        self._events: deque[TransportEvent] = deque()
         self._closed = False
         self._call_s = call_s
 
         make = partial(Agent, library, self._me.hex(), backend, options, device)
-        self._worker = Worker(make, self._told, idle_s, call_s)
+        self._worker = Worker(make, self._events, idle_s, call_s)
         # The thread must be out of the library before the interpreter takes itself apart.
         self._stop = weakref.finalize(self, self._worker.close, 0.0)
         self._metadata = self._worker.call(Agent.metadata, "metadata", call_s)
@@ -272,16 +272,18 @@ class NixlTransport:
         self._worker.post(Job(ticket, peer, parts, notify, self._sources, nbytes, remote.near, after))
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`; also posts what has waited for an event, and moves small writes on."""
         if not self._closed and self._home.here:
             self._worker.look()
-        told = [self._told.popleft() for _ in range(len(self._told))]
-        for event in told:
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        for event in events:
             if isinstance(event, Settled) or (isinstance(event, WriteEnded) and event.quiesced):
                 self._unquiet.discard(event.ticket)
                 self._table.quiet(event.ticket)
-        return [e for e in told if not (isinstance(e, Heard) and e.data is None and e.peer not in self._peers.all)]
+        return [
+            e for e in events if not (isinstance(e, PeerEvent) and e.data is None and e.peer not in self._peers.all)
+        ]
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
         """See :meth:`Transport.close`; memory of tickets that are not quiet is never freed."""
@@ -291,8 +293,8 @@ class NixlTransport:
         self._closed = True
         self._worker.close(drain_s)
         self._stop.detach()
-        told = self.poll()
-        self._told.extend(told)
+        events = self.poll()
+        self._events.extend(events)
         self._peers.clear()
         self._table.clear()
         self._registered.clear()

@@ -267,7 +267,7 @@ class Agent:
         with _Mapped(f"peer {name}: notify"):
             self._agent.send_notif(name, message)
 
-    def heard(self) -> Mapping[str, Sequence[bytes]]:
+    def notifications(self) -> Mapping[str, Sequence[bytes]]:
         """Messages by the name of the agent that sent them. Also what moves peers' writes on."""
         with _Mapped("progress"):
             found: dict[str, list[bytes]] = self._agent.get_new_notifs()

@@ -24,7 +24,7 @@ from attrs import define, field
 from ..errors import PeerLostError, TransportError
 from ..ids import Peer, Ticket
 from ..memory import Event
-from .base import Heard, Settled, WriteEnded
+from .base import PeerEvent, Settled, WriteEnded
 from .mailbox import Mailbox
 from .nixl_library import Agent, DescriptorList, Handle, Place
 from .process import Watch, keep_in_children
@@ -33,7 +33,7 @@ from .waiting import happened, not_posted
 log = logging.getLogger("disagg_kv")
 
 T = TypeVar("T")
-Told = WriteEnded | Settled | Heard
+TransportEvent = WriteEnded | Settled | PeerEvent
 
 BUSY_S = 30e-6
 """The shortest pause between two polls of the library; a shorter one would take the core from the peer's thread."""
@@ -144,7 +144,7 @@ class _Open:
 
 
 class Worker:
-    """The thread. It runs until :meth:`close`, and appends events to ``told``.
+    """The thread. It runs until :meth:`close`, and appends events to ``events``.
 
     Args:
         make: makes the agent, on the thread.
@@ -156,9 +156,9 @@ class Worker:
         TransportError: it takes longer than ``make_s``; the thread ends once it returns.
     """
 
-    def __init__(self, make: Callable[[], Agent], told: deque[Told], idle_s: float, make_s: float) -> None:
+    def __init__(self, make: Callable[[], Agent], events: deque[TransportEvent], idle_s: float, make_s: float) -> None:
         self._agent: Agent
-        self._told = told
+        self._events = events
         self._idle_s = idle_s
         self._links: dict[Peer, Link] = {}
         self._open = _Open()
@@ -223,7 +223,7 @@ class Worker:
         if job.small() and self._commands.empty() and self._lock.acquire(blocking=False):
             try:
                 if self._over:
-                    self._told.append(WriteEnded(job.ticket, TransportError("nixl: the transport is closed")))
+                    self._events.append(WriteEnded(job.ticket, TransportError("nixl: the transport is closed")))
                     return
                 self._begin(job)
                 flying = job.handle is not None and job.here[0] == "cpu"
@@ -356,13 +356,13 @@ class Worker:
     def _hear(self) -> None:
         # A peer's end shows where it is written to; it is no reason not to hear the others.
         with suppress(TransportError, PeerLostError):
-            for name, messages in self._agent.heard().items():
+            for name, messages in self._agent.notifications().items():
                 for message in messages:
                     if message.startswith(_DATA):
                         self._active_at = time.monotonic()
                         # Agents of other programs are not addressed as ours are.
                         with suppress(ValueError):
-                            self._told.append(Heard(Peer(bytes.fromhex(name)), message[1:]))
+                            self._events.append(PeerEvent(Peer(bytes.fromhex(name)), message[1:]))
 
     # Jobs.
 
@@ -377,11 +377,11 @@ class Worker:
             if not job.parts:
                 if notify:
                     self._agent.notify(name, notify)
-                self._told.append(WriteEnded(job.ticket))
+                self._events.append(WriteEnded(job.ticket))
                 return
             job.handle = self._agent.prepare(name, job.parts[0], notify)
         except (TransportError, PeerLostError) as error:
-            self._told.append(WriteEnded(job.ticket, error))
+            self._events.append(WriteEnded(job.ticket, error))
             return
         self._open.waiting.append(job)
         if self._due(job):
@@ -405,7 +405,7 @@ class Worker:
         """End a job of which nothing was posted."""
         self._open.waiting.remove(job)
         self._released(job)
-        self._told.append(WriteEnded(job.ticket, error))
+        self._events.append(WriteEnded(job.ticket, error))
 
     def _post(self, job: Job) -> None:
         assert job.handle is not None
@@ -446,7 +446,7 @@ class Worker:
         if job.parts:
             self._begin(job)
         else:
-            self._told.append(WriteEnded(job.ticket))
+            self._events.append(WriteEnded(job.ticket))
 
     def _released(self, job: Job) -> bool:
         """Release the handle of a write that is over; False: the library does not release it."""
@@ -462,7 +462,7 @@ class Worker:
         """The ticket ends; whether the library still reads and writes is not known."""
         self._open.flying.remove(job)
         self._open.failed.append(job)
-        self._told.append(WriteEnded(job.ticket, error, quiesced=False))
+        self._events.append(WriteEnded(job.ticket, error, quiesced=False))
         link = self._links.get(job.peer)
         if isinstance(error, PeerLostError) and link is not None:
             self._lose(link)
@@ -478,7 +478,7 @@ class Worker:
             quiet = exited
         if quiet and self._released(job):
             self._open.failed.remove(job)
-            self._told.append(Settled(job.ticket))
+            self._events.append(Settled(job.ticket))
 
     # Peers.
 
@@ -503,7 +503,7 @@ class Worker:
     def _lose(self, link: Link) -> None:
         if not link.lost:
             link.lost = True
-            self._told.append(Heard(link.peer, None))
+            self._events.append(PeerEvent(link.peer, None))
 
 
 def _warn(job: Job, now: float) -> None:

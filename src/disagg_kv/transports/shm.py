@@ -30,7 +30,7 @@ from ..geometry import I64
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from .base import Capabilities, Heard, Settled, WriteEnded
+from .base import Capabilities, PeerEvent, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .process import PROCESS, Home, Process, Watch
@@ -206,7 +206,7 @@ class ShmTransport:
         self._numbers = count()
         self._peers: Connected[_Remote] = Connected()
         self._tickets = count(1)
-        self._events: list[WriteEnded | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | PeerEvent] = []
 
     def allocate(self, nbytes: int) -> Buffer:
         """See :meth:`SupportsAllocate.allocate`.
@@ -298,7 +298,7 @@ class ShmTransport:
         self._events.append(WriteEnded(ticket))
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
@@ -333,7 +333,7 @@ class ShmTransport:
         """Note the end of a peer's process."""
         if not remote.lost and remote.watch.ended():
             remote.lost = True
-            self._events.append(Heard(peer, None, fenced=True))
+            self._events.append(PeerEvent(peer, None, fenced=True))
 
 
 def _open(process: Process, peer: Peer, place: _Place, nbytes: int) -> _Far:

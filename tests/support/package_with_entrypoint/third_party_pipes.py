@@ -28,7 +28,7 @@ from disagg_kv.transports import (
     Connected,
     Descriptor,
     Extents,
-    Heard,
+    PeerEvent,
     Region,
     RegionTable,
     Settled,
@@ -69,12 +69,12 @@ def _exactly(stream: socket.socket, nbytes: int) -> bytes:
 class _Link:
     """The way to one peer: a socket, and a thread that sends one batch after the other and awaits each answer."""
 
-    def __init__(self, peer: Peer, told: SimpleQueue[WriteEnded | Settled | Heard], timeout_s: float) -> None:
+    def __init__(self, peer: Peer, events: SimpleQueue[WriteEnded | Settled | PeerEvent], timeout_s: float) -> None:
         self.peer = peer
         self.serial = -1
         self.extents = Extents((), "remote")
         self.unended: set[Ticket] = set()
-        self._told = told
+        self._events = events
         self._batches: SimpleQueue[tuple[Ticket, bytes, bytes] | None] = SimpleQueue()
         self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stream.settimeout(timeout_s)
@@ -130,7 +130,7 @@ class _Link:
                     return  # the batch is under way, for all we know
                 # The peer hangs up only after its last write: by hand, or because its process has ended.
                 error = PeerLostError(f"third-party: peer {self.peer.hex()} has hung up")
-            self._told.put(WriteEnded(ticket, error))
+            self._events.put(WriteEnded(ticket, error))
 
 
 class PipesTransport:
@@ -146,7 +146,7 @@ class PipesTransport:
         self._left: list[_Link] = []
         self._lost: set[Peer] = set()
         self._tickets = count(1)
-        self._told: SimpleQueue[WriteEnded | Settled | Heard] = SimpleQueue()
+        self._events: SimpleQueue[WriteEnded | Settled | PeerEvent] = SimpleQueue()
         # Held while memory of this side is written to, or taken away.
         self._target = threading.Lock()
         self._streams: dict[socket.socket, threading.Thread] = {}
@@ -176,7 +176,7 @@ class PipesTransport:
         peer = remote.incarnation
         link = self._links.get(peer)
         if link is None:
-            made = _Link(peer, self._told, timeout_s)
+            made = _Link(peer, self._events, timeout_s)
             link = self._links.add(peer, made)
             if link is not made:
                 made.close(0.0)
@@ -208,8 +208,8 @@ class PipesTransport:
         link.put(ticket, where, data.tobytes())
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
-        events = [self._told.get() for _ in range(self._told.qsize())]
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+        events = [self._events.get() for _ in range(self._events.qsize())]
         for link in (*self._links.all.values(), *self._left):
             link.unended -= {event.ticket for event in events if isinstance(event, WriteEnded)}
         for link in [link for link in self._left if not link.unended]:
@@ -218,7 +218,7 @@ class PipesTransport:
         for peer, link in self._links.all.items():
             if peer not in self._lost and link.lost():
                 self._lost.add(peer)
-                events.append(Heard(peer, None))
+                events.append(PeerEvent(peer, None))
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
@@ -238,7 +238,7 @@ class PipesTransport:
             thread.join()
         events = self.poll()
         for event in events:
-            self._told.put(event)
+            self._events.put(event)
         self._links.clear()
         self._left.clear()
         self._table.clear()

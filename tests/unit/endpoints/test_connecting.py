@@ -25,7 +25,7 @@ from disagg_kv.protocol.peers import Up
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder
-from disagg_kv.transports import Heard, InprocTransport, Settled, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
 from disagg_kv.transports.process import _started
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -431,10 +431,10 @@ class Counted(InprocTransport):
         if self.fails:
             raise RuntimeError("it does not let go")
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """With what is reported."""
         reports, self.reports = self.reports, []
-        return [*super().poll(), *(Heard(peer, None) for peer in reports)]
+        return [*super().poll(), *(PeerEvent(peer, None) for peer in reports)]
 
 
 def counted(rig: Rig) -> Counted:

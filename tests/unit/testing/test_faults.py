@@ -12,7 +12,7 @@ from disagg_kv.planning import Writes
 from disagg_kv.testing import Fault, FaultyTransport, seeded
 from disagg_kv.testing.ends import End, HostMemory
 from disagg_kv.testing.pair import POISON, Pair
-from disagg_kv.transports import Heard, InprocTransport, Settled, ShmTransport, Transport, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerEvent, Settled, ShmTransport, Transport, WriteEnded
 
 N = 1000
 
@@ -112,7 +112,7 @@ def test_a_delayed_batch_completes_when_it_is_released() -> None:
     rig.faulty.release()
     assert rig.events() == [("ended", ticket, True)]
     assert rig.landed() == N
-    assert [h.data for h in rig.pair.target.events() if isinstance(h, Heard)] == [b"early", b"late"]
+    assert [h.data for h in rig.pair.target.events() if isinstance(h, PeerEvent)] == [b"early", b"late"]
 
 
 def test_a_hung_batch_never_ends() -> None:
@@ -131,7 +131,7 @@ def test_a_lost_peer_stays_lost() -> None:
     rig = Rig(Fault.PEER_LOST)
     first, second = rig.submit(), rig.submit()
     events = list(rig.pair.source.events())
-    assert events[0] == Heard(rig.pair.peer, None, fenced=False)
+    assert events[0] == PeerEvent(rig.pair.peer, None, fenced=False)
     ended = [e for e in events if isinstance(e, WriteEnded)]
     assert [(e.ticket, e.quiesced) for e in ended] == [(first, True), (second, True)]
     assert all(isinstance(e.error, PeerLostError) for e in ended)

@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.errors import PeerLostError, RegistrationError
 from disagg_kv.planning import Writes
 from disagg_kv.testing.ends import plain
-from disagg_kv.transports import Heard, InprocTransport, WriteEnded
+from disagg_kv.transports import InprocTransport, PeerEvent, WriteEnded
 
 
 def test_a_closed_peer_is_lost_and_fenced_once() -> None:
@@ -23,10 +23,10 @@ def test_a_closed_peer_is_lost_and_fenced_once() -> None:
     peer = source.connect(target.local_descriptor(), 0.0)
     target.close(0.0)
     ticket = source.submit(peer, Writes.one(local, 0, remote, 0, 9))
-    ended, heard = source.poll()
+    ended, peer_events = source.poll()
     assert isinstance(ended, WriteEnded)
     assert (ended.ticket, type(ended.error), ended.quiesced) == (ticket, PeerLostError, True)
-    assert heard == Heard(peer, None, fenced=True)
+    assert peer_events == PeerEvent(peer, None, fenced=True)
     assert list(source.poll()) == []
 
 
@@ -36,7 +36,7 @@ def test_a_peer_that_nobody_holds_any_more_is_lost() -> None:
     descriptor = target.local_descriptor()
     peer = source.connect(descriptor, 0.0)
     del target
-    assert list(source.poll()) == [Heard(peer, None, fenced=True)]
+    assert list(source.poll()) == [PeerEvent(peer, None, fenced=True)]
     with pytest.raises(PeerLostError):
         InprocTransport().connect(descriptor, 0.0)
 

@@ -27,7 +27,7 @@ from disagg_kv.protocol import Phase
 from disagg_kv.testing import FakeClock
 from disagg_kv.testing.ends import Child, End, HostMemory, plain
 from disagg_kv.testing.pair import Log, Pair, batch, noise, same, wait
-from disagg_kv.transports import Heard, Settled, WriteEnded
+from disagg_kv.transports import PeerEvent, Settled, WriteEnded
 from disagg_kv.transports.descriptor import decode, encode, unpack
 from disagg_kv.transports.mooncake import LOOK_S, MooncakeTransport, loopback
 from disagg_kv.transports.mooncake_flight import ADDRESS, Address
@@ -119,8 +119,8 @@ def test_a_closed_peer_is_lost_at_the_next_write(pair: Pair) -> None:
     ended = pair.end(pair.submit((0, 0, 10)))
     assert isinstance(ended.error, PeerLostError)
     assert ended.quiesced, "it was never given to the library"
-    pair.until(lambda: bool(pair.log.heard), "the loss to be told")
-    assert pair.log.heard == [Heard(pair.peer, None)]
+    pair.until(lambda: bool(pair.log.peer_events), "the loss to be told")
+    assert pair.log.peer_events == [PeerEvent(pair.peer, None)]
     third = pair.submit((0, 0, 10))
     assert pair.end(third).quiesced
     with pytest.raises(PeerLostError, match="is lost"):
@@ -168,7 +168,7 @@ def test_a_frozen_peer_delays_nobody_and_is_quiet_once_it_took_all_or_some_time_
         pairs[0].put((0, 0, 100))
         dead = freeze()
         frozen.kill()
-        wait(lambda: bool(log.heard), look, TIMEOUT_S, "the loss to be told")
+        wait(lambda: bool(log.peer_events), look, TIMEOUT_S, "the loss to be told")
         clock.advance(29.9)
         log.add(end.events())
         assert log.settled == stuck
@@ -200,7 +200,7 @@ def test_a_write_that_the_library_still_has_is_not_quiet_however_long_its_peer_h
         target.pause()
         stuck = {end.submit(peer, batch(local, remote, [(0, 0, 1 << 22)])) for _ in range(DEPTH)}
         mortal.kill()
-        wait(lambda: bool(log.heard), look, TIMEOUT_S, "the end of the process to be told")
+        wait(lambda: bool(log.peer_events), look, TIMEOUT_S, "the end of the process to be told")
         # From here on the process has been gone for longer than its last writes may take.
         clock.advance(max(GIVE_UP_S, end.transport.caps.drain_s or 0.0))
         wait(lambda: stuck == log.ended.keys(), look, TIMEOUT_S, "the writes to be given up")
@@ -466,7 +466,7 @@ def test_the_environment_can_set_the_timeout(monkeypatch: pytest.MonkeyPatch, gi
 def test_events_come_once(pair: Pair) -> None:
     """Tickets are Ended, once, in any order; nothing is Settled that was quiet."""
     tickets = [pair.submit((0, 0, 10)) for _ in range(3)]
-    told: list[WriteEnded | Settled | Heard] = []
+    told: list[WriteEnded | Settled | PeerEvent] = []
     wait(lambda: len(told) >= 3, lambda: told.extend(pair.source.events()), TIMEOUT_S, "three events")
     assert sorted(told, key=str) == [WriteEnded(Ticket(t)) for t in tickets]
     assert not pair.source.events()

@@ -24,7 +24,7 @@ from disagg_kv.testing.transport_events import Flag
 from disagg_kv.transports import (
     Descriptor,
     Extents,
-    Heard,
+    PeerEvent,
     Process,
     WriteEnded,
     decode,
@@ -114,7 +114,7 @@ def test_an_idle_peer_that_is_killed_is_reported_without_any_write(source: End, 
     descriptor = victim.descriptor()
     peer = source.connect(descriptor, WAIT_S)
     victim.kill()
-    assert collected(source, 1) == [Heard(peer, None)]
+    assert collected(source, 1) == [PeerEvent(peer, None)]
     with pytest.raises(PeerLostError):
         source.connect(descriptor, WAIT_S)
     source.transport.disconnect(peer)
@@ -126,7 +126,7 @@ def test_a_peer_that_cannot_be_watched_is_probed(source: End, target: End) -> No
     """As of another host; here its transport closes, its process lives."""
     peer = source.connect(target.descriptor(), WAIT_S)
     target.close(0.0)
-    assert collected(source, 1) == [Heard(peer, None)]
+    assert collected(source, 1) == [PeerEvent(peer, None)]
 
 
 def test_a_peer_of_another_host_is_not_asked_of_this_one(source: End, target: End) -> None:
@@ -222,13 +222,13 @@ def test_an_idle_transport_rests_between_two_looks_at_the_library(target: End, m
     one.connect(target.descriptor(), WAIT_S)
     assert isinstance(one.transport, NixlTransport)
     agent = one.transport._worker._agent
-    heard, looks = agent.heard, list[float]()
+    notifications, looks = agent.notifications, list[float]()
 
     def counted() -> Mapping[str, Sequence[bytes]]:
         looks.append(time.monotonic())
-        return heard()
+        return notifications()
 
-    monkeypatch.setattr(agent, "heard", counted)
+    monkeypatch.setattr(agent, "notifications", counted)
     wait(lambda: len(looks) >= 150, lambda: None, WAIT_S, "150 looks")  # the first pauses are shorter
     before = len(looks)
     wait(lambda: len(looks) >= before + 50, lambda: None, WAIT_S, "fifty more")
@@ -252,9 +252,9 @@ def test_memory_of_several_devices_goes_in_several_parts(source: End, target: En
     zero = np.zeros(4, np.int64)
     writes = Writes(local, zero, remote, zero, np.array([4096, 4096, 4096, 0], np.int64))
     ticket = source.submit(peer, writes, b"all")
-    (heard,) = collected(target, 1)
-    assert isinstance(heard, Heard)
-    assert heard.data == b"all"
+    (notifications,) = collected(target, 1)
+    assert isinstance(notifications, PeerEvent)
+    assert notifications.data == b"all"
     assert collected(source, 1) == [WriteEnded(ticket)]
     for found, want in zip(memory[::-1], data, strict=True):
         same(found, want)
@@ -390,10 +390,10 @@ def test_a_notification_needs_no_data(source: End, target: End) -> None:
     peer = source.connect(target.descriptor(), WAIT_S)
     ticket = source.submit(peer, batch(RegionId(0), RegionId(0), []), b"alone")
     assert collected(source, 1) == [WriteEnded(ticket)]
-    (heard,) = collected(target, 1)
-    assert isinstance(heard, Heard)
-    assert heard.data == b"alone"
-    assert heard.peer == decode(source.descriptor(), "nixl").incarnation
+    (notifications,) = collected(target, 1)
+    assert isinstance(notifications, PeerEvent)
+    assert notifications.data == b"alone"
+    assert notifications.peer == decode(source.descriptor(), "nixl").incarnation
 
 
 def test_cuda_memory_is_refused_where_there_is_none(source: End) -> None:

@@ -51,7 +51,7 @@ from ...protocol.frames import (
 )
 from ...rendezvous import Rendezvous, Source
 from ...trace import Guarded, Observer, Silent
-from ...transports import Heard, Home, Settled, WriteEnded
+from ...transports import Home, PeerEvent, Settled, WriteEnded
 from .background import Background
 from .budget import MOST, Budget
 from .connections import Connections, ConnectResult
@@ -217,7 +217,7 @@ class EventLoop:
         arrived = self._receive_buffer.fetch(timeout_s)
         if arrived:
             self.now = self.clock()
-            self.idle.heard(self.now)
+            self.idle.on_message(self.now)
             for event in self._receive_buffer.take(Budget(self.clock, self.most)):
                 self.take_in(event)
         if (at := self._receive_buffer.caught_up) is not None:
@@ -365,8 +365,8 @@ class EventLoop:
         else:
             self.siblings.beat(Epoch(frame.src))
 
-    def _on_transport(self, event: WriteEnded | Settled | Heard) -> None:
-        if not isinstance(event, Heard):
+    def _on_transport(self, event: WriteEnded | Settled | PeerEvent) -> None:
+        if not isinstance(event, PeerEvent):
             self.side.on_ticket(event)
             return
         epoch = self.connections.epoch(event.peer)

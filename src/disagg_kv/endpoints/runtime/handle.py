@@ -26,7 +26,7 @@ class RoomHandle:
     def __init__(self, room: RoomId) -> None:
         self._room = room
         self._state = (Phase.CONNECTING, False)
-        self._told: tuple[Phase, bool] | None = None
+        self._published: tuple[Phase, bool] | None = None
         self.listed = False  # whether ``Changes`` has an entry for it
         self._error: DisaggKVError | None = None
         self._report = Report()
@@ -75,11 +75,11 @@ class RoomHandle:
 
     def news(self, state: tuple[Phase, bool]) -> bool:
         """Engine's thread: whether ``poll`` has not reported this state."""
-        return state != self._told
+        return state != self._published
 
     def tell(self, state: tuple[Phase, bool]) -> None:
         """Engine's thread: ``poll`` reports this state."""
-        self._told = state
+        self._published = state
 
     def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
         """Endpoint's thread: take over the machine's state; True if the engine should look."""

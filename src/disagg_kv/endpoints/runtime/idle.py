@@ -87,7 +87,7 @@ class IdlePolicy:
         self._quick = 0
         self._awake_until = now
 
-    def heard(self, now: float) -> None:
+    def on_message(self, now: float) -> None:
         """A message has come."""
         self._awake_until = now + self.linger_s
         self._quick = SOON

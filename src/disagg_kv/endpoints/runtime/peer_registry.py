@@ -111,7 +111,7 @@ class PeerRegistry:
         return tuple(self._info(epoch, of) for epoch, of in sums.items())
 
     def _info(self, epoch: Epoch, of: _Sum) -> PeerInfo:
-        hello, silent_s = of.peer.hello, max(0.0, self._clock() - of.peer.heard)
+        hello, silent_s = of.peer.hello, max(0.0, self._clock() - of.peer.last_frame_at)
         state: PeerState = "connected" if silent_s <= self._silent_s else "silent"
         if of.peer.lost or of.peer.ended:
             state = "ended" if of.peer.ended else "lost"

@@ -12,7 +12,7 @@ from ...ids import Peer, RegionId, Ticket
 from ...memory import U8, Buffer, Event, bytes_of
 from ...planning import Writes
 from ...staging import Lease
-from ...transports import Capabilities, Heard, Settled, WriteEnded
+from ...transports import Capabilities, PeerEvent, Settled, WriteEnded
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
@@ -91,7 +91,7 @@ class SimTransport:
         self.landed: dict[int, Landed] = {}
         self.alive = True
         self._peers: dict[Peer, SimTransport] = {}
-        self._events: list[WriteEnded | Settled | Heard] = []
+        self._events: list[WriteEnded | Settled | PeerEvent] = []
         self._waiting: list[Op] = []
         self._serial = 0
 
@@ -181,7 +181,7 @@ class SimTransport:
             self._dma.begin(op)
         return ticket
 
-    def poll(self) -> Sequence[WriteEnded | Settled | Heard]:
+    def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """What happened since the last call; what waits for an event begins when it is seen to have happened."""
         if self.node.poll_raises:
             self.node.polls_left -= 1
@@ -194,7 +194,7 @@ class SimTransport:
         events, self._events = self._events, []
         return events
 
-    def tell(self, event: WriteEnded | Settled | Heard) -> None:
+    def tell(self, event: WriteEnded | Settled | PeerEvent) -> None:
         """Something happened."""
         if self.alive:
             self._events.append(event)

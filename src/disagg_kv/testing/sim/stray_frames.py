@@ -159,10 +159,10 @@ class StrayFrames:
         self._world.hit(FaultClass.STALE)
         peer = node.view.loop.peers.known(epoch)
         assert peer is not None
-        before = machine.state, machine.ignored, peer.heard, peer.proved
+        before = machine.state, machine.ignored, peer.last_frame_at, peer.proved
         earlier = {**head, "dst": b"old" + head["dst"][3:]}
         node.take_in(self._codec.encode(_frame(Abort, cast("Head", earlier))))
-        if (machine.state, machine.ignored, peer.heard, peer.proved) != before:
+        if (machine.state, machine.ignored, peer.last_frame_at, peer.proved) != before:
             self._world.violation("I7", f"{node.address}: takes a frame to an earlier life of it")
 
     def greet(self, node: SimNode) -> None:

@@ -10,7 +10,7 @@ from heapq import heappop
 
 from ...errors import EndpointBrokenError, UnknownNameError
 from ...protocol import Phase
-from ...transports import Heard
+from ...transports import PeerEvent
 from .check import Checks
 from .cluster import Cluster
 from .fault import FaultClass
@@ -191,7 +191,7 @@ class World(Cluster):
         fenced = not any(op.source is dead.transport or op.target is dead.transport for op in self.dma.live)
         fenced = fenced and self.random.random() < 0.5
         self.mark("release:fenced" if fenced else "noticed:by the transport")
-        other.transport.tell(Heard(dead.transport.me, None, fenced=fenced))
+        other.transport.tell(PeerEvent(dead.transport.me, None, fenced=fenced))
 
     def _confirm(self, dead: SimNode) -> None:
         """The operator saw a process end."""
