@@ -426,7 +426,7 @@ class Dma:
         error = PeerLostError(f"sim: peer {op.target.me.hex()} has ended")
         if op.reported:
             return
-        if self._random.random() < 0.3:
+        if self._random.random() < 0.3 and not self._world.healed:
             self._hung.append(op)
         else:
             self._world.later(0.005, lambda: self._tell(op, error, quiesced=True))
