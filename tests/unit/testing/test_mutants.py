@@ -78,7 +78,7 @@ def test_the_figure_of_merit_is_of_all_that_was_spent() -> None:
     record = json.loads(json.dumps(tally.record()))
     assert [bug["seed"] for bug in record["bugs"]] == [6, None, 6]
     shown = mutants(record).splitlines()
-    assert shown[0] == "**0.5 planted bugs killed per CPU minute**: 2 of 3 in 240 CPU seconds."
+    assert shown[0] == "**0.5 planted bugs found per CPU minute**: 2 of 3 in 240 CPU seconds."
     assert [line.split(" | ")[1:] for line in shown[4:]] == [
         ["survives", "10,000", "60.0 |"], ["I5", "7", "20.0 |"], ["I5", "7", "1.0 |"],
     ]  # fmt: skip
