@@ -84,7 +84,7 @@ class Room:
     """A room and what came out of it last."""
 
     def __init__(
-        self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16, aux_bytes: int = 9
+        self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16, aux_bytes: int = 0
     ) -> None:
         self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, 300.0)
         tables = TABLES if exposed else None

@@ -64,7 +64,7 @@ class Expectation:
             prefill for rows. If they differ, the room fails with a :class:`~disagg_kv.errors.PrefixChangedError`. Held
             rows need this with ``verify="full"``.
         state: the room's slot in every group of states.
-        aux: the aux row to fill; None: no aux data is awaited.
+        aux: the aux row to fill, without which the room fails; None: no aux data is awaited.
         tag: at most 256 bytes; see :meth:`~disagg_kv.endpoints.Delivery.finish`.
 
     Raises:

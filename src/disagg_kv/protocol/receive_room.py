@@ -397,6 +397,9 @@ class ReceiveRoom(Machine[Receiving]):
         aux = next((w.results for w in self._writers.values() if w.results is not None), None)
         if aux is not None:
             self._out.append(Store(aux))
+        elif self._awaited.aux_bytes:
+            self._fail(IntegrityError(f"{self._name()}: an aux row is awaited, and prefill gave none"))
+            return
         self._repeat.clear()
         self.state = Receiving.LANDED
         self._out.append(CastVote(True, ""))

@@ -268,6 +268,16 @@ def test_aux_of_the_lowest_rank_wins_whoever_comes_first() -> None:
     assert only(Room(stop=0).say(done(1), done(0)), Store) == []
 
 
+def test_an_aux_row_that_is_awaited_and_never_sent_fails_the_room() -> None:
+    """The row would keep what an earlier room left in it."""
+    room = Room(stop=0, aux_bytes=9)
+    effects = room.say(done(1), done(0))
+    assert only(effects, Store) == []
+    assert [vote.ok for vote in only(effects, CastVote)] == [False]
+    assert isinstance(room.machine.error, IntegrityError)
+    assert str(room.machine.error).endswith("an aux row is awaited, and prefill gave none")
+
+
 def test_prefill_names_the_end_where_decode_left_it_open() -> None:
     room = Room(stop=None)
     room.land(A)
@@ -354,7 +364,7 @@ def taken(effects: Sequence[Effect]) -> list[int]:
 
 def test_aux_data_in_parts_are_put_together_whatever_is_lost_or_doubled() -> None:
     """A part that is not the next is answered with what is there; the lowest rank's data count."""
-    room = Room(stop=0)
+    room = Room(stop=0, aux_bytes=9)
     assert taken(room.say(aux_part(0, 3, b"def"))) == [0]
     assert taken(room.say(aux_part(0, 0, b"abc"))) == [3]
     assert taken(room.say(aux_part(0, 0, b"abc"))) == [3]
@@ -365,13 +375,13 @@ def test_aux_data_in_parts_are_put_together_whatever_is_lost_or_doubled() -> Non
 
 def test_parts_of_aux_data_after_the_last_word_bring_nothing() -> None:
     """What a writer says in the end counts: an end that comes in another order is none with fewer bytes."""
-    room = Room()
+    room = Room(aux_bytes=9)
     room.say(done(0))
     assert taken(room.say(aux_part(0, 0, b"abc"))) == [0]
 
 
 def test_aux_data_that_the_engine_does_not_want_are_not_kept() -> None:
-    room = Room(stop=0, aux_bytes=0)
+    room = Room(stop=0)
     assert taken(room.say(aux_part(0, 0, b"abc", total=1 << 40))) == [1 << 40]
     assert only(room.say(done(0), done(1)), Store) == []
 
@@ -387,7 +397,7 @@ def test_aux_data_that_the_engine_does_not_want_are_not_kept() -> None:
 )
 def test_aux_data_that_cannot_be_are_the_peers_error(events: list[RoomFrame], message: str) -> None:
     """Decode keeps no more than its own row holds, and no row that is not whole."""
-    room = Room(stop=0)
+    room = Room(stop=0, aux_bytes=9)
     room.say(*events)
     assert isinstance(room.machine.error, RemoteProtocolError)
     assert message in str(room.machine.error)
