@@ -45,7 +45,18 @@ import torch
 from attrs import define, field, frozen
 
 from benchmarks.gpu_transfer import said
-from disagg_kv import CacheSpec, DecodeEndpoint, GroupId, PagedPool, PageTable, PrefillEndpoint, RoomId, Source, shard
+from disagg_kv import (
+    CacheSpec,
+    DecodeEndpoint,
+    Expectation,
+    GroupId,
+    PagedPool,
+    PageTable,
+    PrefillEndpoint,
+    RoomId,
+    Source,
+    shard,
+)
 from disagg_kv.bench.data import fill, page_ids, poison, wrong
 from disagg_kv.bench.machine import Machine
 from disagg_kv.bench.rank import BUSY_S, LOOK_S, attend, run_python, wait_until
@@ -240,9 +251,10 @@ class Rank:
         rooms, pages = LOADS[load]
         end, names = self._ends[variant], [RoomId(f"{load} {number} {at}".encode()) for at in range(rooms)]
         if isinstance(end, DecodeEndpoint):
-            handles: list[Any] = [end.open(name, Source("prefill")) for name in names]
-            for handle, table in zip(handles, self._tables(load), strict=True):
-                handle.expect(pages * PAGE, [table])
+            receptions = [end.open(name, Source("prefill")) for name in names]
+            for reception, table in zip(receptions, self._tables(load), strict=True):
+                reception.expect(Expectation(pages * PAGE, [table]))
+            handles: list[Any] = [*receptions]
         else:
             handles = [end.open(name) for name in names]
             _until_all(handles, lambda handle: handle.held is not None)
