@@ -530,9 +530,9 @@ covers("Site.first_rows", start="count", stop="count or none")(
 )
 covers("Site.page_rows", plane="thing")(lambda bench: (_pool().site.page_rows, {"plane": _pool().site.planes[0]}))
 COMPONENT = {"name": "k", "dtype": "float16", "units": 1, "unit_bytes": 2, "tokens_per_row": 1, "rows": 0,
-             "window": None, "tile_rows": 1, "format": "plain"}  # fmt: skip
+             "window": None, "format": "plain"}  # fmt: skip
 plain("Component.__init__", Component, COMPONENT, name="text", dtype="thing", units="count", unit_bytes="count",
-      tokens_per_row="count", rows="count", window="count or none", tile_rows="count", format="text")  # fmt: skip
+      tokens_per_row="count", rows="count", window="count or none", format="text")  # fmt: skip
 K = Component("k", "float16", 1, 2)
 plain("CacheSpec.__init__", CacheSpec, {"layers": {0: [K]}, "model": b""}, layers="mapping", model="long octets")
 plain("CacheSpec.uniform", CacheSpec.uniform, {"num_layers": 2, "components": [K], "model": b""}, num_layers="count",

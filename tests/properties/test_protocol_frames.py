@@ -43,7 +43,6 @@ components = st.builds(
     tokens_per_row=small,
     rows=small,
     window=st.none() | small,
-    tile_rows=small,
     format=names,
 )
 specs = st.builds(
@@ -250,7 +249,7 @@ def test_the_page_ids_of_a_frame_are_bounded_together() -> None:
 
 
 def test_a_shard_that_names_a_layer_twice_is_refused() -> None:
-    spec = f.WireSpec(b"", ((f.WireComponent("k", "int8", 1, 1, 1, 0, None, 1, "plain"),),), ((0, 0),))
+    spec = f.WireSpec(b"", ((f.WireComponent("k", "int8", 1, 1, 1, 0, None, "plain"),),), ((0, 0),))
     with pytest.raises(RemoteProtocolError, match="names a layer twice"):
         shard_from_wire([msgspec.structs.replace(HOLDING, layers=(0, 0))], spec_from_wire(spec))
 

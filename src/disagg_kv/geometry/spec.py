@@ -69,10 +69,10 @@ class Component:
         units: number of pieces into which tensor parallelism may cut this (heads, channel groups), over the whole
             model.
         unit_bytes: bytes of one unit of one row; a unit is never cut.
-        tokens_per_row: 1; more for a compressed cache; 0 for a state, which has ``rows`` rows and no token axis.
+        tokens_per_row: 1; more where the memory never separates the tokens of a row: a compressed cache, or a page that
+            is one opaque tile per unit; 0 for a state, which has ``rows`` rows and no token axis.
         rows: rows of a state, else 0. A slot of a state's group has this number of its rows.
         window: decode needs only the last ``window`` tokens; None: all.
-        tile_rows: rows that the memory format never separates.
         format: the arrangement of bytes inside a unit; two sides with different formats are refused.
     """
 
@@ -83,19 +83,18 @@ class Component:
     tokens_per_row: int = 1
     rows: int = 0
     window: int | None = None
-    tile_rows: int = 1
     format: str = "plain"
 
     def __attrs_post_init__(self) -> None:
         where = f"component {arguments.shown(self.name)}"
         arguments.text(self.name, where, most=256)
         arguments.text(self.format, f"{where}: format", most=256)
-        for name in ("units", "unit_bytes", "tokens_per_row", "rows", "tile_rows", "window"):
+        for name in ("units", "unit_bytes", "tokens_per_row", "rows", "window"):
             value = getattr(self, name)
             if not (name == "window" and value is None):
                 object.__setattr__(self, name, arguments.count(value, f"{where}: {name}", error=GeometryError))
         size = item_bytes(self.dtype)
-        if not self.name or self.units < 1 or self.unit_bytes < 1 or self.tile_rows < 1:
+        if not self.name or self.units < 1 or self.unit_bytes < 1:
             raise GeometryError(f"component {self.name!r}: needs a name and positive sizes: {self}")
         if self.unit_bytes % size:
             raise GeometryError(f"component {self.name!r}: unit_bytes {self.unit_bytes} is not whole {self.dtype}s")
@@ -113,10 +112,8 @@ class Component:
 
     def unsupported(self) -> str | None:
         """Why this version cannot move the component yet, or None if it can."""
-        if self.tokens_per_row > 1:
-            return f"component {self.name!r}: rows of {self.tokens_per_row} tokens are not supported yet"
-        if self.tile_rows > 1:
-            return f"component {self.name!r}: tiles of {self.tile_rows} rows are not supported yet"
+        if self.window is not None and self.tokens_per_row > 1:
+            return f"component {self.name!r}: a window over rows of {self.tokens_per_row} tokens is not supported yet"
         return None
 
 
@@ -138,6 +135,8 @@ def _items(layers: Mapping[LayerId, tuple[Component, ...]]) -> tuple[tuple[Layer
 class CacheSpec:
     """The cache of a whole model, before any parallelism: the same on every rank of both sides.
 
+    Rows count tokens or runs of them: all components but states have the same ``tokens_per_row``.
+
     Args:
         layers: the components of each layer; layers may differ.
         model: identifies weights, adapter, RoPE and quantisation scales; equal bytes mean equal caches.
@@ -154,6 +153,17 @@ class CacheSpec:
             names = [c.name for c in components]
             if not names or len(set(names)) != len(names):
                 raise GeometryError(f"layer {layer}: needs components with distinct names, has {names}")
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        first: tuple[LayerId, Component] | None = None
+        for layer, component in ((layer, c) for layer, cs in self.layers.items() for c in cs if not c.rows):
+            first = first or (layer, component)
+            if component.tokens_per_row != first[1].tokens_per_row:
+                raise GeometryError(
+                    f"rows of one spec have the same tokens_per_row, but layer {first[0]}, {first[1].name!r} has "
+                    f"{first[1].tokens_per_row} and layer {layer}, {component.name!r} has {component.tokens_per_row}"
+                )
 
     @classmethod
     def uniform(cls, num_layers: int, components: Iterable[Component], model: bytes = b"") -> CacheSpec:

@@ -79,7 +79,6 @@ class WireComponent(Struct, array_like=True, frozen=True, forbid_unknown_fields=
     tokens_per_row: U
     rows: U
     window: U | None
-    tile_rows: U
     format: Name
 
 

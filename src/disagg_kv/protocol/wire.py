@@ -34,9 +34,7 @@ def spec_to_wire(spec: CacheSpec) -> WireSpec:
 
 
 def _component_to_wire(c: Component) -> WireComponent:
-    return WireComponent(
-        c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.tile_rows, c.format
-    )
+    return WireComponent(c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.format)
 
 
 def spec_from_wire(wire: WireSpec) -> CacheSpec:
@@ -44,9 +42,7 @@ def spec_from_wire(wire: WireSpec) -> CacheSpec:
     try:
         kinds = [
             tuple(
-                Component(
-                    c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.tile_rows, c.format
-                )
+                Component(c.name, c.dtype, c.units, c.unit_bytes, c.tokens_per_row, c.rows, c.window, c.format)
                 for c in cs
             )
             for cs in wire.kinds

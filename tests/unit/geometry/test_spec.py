@@ -52,7 +52,6 @@ def test_digests_are_equal_exactly_for_equal_specs() -> None:
         ({"tokens_per_row": -1}, "a state has rows|tokens_per_row must be"),
         ({"window": 0}, "window 0 must be at least 1"),
         ({"tokens_per_row": 0, "rows": 1, "window": 4}, "a state has no tokens"),
-        ({"tile_rows": 0}, "positive sizes"),
     ],
 )
 def test_a_component_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
@@ -67,15 +66,24 @@ def test_a_component_that_cannot_be_is_refused(change: dict[str, Any], message: 
     [
         ({}, None),
         ({"tokens_per_row": 0, "rows": 3}, None),
-        ({"tokens_per_row": 4}, "rows of 4 tokens"),
+        ({"tokens_per_row": 4}, None),
         ({"window": 128}, None),
-        ({"tile_rows": 8}, "tiles of 8 rows"),
+        ({"window": 128, "tokens_per_row": 4}, "a window over rows of 4 tokens"),
     ],
 )
 def test_what_is_not_moved_yet_says_so(change: dict[str, Any], reason: str | None) -> None:
     """The model can say it; this version names what it cannot do."""
     said = Component("k", "int8", 1, 1, **change).unsupported()
     assert said is None if reason is None else (said is not None and reason in said)
+
+
+def test_rows_of_one_spec_have_the_same_number_of_tokens() -> None:
+    """Else ``stop`` would not say how many rows a component has; states have no tokens."""
+    one, four = Component("k", "int8", 1, 1), Component("c4", "int8", 1, 1, tokens_per_row=4)
+    state = Component("ssm", "int8", 1, 1, tokens_per_row=0, rows=2)
+    CacheSpec({LayerId(0): [state, four], LayerId(1): [four]})
+    with pytest.raises(GeometryError, match="layer 0, 'k' has 1 and layer 1, 'c4' has 4"):
+        CacheSpec({LayerId(0): [state, one], LayerId(1): [four]})
 
 
 def test_specs_and_look_ups_that_cannot_be() -> None:

@@ -185,10 +185,10 @@ def test_tensors_must_be_the_shards() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_not_moved_yet_is_refused_by_name(fused: bool) -> None:
-    spec = CacheSpec.uniform(1, [Component("c4", "float32", 2, 64, tokens_per_row=4)])
-    with pytest.raises(UnsupportedError, match="layer 0: component 'c4': rows of 4 tokens"):
+    spec = CacheSpec.uniform(1, [Component("c4", "float32", 2, 64, tokens_per_row=4, window=8)])
+    with pytest.raises(UnsupportedError, match="layer 0: component 'c4': a window over rows of 4 tokens"):
         PagedPool.allocate(spec, shard(spec), pages=1, page_size=1, fused=fused)
-    with pytest.raises(UnsupportedError, match="layer 0: component 'c4': rows of 4 tokens"):
+    with pytest.raises(UnsupportedError, match="layer 0: component 'c4': a window over rows of 4 tokens"):
         PagedPool.from_tensors(spec, shard(spec), {LayerId(0): {"c4": torch.zeros(1, 1, 2, 16)}})
 
 

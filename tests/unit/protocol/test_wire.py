@@ -17,7 +17,7 @@ KV = CacheSpec.kv(4, 8, 16, "bfloat16", v_head_dim=8, v_dtype="int8", model=b"m"
 MIXED = CacheSpec(
     {
         LayerId(0): (Component("k", "int8", 2, 4), Component("v", "int8", 2, 4)),
-        LayerId(2): (Component("latent", "bfloat16", 1, 32, window=8, tile_rows=4, format="f"),),
+        LayerId(2): (Component("latent", "bfloat16", 1, 32, window=8, format="f"),),
         LayerId(3): (Component("state", "float32", 4, 8, tokens_per_row=0, rows=3),),
     }
 )
@@ -70,7 +70,7 @@ def test_a_spec_that_cannot_be_is_the_peers_error(change: dict[str, object], mes
 
 
 def test_a_component_that_cannot_be_is_the_peers_error() -> None:
-    broken = WireComponent("k", "bit", 1, 1, 1, 0, None, 1, "plain")
+    broken = WireComponent("k", "bit", 1, 1, 1, 0, None, "plain")
     with pytest.raises(RemoteProtocolError, match="unknown dtype 'bit'"):
         w.spec_from_wire(msgspec.structs.replace(w.spec_to_wire(KV), kinds=((broken,),)))
 

@@ -184,7 +184,8 @@ def check_spec(ours: CacheSpec, theirs: CacheSpec) -> None:
         if names[0] != names[1]:
             raise IncompatiblePeerError(where, *names)
         for a, b in zip(components, others, strict=True):
-            for name in (f.name for f in attrs.fields(type(a))):
+            # The tokens of a row come first: they explain its bytes.
+            for name in ("tokens_per_row", *(f.name for f in attrs.fields(type(a)))):
                 if getattr(a, name) != getattr(b, name):
                     raise IncompatiblePeerError(f"{where}.{a.name}.{name}", getattr(a, name), getattr(b, name))
 
