@@ -177,7 +177,7 @@ class Delivery(Handle, Protocol):
         Args:
             stop: one past the last row; grows from call to call, except after ``withdraw``.
             pages: one table per group that covers the rows since the last call; after ``withdraw``, the rows since row
-                0.
+                0. Rows of a sliding window may lie in the null page; if decode needs one of them, the room fails.
             ready: fires when the bytes are final; None: they are final now.
 
         Raises:

@@ -55,7 +55,7 @@ class Expectation:
         stop: one past the last row; None: where prefill ends, if the pages suffice.
         pages: one table per group of tokens. It begins at the end of the held prefix, rounded down, or before that;
             earlier pages are left alone. A group that awaits no rows needs no table. Where a window slides, the table
-            begins at or before the window of ``stop``, whatever is held.
+            begins at or before the window of ``stop``, whatever is held. Earlier rows may lie in the null page.
         held: leading rows per group that are in the pages already; a group that is left out holds none. All ranks of an
             instance must give the same, or the room fails. A held row counts only while the engine keeps it; see
             :class:`~disagg_kv.prefix.PrefixCache`.

@@ -89,9 +89,9 @@ def page_sums(
     which = arguments.counts(which, "which", error=GeometryError)
     if which and max(which) >= len(table.pages):
         raise GeometryError(f"page {max(which)} of a table of {len(table.pages)} pages")
-    table.check(pool.site.group(table.group), table.first, table.first)
-    parts = _Parts.of(pool.site, table.group)
     size = pool.site.group(table.group).rows_per_page
+    table.check(pool.site.group(table.group), table.first, table.first + len(table.pages) * size)
+    parts = _Parts.of(pool.site, table.group)
     starts = [table.first + number * size for number in which]
     moves = [Move(parts.rows(start, start + size), {table.group: table}, 0) for start in starts]
     sums = kernels.checksum(pool, moves, after)

@@ -30,7 +30,8 @@ class Group:
         id: its name.
         rows_per_page: rows (tokens) of one page; for states: the largest number of rows of one state.
         pages: number of pages.
-        null_page: a page without data, which is never sent; None: there is none.
+        null_page: a page without data. A table may name it, more than once, for rows that are not sent; None: there is
+            none.
     """
 
     id: GroupId
@@ -120,8 +121,11 @@ class PageTable:
         first = arguments.count(self.first, "page table: first", least=-arguments.MOST, error=GeometryError)
         object.__setattr__(self, "first", first)
 
-    def check(self, group: Group, start: int, stop: int) -> None:
-        """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``."""
+    def check(self, group: Group, start: int, stop: int, needed: int | None = None) -> None:
+        """Raise a :class:`GeometryError` unless the rows ``[start, stop)`` lie in distinct pages of ``group``.
+
+        Rows before ``needed`` may lie in the null page; None: no row may.
+        """
         rows = arguments.one(group, "group", Group).rows_per_page
         start = arguments.count(start, "start", error=GeometryError)
         stop = arguments.count(stop, "stop", error=GeometryError)
@@ -135,21 +139,30 @@ class PageTable:
         if len(self.pages) and self._distinct_in is not group:
             self._check_pages(group)
             object.__setattr__(self, "_distinct_in", group)
+        if group.null_page is not None:
+            self._check_null(group, start if needed is None else max(start, needed), stop)
+
+    def _check_null(self, group: Group, start: int, stop: int) -> None:
+        rows = group.rows_per_page
+        first = (start - self.first) // rows
+        null = np.flatnonzero(self.pages[first : -(-(stop - self.first) // rows)] == group.null_page)
+        if start < stop and len(null):
+            row = max(start, self.first + (first + int(null[0])) * rows)
+            raise GeometryError(f"group {group.id!r}: row {row} is needed, but it lies in the null page")
 
     def _check_pages(self, group: Group) -> None:
         """Check all pages, once. A caller that moves a part of a long room reads only that part's rows."""
-        if len(self.pages) <= FEW:
-            few: list[int] = self.pages.tolist()
-            top, twice = max(few), len(set(few)) < len(few)
+        pages = self.pages if group.null_page is None else self.pages[self.pages != group.null_page]
+        if len(pages) <= FEW:
+            few: list[int] = pages.tolist()
+            top, twice = max(few, default=0), len(set(few)) < len(few)
         else:
-            ascending = np.sort(self.pages)
+            ascending = np.sort(pages)
             top, twice = int(ascending[-1]), bool((ascending[1:] == ascending[:-1]).any())
         if top >= group.pages:
             raise GeometryError(f"group {group.id!r}: page {top} of {group.pages}")
         if twice:
             raise GeometryError(f"group {group.id!r}: a page is in the table twice")
-        if group.null_page is not None and bool((self.pages == group.null_page).any()):
-            raise GeometryError(f"group {group.id!r}: the null page {group.null_page} is in the table")
 
 
 def places(table: PageTable, rows_per_page: int, start: int, stop: int) -> tuple[I64, I64]:
@@ -212,6 +225,12 @@ class Site:
     def token_groups(self) -> tuple[Group, ...]:
         """The groups whose pages are rows of tokens, in order."""
         return tuple(g for g in self.groups if g.id not in self.state_groups)
+
+    @cached_property
+    def sliding_groups(self) -> frozenset[GroupId]:
+        """The groups of tokens of which decode needs a window alone."""
+        whole = {p.group for p in self.planes if self.spec.component(p.layer, p.component).window is None}
+        return frozenset(g.id for g in self.token_groups if g.id not in whole)
 
     def first_rows(self, start: int, stop: int | None) -> Mapping[GroupId, int]:
         """Per group of tokens the first row that is needed of a room; see :meth:`Extent.bounds`."""

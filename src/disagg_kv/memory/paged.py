@@ -98,7 +98,9 @@ class PagedPool:
             GeometryError: no pages or rows, an unknown layout, or a buffer from the allocator that is too small.
             UnsupportedError: a component that no pool can hold yet.
         """
-        _check_whole(spec, shard, layout, group, state_group)
+        _check_whole(spec, shard, layout)
+        arguments.text(group, "group", most=256)
+        arguments.text(state_group, "state_group", most=256)
         page_size = arguments.count(page_size, "page_size", least=1, error=GeometryError)
         pages = arguments.count(pages, "pages", least=1, error=GeometryError)
         state_slots = arguments.count(state_slots, "state_slots", error=GeometryError)
@@ -154,8 +156,9 @@ class PagedPool:
         tensors: Mapping[LayerId, Mapping[str, torch.Tensor]],
         *,
         layout: Layout = "NHD",
-        group: GroupId = GroupId("kv"),  # noqa: B008
-        state_group: GroupId = GroupId("state"),  # noqa: B008
+        group: GroupId | Mapping[LayerId, GroupId] = GroupId("kv"),  # noqa: B008
+        state_group: GroupId | Mapping[LayerId, GroupId] = GroupId("state"),  # noqa: B008
+        null_page: int | None = None,
         aux_slots: int = 0,
         aux_bytes: int = 0,
     ) -> PagedPool:
@@ -168,17 +171,19 @@ class PagedPool:
                 page_size, dim]`` (HND), with any strides, ``dim`` contiguous. For a state, slots replace pages and its
                 rows replace ``page_size``.
             layout: the order of the axes, NHD or HND.
-            group: the name of the page-id space.
-            state_group: the name of the space of slots, if there are states.
+            group: the name of the page-id space. A cache with several spaces has the name for each layer.
+            state_group: the name of the space of slots, if there are states; or the name for each layer.
+            null_page: a page of every space that has no data; see :class:`~disagg_kv.geometry.Group`.
             aux_slots: number of aux rows.
             aux_bytes: bytes per aux row.
 
         Raises:
             GeometryError: a tensor with a shape, element type or strides that do not match the shard; tensors of one
-                group with different page sizes.
+                group with different page sizes; a layer without a group.
             UnsupportedError: a component that no pool can hold yet.
         """
-        _check_whole(spec, shard, layout, group, state_group)
+        _check_whole(spec, shard, layout)
+        spaces = _named_by_layer("group", group), _named_by_layer("state_group", state_group)
         buffers: list[Buffer] = []
         numbers: dict[int, int] = {}
         planes: list[Plane] = []
@@ -195,13 +200,15 @@ class PagedPool:
             offset = tensor.data_ptr() - storage.data_ptr()
             strides = (step[0] * size, step[rows] * size, step[units] * size)
             states = spec.component(layer, name).rows
-            space = state_group if states else group
+            space = spaces[states > 0](layer)
             planes.append(Plane(layer, name, space, numbers[storage.data_ptr()], offset, *strides))
             sizes.setdefault(space, set()).add((tensor.shape[0], spec.state_rows() if states else tensor.shape[rows]))
-        for space, of in sizes.items() or [(group, set())]:
+        if not sizes:
+            raise GeometryError("no tensors are given")
+        for space, of in sizes.items():
             if len(of) != 1:
                 raise GeometryError(f"group {space!r}: tensors of (pages, page_size) {sorted(of)}, not of one size")
-        groups = [Group(space, rows, pages) for space, of in sizes.items() for pages, rows in of]
+        groups = [Group(space, rows, pages, null_page) for space, of in sizes.items() for pages, rows in of]
         return cls.adopt(spec, shard, groups, planes, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
 
     @property
@@ -272,11 +279,27 @@ def _tensors(
             yield layer, arguments.text(name, where), arguments.one(tensor, where, torch.Tensor, GeometryError)
 
 
-def _check_whole(spec: CacheSpec, shard: Shard, layout: str, group: GroupId, state_group: GroupId) -> None:
+def _named_by_layer(what: str, given: GroupId | Mapping[LayerId, GroupId]) -> Callable[[LayerId], GroupId]:
+    """The group of each layer: one name for all, or a name per layer."""
+    if isinstance(given, str):
+        name = GroupId(arguments.text(given, what, most=256))
+        return lambda layer: name
+    names = {
+        arguments.count(layer, f"{what}: layer", error=GeometryError): arguments.text(one, f"{what}: name", most=256)
+        for layer, one in arguments.mapping(given, what).items()
+    }
+
+    def named(layer: LayerId) -> GroupId:
+        if layer not in names:
+            raise GeometryError(f"{what}: layer {layer} has no name; those of {sorted(names)} are given")
+        return GroupId(names[layer])
+
+    return named
+
+
+def _check_whole(spec: CacheSpec, shard: Shard, layout: str) -> None:
     arguments.one(spec, "spec", CacheSpec)
     arguments.one(shard, "shard", Shard)
-    arguments.text(group, "group", most=256)
-    arguments.text(state_group, "state_group", most=256)
     if arguments.text(layout, "layout") not in ("NHD", "HND"):
         raise GeometryError(f"layout {layout!r}; known: HND, NHD")
 

@@ -8,7 +8,7 @@ from .instance import InstancePlans
 from .intake import Intake, intake_of
 from .pair import PairPlan, Run
 from .site import plain_site
-from .staged import PartView
+from .staged import PartView, check_pages
 
 __all__ = [
     "EVERY",
@@ -32,6 +32,7 @@ __all__ = [
     "StagedLayout",
     "Tables",
     "Writes",
+    "check_pages",
     "choose",
     "coalesce",
     "direct_count",

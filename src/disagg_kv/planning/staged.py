@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import numpy as np
 from attrs import frozen
 
 from ..errors import GeometryError
-from ..geometry import I32, I64, Extent, Share, Site
+from ..geometry import I32, I64, Extent, PageTable, Share, Site
+from ..ids import GroupId
 from .base import EVERY, RowRange, Segment, StagedLayout
 from .cache import PlanCache
 
@@ -139,6 +140,16 @@ class PartView:
         return StagedLayout(
             of.plane[keep], of.first_unit[keep], of.units[keep], start, stop, ends - nbytes, nbytes=int(nbytes.sum())
         )
+
+
+def check_pages(site: Site, layout: StagedLayout, tables: Mapping[GroupId, PageTable]) -> None:
+    """Raise a :class:`GeometryError` if a row of a layout lies in the null page of its group."""
+    for group in site.groups:
+        if group.null_page is not None and group.id in tables:
+            there = [i for i, number in enumerate(layout.plane.tolist()) if site.planes[number].group == group.id]
+            if there:
+                rows = int(layout.row_start[there].min()), int(layout.row_stop[there].max())
+                tables[group.id].check(group, *rows)
 
 
 _views: PlanCache[tuple[Site, tuple[Share, ...]], PartView] = PlanCache()

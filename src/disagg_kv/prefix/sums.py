@@ -65,7 +65,7 @@ class CachedChecksums:
         Every page must have been given to ``note``. Waits for sums that are still being computed.
         """
         table = PageTable(self._group.id, pages)
-        table.check(self._group, 0, 0)
+        table.check(self._group, 0, len(table.pages) * self._group.rows_per_page)
         self._collect(wait=True)
         return CachedPages(table, self._sums[table.pages])
 

@@ -39,7 +39,8 @@ def test_a_table_keeps_the_callers_page_ids_without_a_copy() -> None:
         ([1, 2], -4, (0, 2), "a table begins at row -4"),
         ([1, 10], 0, (0, 8), "page 10 of 10"),
         ([1, 2, 1], 0, (0, 8), "a page is in the table twice"),
-        ([1, 0], 0, (0, 8), "the null page 0 is in the table"),
+        ([1, 0], 0, (0, 8), "row 4 is needed, but it lies in the null page"),
+        ([0, 0, 1], 4, (5, 13), "row 5 is needed, but it lies in the null page"),
     ],
 )
 def test_a_table_that_does_not_have_the_rows(pages: list[int], first: int, rows: tuple[int, int], message: str) -> None:
@@ -53,6 +54,20 @@ def test_tables_that_fit() -> None:
     PageTable(KV, [9, 1], 4).check(GROUP, 5, 12)
     PageTable(KV, []).check(GROUP, 0, 0)
     PageTable(KV, [0]).check(Group(KV, 4, 1), 0, 4)
+
+
+def test_the_null_page_may_hold_rows_that_are_not_needed() -> None:
+    """As often as it likes, before and after them; other pages stay distinct."""
+    table = PageTable(KV, [0, 0, 3, 4, 0], 4)
+    table.check(GROUP, 4, 20, 12)
+    table.check(GROUP, 12, 20)
+    table.check(GROUP, 4, 4)
+    with pytest.raises(GeometryError, match="row 11 is needed, but it lies in the null page"):
+        table.check(GROUP, 4, 20, 11)
+    with pytest.raises(GeometryError, match="row 20 is needed"):
+        table.check(GROUP, 12, 21)
+    with pytest.raises(GeometryError, match="twice"):
+        PageTable(KV, [0, 3, 3, 0]).check(GROUP, 4, 12)
 
 
 @pytest.mark.parametrize("pages", [[[1]], [1.0], [-1], [2**31], ["1"]])

@@ -179,7 +179,7 @@ def test_tensors_must_be_the_shards() -> None:
     del tensors[LayerId(1)]["v"]
     with pytest.raises(GeometryError, match=r"\(1, 'v'\).* do not match the shard"):
         PagedPool.from_tensors(GQA, shard(GQA), tensors)
-    with pytest.raises(GeometryError, match=r"sizes|not of one size"):
+    with pytest.raises(GeometryError, match="no tensors are given"):
         PagedPool.from_tensors(GQA, shard(GQA), {})
 
 
@@ -211,6 +211,29 @@ def test_states_of_an_engine_s_tensors_are_adopted_in_place() -> None:
         GeometryError, match=r"layer 0, 'ssm': a tensor of shape \(5, 2, 2, 8\), but the state has 3 rows"
     ):
         PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors)
+
+
+def test_an_engine_s_tensors_may_have_a_page_space_for_each_layer() -> None:
+    """With sizes of their own and a null page in each; a layer without a space is refused by name."""
+    tensors = {LayerId(0): _tensors()[LayerId(0)], LayerId(1): _tensors(5, 2)[LayerId(1)]}
+    for layer in LAYERS:
+        tensors[layer]["ssm"] = torch.zeros(5 + layer, 3, 2, 8)
+    names = {LayerId(0): GroupId("full"), LayerId(1): GroupId("slide")}
+    states = {LayerId(0): GroupId("a"), LayerId(1): GroupId("b")}
+    pool = PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names, state_group=states, null_page=0)
+    assert set(pool.site.groups) == {
+        Group(GroupId("full"), 4, 3, 0),
+        Group(GroupId("slide"), 2, 5, 0),
+        Group(GroupId("a"), 3, 5, 0),
+        Group(GroupId("b"), 3, 6, 0),
+    }
+    spaces = {(plane.layer, plane.component): plane.group for plane in pool.site.planes}
+    assert [spaces[LayerId(1), name] for name in ("k", "v", "ssm")] == ["slide", "slide", "b"]
+    del names[LayerId(1)]
+    with pytest.raises(GeometryError, match=r"group: layer 1 has no name; those of \[0\] are given"):
+        PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, group=names, state_group=states)
+    with pytest.raises(ConfigurationError, match="state_group: name"):
+        PagedPool.from_tensors(HYBRID, shard(HYBRID), tensors, state_group=cast("dict[LayerId, GroupId]", {0: 7}))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -138,9 +138,11 @@ class DeliveryHandle(RoomHandle):
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish at {self._stop}")
         if stop <= self._given:
             raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
-        starts = dict.fromkeys((g.id for g in self._pool.site.token_groups), self._given)
-        tables = check_tables(self.room, self._pool.site, pages, starts, stop)
-        return tables if self._again is None else joined(self._pool.site, self._again, tables)
+        site = self._pool.site
+        starts = dict.fromkeys((g.id for g in site.token_groups), self._given)
+        # Where a window ends is not known yet: its rows are checked as they are read.
+        tables = check_tables(self.room, site, pages, starts, stop, site.sliding_groups)
+        return tables if self._again is None else joined(site, self._again, tables)
 
     def taken(self, stop: int, tables: Mapping[GroupId, PageTable], batch: Batch | None = None) -> SubmittedChunk:
         """Count the rows as submitted."""

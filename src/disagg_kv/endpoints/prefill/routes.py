@@ -27,6 +27,7 @@ from ...planning import (
     Segment,
     StagedLayout,
     Writes,
+    check_pages,
 )
 from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
@@ -193,6 +194,7 @@ class Router:
     def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
         """What to post or to gather: never more than the part, nor outside the peer's ring."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
+        check_pages(self._pool.site, route.view.layout(segment), tables)
         plan = route.path.send(Job(route.pair, segment, tables, route.tables))
         if transfer.offset is None and isinstance(plan, Writes):
             return plan.renamed(self._regions, np.array(hello.regions, np.int32))

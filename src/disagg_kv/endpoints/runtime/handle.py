@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Generic, TypeVar
 
@@ -206,9 +206,22 @@ def page_tables(room: RoomId, name: str, given: Sequence[PageTable]) -> tuple[Pa
 
 
 def check_tables(
-    room: RoomId, site: Site, pages: Sequence[PageTable], starts: Mapping[GroupId, int], stop: int
+    room: RoomId,
+    site: Site,
+    pages: Sequence[PageTable],
+    starts: Mapping[GroupId, int],
+    stop: int,
+    unneeded: Collection[GroupId] = (),
 ) -> Mapping[GroupId, PageTable]:
     """Tables by group, checked to cover the rows from ``starts`` up to ``stop``; the engine may reuse its arrays.
+
+    Args:
+        room: its id.
+        site: the pool's.
+        pages: the tables.
+        starts: first row per group.
+        stop: one past the last row.
+        unneeded: groups of which no row may be needed, so that they may lie in the null page.
 
     Raises:
         GeometryError: a group twice, unknown or missing, or a table that does not cover the rows; names the room.
@@ -221,7 +234,8 @@ def check_tables(
         for table in tables.values():
             if table.group in site.state_groups:
                 raise GeometryError(f"group {table.group!r} has slots of states, not pages of tokens")
-            table.check(site.group(table.group), starts.get(table.group, 0), stop)
+            needed = stop if table.group in unneeded else None
+            table.check(site.group(table.group), starts.get(table.group, 0), stop, needed)
         missing = [g for g, start in starts.items() if g not in tables and stop > start]
         if missing:
             raise GeometryError(f"no page table for {missing}")
