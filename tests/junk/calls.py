@@ -25,12 +25,12 @@ from disagg_kv.endpoints.decode import handle as reception
 from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
 from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
-from disagg_kv.ids import GroupId, LayerId
+from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.kernels import kernels_for
 from disagg_kv.memory import Buffer, PagedPool
 from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Options
-from disagg_kv.rendezvous import Source, StaticRendezvous, StoreMinimum, StoreRendezvous
+from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreMinimum, StoreRendezvous
 from disagg_kv.staging import RingStagingAllocator
 from disagg_kv.strategies import LayerPipelined, register, strategy
 from disagg_kv.transports import InprocTransport, register_transport, transport
@@ -60,7 +60,7 @@ SPOKEN = {
 
 MORE = (
     RecoveringReceiver, Retry, CachedPages, prefix.Claim, PageAllocator, CachedChecksums, StoreRendezvous,
-    StaticRendezvous, Buffer, Environment, *SPOKEN,
+    StaticRendezvous, RequestRendezvous, Buffer, Environment, *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
@@ -474,7 +474,7 @@ plain("CachedPages.__init__", CachedPages, {"table": PageTable(KV, [0]), "sums":
       table="thing", sums="array")  # fmt: skip
 plain("namespace_of", namespace_of, {"spec": SPEC, "extra": b""}, spec="thing", extra="long octets")
 
-plain("Source.__init__", Source, {"instance": "P", "address": ""}, instance="name", address="text")
+plain("Source.__init__", Source, {"instance": "P", "addresses": ()}, instance="name", addresses="texts")
 plain("Options.__init__", Options, dict.fromkeys((), None),
       **{name: "seconds" if name.endswith("_s") else "count"
          for name in inspect.signature(Options).parameters})  # fmt: skip
@@ -483,7 +483,7 @@ plain("StaticRendezvous.__init__", StaticRendezvous, {"addresses": None}, addres
 PUBLISH = {"instance": "P", "rank": 0, "world": 1, "address": "a"}
 
 
-def _publishes(name: str, make: Callable[[], StaticRendezvous | StoreRendezvous]) -> None:
+def _publishes(name: str, make: Callable[[], Rendezvous]) -> None:
     covers(f"{name}.publish", instance="name", rank="count", world="count", address="name")(
         lambda bench: (make().publish, dict(PUBLISH))
     )
@@ -492,6 +492,25 @@ def _publishes(name: str, make: Callable[[], StaticRendezvous | StoreRendezvous]
 
 _publishes("StaticRendezvous", StaticRendezvous)
 _publishes("StoreRendezvous", lambda: StoreRendezvous(Store()))
+_publishes("RequestRendezvous", RequestRendezvous)
+
+
+def _requests() -> RequestRendezvous:
+    made = RequestRendezvous()
+    made.publish("P", Rank(0), 1, "a")
+    return made
+
+
+plain("RequestRendezvous.__init__", RequestRendezvous, {})
+covers("RequestRendezvous.published", instance="text", rank="count")(
+    lambda bench: (_requests().published, {"instance": "P", "rank": 0})
+)
+covers("RequestRendezvous.withdraw", instance="text", rank="count")(
+    lambda bench: (_requests().withdraw, {"instance": "P", "rank": 0})
+)
+covers("RequestRendezvous.learn", instance="text", addresses="texts")(
+    lambda bench: (_requests().learn, {"instance": "P", "addresses": ["a"]})
+)
 covers("StoreRendezvous.withdraw", instance="text", rank="count")(
     lambda bench: (StoreRendezvous(Store()).withdraw, {"instance": "P", "rank": 0})
 )
@@ -513,8 +532,8 @@ covers("StoreMinimum.drop", question="text")(lambda bench: (_minimum().drop, {"q
 plain(
     "PageTable.__init__", PageTable, {"group": KV, "pages": [1], "first": 0}, group="text", pages="ids", first="integer"
 )
-covers("PageTable.check", group="thing", start="count", stop="count")(
-    lambda bench: (PageTable(KV, [1]).check, {"group": Group(KV, 4, 4), "start": 0, "stop": 4})
+covers("PageTable.check", group="thing", start="count", stop="count", needed="count or none")(
+    lambda bench: (PageTable(KV, [1]).check, {"group": Group(KV, 4, 4), "start": 0, "stop": 4, "needed": None})
 )
 plain("Group.__init__", Group, {"id": KV, "rows_per_page": 4, "pages": 4, "null_page": None},
       id="text", rows_per_page="count", pages="count", null_page="count or none")  # fmt: skip

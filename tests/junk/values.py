@@ -119,6 +119,7 @@ LEGAL: Mapping[str, frozenset[str]] = {
         "thing": set(),
         "thing or none": {"None"},
         "things": NOTHING,
+        "texts": NOTHING | {"['a']"},
         "things or none": NOTHING | {"None"},
         "tokens or none": {"[]", "()", "[1, 2]", "np ids", "torch ids", "range", "None", "set", "generator"},
         "function or none": {"function", "lambda", "class", "None"},

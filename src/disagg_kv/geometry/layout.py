@@ -129,6 +129,7 @@ class PageTable:
         rows = arguments.one(group, "group", Group).rows_per_page
         start = arguments.count(start, "start", error=GeometryError)
         stop = arguments.count(stop, "stop", error=GeometryError)
+        needed = start if needed is None else max(start, arguments.count(needed, "needed", error=GeometryError))
         if self.first < 0 or self.first % rows:
             raise GeometryError(f"group {group.id!r}: a table begins at row {self.first}, not at a page of {rows} rows")
         if start < self.first:
@@ -140,7 +141,7 @@ class PageTable:
             self._check_pages(group)
             object.__setattr__(self, "_distinct_in", group)
         if group.null_page is not None:
-            self._check_null(group, start if needed is None else max(start, needed), stop)
+            self._check_null(group, needed, stop)
 
     def _check_null(self, group: Group, start: int, stop: int) -> None:
         rows = group.rows_per_page

@@ -2,11 +2,13 @@
 
 from .base import Rendezvous, Source, SupportsWithdraw
 from .minimum import SharedStore, StoreMinimum
+from .request import RequestRendezvous
 from .static import StaticRendezvous
 from .store import StoreRendezvous
 
 __all__ = [
     "Rendezvous",
+    "RequestRendezvous",
     "SharedStore",
     "Source",
     "StaticRendezvous",

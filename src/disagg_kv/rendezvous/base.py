@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .. import arguments
+from ..errors import ConfigurationError
 from ..ids import Rank
+from ..protocol import MAX_RANKS
+
+MAX_ADDRESS = 1024
+"""Characters of an address in a :class:`Source`."""
+
+
+def address_list(where: str, given: object) -> tuple[str, ...]:
+    """At most ``MAX_RANKS`` addresses; a :class:`~disagg_kv.errors.ConfigurationError` for anything else."""
+    addresses = arguments.several(given, f"{where}: addresses", str)
+    if len(addresses) > MAX_RANKS:
+        raise ConfigurationError(f"{where}: {len(addresses)} addresses; at most {MAX_RANKS} are allowed")
+    return tuple(arguments.text(one, f"{where}: address", least=1, most=MAX_ADDRESS) for one in addresses)
+
+
+def _addresses(given: object) -> tuple[str, ...]:
+    return address_list("source", given)
 
 
 @frozen
@@ -16,18 +33,18 @@ class Source:
 
     Args:
         instance: name of the prefill instance (one set of TP x PP ranks).
-        address: a hint for the rendezvous, which defines its meaning.
+        addresses: the channel address of every rank, in order, each of at most 1024 characters; empty: the rendezvous
+            knows them.
 
     Raises:
-        ConfigurationError: no text, or no name.
+        ConfigurationError: no text, no name, or too many or too long addresses.
     """
 
     instance: str
-    address: str = ""
+    addresses: tuple[str, ...] = field(default=(), converter=_addresses)
 
     def __attrs_post_init__(self) -> None:
         arguments.text(self.instance, "source: instance", least=1, most=256)
-        arguments.text(self.address, "source: address")
 
 
 class Rendezvous(Protocol):

@@ -13,9 +13,15 @@ import pytest
 # The classes of torch.distributed, which does not export them to type checkers.
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from disagg_kv.errors import ConfigurationError, InstanceClosedError, PeerLostError, RemoteProtocolError
+from disagg_kv.errors import (
+    ConfigurationError,
+    InstanceClosedError,
+    LocalProtocolError,
+    PeerLostError,
+    RemoteProtocolError,
+)
 from disagg_kv.ids import Rank
-from disagg_kv.rendezvous import Rendezvous, Source, StaticRendezvous, StoreRendezvous
+from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreRendezvous
 
 CHILD = """
 import sys
@@ -113,6 +119,104 @@ class TestStatic:
         static.publish("prefill", Rank(0), 2, "moved")
         static.publish("prefill", Rank(1), 2, "zero")
         assert static.lookup(Source("prefill")) == ("moved", "zero")
+
+
+class TestSource:
+    def test_addresses_are_a_plain_tuple_that_survives_json(self) -> None:
+        source = Source("prefill", ["zero", "one"])
+        assert source.addresses == ("zero", "one")
+        assert Source(**json.loads(json.dumps({"instance": source.instance, "addresses": source.addresses}))) == source
+        assert Source("prefill").addresses == ()
+
+    def test_sources_are_equal_by_instance_and_addresses(self) -> None:
+        """Rooms with equal sources share a look-up; an instance that restarted elsewhere is another source."""
+        sources = [Source("p", ["a", "b"]), Source("p", ("a", "b")), Source("p", ["b", "a"]), Source("p"), Source("q")]
+        assert len(set(sources)) == 4
+
+    @pytest.mark.parametrize(
+        ("addresses", "message"),
+        [
+            ("zero", "a list of str is needed, not a single one"),
+            ([b"zero"], "a list of str is needed"),
+            ([""], "source: address must"),
+            (["x" * 1025], "source: address must"),
+            (["x"] * 4097, "source: 4097 addresses; at most 4096 are allowed"),
+        ],
+    )
+    def test_what_is_no_list_of_addresses(self, addresses: list[str], message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            Source("prefill", addresses)
+        Source("prefill", ["x" * 1024] * 4096)
+
+
+class TestRequest:
+    def test_the_source_has_the_addresses(self) -> None:
+        """Whatever was learned of an instance of that name; without both nothing is known."""
+        rendezvous = RequestRendezvous()
+        assert rendezvous.lookup(Source("prefill", ["zero", "one"])) == ("zero", "one")
+        assert rendezvous.lookup(Source("prefill")) is None
+        rendezvous.publish("prefill", Rank(1), 2, "one")
+        assert rendezvous.lookup(Source("prefill")) is None
+        rendezvous.learn("prefill", ["zero", "one"])
+        assert rendezvous.lookup(Source("prefill")) == ("zero", "one")
+        assert rendezvous.lookup(Source("prefill", ["a"])) == ("a",)
+
+    def test_the_engine_reads_its_own_address(self) -> None:
+        rendezvous = RequestRendezvous()
+        assert rendezvous.published("prefill", Rank(1)) is None
+        rendezvous.publish("prefill", Rank(1), 2, "one")
+        rendezvous.publish("prefill", Rank(1), 2, "moved")
+        assert rendezvous.published("prefill", Rank(1)) == "moved"
+        assert rendezvous.published("prefill", Rank(0)) is None
+
+    def test_what_is_learned_is_checked_against_the_ranks_of_this_process(self) -> None:
+        rendezvous = RequestRendezvous()
+        with pytest.raises(LocalProtocolError, match="'prefill': no rank of it is published in this process"):
+            rendezvous.learn("prefill", ["zero", "one"])
+        rendezvous.publish("prefill", Rank(1), 2, "one")
+        with pytest.raises(ConfigurationError, match="'prefill': 1 addresses of 2 ranks"):
+            rendezvous.learn("prefill", ["one"])
+        with pytest.raises(ConfigurationError, match="'prefill': rank 1 is at one, not at zero"):
+            rendezvous.learn("prefill", ["one", "zero"])
+        assert rendezvous.lookup(Source("prefill")) is None
+
+    def test_a_rank_that_moved_or_closed_makes_what_was_learned_void(self) -> None:
+        """And with its last rank an instance leaves nothing behind."""
+        rendezvous = RequestRendezvous()
+        for rank in range(2):
+            rendezvous.publish("prefill", Rank(rank), 2, str(rank))
+        rendezvous.learn("prefill", ["0", "1"])
+        rendezvous.publish("prefill", Rank(1), 2, "1")
+        assert rendezvous.lookup(Source("prefill")) == ("0", "1")
+        rendezvous.publish("prefill", Rank(1), 2, "moved")
+        assert rendezvous.lookup(Source("prefill")) is None
+        rendezvous.learn("prefill", ["0", "moved"])
+        for rank in range(2):
+            rendezvous.withdraw("prefill", Rank(rank))
+            rendezvous.withdraw("prefill", Rank(rank))
+        assert rendezvous.lookup(Source("prefill")) is None
+        rendezvous.publish("prefill", Rank(0), 1, "another world")
+
+    def test_ranks_that_disagree_about_their_number_are_refused(self) -> None:
+        rendezvous = RequestRendezvous()
+        rendezvous.publish("prefill", Rank(0), 4, "zero")
+        with pytest.raises(ConfigurationError, match="rank 1 publishes 2 ranks, others published 4"):
+            rendezvous.publish("prefill", Rank(1), 2, "one")
+
+    def test_threads_may_publish_and_ask_at_once(self) -> None:
+        rendezvous = RequestRendezvous()
+
+        def rank(number: int) -> None:
+            rendezvous.publish("prefill", Rank(number), 16, str(number))
+            rendezvous.learn("prefill", [str(other) for other in range(16)])
+            assert rendezvous.lookup(Source("prefill")) == tuple(str(other) for other in range(16))
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [rendezvous.published("prefill", Rank(number)) for number in range(16)] == [str(n) for n in range(16)]
 
 
 class TestStore:
