@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -16,16 +17,30 @@ import msgspec
 import numpy as np
 import pytest
 
+from disagg_kv import (
+    CacheSpec,
+    DecodeEndpoint,
+    Expectation,
+    PagedPool,
+    PageTable,
+    Phase,
+    PrefillEndpoint,
+    RoomId,
+    Source,
+    shard,
+)
+from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.errors import PeerLostError, RegistrationError, RemoteProtocolError, TransportError
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.memory import Buffer, bytes_of
 from disagg_kv.planning import Writes
+from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.testing.ends import plain
 from disagg_kv.transports import PeerEvent, Process, Region, ShmTransport, WriteEnded, decode, encode
 from disagg_kv.transports.process import LOOK_S
 from disagg_kv.transports.shm import _Place
 from tests.support.leftovers import abandoned
-from tests.support.processes import wait
+from tests.support.processes import KV, wait
 
 CHILD = """
 import sys
@@ -211,6 +226,42 @@ def test_only_what_is_written_is_ever_mapped() -> None:
 def faults() -> int:
     """Pages that were brought into this process's page tables."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def resident(peers: Sequence[Peer]) -> int:
+    """Bytes of these peers' memory that are in this process's page tables."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = any(peer.hex() in line for peer in peers)
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def test_the_first_transfer_touches_only_the_staging_memory_that_it_uses() -> None:
+    """To fill page tables of a whole ring takes hundreds of milliseconds, and can hold the interpreter meanwhile."""
+    spec, where, hub, pages = CacheSpec.kv(2, 4, 64, "float32"), StaticRendezvous(), Hub(), [PageTable(KV, [0, 1, 2])]
+    pools = [PagedPool.allocate(spec, shard(spec), pages=8, page_size=16) for _ in range(2)]
+    transports = ShmTransport(), ShmTransport()
+    peers = [decode(one.local_descriptor(), "shm").incarnation for one in transports]
+    sender = PrefillEndpoint(
+        pools[0], transport=transports[0], channel=InprocChannel(hub, "p"), rendezvous=where, instance="P"
+    )
+    receiver = DecodeEndpoint(
+        pools[1], transport=transports[1], channel=InprocChannel(hub, "d"), rendezvous=where, instance="D"
+    )
+    reception, delivery = receiver.open(RoomId(b"first"), Source("P")), sender.open(RoomId(b"first"))
+    reception.expect(Expectation(40, pages))
+    delivery.send_chunk(40, pages)
+    delivery.finish(40)
+    wait(lambda: reception.released and delivery.released, lambda: f"{reception.phase} {delivery.phase}")
+    assert (reception.phase, delivery.phase) == (Phase.DONE, Phase.DONE)
+    staged = reception.report.nbytes
+    assert receiver.staging.nbytes >= 1000 * staged, "the test needs a ring that is much larger than the room"
+    assert 0 < resident(peers) < 20 * staged
+    for endpoint in (receiver, sender):
+        endpoint.close()
 
 
 def test_a_write_that_cannot_be_mapped_ends_its_ticket() -> None:
