@@ -16,6 +16,7 @@ from .expectation import Expectation
 from .kept_pages import CachedPages, PageChecksums, page_sums
 from .prefill.endpoint import PrefillEndpoint
 from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id
+from .runtime.cores import threads_on
 from .runtime.environment import Environment
 from .runtime.incarnation import Incarnation
 from .runtime.peer_registry import format_peers
@@ -46,4 +47,5 @@ __all__ = [
     "attempt_id",
     "format_peers",
     "page_sums",
+    "threads_on",
 ]
