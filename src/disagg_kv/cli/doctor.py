@@ -9,20 +9,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions, version
 
 import typer
 from attrs import asdict, evolve, frozen
 from rich.text import Text
 
+from ..engines.versions import ENGINES, Engine
 from ..errors import ConfigurationError
 from .output import Json, JsonFlag, emit
 
 NEEDED = ("transports", "kernels", "channels")
 """Of each of these at least one must work."""
-
-OPTIONAL = {"hf": ("transformers", "the demo and the Hugging Face adapter")}
-"""Extra -> (its package, its purpose)."""
 
 
 @frozen
@@ -84,7 +82,8 @@ def examine() -> dict[str, Sequence[Finding]]:
         "kernels": [mover(finding) for finding in _findings(kernels())],
         "channels": _findings({"tcp": channel("tcp://127.0.0.1:0"), "ipc": _local("ipc"), "unix": _local("unix")}),
         "libraries": system_libraries(),
-        "packages": [_torch(), *(package(extra, *what) for extra, what in OPTIONAL.items())],
+        "packages": [_torch()],
+        "engines": [engine(one) for one in ENGINES.values()],
     }
 
 
@@ -204,9 +203,10 @@ def _torch() -> Finding:
     return Finding("torch", True, f"{torch.__version__}, GPUs: {', '.join(gpus) or 'none'}")
 
 
-def package(extra: str, name: str, purpose: str) -> Finding:
-    """Whether an optional package is installed."""
-    try:
-        return Finding(name, True, version(name))
-    except PackageNotFoundError:
-        return Finding(name, False, f"not installed; only needed for {purpose}", f"pip install 'disagg_kv[{extra}]'")
+def engine(one: Engine) -> Finding:
+    """Whether an engine is installed, and in a version that its adapter is tested with; newer ones may work."""
+    installed = one.version
+    if installed is None:
+        return Finding(one.name, False, f"not installed; only needed for its adapter; {one.tested}", one.remedy)
+    problem, _, remedy = (one.untested(installed) or "").partition("; remedy: ")
+    return Finding(one.name, not one.is_older(installed), problem or f"{installed}; {one.tested}", remedy)

@@ -7,14 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from disagg_kv.cli.doctor import Finding, channel, mover, package, problems, rivals, system_libraries
+from disagg_kv.cli.doctor import Finding, channel, engine, mover, problems, rivals, system_libraries
 from disagg_kv.cli.lanes import SLOW, TIMEOUT_S, ucx_lanes
 from disagg_kv.cli.lanes import found as found_lanes
 from disagg_kv.cli.main import run
+from disagg_kv.engines.versions import ENGINES, Engine
 from disagg_kv.errors import MissingDependencyError
 from disagg_kv.transports import Transport, registry
 from disagg_kv.transports.mooncake_library import PACKAGES
@@ -40,6 +42,7 @@ def test_a_host_that_runs_the_tests_can_run_the_library(capsys: pytest.CaptureFi
     for kind, names in (("transports", {"inproc", "shm"}), ("kernels", {"cpu"}), ("channels", {"tcp", "ipc", "unix"})):
         assert names <= {f["name"] for f in found[kind] if f["works"]}
     assert {f["name"] for f in found["libraries"]} == set(PACKAGES)
+    assert {f["name"] for f in found["engines"]} == set(ENGINES)
     assert found["host"].keys() == {"python", "platform", "disagg_kv"}
 
 
@@ -229,10 +232,25 @@ def test_a_channel_that_cannot_be_bound_says_why() -> None:
     assert "loopback" in (channel("tcp://10.0.0.1:0") or "")
 
 
-def test_a_missing_package_names_the_extra_that_brings_it() -> None:
-    assert package("hf", "no-such-package", "tests") == Finding(
-        "no-such-package", False, "not installed; only needed for tests", "pip install 'disagg_kv[hf]'"
+def engine_of(module: str, least: str, below: str) -> Finding:
+    return engine(Engine(module, ("attrs",), least, below, "pip install it"))
+
+
+def test_an_engine_is_checked_against_its_tested_versions() -> None:
+    """By a package that is here, under ranges that its version is in, before and after."""
+    assert engine_of("attrs", "20", "99").works
+    assert engine_of("attrs", "99", "100") == Finding(
+        "attrs",
+        False,
+        f"attrs {version('attrs')} is older than the tested versions; tested with attrs >=99,<100",
+        "pip install it",
     )
+    newer = engine_of("attrs", "1", "2")
+    assert newer.works
+    assert "is newer than" in newer.detail
+    assert newer.remedy == "pip install it"
+    missing = engine_of("no_such_engine", "1", "2")
+    assert missing.detail == "not installed; only needed for its adapter; tested with no_such_engine >=1,<2"
 
 
 def test_what_serves_gpus_without_triton_is_said() -> None:

@@ -11,8 +11,8 @@ from ...errors import GeometryError, UnsupportedError
 from ...geometry import I32, Group, PageTable
 from ...ids import LayerId
 from ...memory import PagedPool
+from ..versions import require
 from .layers import layers_of
-from .optional import require_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class PagedHFCache:
     """
 
     def __init__(self, pool: PagedPool) -> None:
-        require_transformers()
+        require("transformers")
         self._device = pool.buffers[0].device
         site = pool.site
         if len(site.token_groups) != 1 or len(site.state_groups) > 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...errors import UnsupportedError
 from ...geometry import CacheSpec, Component, Shard, item_bytes, shard
 from ...ids import LayerId
-from .optional import require_transformers
+from ..versions import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,7 +44,7 @@ def spec_from_config(config: PreTrainedConfig, dtype: str, *, model: bytes = b""
         UnsupportedError: a layer with another kind of cache; the message names layer and kind.
         MissingDependencyError: transformers is not installed.
     """
-    require_transformers()
+    require("transformers")
     from transformers.cache_utils import DynamicCache
 
     if config.is_encoder_decoder:

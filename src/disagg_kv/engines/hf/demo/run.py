@@ -25,7 +25,7 @@ from ....memory import spread
 from ....strategies import strategy
 from ....trace import Span, chrome_trace
 from ....transports import between_processes
-from ..optional import require_transformers
+from ...versions import require
 from .check import check
 from .config import LOOPBACK, DemoConfig, Job, Message
 from .lifetime import GRACE_S, now
@@ -54,10 +54,11 @@ def run_demo(config: DemoConfig, on_message: Callable[[Message], None] = lambda 
     Raises:
         ConfigurationError: the transport or strategy is unknown or cannot do this.
         MissingDependencyError: transformers is not installed.
+        UnsupportedError: transformers is older than the tested versions.
         PeerLostError: a process ended too early; the message names it, and the reason if it reported one.
         DeadlineError: ``config.timeout_s`` has passed; the message names the processes that have not finished.
     """
-    require_transformers()
+    require("transformers", older=False)
     strategy(config.strategy)
     visible = gpus(config)
     _check_transport(config)
