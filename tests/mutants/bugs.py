@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .planting import Mutant
 
 RECEIVE = "protocol.receive_room:ReceiveRoom."
+DRAINING = "protocol.draining:DrainingRoom."
 FLOW = "protocol.flow:Flow."
 MOVER = "endpoints.prefill.transfers:TransferQueue."
 WRITES = "endpoints.prefill.writes:PostedWrites."
@@ -24,7 +25,7 @@ ROSTER = "endpoints.runtime.peer_registry:PeerRegistry."
 
 BUGS: Sequence[Mutant] = (
     Mutant("pages are freed on abort while a write is in flight",
-           RECEIVE + "_may_touch_pages", "return self._exposed", "return False"),
+           DRAINING + "_may_touch_pages", "return self._exposed", "return False"),
     Mutant("a lost frame is never sent again",
            "protocol.repeater:Repeater.tick", "out.append(due.send)", "pass"),
     Mutant("arrivals are counted, not writers",
@@ -67,7 +68,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a life is taken for an older one because its process began earlier",
            "protocol.peers:is_older", "hello.born < other.born", "hello.started < other.started"),
     Mutant("a lease in quarantine is released without evidence",
-           RECEIVE + "_release", "if w.evidence]", "if True]"),
+           DRAINING + "_release", "if w.evidence]", "if True]"),
     Mutant("an abort is acknowledged before the writes have drained",
            FLOW + "_settle", "if self._unquiet:", "if False:"),
     Mutant("a grant covers bytes that are not free yet",
@@ -264,11 +265,11 @@ BUGS: Sequence[Mutant] = (
     Mutant("memory that came back is listed as if it waited",
            ROSTER + "hold", "del self._waiting[key]", "pass"),
     Mutant("a lease that waits for several peers counts for one of them",
-           RECEIVE + "owed", "if self._owes(w)]", "if self._owes(w)][:1]"),
+           DRAINING + "owed", "if self._owes(w)]", "if self._owes(w)][:1]"),
     Mutant("a slot that is still read counts as the bytes of one write",
            WRITES + "owed", "(self._slots.slot_bytes, 0)", "(post.transfer.nbytes, 0)"),
     Mutant("who may still write to exposed pages is not listed",
-           RECEIVE + "owed", "if self._owes(w)]", "if self.inbound.leased(w.rank)]"),
+           DRAINING + "owed", "if self._owes(w)]", "if self.inbound.leased(w.rank)]"),
     Mutant("the digits that an error prints are not those that an operator may give",
            ROSTER + "find", "bytes.fromhex(named)", "named.encode()[:16]"),
     Mutant("a life that was seen to end is listed as there",

@@ -1,4 +1,4 @@
-"""A room on one decode rank: which rows are awaited, which have landed, and which memory a peer may still write to.
+"""A room on one decode rank: which rows are awaited, and which have landed.
 
 Theory of operation. :class:`ReceiveRoom` takes one event at a time and returns effects; it reads no clock and does no
 I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair of state and event.
@@ -11,18 +11,11 @@ I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair
 * ``LANDED``: every writer is done, all that it announced has arrived, and the landed rows are exactly those awaited.
   This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against.
 * ``CLOSED``: every lease is free. The ranks have decided success, or the room failed and no abort is pending.
-* ``DRAINING``: the room has failed. Its phase is final at once, but its memory is not free: a write may be in flight.
+* ``DRAINING``: the room has failed, and its memory is not free yet. :mod:`.draining` holds that half, and the rule by
+  which every lease comes back, also in a room that succeeds.
 
 Every frame may be lost, repeated or late, so each handler accepts repetitions. A request is numbered (``ask``): one
 that was given back does not get a lease again. Rows come as rectangles of rows and layers that must not overlap.
-
-Memory comes back on evidence only. A lease is reusable when no scatter reads it, no staged byte is needed, and each
-writer that has its grant has announced its part, returned the grant, or is proved to write nothing more. The proof is
-``Drained``, a fence of the transport, or the end of its process and ``drain_s`` after it. A lost connection proves
-nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and only
-:meth:`ReceiveRoom._release` asks it. Leases that no writer knows are freed at once: ``_on_leased_late``, and
-``DecodeSide._grant``. Exposed pages follow the same rule by room: :attr:`ReceiveRoom.released` says when the engine may
-free them.
 """
 
 from __future__ import annotations
@@ -30,7 +23,6 @@ from __future__ import annotations
 from ..errors import (
     AbortedError,
     DeadlineError,
-    DisaggKVError,
     GeometryError,
     IntegrityError,
     RemoteProtocolError,
@@ -44,15 +36,12 @@ from .base import (
     CastVote,
     Decided,
     Effect,
-    Free,
-    Gone,
     Introduced,
     Leased,
     Lost,
     Options,
     Phase,
     Prepare,
-    Quarantine,
     Reserve,
     Scatter,
     Scattered,
@@ -60,9 +49,9 @@ from .base import (
     Store,
     Tick,
 )
+from .draining import DrainingRoom
 from .frames import (
     Abort,
-    AbortAck,
     AuxPart,
     AuxTaken,
     Box,
@@ -70,11 +59,9 @@ from .frames import (
     Complete,
     Done,
     Drained,
-    DrainedAck,
     Expect,
     Expected,
     Grant,
-    Head,
     Landed,
     Queued,
     Return,
@@ -82,43 +69,31 @@ from .frames import (
     RoomFrame,
     StagingRequest,
     WirePace,
-    words,
 )
-from .inbound import InboundSegment, InboundSegments
-from .inspection import ReceiveInspection
-from .machine import Machine, ours
-from .repeater import Repeater
-from .tables import RECEIVING, Receiving
+from .inbound import InboundSegment
+from .machine import ours
+from .tables import Receiving
 from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire
 from .writers import Writer, misplaced, waited_for
 
 
-class ReceiveRoom(Machine[Receiving]):
+class ReceiveRoom(DrainingRoom):
     """The decode side's state machine. ``phase`` and ``error`` are its outcome; ``released``: its pages are free."""
 
     def __init__(
         self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, now: float, total_s: float
     ) -> None:
-        super().__init__(RECEIVING, Receiving.OPENED)
-        self.room = room
-        self.generation = generation
-        self.error: DisaggKVError | None = None
+        super().__init__(room, generation, epoch, options)
         self.path = ""
         self.paths: dict[Rank, str] = {}
-        self._epoch = epoch
         self._options = options
         self._deadline = now + total_s
         self._total_s = total_s
-        self._repeat = Repeater(options)
         self._awaited: Awaited | None = None
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
-        self._writers: dict[Epoch, Writer] = {}
-        self.inbound = InboundSegments()
         self._stop: int | None = None
-        self._exposed = False
-        self._declined = False
 
     def handle(self, event: object, now: float) -> list[Effect]:
         """See :meth:`Machine.handle`; a frame of an unknown writer, and any event after the end, is only counted."""
@@ -137,24 +112,6 @@ class ReceiveRoom(Machine[Receiving]):
             return Phase.READY if self._intake is not None else Phase.CONNECTING
         return Phase.DONE if self.state is Receiving.CLOSED else Phase.MOVING
 
-    @property
-    def released(self) -> bool:
-        """Whether neither this rank nor a peer reads or writes the room's pages any more."""
-        if self.state is Receiving.CLOSED:
-            return True
-        if self.state is not Receiving.DRAINING or self.inbound.scattering:
-            return False
-        return not any(self._may_touch_pages(w) for w in self._writers.values())
-
-    @property
-    def writers(self) -> tuple[Epoch, ...]:
-        """The prefill ranks, once they are known."""
-        return tuple(self._writers)
-
-    def inspect(self) -> ReceiveInspection:
-        """Its accounts as they are, for tests and for the simulator; live, and read only."""
-        return ReceiveInspection(self._writers, self.inbound, self._exposed)
-
     def next_at(self) -> float | None:
         """When a Tick is due."""
         soonest = self._repeat.next_at()
@@ -172,7 +129,7 @@ class ReceiveRoom(Machine[Receiving]):
     def _on_introduced(self, event: Introduced) -> None:
         self._intake = event.intake
         self._pace = event.pace
-        self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+        self._introduce(event)
         self._begin()
 
     def _begin(self) -> None:
@@ -205,7 +162,7 @@ class ReceiveRoom(Machine[Receiving]):
             self._expect(w, self._awaited)
 
     def _on_expected(self, event: Expected) -> None:
-        w = self._writers[Epoch(event.src)]
+        w = self._writer(event)
         if not event.parked:
             self._repeat.stop(("expect", w.rank))
             return
@@ -215,7 +172,7 @@ class ReceiveRoom(Machine[Receiving]):
     # Moving.
 
     def _on_request(self, event: StagingRequest) -> None:
-        w = self._writers[Epoch(event.src)]
+        w = self._writer(event)
         if w.rank not in self.paths:
             self.paths[w.rank] = event.path
             self.path = "+".join(sorted(set(self.paths.values())))
@@ -232,7 +189,7 @@ class ReceiveRoom(Machine[Receiving]):
             return
         segment = segment_from_wire(event.segment)
         if w.rank in part.arrived:
-            self._landed(w, segment)
+            self._send_landed(w, segment)
             return
         if part.stale(w.rank, event.ask):
             self.ignored += 1
@@ -258,7 +215,7 @@ class ReceiveRoom(Machine[Receiving]):
         try:
             segment = segment_from_wire(box)
             if segment not in self.inbound and self.inbound.has_landed(segment):
-                self._landed(w, segment)
+                self._send_landed(w, segment)
                 return None
             return self.inbound.find(segment, w.rank, w.epoch, self._intake, rows)
         except (RemoteProtocolError, GeometryError) as exc:
@@ -292,7 +249,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_given_back(self, event: Return) -> None:
         """A writer returns what it was granted."""
-        w, segment = self._writers[Epoch(event.src)], Segment(*event.segment)
+        w, segment = self._writer(event), Segment(*event.segment)
         self._send(w, Returned(**self._to(w), segment=event.segment, ask=event.ask))
         part = self.inbound.get(segment)
         if part is None or w.rank in part.arrived or part.asks.get(w.rank) != event.ask:
@@ -303,7 +260,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_chunk_ready(self, event: ChunkReady) -> None:
         assert self._awaited is not None
-        w = self._writers[Epoch(event.src)]
+        w = self._writer(event)
         if event.lease is None and self._awaited.tables is None:
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} wrote to pages that were not exposed"))
             return
@@ -317,7 +274,7 @@ class ReceiveRoom(Machine[Receiving]):
         if problem := unlike(self.room, segment, event.sums, self._awaited.verify):
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} sent {problem} of {segment}"))
             return
-        self._landed(w, segment)
+        self._send_landed(w, segment)
         if w.rank in part.arrived:
             return
         self._arrive(part, w)
@@ -336,11 +293,6 @@ class ReceiveRoom(Machine[Receiving]):
         else:
             self._finish_part(segment)
 
-    def _arrive(self, part: InboundSegment, w: Writer) -> None:
-        part.arrived.add(w.rank)
-        w.arrived += 1
-        w.open -= w.rank in part.asks
-
     def _on_scattered(self, event: Scattered) -> None:
         self.inbound[event.segment].scattering = False
         if event.error is not None:
@@ -356,7 +308,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_aux_part(self, event: AuxPart) -> None:
         assert self._awaited is not None
-        w, most = self._writers[Epoch(event.src)], self._awaited.aux_bytes
+        w, most = self._writer(event), self._awaited.aux_bytes
         if most and (problem := w.take(event, most)):
             self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} sent {problem}"))
         else:
@@ -364,7 +316,7 @@ class ReceiveRoom(Machine[Receiving]):
 
     def _on_done(self, event: Done) -> None:
         assert self._awaited is not None
-        w = self._writers[Epoch(event.src)]
+        w = self._writer(event)
         if w.done is not None:
             return
         w.done = event
@@ -407,7 +359,7 @@ class ReceiveRoom(Machine[Receiving]):
     # Landed here, not yet agreed.
 
     def _on_answer_landed(self, event: StagingRequest | ChunkReady) -> None:
-        self._landed(self._writers[Epoch(event.src)], Segment(*event.segment))
+        self._send_landed(self._writer(event), Segment(*event.segment))
 
     def _on_doubt(self, event: Abort | Drained | Cancel) -> None:
         """It is too late to fail alone: vote against the room, so that all ranks fail it."""
@@ -416,7 +368,7 @@ class ReceiveRoom(Machine[Receiving]):
         else:
             reason = event.reason
             if isinstance(event, Drained):
-                self._drained(event)
+                self._acknowledge_drained(event)
             else:
                 self._on_acknowledge(event)
         self._out.append(CastVote(False, reason))
@@ -451,7 +403,7 @@ class ReceiveRoom(Machine[Receiving]):
         self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
 
     def _on_drained(self, event: Drained) -> None:
-        self._drained(event)
+        self._acknowledge_drained(event)
         self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
 
     def _on_lost(self, event: Lost) -> None:
@@ -462,139 +414,11 @@ class ReceiveRoom(Machine[Receiving]):
         if not w.complete if w is not None else not self._writers:
             self._fail(ours(event.error, self._name()))
 
-    def _on_lost_landed(self, event: Lost) -> None:
-        if (w := self._writers.get(event.peer)) is not None:
-            w.lost = True
-
-    def _on_gone(self, event: Gone) -> None:
-        if (w := self._writers.get(event.peer)) is not None:
-            w.gone = True
-
     def _on_cancel(self, event: Cancel) -> None:
         self._declined = True
         self._fail(ours(event.error, self._name()))
 
-    def _fail(self, error: DisaggKVError) -> None:
-        self.error = error
-        self.state = Receiving.DRAINING
-        self._repeat.clear()
-        for w in self._writers.values():
-            w.aux.clear()
-        self._out.append(CastVote(False, str(error)))
-        self._tell_abort()
-        self._out += [Quarantine(segment) for segment in self.inbound if self.inbound[segment].lease is not None]
-        self._settle()
-
-    def _tell_abort(self) -> None:
-        for w in self._writers.values():
-            if not w.evidence:
-                abort = Abort(**self._to(w), reason=words(self.error))
-                self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
-
-    # Draining: memory comes back on evidence only.
-
-    def _on_introduced_late(self, event: Introduced) -> None:
-        self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
-        self._tell_abort()
-        self._settle()
-
-    def _on_answer_abort(self, event: StagingRequest) -> None:
-        w = self._writers[Epoch(event.src)]
-        self._send(w, Abort(**self._to(w), reason=words(self.error)))
-
-    def _on_leased_late(self, event: Leased) -> None:
-        self._out.append(Free(event.segment))  # no writer knows of it
-
-    def _on_late_chunk(self, event: ChunkReady) -> None:
-        w = self._writers[Epoch(event.src)]
-        part = self.inbound.get(Segment(*event.segment))
-        if part is not None and event.lease is not None and part.granted(w.rank, event.lease):
-            if w.rank not in part.arrived:
-                self._arrive(part, w)
-            self._settle()
-
-    def _on_scattered_late(self, event: Scattered) -> None:
-        self.inbound[event.segment].scattering = False
-        self._settle()
-
-    def _on_late_done(self, event: Done) -> None:
-        self._writers[Epoch(event.src)].done = event
-        self._settle()
-
-    def _on_acknowledge(self, event: Abort) -> None:
-        w = self._writers[Epoch(event.src)]
-        self._send(w, AbortAck(**self._to(w)))
-
-    def _drained(self, event: Drained) -> None:
-        w = self._writers[Epoch(event.src)]
-        w.drained = True
-        self._send(w, DrainedAck(**self._to(w)))
-
-    def _on_drained_late(self, event: Drained) -> None:
-        self._drained(event)
-        self._settle()
-
-    def _on_lost_late(self, event: Lost) -> None:
-        if not self._writers:
-            self.state = Receiving.CLOSED
-            return
-        self._on_lost_landed(event)
-        self._settle()
-
-    def _on_gone_late(self, event: Gone) -> None:
-        self._on_gone(event)
-        self._settle()
-
-    def _on_tick_draining(self, event: Tick) -> None:
-        self._out += self._repeat.tick(self.now)
-
-    def _may_touch_pages(self, w: Writer) -> bool:
-        return self._exposed and w.done is None and not w.evidence
-
-    def _owes(self, w: Writer) -> bool:
-        """Whether this writer may still write to memory of ours."""
-        return self._may_touch_pages(w) or (not w.evidence and self.inbound.leased(w.rank) > 0)
-
-    def owed(self) -> dict[Epoch, tuple[int, bool]]:
-        """For each writer that may still write to memory of this failed room: bytes of leases, and whether to pages."""
-        owing = [w for w in self._writers.values() if self._owes(w)]
-        return {w.epoch: (self.inbound.leased(w.rank), self._may_touch_pages(w)) for w in owing}
-
-    def _settle(self) -> None:
-        """Release what no writer can reach any more; close when nothing is left."""
-        for segment in self.inbound:
-            if self._release(segment, self.inbound[segment]):
-                self.inbound.drop(segment)
-        # A room that decode declined waits until it has sent its abort to prefill, or prefill cannot be reached.
-        ended = bool(self._writers) or not self._declined
-        for w in self._writers.values():
-            if w.evidence or (w.lost and not self._owes(w)):
-                self._repeat.stop(("abort", w.rank))
-            else:
-                ended = False
-        if ended and not any(self.inbound):
-            self.state = Receiving.CLOSED
-
-    def _release(self, segment: Segment, part: InboundSegment) -> bool:
-        """Free a segment's lease, or its place in the queue, if it may be reused."""
-        quiet = [w.rank for w in self._writers.values() if w.evidence]
-        reusable = part.reusable(quiet, wanted=self.error is None)
-        if reusable:
-            self._out.append(Free(segment))
-        return reusable
-
-    # Names and frames.
-
-    def _name(self) -> str:
-        return f"room {self.room.hex()} generation {self.generation}"
-
-    def _to(self, w: Writer) -> Head:
-        return Head(src=self._epoch, dst=w.epoch, room=self.room, generation=self.generation)
-
-    def _send(self, w: Writer, frame: RoomFrame) -> None:
-        self._out.append(Send(w.epoch, frame))
-
-    def _landed(self, w: Writer, segment: Segment) -> None:
+    def _send_landed(self, w: Writer, segment: Segment) -> None:
         self._send(w, Landed(**self._to(w), segments=(segment_to_wire(segment),)))
 
     def check_integrity(self) -> None:

@@ -1,0 +1,218 @@
+"""The memory of a room on a decode rank: which of it a peer may still write to, and how it comes back after a failure.
+
+Theory of operation. :class:`DrainingRoom` has the accounts: the writers, the segments in hand, and whether prefill was
+given the room's pages. :class:`~disagg_kv.protocol.receive_room.ReceiveRoom` fills them while the room may succeed.
+:meth:`DrainingRoom._fail` ends that: the phase is final at once, but a write may be in flight. Each writer gets an
+``Abort``, which is repeated until there is evidence that it writes nothing more.
+
+Memory comes back on evidence only. A lease is reusable when no scatter reads it, no staged byte is needed, and each
+writer that has its grant has announced its part, returned the grant, or is proved to write nothing more. The proof is
+``Drained``, a fence of the transport, or the end of its process and ``drain_s`` after it. A lost connection proves
+nothing. :meth:`~disagg_kv.protocol.inbound.InboundSegment.reusable` holds that rule, and only
+:meth:`DrainingRoom._release` asks it. A lease that no writer knows is freed at once: ``_on_leased_late``. Exposed pages
+follow the same rule by room: :attr:`DrainingRoom.released` says when the engine may free them.
+"""
+
+from __future__ import annotations
+
+from ..errors import DisaggKVError
+from ..ids import Epoch, Generation, Rank, RoomId
+from ..planning import Segment
+from .base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Quarantine, Scattered, Send, Tick
+from .frames import (
+    Abort,
+    AbortAck,
+    ChunkReady,
+    Done,
+    Drained,
+    DrainedAck,
+    Head,
+    RoomFrame,
+    StagingRequest,
+    words,
+)
+from .inbound import InboundSegment, InboundSegments
+from .inspection import ReceiveInspection
+from .machine import Machine
+from .repeater import Repeater
+from .tables import RECEIVING, Receiving
+from .writers import Writer
+
+
+class DrainingRoom(Machine[Receiving]):
+    """The accounts of a room, and all that it does after it has failed."""
+
+    def __init__(self, room: RoomId, generation: Generation, epoch: Epoch, options: Options) -> None:
+        super().__init__(RECEIVING, Receiving.OPENED)
+        self.room = room
+        self.generation = generation
+        self.error: DisaggKVError | None = None
+        self.inbound = InboundSegments()
+        self._epoch = epoch
+        self._repeat = Repeater(options)
+        self._writers: dict[Epoch, Writer] = {}
+        self._exposed = False
+        self._declined = False
+
+    @property
+    def writers(self) -> tuple[Epoch, ...]:
+        """The prefill ranks, once they are known."""
+        return tuple(self._writers)
+
+    @property
+    def released(self) -> bool:
+        """Whether neither this rank nor a peer reads or writes the room's pages any more."""
+        if self.state is Receiving.CLOSED:
+            return True
+        if self.state is not Receiving.DRAINING or self.inbound.scattering:
+            return False
+        return not any(self._may_touch_pages(w) for w in self._writers.values())
+
+    def owed(self) -> dict[Epoch, tuple[int, bool]]:
+        """For each writer that may still write to memory of this failed room: bytes of leases, and whether to pages."""
+        owing = [w for w in self._writers.values() if self._owes(w)]
+        return {w.epoch: (self.inbound.leased(w.rank), self._may_touch_pages(w)) for w in owing}
+
+    def inspect(self) -> ReceiveInspection:
+        """Its accounts as they are, for tests and for the simulator; live, and read only."""
+        return ReceiveInspection(self._writers, self.inbound, self._exposed)
+
+    def _introduce(self, event: Introduced) -> None:
+        self._writers = {e: Writer(e, Rank(rank)) for rank, e in enumerate(event.writers)}
+
+    # The rule.
+
+    def _may_touch_pages(self, w: Writer) -> bool:
+        return self._exposed and w.done is None and not w.evidence
+
+    def _owes(self, w: Writer) -> bool:
+        """Whether this writer may still write to memory of ours."""
+        return self._may_touch_pages(w) or (not w.evidence and self.inbound.leased(w.rank) > 0)
+
+    def _release(self, segment: Segment, part: InboundSegment) -> bool:
+        """Free a segment's lease, or its place in the queue, if it may be reused."""
+        ended = [w.rank for w in self._writers.values() if w.evidence]
+        reusable = part.reusable(ended, wanted=self.error is None)
+        if reusable:
+            self._out.append(Free(segment))
+        return reusable
+
+    # Failing.
+
+    def _fail(self, error: DisaggKVError) -> None:
+        self.error = error
+        self.state = Receiving.DRAINING
+        self._repeat.clear()
+        for w in self._writers.values():
+            w.aux.clear()
+        self._out.append(CastVote(False, str(error)))
+        self._send_aborts()
+        self._out += [Quarantine(segment) for segment in self.inbound if self.inbound[segment].lease is not None]
+        self._release_all()
+
+    def _send_aborts(self) -> None:
+        for w in self._writers.values():
+            if not w.evidence:
+                abort = Abort(**self._to(w), reason=words(self.error))
+                self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
+
+    def _release_all(self) -> None:
+        """Release what no writer can reach any more; close when nothing is left."""
+        for segment in self.inbound:
+            if self._release(segment, self.inbound[segment]):
+                self.inbound.drop(segment)
+        # A room that decode declined waits until it has sent its abort to prefill, or prefill cannot be reached.
+        ended = bool(self._writers) or not self._declined
+        for w in self._writers.values():
+            if w.evidence or (w.lost and not self._owes(w)):
+                self._repeat.stop(("abort", w.rank))
+            else:
+                ended = False
+        if ended and not any(self.inbound):
+            self.state = Receiving.CLOSED
+
+    # Evidence, and what is known of a writer without it; in every state.
+
+    def _acknowledge_drained(self, event: Drained) -> None:
+        w = self._writer(event)
+        w.drained = True
+        self._send(w, DrainedAck(**self._to(w)))
+
+    def _on_acknowledge(self, event: Abort) -> None:
+        w = self._writer(event)
+        self._send(w, AbortAck(**self._to(w)))
+
+    def _on_gone(self, event: Gone) -> None:
+        if (w := self._writers.get(event.peer)) is not None:
+            w.gone = True
+
+    def _on_lost_landed(self, event: Lost) -> None:
+        if (w := self._writers.get(event.peer)) is not None:
+            w.lost = True
+
+    def _arrive(self, part: InboundSegment, w: Writer) -> None:
+        part.arrived.add(w.rank)
+        w.arrived += 1
+        w.open -= w.rank in part.asks
+
+    # Draining.
+
+    def _on_introduced_late(self, event: Introduced) -> None:
+        self._introduce(event)
+        self._send_aborts()
+        self._release_all()
+
+    def _on_answer_abort(self, event: StagingRequest) -> None:
+        w = self._writer(event)
+        self._send(w, Abort(**self._to(w), reason=words(self.error)))
+
+    def _on_leased_late(self, event: Leased) -> None:
+        self._out.append(Free(event.segment))  # no writer knows of it
+
+    def _on_late_chunk(self, event: ChunkReady) -> None:
+        w = self._writer(event)
+        part = self.inbound.get(Segment(*event.segment))
+        if part is not None and event.lease is not None and part.granted(w.rank, event.lease):
+            if w.rank not in part.arrived:
+                self._arrive(part, w)
+            self._release_all()
+
+    def _on_scattered_late(self, event: Scattered) -> None:
+        self.inbound[event.segment].scattering = False
+        self._release_all()
+
+    def _on_late_done(self, event: Done) -> None:
+        self._writer(event).done = event
+        self._release_all()
+
+    def _on_drained_late(self, event: Drained) -> None:
+        self._acknowledge_drained(event)
+        self._release_all()
+
+    def _on_lost_late(self, event: Lost) -> None:
+        if not self._writers:
+            self.state = Receiving.CLOSED
+            return
+        self._on_lost_landed(event)
+        self._release_all()
+
+    def _on_gone_late(self, event: Gone) -> None:
+        self._on_gone(event)
+        self._release_all()
+
+    def _on_tick_draining(self, event: Tick) -> None:
+        self._out += self._repeat.tick(self.now)
+
+    # Names and frames.
+
+    def _writer(self, frame: RoomFrame) -> Writer:
+        return self._writers[Epoch(frame.src)]
+
+    def _name(self) -> str:
+        return f"room {self.room.hex()} generation {self.generation}"
+
+    def _to(self, w: Writer) -> Head:
+        return Head(src=self._epoch, dst=w.epoch, room=self.room, generation=self.generation)
+
+    def _send(self, w: Writer, frame: RoomFrame) -> None:
+        self._out.append(Send(w.epoch, frame))
