@@ -53,6 +53,7 @@ from .frames import (
     WirePace,
     words,
 )
+from .long_aux import LongAux
 from .machine import Machine, ours
 from .repeater import Repeater
 from .rows import Readiness
@@ -61,9 +62,6 @@ from .wire import segment_to_wire
 
 WRITE_TRIES = 3
 """Attempts of a write that fails with a retryable error and is quiet."""
-
-AUX_AHEAD = 8
-"""Parts of aux data that may be in flight at a time."""
 
 
 Grouping = Callable[[range, int, int, Batch], Sequence[range]]
@@ -150,13 +148,12 @@ class Flow(Machine[Sending]):
         self._runs: Counter[range] = Counter()
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
+        self._aux = LongAux(options.aux_part)
         self._stated = False
         self._lost = False
         self._announced = 0
         self._unacknowledged = 0
         self._begun = 0
-        self._aux_sent = 0
-        self._aux_taken = 0
 
     @property
     def finished(self) -> bool:
@@ -275,7 +272,8 @@ class Flow(Machine[Sending]):
         """Move a granted segment; return the grant of a withdrawn one, as others may need its bytes of the ring."""
         readiness = self._readiness(segment)
         if readiness is Readiness.READY:
-            self._transfer(segment, part)
+            # A repetition is harmless: the queue replaces a pending one, and `begin` rejects one that has started.
+            self._out.append(self._transfer(segment, part))
         elif readiness is Readiness.WITHDRAWN and part.grant is not None:
             back = Return(**self._head, segment=segment_to_wire(segment), ask=part.ask)
             self._out.append(self._repeat.start(("return", segment), Send(self.peer, back), self.now))
@@ -289,11 +287,7 @@ class Flow(Machine[Sending]):
             return
         self._repeat.stop(("return", Segment(*event.segment)))
 
-    def _transfer(self, segment: Segment, part: _OutboundSegment) -> None:
-        """A repetition is harmless: the queue replaces a pending one, and ``begin`` rejects one that has started."""
-        self._out.append(self._of(segment, part))
-
-    def _of(self, segment: Segment, part: _OutboundSegment) -> Transfer:
+    def _transfer(self, segment: Segment, part: _OutboundSegment) -> Transfer:
         g = part.grant
         offset, lease = (None, None) if g is None else (g.offset, g.lease)
         return Transfer(self.peer, segment, offset, part.nbytes, lease)
@@ -316,7 +310,7 @@ class Flow(Machine[Sending]):
         part.step = _SegmentStep.GRANTED
         self._use(segment, part)
         if self._readiness(segment) is Readiness.AHEAD:
-            self._out.append(Granted(self._of(segment, part)))
+            self._out.append(Granted(self._transfer(segment, part)))
 
     def _on_wrote(self, event: Wrote) -> None:
         self._unquiet.discard(event.segment)
@@ -365,40 +359,29 @@ class Flow(Machine[Sending]):
 
     def _on_finished(self, event: Finished) -> None:
         self._finished = event
+        self._aux.put(event.aux)
         self._send_aux()
         self._check_finished()
 
-    def _long_aux(self) -> bytes:
-        """Aux data that do not ride in ``Done``."""
-        aux = None if self._finished is None else self._finished.aux
-        return aux if aux is not None and len(aux) > self._options.aux_part else b""
-
     def _send_aux(self) -> None:
-        """Send the next parts of long aux data, a few at a time."""
-        aux, size = self._long_aux(), self._options.aux_part
-        for offset in range(self._aux_sent, min(len(aux), self._aux_taken + AUX_AHEAD * size), size):
-            data = aux[offset : offset + size]
-            part = AuxPart(**self._head, offset=offset, total=len(aux), data=data)
+        for offset, data in self._aux.due():
+            part = AuxPart(**self._head, offset=offset, total=len(self._aux.data), data=data)
             self._out.append(self._repeat.start(("aux", offset), Send(self.peer, part), self.now))
-            self._aux_sent = offset + len(data)
 
     def _on_aux_taken(self, event: AuxTaken) -> None:
-        aux, size = self._long_aux(), self._options.aux_part
-        upto = event.upto if event.upto == len(aux) else event.upto // size * size
-        if not self._aux_taken < upto <= event.upto <= len(aux):
+        taken = self._aux.taken(event.upto)
+        if not taken:
             self.ignored += 1
             return
-        for offset in range(self._aux_taken, upto, size):
+        for offset in taken:
             self._repeat.stop(("aux", offset))
-        self._aux_taken = upto
-        self._aux_sent = max(self._aux_sent, upto)
         self._send_aux()
         self._check_finished()
 
     def _check_finished(self) -> None:
         """Send ``Done`` with the last notice: no write follows, though acknowledgements may be pending."""
-        f, long = self._finished, self._long_aux()
-        if f is None or self._aux_taken < len(long) or self._unacknowledged < len(self._parts):
+        f = self._finished
+        if f is None or not self._aux.complete or self._unacknowledged < len(self._parts):
             return
         assert self.plan is not None
         self.state = Sending.FINISHED
@@ -406,7 +389,7 @@ class Flow(Machine[Sending]):
             **self._head,
             stop=f.stop,
             segments=self._announced,
-            aux=None if long else f.aux,
+            aux=None if self._aux.data else f.aux,
             tag=f.tag,
             pace=self.plan.pace(),
         )

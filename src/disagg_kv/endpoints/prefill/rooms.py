@@ -49,9 +49,10 @@ from .early import EarlyArrivals
 from .ended_early import EndedEarly
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
 from .inspection import PrefillInspection
+from .passes import PassTimes
 from .room import PrefillRoom
 from .routes import Router, taken
-from .throughput import EventFifo, ThroughputEstimator
+from .throughput import ThroughputEstimator
 from .transfers import TransferQueue
 from .writes import Broken, Unread
 
@@ -84,7 +85,7 @@ class PrefillSide:
         self._rooms: dict[RoomKey, PrefillRoom] = {}
         self._flows: dict[tuple[RoomId, Epoch, int], PrefillRoom] = {}
         self._failed: set[RoomKey] = set()
-        self._lines = EventFifo(loop.clock)
+        self._passes = PassTimes(loop, throughput)
         self._timers: Timers[RoomKey] = Timers()
         self._silences = Silences(loop.peers, loop.options.silence_s)
         self.quarantined_slots = 0
@@ -173,43 +174,16 @@ class PrefillSide:
             self._final(submitted, layers)
         else:
             self._loop.when(ready, partial(self._final, submitted, layers), broken)
-        if layers is None or not self._loop.traced or not submitted or not submitted[0].batch.layered:
-            return
-        if ready is None:
-            self._computed(submitted, layers, said)
-        else:
-            self._lines.add(
-                (submitted[0].key, submitted[0].call_id), ready, partial(self._computed, submitted, layers), broken
-            )
+        if layers is not None:
+            self._passes.computed(submitted, layers, ready, said, broken)
 
     def closed_at(self, submitted: Sequence[SubmittedChunk], ready: Event | None, said: float) -> None:
         """The engine ``said`` that a forward pass has ended: at ``ready``, or now."""
-        self._throughput.asked(submitted)
         for one in submitted:
             room = self._rooms.get(one.key)
             if room is not None:
                 room.passes.pop(one.call_id, None)
-        broken = partial(self.broken, [one.key for one in submitted])
-        self._loop.when(ready, partial(self._ended, submitted, said if ready is None else None), broken)
-
-    def _computed(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId], at: float) -> None:
-        start = self._throughput.computed(submitted, layers, at)
-        if start is not None and layers:
-            self._span_of("compute", submitted, start, at, layers=f"{min(layers)}-{max(layers) + 1}")
-
-    def _ended(self, submitted: Sequence[SubmittedChunk], said: float | None) -> None:
-        at = self._loop.clock() if said is None else said
-        start = self._throughput.closed(submitted, at, queued=said is None)
-        if start is not None:
-            self._span_of("pass", submitted, start, at)
-
-    def _span_of(
-        self, name: str, submitted: Sequence[SubmittedChunk], start: float, stop: float, **labels: str
-    ) -> None:
-        """Report a span of work for each room of a forward pass."""
-        for one in submitted:
-            rows = {"rows": f"{one.start}-{one.stop}"}
-            self._loop.observer.span(Span(name, one.key.room, start, stop, labels={**labels, **rows}))
+        self._passes.closed(submitted, ready, said, partial(self.broken, [one.key for one in submitted]))
 
     def _gated(self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event) -> bool:
         """Whether the event is left to the GPU that copies; its rows then count as final at once."""
@@ -391,7 +365,7 @@ class PrefillSide:
 
     def work(self) -> bool:
         """Gather and post; True while something is in flight or left for the next step."""
-        waiting = self._lines.look()
+        waiting = self._passes.look()
         if not self.transfers.active:
             return waiting
         budget = Budget(self._loop.clock)
