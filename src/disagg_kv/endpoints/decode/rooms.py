@@ -430,11 +430,7 @@ class DecodeSide:
 
     def _grant(self) -> None:
         for (key, segment), lease in self._queue.grants():
-            room = self._rooms.get(key)
-            if room is None or room.machine.state is Receiving.CLOSED:
-                self._queue.release((key, segment))
-            else:
-                self._handle(room, Leased(segment, lease))
+            self._handle(self._rooms[key], Leased(segment, lease))  # a room that closes has cancelled its requests
 
     def _store(self, room: DecodeRoom, slot: int, data: bytes) -> None:
         if len(data) > self._pool.aux_bytes:
