@@ -33,7 +33,7 @@ BUGS: Sequence[Mutant] = (
            "if w.rank in part.arrived:\n        part.staged |= set(part.writers) - part.arrived\n"
            "        part.arrived |= set(part.writers)"),
     Mutant("a late staging request gets a lease again",
-           RECEIVE + "_part", "self.inbound.has_landed(segment)", "False"),
+           RECEIVE + "_part", "self.inbound.has_placed(segment)", "False"),
     Mutant("a segment is sent again to a destination that has it",
            MOVER + "_gathered", "in posts:", "in [*posts, *posts]:"),
     Mutant("links to dead subscribers are kept for ever",
@@ -70,7 +70,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a lease in quarantine is released without evidence",
            DRAINING + "_release", "if w.evidence]", "if True]"),
     Mutant("an abort is acknowledged before the writes have drained",
-           FLOW + "_settle", "if self._unquiet:", "if False:"),
+           FLOW + "_check_quiet", "if self._unquiet:", "if False:"),
     Mutant("a grant covers bytes that are not free yet",
            "staging.ring:RingStagingAllocator.reserve",
            "(free_from := self._last_end_before(place + size)) > place", "(free_from := 0) > place"),
@@ -93,8 +93,8 @@ BUGS: Sequence[Mutant] = (
     Mutant("what was prepared in vain is not given back",
            LAUNCHES + "drop", "ready.launch.drop()", "pass"),
     Mutant("Done is taken for success",
-           RECEIVE + "_check_landed", "if not complete or self.inbound.scattering:",
-           "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.LANDED\n"
+           RECEIVE + "_check_placed", "if not complete or self.inbound.scattering:",
+           "if all(w.done for w in self._writers.values()):\n        self.state = Receiving.PLACED\n"
            "        self._out.append(CastVote(True, ''))\n    if True:"),
     Mutant("a room is judged when all are done, although notices are missing",
            "protocol.writers:Writer.complete", " and self.arrived == self.done.segments", ""),
@@ -105,7 +105,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a slot is used again while a failed write may read it",
            WRITES + "end", "if not post.unquiet:", "if True:"),
     Mutant("a write that is not quiet is posted again",
-           FLOW + "_on_write_failed", "if event.quiesced:", "if True:"),
+           FLOW + "_on_write_failed", "if event.quiet:", "if True:"),
     Mutant("pages that are taken away are still read",
            "endpoints.prefill.room:PrefillRoom.account", "if self.withdrawn and machine.reads == 0:",
            "if self.withdrawn:"),

@@ -29,7 +29,7 @@ class Eager(PeerTable):
     """One that looks whenever it is asked to."""
 
     def tick(self, now: float) -> list[PeerEffect]:
-        self._quiet_until = 0.0
+        self._idle_until = 0.0
         return super().tick(now)
 
 

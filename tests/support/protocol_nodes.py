@@ -313,7 +313,7 @@ class PrefillNode(Node):
     def moved(self, key: RoomKey, peer: Epoch, event: Wrote | WriteFailed | Quiet) -> None:
         known, machine = self.rooms[key.room]
         assert known == key
-        if not (isinstance(event, WriteFailed) and not event.quiesced):
+        if not (isinstance(event, WriteFailed) and not event.quiet):
             machine.reads -= 1
         self.act(key, lambda room: room.handle(peer, event, self.now))
 

@@ -112,7 +112,7 @@ class Room:
         self.land(A)
         self.land(B)
         self.say(done(0, 2, aux=b"zero"), done(1, 2, aux=b"one"))
-        assert self.machine.state is Receiving.LANDED
+        assert self.machine.state is Receiving.PLACED
 
 
 def state_of(room: Room) -> Receiving:

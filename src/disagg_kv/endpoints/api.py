@@ -43,9 +43,9 @@ class Report:
         reason: why that path was chosen.
         groups: number of layer groups of the last chunk; 0: not decided yet.
         schedule: why that number was chosen.
-        nbytes: bytes written to peers, or landed in the pages of this rank.
+        nbytes: bytes written to peers, or placed in the pages of this rank.
         descriptors: writes posted.
-        segments: segments acknowledged, or landed.
+        segments: segments acknowledged, or placed.
         seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``checksum``,
             ``total``.
         placed: on decode, the time when all rows of this rank were in its pages, in seconds of the endpoint's clock;

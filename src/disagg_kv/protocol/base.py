@@ -236,11 +236,11 @@ class Wrote:
 
 @frozen
 class WriteFailed:
-    """A segment's gather or write failed; ``quiesced`` False: it may still read or write."""
+    """A segment's gather or write failed; ``quiet`` False: it may still read or write."""
 
     segment: Segment
     error: Exception
-    quiesced: bool
+    quiet: bool
 
 
 @frozen

@@ -146,7 +146,7 @@ class DrainingRoom(Machine[Receiving]):
         if (w := self._writers.get(event.peer)) is not None:
             w.gone = True
 
-    def _on_lost_landed(self, event: Lost) -> None:
+    def _on_lost_placed(self, event: Lost) -> None:
         if (w := self._writers.get(event.peer)) is not None:
             w.lost = True
 
@@ -193,7 +193,7 @@ class DrainingRoom(Machine[Receiving]):
         if not self._writers:
             self.state = Receiving.CLOSED
             return
-        self._on_lost_landed(event)
+        self._on_lost_placed(event)
         self._release_all()
 
     def _on_gone_late(self, event: Gone) -> None:

@@ -325,7 +325,7 @@ class Flow(Machine[Sending]):
 
     def _on_write_failed(self, event: WriteFailed) -> None:
         part = self._parts[event.segment]
-        if event.quiesced:
+        if event.quiet:
             self._unquiet.discard(event.segment)
             part.tries += 1
             retryable = isinstance(event.error, TransportError) and event.error.retryable
@@ -445,9 +445,9 @@ class Flow(Machine[Sending]):
         self._parts.clear()
         self._runs.clear()
         self.state = Sending.ABORTING
-        self._settle()
+        self._check_quiet()
 
-    def _settle(self) -> None:
+    def _check_quiet(self) -> None:
         if self._unquiet:
             return
         self._repeat.clear()
@@ -463,12 +463,12 @@ class Flow(Machine[Sending]):
 
     def _on_quiet_late(self, event: Wrote | Quiet) -> None:
         self._unquiet.discard(event.segment)
-        self._settle()
+        self._check_quiet()
 
     def _on_write_failed_late(self, event: WriteFailed) -> None:
-        if event.quiesced:
+        if event.quiet:
             self._unquiet.discard(event.segment)
-            self._settle()
+            self._check_quiet()
 
     def _on_abort_known(self, event: Abort | AbortAck) -> None:
         self._repeat.stop("abort")

@@ -1,4 +1,4 @@
-"""The segments of a room on a decode rank, from the first request until their rows have landed.
+"""The segments of a room on a decode rank, from the first request until their rows are in our pages.
 
 :meth:`InboundSegment.reusable` alone says when a lease of the staging ring may be reused.
 """
@@ -20,7 +20,7 @@ from .machine import corners, overlap
 
 @define
 class InboundSegment:
-    """A segment between its first request and its landing.
+    """A segment between its first request and its place in pages.
 
     Args:
         writers: the ranks that have bytes in it.
@@ -50,14 +50,14 @@ class InboundSegment:
     prepared: bool = False
     scattering: bool = False
 
-    def reusable(self, quiet: Collection[Rank], *, wanted: bool) -> bool:
+    def reusable(self, ended: Collection[Rank], *, wanted: bool) -> bool:
         """Whether the lease may be reused: no scatter reads it, no writer may write to it, no wanted byte is in it.
 
         Args:
-            quiet: ranks that are proved to write nothing more.
+            ended: ranks that are proved to write nothing more.
             wanted: the room has not failed: bytes that are staged still go to pages.
         """
-        writing = self.lease is not None and not self.asked <= self.arrived.union(quiet)
+        writing = self.lease is not None and not self.asked <= self.arrived.union(ended)
         return not (self.scattering or writing or (wanted and self.staged))
 
     def places(self, of: Collection[Rank]) -> dict[Rank, int]:
@@ -90,14 +90,14 @@ class InboundSegment:
 
 
 class InboundSegments:
-    """All segments of a room that have not landed, and the rows that have."""
+    """All segments of a room that are not placed in pages, and the rows that are."""
 
     def __init__(self) -> None:
         self._segments: dict[Segment, InboundSegment] = {}
         self._claimed = {state: Coverage() for state in (False, True)}
-        self._landed = {state: Coverage() for state in (False, True)}
-        self.segments_landed = 0
-        self.bytes_landed = 0
+        self._placed = {state: Coverage() for state in (False, True)}
+        self.segments_placed = 0
+        self.bytes_placed = 0
 
     def __contains__(self, segment: Segment) -> bool:
         return segment in self._segments
@@ -109,7 +109,7 @@ class InboundSegments:
         return self._segments[segment]
 
     def get(self, segment: Segment) -> InboundSegment | None:
-        """The segment, if it has not landed."""
+        """The segment, if it is not placed."""
         return self._segments.get(segment)
 
     @property
@@ -117,9 +117,9 @@ class InboundSegments:
         """Whether any of them is being scattered or compared."""
         return any(part.scattering for part in self._segments.values())
 
-    def has_landed(self, segment: Segment) -> bool:
+    def has_placed(self, segment: Segment) -> bool:
         """Whether all of its rows are in our pages."""
-        return self._landed[segment.state].contains(*corners(segment))
+        return self._placed[segment.state].contains(*corners(segment))
 
     def find(self, segment: Segment, rank: Rank, epoch: Epoch, intake: Intake, rows: range) -> InboundSegment:
         """The segment, added if it is new.
@@ -155,22 +155,22 @@ class InboundSegments:
         offsets, nbytes = intake.lease(segment)
         return InboundSegment(tuple(offsets), offsets, nbytes, epoch)
 
-    def land(self, segment: Segment) -> None:
+    def place(self, segment: Segment) -> None:
         """All rows of a segment are in our pages."""
         part = self._segments[segment]
         part.staged.clear()
-        self._landed[segment.state].add(*corners(segment))
-        self.segments_landed += 1
-        self.bytes_landed += sum(nbytes for _, nbytes in part.offsets.values())
+        self._placed[segment.state].add(*corners(segment))
+        self.segments_placed += 1
+        self.bytes_placed += sum(nbytes for _, nbytes in part.offsets.values())
 
     def drop(self, segment: Segment) -> None:
         """A segment has no lease any more, and no scatter."""
         del self._segments[segment]
 
     def missing(self, intake: Intake, rows: RowRange) -> Sequence[Segment]:
-        """Which of these rows have not landed; else which segments are in hand."""
+        """Which of these rows are not placed; else which segments are in hand."""
         needed = intake.needed(rows)
-        return [box for box in needed if not self._landed[box.state].covers(*corners(box))] or [*self._segments]
+        return [box for box in needed if not self._placed[box.state].covers(*corners(box))] or [*self._segments]
 
     def leased(self, rank: Rank) -> int:
         """Bytes of leases that this writer may still write to, by its own notices."""

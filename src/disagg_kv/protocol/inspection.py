@@ -17,7 +17,7 @@ class ReceiveInspection:
 
     Args:
         writers: the prefill ranks, once they are known.
-        parts: the segments that have not landed.
+        parts: the segments that are not placed in pages.
         exposed: prefill was given the room's pages.
     """
 

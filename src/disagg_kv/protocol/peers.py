@@ -166,7 +166,7 @@ class PeerTable:
         self._absent: OrderedDict[str, None] = OrderedDict()
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._beat_at = 0.0
-        self._quiet_until = 0.0
+        self._idle_until = 0.0
         """A tick has nothing to do before this time; 0: a peer has changed since it was computed."""
         self._caught_up = inf
         self.dropped = 0
@@ -186,7 +186,7 @@ class PeerTable:
         o = self._options
         patience_s = min(o.closed_s, o.silence_s) if address in self._at or address in self._absent else o.silence_s
         self._dials[address] = _Dial(now, now + o.retry_s, o.retry_s, patience_s)
-        self._quiet_until = 0.0
+        self._idle_until = 0.0
         return [SendTo(address, self._hello(b""))]
 
     @property
@@ -233,7 +233,7 @@ class PeerTable:
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
         """Admit, refresh, revive or refuse the sender of a ``Hello``."""
         epoch = Epoch(hello.src)
-        self._quiet_until = 0.0
+        self._idle_until = 0.0
         if epoch == self._epoch or epoch in self._retired:
             self.dropped += 1
             return []
@@ -289,7 +289,7 @@ class PeerTable:
         """A lost life has sent a frame. It gets ``Hello``, as it may wait for rooms that we gave up when we lost it."""
         peer.lost, peer.closed = False, None
         peer.greet_until = now + GREETINGS * self._options.heartbeat_s
-        self._quiet_until = 0.0
+        self._idle_until = 0.0
         return [Up(peer.hello)]
 
     def _stale(self, hello: Hello) -> bool:
@@ -425,7 +425,7 @@ class PeerTable:
 
     def on_closed(self, address: str, now: float) -> None:
         """The connection to an address broke, or could not be made."""
-        self._quiet_until = 0.0
+        self._idle_until = 0.0
         epoch = self._at.get(address)
         for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
             if one is not None and one.closed is None:
@@ -456,12 +456,12 @@ class PeerTable:
         if peer.lost:
             return []
         peer.lost = True
-        self._quiet_until = 0.0
+        self._idle_until = 0.0
         return [Lost(epoch, error)]
 
     def tick(self, now: float) -> list[PeerEffect]:
         """Repeat dials, send heartbeats, and report the peers that are lost."""
-        if now < self._quiet_until:
+        if now < self._idle_until:
             return []
         o = self._options
         out: list[PeerEffect] = []
@@ -507,7 +507,7 @@ class PeerTable:
             elif beat:
                 # Or another life has taken the address: it does not know us, and can answer only a Hello.
                 out.append(SendTo(peer.hello.address, self._hello(epoch)))
-        self._quiet_until = self._due_at()
+        self._idle_until = self._due_at()
         return out
 
     def _due_at(self) -> float:

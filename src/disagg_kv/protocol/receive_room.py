@@ -1,4 +1,4 @@
-"""A room on one decode rank: which rows are awaited, and which have landed.
+"""A room on one decode rank: which rows are awaited, and which are in our pages.
 
 Theory of operation. :class:`ReceiveRoom` takes one event at a time and returns effects; it reads no clock and does no
 I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair of state and event.
@@ -8,7 +8,7 @@ I/O. :data:`~disagg_kv.protocol.tables.RECEIVING` names the method for each pair
 * ``MOVING``: a writer requests a lease for a segment, writes, and announces its part (``ChunkReady``). All writers of a
   segment share one lease; each has its own range of it. When the last part has arrived, the lease is scattered. A
   segment on exposed pages has no lease, and is scattered only where it is compared.
-* ``LANDED``: every writer is done, all that it announced has arrived, and the landed rows are exactly those awaited.
+* ``PLACED``: every writer is done, all that it announced has arrived, and the placed rows are exactly those awaited.
   This rank votes for success. It cannot fail alone any more: a doubt becomes a vote against.
 * ``CLOSED``: every lease is free. The ranks have decided success, or the room failed and no abort is pending.
 * ``DRAINING``: the room has failed, and its memory is not free yet. :mod:`.draining` holds that half, and the rule by
@@ -115,7 +115,7 @@ class ReceiveRoom(DrainingRoom):
     def next_at(self) -> float | None:
         """When a Tick is due."""
         soonest = self._repeat.next_at()
-        if self.state in (Receiving.OPENED, Receiving.MOVING, Receiving.LANDED):
+        if self.state in (Receiving.OPENED, Receiving.MOVING, Receiving.PLACED):
             return self._deadline if soonest is None else min(soonest, self._deadline)
         return soonest
 
@@ -214,7 +214,7 @@ class ReceiveRoom(DrainingRoom):
         rows = range(self._intake.floor(a.start), a.most if self._stop is None else self._stop)
         try:
             segment = segment_from_wire(box)
-            if segment not in self.inbound and self.inbound.has_landed(segment):
+            if segment not in self.inbound and self.inbound.has_placed(segment):
                 self._send_landed(w, segment)
                 return None
             return self.inbound.find(segment, w.rank, w.epoch, self._intake, rows)
@@ -286,7 +286,7 @@ class ReceiveRoom(DrainingRoom):
         if event.lease is not None:
             part.staged.add(w.rank)
         if len(part.arrived) < len(part.writers):
-            self._check_landed()
+            self._check_placed()
         elif part.staged or part.sums:
             part.scattering = True
             self._out.append(Scatter(segment, part.places(part.staged), part.sums))
@@ -301,10 +301,10 @@ class ReceiveRoom(DrainingRoom):
         self._finish_part(event.segment)
 
     def _finish_part(self, segment: Segment) -> None:
-        self.inbound.land(segment)
+        self.inbound.place(segment)
         if self._release(segment, self.inbound[segment]):
             self.inbound.drop(segment)
-        self._check_landed()
+        self._check_placed()
 
     def _on_aux_part(self, event: AuxPart) -> None:
         assert self._awaited is not None
@@ -328,10 +328,10 @@ class ReceiveRoom(DrainingRoom):
             self._fail(RemoteProtocolError(f"{self._name()}: {problem}"))
             return
         self._stop = event.stop if a.stop is None else a.stop
-        self._check_landed()
+        self._check_placed()
 
-    def _check_landed(self) -> None:
-        """Vote for success only if the landed segments exactly cover the awaited rows: ``Done`` alone proves nothing.
+    def _check_placed(self) -> None:
+        """Vote for success only if the placed segments exactly cover the awaited rows: ``Done`` alone proves nothing.
 
         ``Done`` may overtake notices, so this waits until each announced segment has arrived.
         """
@@ -353,12 +353,12 @@ class ReceiveRoom(DrainingRoom):
             self._fail(IntegrityError(f"{self._name()}: an aux row is awaited, and prefill gave none"))
             return
         self._repeat.clear()
-        self.state = Receiving.LANDED
+        self.state = Receiving.PLACED
         self._out.append(CastVote(True, ""))
 
-    # Landed here, not yet agreed.
+    # Placed here, not yet agreed.
 
-    def _on_answer_landed(self, event: StagingRequest | ChunkReady) -> None:
+    def _on_answer_placed(self, event: StagingRequest | ChunkReady) -> None:
         self._send_landed(self._writer(event), Segment(*event.segment))
 
     def _on_doubt(self, event: Abort | Drained | Cancel) -> None:
@@ -373,7 +373,7 @@ class ReceiveRoom(DrainingRoom):
                 self._on_acknowledge(event)
         self._out.append(CastVote(False, reason))
 
-    def _on_tick_landed(self, event: Tick) -> None:
+    def _on_tick_placed(self, event: Tick) -> None:
         if self.now >= self._deadline:
             self._deadline = self.now + self._total_s
             self._out.append(CastVote(False, f"{self._name()}: no agreement within {self._total_s:g} s"))
@@ -383,7 +383,7 @@ class ReceiveRoom(DrainingRoom):
             self._declined = True
             self._fail(AbortedError(f"{self._name()}: another rank failed: {event.reason}"))
             return
-        assert self.state is Receiving.LANDED
+        assert self.state is Receiving.PLACED
         for w in self._writers.values():
             self._send(w, Complete(**self._to(w)))
         self.state = Receiving.CLOSED

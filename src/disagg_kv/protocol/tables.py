@@ -62,7 +62,7 @@ class Receiving(Enum):
 
     OPENED = "opened"
     MOVING = "moving"
-    LANDED = "landed"
+    PLACED = "placed"
     DRAINING = "draining"
     CLOSED = "closed"
 
@@ -136,10 +136,10 @@ RECEIVING: Table = _table(
             StagingRequest: ("request", (R.MOVING, *_FAILS)),
             Return: ("given_back", ()),
             Leased: ("leased", ()),
-            ChunkReady: ("chunk_ready", (R.MOVING, R.LANDED, *_FAILS)),
-            Scattered: ("scattered", (R.MOVING, R.LANDED, *_FAILS)),
+            ChunkReady: ("chunk_ready", (R.MOVING, R.PLACED, *_FAILS)),
+            Scattered: ("scattered", (R.MOVING, R.PLACED, *_FAILS)),
             AuxPart: ("aux_part", (R.MOVING, *_FAILS)),
-            Done: ("done", (R.MOVING, R.LANDED, *_FAILS)),
+            Done: ("done", (R.MOVING, R.PLACED, *_FAILS)),
             Abort: ("their_abort", _FAILS),
             Drained: ("drained", _FAILS),
             Lost: ("lost", (R.MOVING, *_FAILS)),
@@ -148,21 +148,21 @@ RECEIVING: Table = _table(
             Decided: ("decided", _FAILS),
             Tick: ("tick", (R.MOVING, *_FAILS)),
         },
-        R.LANDED: {
+        R.PLACED: {
             AskAgain: ("ignore", ()),
             Expected: ("ignore", ()),
-            StagingRequest: ("answer_landed", ()),
+            StagingRequest: ("answer_placed", ()),
             Return: ("ignore", ()),
-            ChunkReady: ("answer_landed", ()),
+            ChunkReady: ("answer_placed", ()),
             AuxPart: ("ignore", ()),
             Done: ("ignore", ()),
             Abort: ("doubt", ()),
             Drained: ("doubt", ()),
-            Lost: ("lost_landed", ()),
+            Lost: ("lost_placed", ()),
             Gone: ("gone", ()),
             Cancel: ("doubt", ()),
             Decided: ("decided", (R.CLOSED, R.DRAINING)),
-            Tick: ("tick_landed", ()),
+            Tick: ("tick_placed", ()),
         },
         R.DRAINING: {
             Awaited: ("ignore", ()),

@@ -22,7 +22,7 @@ SPEC = CacheSpec.kv(2, 4, 8, "float16")
 OPTIONS = Options(silence_s=10.0, total_s=1000.0)
 TOTAL_S = 1.0
 STEP_S = 0.02
-"""Of the rig's clock, and of the roles' ticks."""
+"""Of the rig's clock, and of the sides' ticks."""
 
 SLACK_S = 3 * STEP_S
 """A tick, the turn that takes the vote, and the turn that takes the verdict."""

@@ -483,7 +483,7 @@ def test_what_is_remembered_of_peers_parts_is_bounded(monkeypatch: pytest.Monkey
     for turn in range(2):
         for number, decodes in enumerate(instances):
             rig.request(f"{turn} {number}", prefills, decodes, 8).start().landed()
-    chosen = prefills[0].endpoint._role._router._chooser._chosen
+    chosen = prefills[0].endpoint._side._router._chooser._chosen
     assert all(0 < len(of_peer) <= 2 for of_peer in chosen.values())
     assert len(_views) <= 2
     rig.quiet()

@@ -216,20 +216,20 @@ def test_after_a_frame_naps_are_short_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames come together; the GPU has something to do while the later ones are read."""
     rig, (prefill, _), request = world(Noting, Fast, 60.0)
-    kernels = rig.decodes[0].endpoint._role._scatters._kernels
+    kernels = rig.decodes[0].endpoint._side._scatters._kernels
     assert isinstance(kernels, PreparingKernels)
     event = Flag()
     request.send(16, ready=event).finish()
     rig.wait(0.1)
-    role, launched = rig.decodes[0].endpoint.driver.loop.side, list[int]()
-    read = role.on_frame
+    side, launched = rig.decodes[0].endpoint.driver.loop.side, list[int]()
+    read = side.on_frame
 
     def noted(frame: RoomFrame) -> None:
         read(frame)
         if isinstance(frame, ChunkReady):
             launched.append(len(kernels.launched))
 
-    monkeypatch.setattr(role, "on_frame", noted)
+    monkeypatch.setattr(side, "on_frame", noted)
     event.fired = True
     request.landed()
     assert launched == [1, 2]

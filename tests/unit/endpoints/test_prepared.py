@@ -40,7 +40,7 @@ def granted(rig: Rig, event: Flag, name: str = "room") -> Request:
 
 def scatterer(rig: Rig) -> ScatterQueue:
     """The decode rank's."""
-    return rig.decodes[0].endpoint._role._scatters
+    return rig.decodes[0].endpoint._side._scatters
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

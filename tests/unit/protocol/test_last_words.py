@@ -179,7 +179,7 @@ def test_done_may_come_before_the_notices(exposed: bool) -> None:
         assert only(effects, CastVote) == []
         effects = room.say(Scattered(B))
     assert only(effects, CastVote) == [CastVote(True, "")]
-    assert (room.machine.inbound.segments_landed, state_of(room)) == (2, Receiving.LANDED)
+    assert (room.machine.inbound.segments_placed, state_of(room)) == (2, Receiving.PLACED)
 
 
 def test_a_done_writer_that_is_lost_before_its_notices_fails_the_room() -> None:

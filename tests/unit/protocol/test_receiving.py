@@ -108,9 +108,9 @@ def test_distinct_writers_are_counted_and_a_repeated_notice_is_only_acknowledged
     assert only(effects, Scatter) == [Scatter(A, {Rank(0): 70000 - 65536, Rank(1): 70000 - 65536 + 1024})]
     assert only(room.say(chunk(1), chunk(0)), Scatter) == []
     assert only(room.say(Scattered(A)), Free) == [Free(A)]
-    assert (room.machine.inbound.segments_landed, room.machine.inbound.bytes_landed) == (1, 2048)
+    assert (room.machine.inbound.segments_placed, room.machine.inbound.bytes_placed) == (1, 2048)
     assert sent(room.say(chunk(0), chunk(1))) == [(0, Landed), (1, Landed)]
-    assert room.machine.inbound.segments_landed == 1
+    assert room.machine.inbound.segments_placed == 1
 
 
 def test_a_request_reserves_once_for_the_first_asker_and_grants_each_its_part() -> None:
@@ -255,7 +255,7 @@ def test_a_rank_succeeds_when_all_has_landed_all_are_done_and_all_ranks_agree() 
     effects = room.say(Scattered(B))
     assert only(effects, Store) == [Store(b"zero")]
     assert only(effects, CastVote) == [CastVote(True, "")]
-    assert (phase_of(room), room.machine.released, state_of(room)) == (Phase.MOVING, False, Receiving.LANDED)
+    assert (phase_of(room), room.machine.released, state_of(room)) == (Phase.MOVING, False, Receiving.PLACED)
     assert sent(room.say(Decided(True, ""))) == [(0, Complete), (1, Complete)]
     assert (phase_of(room), room.machine.released) == (Phase.DONE, True)
     assert room.machine.next_at() is None

@@ -40,7 +40,7 @@ def test_a_room_with_states_succeeds_only_when_they_have_landed_too() -> None:
     room.land(B, OTHER_LEASE)
     room.land(Segment(0, 1, 0, 2, state=True), Lease(VirtualOffset(80128), 512, 14592))
     assert only(room.say(done(0, 3), done(1, 3)), CastVote) == [CastVote(True, "")]
-    assert room.machine.inbound.segments_landed == 3
+    assert room.machine.inbound.segments_placed == 3
 
 
 @pytest.mark.parametrize(

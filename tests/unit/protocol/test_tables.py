@@ -66,7 +66,7 @@ HERE = {Lost, Gone, Cancel, Tick}
 IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
     Receiving.OPENED: ({Leased, Scattered}, "nothing was asked of the ring or the kernels"),
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
-    Receiving.LANDED: ({Awaited, Introduced, Leased, Scattered}, "no segment is left that waits for anything"),
+    Receiving.PLACED: ({Awaited, Introduced, Leased, Scattered}, "no segment is left that waits for anything"),
     Receiving.DRAINING: (set(), ""),
     Sending.MOVING: ({Quiet}, "a write that is not quiet has failed the flow"),
     Sending.FINISHED: ({Finished, Wrote, WriteFailed, Quiet}, "every segment has landed, and finish is said once"),

@@ -130,20 +130,20 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         arguments.one(source, "source", Source)
         own = self._options.of_room(silence_s, total_s)
         with self.admission.enter(f"room {room.hex()}"):
-            if self._role.quarantined > ALL_QUARANTINE * self._ring_bytes:
+            if self._side.quarantined > ALL_QUARANTINE * self._ring_bytes:
                 raise QuarantineFullError(
-                    f"room {room.hex()}: {self._role.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
+                    f"room {room.hex()}: {self._side.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
                 )
             key = self._new_key(room)
             handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._role.open, key, handle, source, own.silence_s, own.total_s))
+            self._loop.post(partial(self._side.open, key, handle, source, own.silence_s, own.total_s))
         return handle
 
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of the ring that wait for evidence."""
-        return self._role.quarantined
+        return self._side.quarantined
 
     @property
     def leased_bytes(self) -> int:
@@ -157,17 +157,17 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 
     def inspect(self) -> DecodeInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
-        return self._role.inspect()
+        return self._side.inspect()
 
     # For handles.
 
     def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
         """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
-        self._loop.post(partial(self._role.expect, key, wanted))
+        self._loop.post(partial(self._side.expect, key, wanted))
 
     def abort(self, key: RoomKey, error: AbortedError) -> None:
         """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
-        self._loop.post(partial(self._role.abort, key, error))
+        self._loop.post(partial(self._side.abort, key, error))
 
 
 def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:

@@ -468,8 +468,8 @@ class DecodeSide:
         machine, report = room.machine, room.handle.report
         if machine.error is not None:
             self._hold(room)
-        report.segments, report.nbytes = machine.inbound.segments_landed, machine.inbound.bytes_landed
-        report.path = machine.path or ("exposed pages" if machine.inbound.segments_landed else "")
+        report.segments, report.nbytes = machine.inbound.segments_placed, machine.inbound.bytes_placed
+        report.path = machine.path or ("exposed pages" if machine.inbound.segments_placed else "")
         released = machine.released and room.checking is None
         if released and "total" not in report.seconds:
             report.spend("total", self._loop.now - room.opened)

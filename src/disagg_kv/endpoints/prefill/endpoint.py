@@ -119,7 +119,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         room = RoomId(arguments.room_id(room))
         own = self._options.of_room(silence_s, total_s)
         with self.admission.enter(f"room {room.hex()}"):
-            stuck = self._role.quarantined_slots
+            stuck = self._side.quarantined_slots
             if 2 * stuck > self._slots:
                 raise QuarantineFullError(
                     f"room {room.hex()}: {stuck} of {self._slots} staging slots wait for evidence"
@@ -127,7 +127,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             key = self._new_key(room)
             handle = DeliveryHandle(key, self._pool, self)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._role.open, key, handle, own.silence_s, own.total_s))
+            self._loop.post(partial(self._side.open, key, handle, own.silence_s, own.total_s))
         return handle
 
     def step(
@@ -146,8 +146,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         batch = Batch(tokens, used, layered)
         with self.admission.enter("a forward pass"):
             submitted = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
-            cuts = LayerGroups([one.key for one in submitted], self._role.row_layers)
-            self._loop.post(partial(self._role.announce, submitted, self._loop.clock(), cuts))
+            cuts = LayerGroups([one.key for one in submitted], self._side.row_layers)
+            self._loop.post(partial(self._side.announce, submitted, self._loop.clock(), cuts))
         layers, traced = self._pool.site.shard.layers(), self._loop.traced
         return ForwardPass(submitted, layers, self, cuts, layered=layered, traced=traced)
 
@@ -163,28 +163,28 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
     def inspect(self) -> PrefillInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
-        return self._role.inspect()
+        return self._side.inspect()
 
     # For handles.
 
     def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        loop, role = self._loop, self._role
-        loop.post(lambda: loop.when(ready, lambda: role.change(key, act), lambda exc: role.broken([key], exc)))
+        loop, side = self._loop, self._side
+        loop.post(lambda: loop.when(ready, lambda: side.change(key, act), lambda exc: side.broken([key], exc)))
 
     def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._role.send, submitted, ready))
+        self._loop.post(partial(self._side.send, submitted, ready))
 
     def final(
         self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None
     ) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._role.final_at, submitted, layers, ready, self._loop.clock()), wake=False)
+        self._loop.post(partial(self._side.final_at, submitted, layers, ready, self._loop.clock()), wake=False)
 
     def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._role.begun, submitted, self._loop.clock()), wake=False)
+        self._loop.post(partial(self._side.begun, submitted, self._loop.clock()), wake=False)
 
     def wake(self) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
@@ -192,11 +192,11 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
     def closed(self, submitted: Sequence[SubmittedChunk], ready: Event | None) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._role.closed_at, submitted, ready, self._loop.clock()))
+        self._loop.post(partial(self._side.closed_at, submitted, ready, self._loop.clock()))
 
     def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
         """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._role.withdraw, key, fired))
+        self._loop.post(partial(self._side.withdraw, key, fired))
 
 
 def _chunks(

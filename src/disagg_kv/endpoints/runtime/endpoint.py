@@ -52,8 +52,8 @@ class Endpoint(Generic[H, S]):
         self._changes: ChangeQueue[H] = ChangeQueue()
 
         def build(loop: EventLoop) -> S:
-            self._role = side(loop, self._changes)
-            return self._role
+            self._side = side(loop, self._changes)
+            return self._side
 
         environment = parts.environment
         self._loop = EventLoop(
@@ -98,11 +98,11 @@ class Endpoint(Generic[H, S]):
     @property
     def open_rooms(self) -> int:
         """Rooms that are still kept: open ones, and ended ones that wait for evidence or a last answer."""
-        return self._role.open_rooms
+        return self._side.open_rooms
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""
-        self._role.check_integrity()
+        self._side.check_integrity()
 
     def _new_key(self, room: RoomId) -> RoomKey:
         """The key of a room that may be opened now.

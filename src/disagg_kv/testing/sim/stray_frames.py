@@ -43,7 +43,7 @@ from .node import SimNode
 
 BOX = (0, 1, 0, 1, False)
 
-BRIEF = (Receiving.OPENED, Receiving.LANDED, Sending.COMPLETE)
+BRIEF = (Receiving.OPENED, Receiving.PLACED, Sending.COMPLETE)
 """States that rooms are seldom seen in: they are preferred."""
 
 SELDOM = (*BRIEF, Sending.FINISHED)
@@ -53,7 +53,7 @@ LATE = (Sending.FINISHED, Sending.ABORTING, Sending.DRAINING)
 """States that rooms do not stay in for long: of the others they are preferred."""
 
 
-ENDS, ENDS_LANDED = 0.05, 0.2
+ENDS, ENDS_PLACED = 0.05, 0.2
 """Shares of the stray_frames that end a room, and one that has landed; none does once faults have stopped."""
 
 MISDIRECTED = 0.1
@@ -124,7 +124,7 @@ class StrayFrames:
         late = [pair for pair in pairs if pair[0].state in LATE]
         machine, epoch, head = self._world.random.choice(brief or late or pairs)
         harmless = _acting(machine.state, ("ignore",))
-        answered = (*STEADY, "answer_landed") if self._has_finished(node, epoch, head) else STEADY
+        answered = (*STEADY, "answer_placed") if self._has_finished(node, epoch, head) else STEADY
         steady = _acting(machine.state, answered)
         # That a peer has nothing to write is true before it was asked for something.
         ends = [Abort, Drained] if machine.state is Receiving.OPENED else [Abort]
@@ -135,7 +135,7 @@ class StrayFrames:
         if (
             ends
             and not self._world.healed
-            and rng.random() < (ENDS_LANDED if machine.state is Receiving.LANDED else ENDS)
+            and rng.random() < (ENDS_PLACED if machine.state is Receiving.PLACED else ENDS)
         ):
             self._deliver(node, machine, _frame(rng.choice(ends), head), counted=False, steady=False)
         else:

@@ -16,7 +16,7 @@ from .stray_frames import StrayFrames
 
 CRASHES = {"prefill": FaultClass.PREFILL_CRASH, "decode": FaultClass.DECODE_CRASH}
 
-BRIEF = (Receiving.LANDED, Sending.COMPLETE)
+BRIEF = (Receiving.PLACED, Sending.COMPLETE)
 
 STRUCK, LOST = 0.2, 0.7
 """Share of the steps after which an engine acts on such a room; and after which its peer is lost."""

@@ -109,7 +109,7 @@ class Room(SimRoom):
 
     def _expect(self, entry: Entry) -> None:
         handle, node, plan = entry.handle, entry.node, self.plan
-        if self._quiet(entry):
+        if self._is_over(entry):
             return
         assert isinstance(handle, ReceptionHandle)
         memory = node.memory
@@ -156,7 +156,7 @@ class Room(SimRoom):
         if plan.withdraw is not None and not plan.late:
             self.world.later(plan.withdraw, partial(self.withdraw, entry))
 
-    def _quiet(self, entry: Entry) -> bool:
+    def _is_over(self, entry: Entry) -> bool:
         """Nothing is to be done for it any more."""
         handle = entry.handle
         return not entry.node.alive or handle is None or handle.phase in FINAL or entry.freed
@@ -166,7 +166,7 @@ class Room(SimRoom):
 
     def chunk(self, entry: Entry, number: int) -> None:
         """The next chunk has pages: hand it over, or announce it and compute it."""
-        if self._quiet(entry):
+        if self._is_over(entry):
             return
         if number == len(self.plan.edges):
             self._finish(entry)
@@ -193,7 +193,7 @@ class Room(SimRoom):
 
     def taken(self, entry: Entry, number: int) -> Chunk | None:
         """A chunk with its pages; None: it is not wanted any more, or it waits and comes again by itself."""
-        if self._quiet(entry):
+        if self._is_over(entry):
             return None
         stop = self.plan.edges[number]
         waits = entry.withdrawal is not None or entry.given != (self.plan.edges[number - 1] if number else 0)
@@ -272,7 +272,7 @@ class Room(SimRoom):
 
     def withdraw(self, entry: Entry) -> None:
         """Preemption: once reads have ended the pages go to others, and later the rows are computed again."""
-        if self._quiet(entry) or entry.withdrawal is not None or not entry.given:
+        if self._is_over(entry) or entry.withdrawal is not None or not entry.given:
             return
         assert isinstance(entry.handle, DeliveryHandle)
         self.world.hit(FaultClass.WITHDRAW)
@@ -292,12 +292,12 @@ class Room(SimRoom):
         entry.node.memory.give(entry.pages)
         again = entry.given
         entry.pages, entry.given = [], 0
-        if not self._quiet(entry):
+        if not self._is_over(entry):
             self.world.later(self.world.random.choice((0.001, RETRY_S)), partial(self._resubmit, entry, again))
 
     def _resubmit(self, entry: Entry, upto: int) -> None:
         """The rows are there again, in other pages."""
-        if self._quiet(entry) or entry.given:
+        if self._is_over(entry) or entry.given:
             return
         if not self._room_for(entry, upto):
             self._later(partial(self._resubmit, entry, upto))
