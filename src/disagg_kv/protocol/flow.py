@@ -18,6 +18,7 @@ from ..ids import Epoch, Generation, Rank, RoomId, peer_name
 from ..planning import Batch, Intake, Limits, Segment
 from .base import (
     Cancel,
+    Decided,
     Finished,
     Gone,
     Granted,
@@ -481,7 +482,7 @@ class Flow(Machine[Sending]):
     def _on_answer_drained(self, event: Abort) -> None:
         self._send(Drained(**self._head, reason=words(self.error)))
 
-    def _on_close(self, event: DrainedAck | Lost | Gone | Cancel) -> None:
+    def _on_close(self, event: Decided | DrainedAck | Lost | Gone | Cancel) -> None:
         self._repeat.clear()
         self.state = Sending.CLOSED
 

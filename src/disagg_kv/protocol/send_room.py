@@ -238,7 +238,7 @@ class SendRoom:
         assert self._voted
         self.done = True
         self.rows.clear()
-        return self._all(Cancel(AbortedError("complete")), now)
+        return self._all(event, now)
 
     def _fail(self, error: DisaggKVError, now: float) -> list[Effect]:
         self.error = error

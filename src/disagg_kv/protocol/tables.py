@@ -245,6 +245,7 @@ SENDING: Table = _table(
             Lost: ("ignore", ()),
             Gone: ("ignore", ()),
             Cancel: ("close", (P.CLOSED,)),
+            Decided: ("close", (P.CLOSED,)),
             Tick: ("ignore", ()),
         },
         P.ABORTING: {

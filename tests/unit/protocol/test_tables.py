@@ -68,11 +68,17 @@ IMPOSSIBLE: dict[Enum, tuple[set[type], str]] = {
     Receiving.MOVING: ({Awaited, Introduced}, "both are said once, and moving follows both"),
     Receiving.PLACED: ({Awaited, Introduced, Leased, Scattered}, "no segment is left that waits for anything"),
     Receiving.DRAINING: (set(), ""),
-    Sending.MOVING: ({Quiet}, "a write that is not quiet has failed the flow"),
-    Sending.FINISHED: ({Finished, Wrote, WriteFailed, Quiet}, "every segment has landed, and finish is said once"),
+    Sending.MOVING: (
+        {Quiet, Decided},
+        "a write that is not quiet has failed the flow; success needs every flow complete",
+    ),
+    Sending.FINISHED: (
+        {Finished, Wrote, WriteFailed, Quiet, Decided},
+        "every segment has landed, and finish is said once",
+    ),
     Sending.COMPLETE: ({Finished, Wrote, WriteFailed, Quiet}, "as when finished"),
-    Sending.ABORTING: (set(), ""),
-    Sending.DRAINING: ({Wrote, WriteFailed, Quiet}, "no write is left"),
+    Sending.ABORTING: ({Decided}, "the room has failed"),
+    Sending.DRAINING: ({Wrote, WriteFailed, Quiet, Decided}, "no write is left, and the room has failed"),
 }
 SIDES = [
     pytest.param(
@@ -81,7 +87,9 @@ SIDES = [
         TO_DECODE | HERE | {AskAgain, Awaited, Introduced, Leased, Scattered, Decided},
         id="decode",
     ),
-    pytest.param(SENDING, Sending, TO_PREFILL | HERE | {Offered, Finished, Wrote, WriteFailed, Quiet}, id="prefill"),
+    pytest.param(
+        SENDING, Sending, TO_PREFILL | HERE | {Offered, Finished, Wrote, WriteFailed, Quiet, Decided}, id="prefill"
+    ),
 ]
 
 
