@@ -15,6 +15,12 @@ from attrs import frozen
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
+
+def name_of(page: Path) -> str:
+    """The path of a page in the repository, as the id of a test."""
+    return str(page.relative_to(ROOT))
+
+
 _FENCE = re.compile(
     r"^(?:<!-- test: (?P<marker>[^\n]+?) -->\n)?```(?P<language>\w+)[^\n]*\n(?P<source>.*?)^```[ \t]*$",
     re.MULTILINE | re.DOTALL,

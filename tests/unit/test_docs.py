@@ -16,7 +16,7 @@ from disagg_kv.cli.main import COMMANDS, build, run
 from disagg_kv.protocol import AnyFrame, Options
 from disagg_kv.strategies import registry as strategies
 from disagg_kv.transports import registry as transports
-from tests.support.pages import PAGES, ROOT, blocks, marked, parse
+from tests.support.pages import PAGES, ROOT, blocks, marked, name_of, parse
 
 CHEAP = ("--version", "plan", "doctor")
 """Commands that are run here; ``demo`` and ``bench`` have tests of their own."""
@@ -53,7 +53,7 @@ def module(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.usefixtures("tutorial")
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
 def test_the_python_blocks_of_a_page_run_in_order(page: Path, module: ModuleType) -> None:
     for block in blocks(page):
         if block.language == "python" and not block.skipped and block.marker != "transport":
@@ -115,7 +115,8 @@ def test_the_readme_has_every_transport() -> None:
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
-    assert [page.name for page in PAGES[1:] if f" {page.name}\n" not in words("mkdocs.yml")] == []
+    pages = [page.relative_to(ROOT / "docs") for page in PAGES[1:]]
+    assert [page for page in pages if f" {page}\n" not in words("mkdocs.yml")] == []
 
 
 def test_the_reference_has_every_layer() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import PAGES, ROOT
+from tests.support.pages import PAGES, ROOT, name_of
 
 SOURCE = ROOT / "src" / "disagg_kv"
 OTHER_PAGES = tuple(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))
@@ -50,12 +50,12 @@ def docstrings(source: str) -> Iterator[str]:
             yield node.value.value
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=name_of)
 def test_a_page_has_no_odd_words(page: Path) -> None:
     assert odd_words(page.read_text()) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_has_no_sentence_that_must_be_read_twice(page: Path) -> None:
     assert long_sentences(page.read_text()) == []
 

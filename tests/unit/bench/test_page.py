@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page import MARK, PAGES, RESULTS, VIEWS, filled, gpu_peer, shown
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, name_of
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_pages_show_what_was_measured(page: Path) -> None:
     assert filled(page.read_text()) == page.read_text(), "run python benchmarks/page.py"
 
