@@ -101,7 +101,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a writer that is done is not needed, although its notices are missing",
            RECEIVE + "_on_lost", "if not w.complete if", "if w.done is None if"),
     Mutant("Done is said while a write is under way",
-           FLOW + "_check_finished", "self._unacknowledged < len", "self._unacknowledged + len(self._unquiet) < len"),
+           FLOW + "_check_finished", "unacknowledged < len", "unacknowledged + len(self._unquiet) < len"),
     Mutant("a slot is used again while a failed write may read it",
            WRITES + "end", "if not post.unquiet:", "if True:"),
     Mutant("a write that is not quiet is posted again",

@@ -6,12 +6,9 @@ state and event.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence, Set
-from enum import Enum, auto
-from itertools import islice
+from collections.abc import Callable, Sequence
 
-from attrs import define, frozen
+from attrs import frozen
 
 from ..errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch, Generation, Rank, RoomId, peer_name
@@ -56,6 +53,7 @@ from .frames import (
 )
 from .long_aux import LongAux
 from .machine import Machine, ours
+from .outbound import OutboundSegment, OutboundSegments, SegmentStep
 from .repeater import Repeater
 from .rows import Readiness
 from .tables import SENDING, Sending
@@ -96,31 +94,6 @@ class FlowPlan:
     pace: Callable[[], WirePace | None] = lambda: None
 
 
-class _SegmentStep(Enum):
-    """How far a segment is towards one destination."""
-
-    PLANNED = auto()
-    ASKED = auto()
-    GRANTED = auto()
-    WRITING = auto()
-    ANNOUNCED = auto()
-
-
-@define
-class _OutboundSegment:
-    nbytes: int
-    step: _SegmentStep = _SegmentStep.PLANNED
-    grant: Grant | None = None
-    ask: int = 0
-    asked_ready: bool = False
-    tries: int = 0
-
-    @property
-    def announced(self) -> bool:
-        """True: it is written, nothing reads it any more, and ``ChunkReady`` is repeated until ``Landed``."""
-        return self.step is _SegmentStep.ANNOUNCED
-
-
 class Flow(Machine[Sending]):
     """The prefill side's state machine for one room and one decode rank.
 
@@ -139,22 +112,16 @@ class Flow(Machine[Sending]):
         self.generation = Generation(head["generation"])
         self.plan = plan
         self.error: DisaggKVError | None = None
-        self.bytes_landed = 0
-        self.segments_landed = 0
+        self.outbound = OutboundSegments()
         self._head = head
         self._options = options
         self._readiness = readiness
         self._repeat = Repeater(options)
-        self._parts: dict[Segment, _OutboundSegment] = {}
-        self._runs: Counter[range] = Counter()
         self._unquiet: set[Segment] = set()
         self._finished: Finished | None = None
         self._aux = LongAux(options.aux_part)
         self._stated = False
         self._lost = False
-        self._announced = 0
-        self._unacknowledged = 0
-        self._begun = 0
 
     @property
     def finished(self) -> bool:
@@ -199,33 +166,22 @@ class Flow(Machine[Sending]):
 
     def _plan(self, segment: Segment) -> None:
         assert self.plan is not None
-        nbytes = self.plan.intake.part_bytes(segment, self.plan.rank)
-        if nbytes and segment not in self._parts:
-            self._parts[segment] = _OutboundSegment(nbytes)
-            self._runs[segment.layers] += not segment.state
+        self.outbound.add(segment, self.plan.intake.part_bytes(segment, self.plan.rank))
 
     def begin(self, transfer: Transfer) -> bool:
         """The transfer queue starts on a Transfer; False: it has become void (an abort, a withdrawal)."""
         if not self.awaits(transfer) or self._readiness(transfer.segment) is not Readiness.READY:
             return False
-        self._parts[transfer.segment].step = _SegmentStep.WRITING
+        self.outbound.move(self.outbound[transfer.segment], SegmentStep.WRITING)
         self._unquiet.add(transfer.segment)
         return True
 
     def awaits(self, transfer: Transfer) -> bool:
         """Whether a transfer still has its grant, and has not begun."""
-        part = self._parts.get(transfer.segment)
-        if self.state is not Sending.MOVING or part is None or part.step is not _SegmentStep.GRANTED:
+        part = self.outbound.get(transfer.segment)
+        if self.state is not Sending.MOVING or part is None or part.step is not SegmentStep.GRANTED:
             return False
         return transfer.lease == (None if part.grant is None else part.grant.lease)
-
-    def has(self, segment: Segment) -> bool:
-        """Whether a segment belongs to this flow and has not landed."""
-        return segment in self._parts
-
-    def runs(self) -> Set[range]:
-        """Layers of rows that have not landed, as they cross together."""
-        return {run for run, parts in self._runs.items() if parts}
 
     @property
     def busy(self) -> bool:
@@ -243,33 +199,32 @@ class Flow(Machine[Sending]):
     def _advance(self, *, changed: bool = True) -> None:
         """Request, move or return as many segments as the window allows; ``changed``: known rows or pages have."""
         assert self.plan is not None
-        if not changed and self._begun >= self._options.window:
+        if not changed and self.outbound.begun >= self._options.window:
             return
-        for segment, part in islice(self._parts.items(), self._options.window):
-            if not changed and part.step is not _SegmentStep.PLANNED:
+        for segment, part in self.outbound.first(self._options.window):
+            if not changed and part.step is not SegmentStep.PLANNED:
                 continue
-            if part.step is _SegmentStep.PLANNED and self.plan.exposed:
-                part.step = _SegmentStep.GRANTED
-                self._begun += 1
-            if part.step is _SegmentStep.GRANTED:
+            if part.step is SegmentStep.PLANNED and self.plan.exposed:
+                self.outbound.move(part, SegmentStep.GRANTED)
+            if part.step is SegmentStep.GRANTED:
                 self._use(segment, part)
-            elif part.step is _SegmentStep.PLANNED or (part.step is _SegmentStep.ASKED and not part.asked_ready):
+            elif part.step is SegmentStep.PLANNED or (part.step is SegmentStep.ASKED and not part.asked_ready):
                 readiness = self._readiness(segment)
                 ready = readiness is Readiness.READY
-                if ready or (part.step is _SegmentStep.PLANNED and readiness is not Readiness.WITHDRAWN):
+                if ready or (part.step is SegmentStep.PLANNED and readiness is not Readiness.WITHDRAWN):
                     self._ask(segment, part, ready)
 
-    def _ask(self, segment: Segment, part: _OutboundSegment, ready: bool) -> None:
+    def _ask(self, segment: Segment, part: OutboundSegment, ready: bool) -> None:
         assert self.plan is not None
-        self._begun += part.step is _SegmentStep.PLANNED
-        part.step, part.asked_ready = _SegmentStep.ASKED, ready
+        self.outbound.move(part, SegmentStep.ASKED)
+        part.asked_ready = ready
         box, path = segment_to_wire(segment), self.plan.path
         request = StagingRequest(**self._head, segment=box, ask=part.ask, ready=ready, path=path)
         # Its number says that the grant before it is given back.
         self._repeat.stop(("return", segment))
         self._out.append(self._repeat.start(("request", segment), Send(self.peer, request), self.now))
 
-    def _use(self, segment: Segment, part: _OutboundSegment) -> None:
+    def _use(self, segment: Segment, part: OutboundSegment) -> None:
         """Move a granted segment; return the grant of a withdrawn one, as others may need its bytes of the ring."""
         readiness = self._readiness(segment)
         if readiness is Readiness.READY:
@@ -278,17 +233,17 @@ class Flow(Machine[Sending]):
         elif readiness is Readiness.WITHDRAWN and part.grant is not None:
             back = Return(**self._head, segment=segment_to_wire(segment), ask=part.ask)
             self._out.append(self._repeat.start(("return", segment), Send(self.peer, back), self.now))
-            part.step, part.grant, part.ask = _SegmentStep.PLANNED, None, part.ask + 1
-            self._begun -= 1
+            self.outbound.move(part, SegmentStep.PLANNED)
+            part.grant, part.ask = None, part.ask + 1
 
     def _on_returned(self, event: Returned) -> None:
-        part = self._parts.get(Segment(*event.segment))
+        part = self.outbound.get(Segment(*event.segment))
         if part is None or event.ask != part.ask - 1:
             self.ignored += 1
             return
         self._repeat.stop(("return", Segment(*event.segment)))
 
-    def _transfer(self, segment: Segment, part: _OutboundSegment) -> Transfer:
+    def _transfer(self, segment: Segment, part: OutboundSegment) -> Transfer:
         g = part.grant
         offset, lease = (None, None) if g is None else (g.offset, g.lease)
         return Transfer(self.peer, segment, offset, part.nbytes, lease)
@@ -298,8 +253,8 @@ class Flow(Machine[Sending]):
 
     def _on_grant(self, event: Grant) -> None:
         segment = Segment(*event.segment)
-        part = self._parts.get(segment)
-        if part is None or part.step is not _SegmentStep.ASKED or event.ask != part.ask:
+        part = self.outbound.get(segment)
+        if part is None or part.step is not SegmentStep.ASKED or event.ask != part.ask:
             self.ignored += 1
             return
         if event.nbytes != part.nbytes:
@@ -308,30 +263,28 @@ class Flow(Machine[Sending]):
             return
         self._repeat.stop(("request", segment))
         part.grant = event
-        part.step = _SegmentStep.GRANTED
+        self.outbound.move(part, SegmentStep.GRANTED)
         self._use(segment, part)
         if self._readiness(segment) is Readiness.AHEAD:
             self._out.append(Granted(self._transfer(segment, part)))
 
     def _on_wrote(self, event: Wrote) -> None:
         self._unquiet.discard(event.segment)
-        part = self._parts[event.segment]
-        part.step = _SegmentStep.ANNOUNCED
-        self._announced += 1
-        self._unacknowledged += 1
+        part = self.outbound[event.segment]
+        self.outbound.move(part, SegmentStep.ANNOUNCED)
         lease = None if part.grant is None else part.grant.lease
         notice = ChunkReady(**self._head, segment=segment_to_wire(event.segment), lease=lease, sums=event.sums)
         self._out.append(self._repeat.start(("notice", event.segment), Send(self.peer, notice), self.now))
         self._check_finished()
 
     def _on_write_failed(self, event: WriteFailed) -> None:
-        part = self._parts[event.segment]
+        part = self.outbound[event.segment]
         if event.quiet:
             self._unquiet.discard(event.segment)
             part.tries += 1
             retryable = isinstance(event.error, TransportError) and event.error.retryable
             if retryable and part.tries < WRITE_TRIES:
-                part.step = _SegmentStep.GRANTED
+                self.outbound.move(part, SegmentStep.GRANTED)
                 self._use(event.segment, part)
                 return
         self._fail(ours(event.error, self._name()))
@@ -342,21 +295,14 @@ class Flow(Machine[Sending]):
             self._check_finished()
 
     def _acknowledged(self, segment: Segment) -> bool:
-        part = self._parts.get(segment)
-        if part is None or part.step is _SegmentStep.WRITING:
+        part = self.outbound.get(segment)
+        if part is None or part.step is SegmentStep.WRITING:
             self.ignored += 1
             return False
         for kind in ("request", "return", "notice"):
             self._repeat.stop((kind, segment))
-        self._unacknowledged -= part.announced
-        self._begun -= part.step is not _SegmentStep.PLANNED
-        self._count_landed(self._parts.pop(segment))
-        self._runs[segment.layers] -= not segment.state
+        self.outbound.land(segment)
         return True
-
-    def _count_landed(self, part: _OutboundSegment) -> None:
-        self.bytes_landed += part.nbytes
-        self.segments_landed += 1
 
     def _on_finished(self, event: Finished) -> None:
         self._finished = event
@@ -382,14 +328,14 @@ class Flow(Machine[Sending]):
     def _check_finished(self) -> None:
         """Send ``Done`` with the last notice: no write follows, though acknowledgements may be pending."""
         f = self._finished
-        if f is None or not self._aux.complete or self._unacknowledged < len(self._parts):
+        if f is None or not self._aux.complete or self.outbound.unacknowledged < len(self.outbound):
             return
         assert self.plan is not None
         self.state = Sending.FINISHED
         done = Done(
             **self._head,
             stop=f.stop,
-            segments=self._announced,
+            segments=self.outbound.announced,
             aux=None if self._aux.data else f.aux,
             tag=f.tag,
             pace=self.plan.pace(),
@@ -403,10 +349,7 @@ class Flow(Machine[Sending]):
     def _on_complete(self, event: Complete) -> None:
         """Every notice has come, although its ``Landed`` may be lost."""
         self._repeat.clear()
-        for part in self._parts.values():
-            self._count_landed(part)
-        self._parts.clear()
-        self._runs.clear()
+        self.outbound.land_all()
         self.state = Sending.COMPLETE
 
     def _on_tick(self, event: Tick) -> None:
@@ -443,8 +386,7 @@ class Flow(Machine[Sending]):
     def _stop_moving(self) -> None:
         """Post nothing more; send ``Drained`` once no posted write is left."""
         self._repeat.clear()
-        self._parts.clear()
-        self._runs.clear()
+        self.outbound.clear()
         self.state = Sending.ABORTING
         self._check_quiet()
 
@@ -496,19 +438,12 @@ class Flow(Machine[Sending]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other."""
-        state, unquiet = self.state, self._unquiet
-        if state is Sending.MOVING or state is Sending.FINISHED:
-            assert self._unacknowledged == sum(part.announced for part in self._parts.values())
-            assert self._begun == sum(part.step is not _SegmentStep.PLANNED for part in self._parts.values())
-        assert self.runs() == {segment.layers for segment in self._parts if not segment.state}
-        for segment, part in self._parts.items():
-            step = part.step
-            assert (step is _SegmentStep.WRITING) == (segment in unquiet), (segment, part)
-            assert part.grant is None or (step is not _SegmentStep.PLANNED and step is not _SegmentStep.ASKED)
-            assert state is not Sending.FINISHED or step is _SegmentStep.ANNOUNCED
-        assert not unquiet or state is Sending.ABORTING or state is Sending.MOVING
-        assert not self._parts or state is Sending.MOVING or state is Sending.FINISHED
-        assert state is not Sending.COMPLETE or self.segments_landed >= self._announced
+        state, outbound = self.state, self.outbound
+        outbound.check_integrity(self._unquiet)
+        assert not self._unquiet or state is Sending.ABORTING or state is Sending.MOVING
+        assert not outbound or state is Sending.MOVING or state is Sending.FINISHED
+        assert state is not Sending.FINISHED or outbound.unacknowledged == len(outbound)
+        assert state is not Sending.COMPLETE or outbound.segments_landed >= outbound.announced
 
 
 def room_head(epoch: Epoch, peer: Epoch, room: RoomId, generation: Generation) -> Head:

@@ -121,7 +121,7 @@ class SendRoom:
 
         Of all rows of the room: rows that were withdrawn and given again are cut as before, by calls that differ.
         """
-        runs = {run for flow in self.flows.values() for run in flow.runs()}
+        runs = {run for flow in self.flows.values() for run in flow.outbound.runs()}
         return {self.rows.awaited(run) for run in runs}
 
     def withdraw(self, now: float) -> list[Effect]:

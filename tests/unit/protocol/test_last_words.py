@@ -43,7 +43,7 @@ def announced() -> prefill.Room:
 
 def counted(room: prefill.Room) -> tuple[int, int]:
     flow = room.machine.flows[D[0]]
-    return flow.segments_landed, flow.bytes_landed
+    return flow.outbound.segments_landed, flow.outbound.bytes_landed
 
 
 def test_done_goes_out_with_the_last_notice_and_says_how_many_there_are() -> None:

@@ -158,7 +158,7 @@ class PreparedGathers:
         plan = None if tables is None else self._plan(route, transfer, tables)
         if tables is None or not isinstance(plan, StagedLayout):
             return None
-        destinations = sum(flow.has(segment) for flow in room.machine.flows.values())
+        destinations = sum(segment in flow.outbound for flow in room.machine.flows.values())
         return Planned(plan, tables, route.view, destinations, self._loop.clock() - started)
 
     def _gather(self, members: list[tuple[Transfer, Planned]]) -> tuple[_Members, PreparedGather] | None:
