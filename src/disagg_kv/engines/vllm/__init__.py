@@ -1,0 +1,36 @@
+"""A KV connector for vLLM: prefill and decode instances with different tensor-parallel sizes serve through this library.
+
+vLLM loads it by name, for example::
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "DisaggKVConnector",
+        "kv_connector_module_path": "disagg_kv.engines.vllm", "kv_role": "kv_producer"}'
+
+The parts, none of which imports vLLM but the first:
+
+* ``connector``: vLLM's hooks. Each calls one method of the two sides below, and catches what it raises.
+* ``scheduler``: the side in vLLM's scheduler. It has no tensors, sockets or threads. It decides what each rank does.
+* ``work``: what the scheduler's side tells the ranks in a step.
+* ``worker``: the side in each rank's process. It has the endpoints.
+* ``cache``: vLLM's KV tensors as a pool.
+* ``params``: what travels in ``kv_transfer_params``.
+* ``options``: what ``kv_connector_extra_config`` may hold.
+* ``stats``: counters for vLLM's log and metrics.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .connector import DisaggKVConnector
+
+__all__ = ["DisaggKVConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """``DisaggKVConnector``, which needs vLLM; the parts do not."""
+    if name == "DisaggKVConnector":
+        from .connector import DisaggKVConnector
+
+        return DisaggKVConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,134 @@
+"""vLLM's KV tensors as a pool, in place.
+
+vLLM gives each layer one tensor ``[blocks, heads, tokens, content]``, with strides of its own choice; MLA's has no axis of
+heads. ``content`` is all that a layer keeps of one token and head: K and V, or the latent. On GPUs a row is a token. The
+attention of vLLM's CPU backend stores the K of a whole block before its V, so there a row is a block, which is never cut;
+see ``csrc/cpu`` of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from ...errors import GeometryError, UnsupportedError
+from ...geometry import CacheSpec, Component, Shard, shard
+from ...ids import GroupId, LayerId
+from ...memory import PagedPool
+
+
+@frozen
+class LayerShape:
+    """A layer's cache, as vLLM describes it.
+
+    Args:
+        name: vLLM's name of the layer.
+        group: the page-id space.
+        heads: heads of the whole model, which tensor parallelism divides; 1: every rank holds all of it.
+        window: tokens of a sliding window; None: none.
+        format: names what is inside ``content``; sides with different ones are refused.
+    """
+
+    name: str
+    group: GroupId
+    heads: int
+    window: int | None
+    format: str
+
+
+def pool_of(
+    layers: Sequence[LayerShape],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    blocks: int,
+    block: int,
+    row: int,
+    tp: int,
+    rank: int,
+    model: bytes,
+) -> tuple[PagedPool, list[Shard]]:
+    """The rank's pool, and the shards of all ranks.
+
+    Args:
+        layers: in the order of the model.
+        tensors: per layer name ``[blocks, heads, tokens, content]``, or ``[blocks, tokens, content]``.
+        blocks: number of blocks.
+        block: tokens of a block.
+        row: tokens of a row: 1, or ``block``.
+        tp: number of tensor-parallel ranks.
+        rank: this rank.
+        model: identifies the model.
+
+    Raises:
+        UnsupportedError: a tensor that cannot be described by one stride per axis.
+        GeometryError: a tensor of another shape.
+    """
+    components: dict[LayerId, list[Component]] = {}
+    views: dict[LayerId, dict[str, torch.Tensor]] = {}
+    groups: dict[LayerId, GroupId] = {}
+    for number, layer in enumerate(layers):
+        view = _rows(layer.name, tensors[layer.name], blocks, block, row)
+        dtype = str(view.dtype).removeprefix("torch.")
+        size = view.shape[-1] * view.element_size()
+        component = Component(
+            "kv", dtype, layer.heads, size, tokens_per_row=row, window=layer.window, format=layer.format
+        )
+        at = LayerId(number)
+        components[at], views[at], groups[at] = [component], {"kv": view}, layer.group
+    spec = CacheSpec(components, model)
+    shards = [shard(spec, tp=tp, rank=one) for one in range(tp)]
+    pool = PagedPool.from_tensors(spec, shards[rank], views, layout="HND", group=groups, null_page=0)
+    return pool, shards
+
+
+def _rows(name: str, tensor: torch.Tensor, blocks: int, block: int, row: int) -> torch.Tensor:
+    """``[blocks, heads, rows, content of a row]``, a view."""
+    where, given = f"layer {name}", tensor
+    if tensor.dim() == 3:
+        tensor = tensor.unsqueeze(1)
+    if tensor.dim() != 4 or tensor.shape[0] % blocks:
+        raise UnsupportedError(f"{where}: a cache of shape {tuple(given.shape)} for {blocks} blocks is not supported")
+    if tensor.shape[0] != blocks:
+        tensor = _joined(where, tensor, blocks)
+    if tensor.shape[2] != block:
+        raise GeometryError(f"{where}: {tensor.shape[2]} tokens in a block of {block}")
+    if row == 1:
+        return tensor
+    if tensor.stride(2) != tensor.shape[3] * tensor.stride(3):
+        raise UnsupportedError(f"{where}: strides {tensor.stride()} split the tokens of a block")
+    return tensor.flatten(2).unsqueeze(2)
+
+
+def _joined(where: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Kernel blocks that are parts of a block, joined where one stride reaches all tokens of a block."""
+    parts = tensor.shape[0] // blocks
+    kernel, step = tensor.shape[2], tensor.stride()
+    if step[0] != kernel * step[2]:
+        raise UnsupportedError(f"{where}: {parts} kernel blocks make a block, with strides {step}; use one per block")
+    shape = (blocks, tensor.shape[1], parts * kernel, tensor.shape[3])
+    return tensor.as_strided(shape, (parts * step[0], *step[1:]))
+
+
+def model_digest(model: str, config: Mapping[str, Any], *facts: object) -> bytes:
+    """Identifies the model: its configuration and weights, and what else both sides must share.
+
+    Weights in a local directory count by the size and the last bytes of each file, so that the directory's name does not.
+    """
+    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.blake2b(json.dumps([kept, *map(str, facts)], sort_keys=True, default=str).encode(), digest_size=16)
+    folder = Path(model)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    for file in files:
+        with file.open("rb") as content:
+            size = content.seek(0, 2)
+            content.seek(max(0, size - 4096))
+            digest.update(f"{file.name} {size}".encode() + content.read())
+    if not files:
+        digest.update(model.encode())
+    return digest.digest()

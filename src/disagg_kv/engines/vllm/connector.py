@@ -1,0 +1,322 @@
+"""vLLM's hooks (vLLM 0.32, ``vllm.distributed.kv_transfer.kv_connector.v1.base``).
+
+vLLM makes one connector in the scheduler's process and one in each worker's. Each hook calls one method of that process'
+side. What a hook raises is logged, and the hook returns what does least harm: an exception in one worker's hook would stop
+the other workers for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from ..versions import require
+from .endpoints import open_worker
+from .host import facts
+from .options import ConnectorOptions
+from .scheduler import SchedulerSide
+from .stats import COUNTERS
+from .work import RankAddress, StepWork
+from .worker import WorkerSide
+
+init_logger(__name__)
+log = logging.getLogger("vllm.disagg_kv")
+
+KVConnectorMetadata.register(StepWork)
+KVConnectorHandshakeMetadata.register(RankAddress)
+
+_T = TypeVar("_T")
+
+
+def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """A hook that never raises: the error is logged, and ``default()`` returned."""
+
+    def decorate(hook: Callable[..., _T]) -> Callable[..., _T]:
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                log.exception("disagg_kv: %s failed", hook.__name__)
+                return default()
+
+        return call
+
+    return decorate
+
+
+def _none() -> None:
+    return None
+
+
+class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Serves prefill and decode instances of vLLM through this library; see docs/engines/vllm.md."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """vLLM calls this in the scheduler and in each worker.
+
+        Raises:
+            UnknownNameError: an option of another name.
+            ConfigurationError: an option's value that cannot be.
+            UnsupportedError: a feature of vLLM that the connector does not support.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_through_vllm()
+        require("vllm")
+        transfer = vllm_config.kv_transfer_config
+        self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
+        self._facts = facts(vllm_config, kv_cache_config, tiles=current_platform.is_cpu())
+        self._options.check(self._facts.prefix_caching and transfer.is_kv_consumer)
+        self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._rank_address: RankAddress | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                self._facts.instance, self._facts.groups, produces=self._produces, consumes=self._consumes
+            )
+
+    # What vLLM asks the class.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads outside tokens: the part of one head is one run of bytes, whatever the other side's TP size."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full CUDA graphs skip ``save_kv_layer``, by which layers are sent while others are computed."""
+        return ConnectorOptions.of(extra_config).layered
+
+    # The scheduler.
+
+    @property
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, RankAddress]) -> None:
+        """The addresses of the prefill ranks, which the responses carry."""
+        if self._produces:
+            self._side.meet([metadata[rank].address for rank in sorted(metadata)])
+
+    @guarded(_none)
+    def on_new_request(self, request: Any) -> None:
+        """See :meth:`SchedulerSide.on_new_request`."""
+        self._side.on_new_request(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """See :meth:`SchedulerSide.matched_tokens`."""
+        return self._side.matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """A load fills the blocks of every group."""
+        return tuple(group.index for group in self._facts.groups)
+
+    @guarded(_none)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See :meth:`SchedulerSide.on_allocated`."""
+        self._side.on_allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @guarded(StepWork)
+    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+        """See :meth:`SchedulerSide.build`."""
+        return self._side.build(scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state)
+
+    @guarded(_none)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See :meth:`SchedulerSide.on_results`."""
+        self._side.on_results(
+            set(connector_output.finished_sending or ()), set(connector_output.finished_recving or ())
+        )
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`SchedulerSide.finished`."""
+        return self._side.finished(request)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The same for a cache with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def has_pending_push_work(self) -> bool:
+        """See :attr:`SchedulerSide.pending`."""
+        return self._side.pending
+
+    # The worker.
+
+    @property
+    def _rank(self) -> WorkerSide:
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _work(self) -> StepWork:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepWork)
+        return metadata
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Open this rank's endpoints over vLLM's tensors.
+
+        Raises:
+            UnsupportedError: a tensor whose memory cannot be described.
+        """
+        self._worker, address = open_worker(
+            self._options,
+            self._facts,
+            kv_caches,
+            rank=get_tensor_model_parallel_rank(),
+            group=get_tp_group().cpu_group,
+            produces=self._produces,
+            consumes=self._consumes,
+        )
+        self._rank_address = RankAddress(address)
+
+    def get_handshake_metadata(self) -> RankAddress | None:
+        """This rank's address, for the scheduler."""
+        return self._rank_address
+
+    @guarded(_none)
+    def handle_preemptions(self, kv_connector_metadata: StepWork) -> None:
+        """See :meth:`WorkerSide.preempt`."""
+        self._rank.preempt(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: StepWork) -> None:
+        """A step begins; see :meth:`WorkerSide.begin`. ``start_load_kv`` would be too late: it follows the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begin()
+
+    @guarded(_none)
+    def _begin(self) -> None:
+        if self._worker is not None:
+            self._worker.begin(self._work)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads began with the step."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs only once all its rows are there."""
+
+    @guarded(_none)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """See :meth:`WorkerSide.layer_ready`."""
+        if self._options.layered:
+            self._rank.layer_ready(layer_name)
+
+    @guarded(_none)
+    def wait_for_save(self) -> None:
+        """See :meth:`WorkerSide.end`."""
+        self._rank.end()
+
+    @guarded(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See :meth:`WorkerSide.results`."""
+        results = self._rank.results(finished_req_ids)
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def shutdown(self) -> None:
+        """Close the endpoints."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # Statistics.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What this rank has counted since the last call."""
+        counts = {} if self._worker is None else self._worker.counters.take()
+        return TransferStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """From what a worker sent."""
+        return TransferStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Counters on vLLM's Prometheus endpoint."""
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class TransferStats(KVConnectorStats):
+    """:class:`~disagg_kv.engines.vllm.stats.Counters`, summed over ranks and steps."""
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TransferStats:
+        """Add another rank's, or a later step's."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """As vLLM logs them."""
+        return {name: round(self.data[name], 4) for name in COUNTERS if name in self.data}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class TransferMetrics(KVConnectorPromMetrics):
+    """A Prometheus counter for each of :data:`~disagg_kv.engines.vllm.stats.COUNTERS`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            (name, engine): counter.labels(*values)
+            for name, counter in (
+                (name, self._counter_cls(name=f"vllm:disagg_kv_{name}", documentation=meaning, labelnames=labelnames))
+                for name, meaning in COUNTERS.items()
+            )
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine counted."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name, engine_idx].inc(count)
+
+
+def _log_through_vllm() -> None:
+    """Without this, the library's warnings reach a root logger that prints nothing."""
+    library, engine = logging.getLogger("disagg_kv"), logging.getLogger("vllm")
+    if not library.handlers:
+        library.handlers = engine.handlers
+        library.propagate = False

@@ -1,0 +1,162 @@
+"""What the connector reads of vLLM's configuration, and what it refuses by name.
+
+vLLM's objects are read by attribute, so this module does not import vLLM. Its classes of cache specs are known by name: one
+that is not in :data:`ATTENTION` is refused, since its bytes may mean something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from ...errors import UnsupportedError
+from ...ids import GroupId
+from .cache import LayerShape, model_digest
+from .scheduler import BlockGroup
+
+ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+"""Cache specs of vLLM whose tensors have an axis of tokens, and nothing else in them."""
+
+
+@frozen
+class EngineFacts:
+    """An instance of vLLM, as the connector needs it.
+
+    Args:
+        instance: its name: vLLM's ``engine_id``, which each data-parallel rank has for itself.
+        tp: number of tensor-parallel ranks.
+        blocks: number of cache blocks.
+        block: tokens of a block.
+        row: tokens of a row: 1, or ``block`` where the memory never separates them.
+        groups: the cache groups, in order.
+        layers: the layers' caches, in the order of the model.
+        model: identifies the model.
+        prefix_caching: whether vLLM keeps the blocks of earlier prompts.
+    """
+
+    instance: str
+    tp: int
+    blocks: int
+    block: int
+    row: int
+    groups: tuple[BlockGroup, ...]
+    layers: tuple[LayerShape, ...]
+    model: bytes
+    prefix_caching: bool
+
+
+def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool) -> EngineFacts:
+    """Read them.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        tiles: the platform's attention stores the K of a whole block before its V.
+
+    Raises:
+        UnsupportedError: a feature or a kind of cache that the connector does not move.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    refuse(vllm_config)
+    specs = _layer_specs(kv_cache_config)
+    if not specs:
+        raise UnsupportedError("the model has no KV cache that is transferred")
+    blocks = {spec.block_size for _, _, spec in specs}
+    if len(blocks) > 1:
+        raise UnsupportedError(f"cache groups with blocks of {sorted(blocks)} tokens are not supported yet")
+    block = blocks.pop()
+    row = block if tiles and any(type(spec).__name__ != "MLAAttentionSpec" for _, _, spec in specs) else 1
+    layers = tuple(
+        LayerShape(name, group, _heads(name, spec, model, parallel), _window(name, spec, row), _format(spec, row))
+        for group, name, spec in specs
+    )
+    groups = tuple(
+        BlockGroup(_group(index), index, block, row) for index in kv_cache_config.transfer_group_ids
+    )  # fmt: skip
+    digest = model_digest(
+        str(model.model),
+        model.hf_config.to_dict(),
+        model.dtype,
+        vllm_config.cache_config.cache_dtype,
+        model.quantization,
+    )
+    return EngineFacts(
+        str(vllm_config.kv_transfer_config.engine_id),
+        parallel.tensor_parallel_size,
+        kv_cache_config.num_blocks,
+        block,
+        row,
+        groups,
+        layers,
+        digest,
+        bool(vllm_config.cache_config.enable_prefix_caching),
+    )
+
+
+def refuse(vllm_config: Any) -> None:
+    """Raise an :class:`UnsupportedError` for a feature of vLLM under which the connector would not be right."""
+    parallel = vllm_config.parallel_config
+    wanted: Mapping[str, bool] = {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+    }
+    for feature, used in wanted.items():
+        if used:
+            raise UnsupportedError(f"DisaggKVConnector does not support vLLM's {feature} yet")
+
+
+def _group(index: int) -> GroupId:
+    return GroupId(f"group {index}")
+
+
+def _layer_specs(kv_cache_config: Any) -> list[tuple[GroupId, str, Any]]:
+    """Group, name and spec of each layer; the order of the model, which is the same on all ranks."""
+    found: list[tuple[GroupId, str, Any]] = []
+    for index in kv_cache_config.transfer_group_ids:
+        group = kv_cache_config.kv_cache_groups[index]
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            if type(spec).__name__ not in ATTENTION:
+                raise UnsupportedError(
+                    f"layer {name}: DisaggKVConnector does not move vLLM's {type(spec).__name__} yet; "
+                    f"it moves {', '.join(ATTENTION)}"
+                )
+            found.append((_group(index), name, spec))
+    return sorted(found, key=lambda one: _natural(one[1]))
+
+
+def _natural(name: str) -> Sequence[tuple[int, str]]:
+    """``model.layers.10`` after ``model.layers.9``."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
+
+
+def _heads(name: str, spec: Any, model: Any, parallel: Any) -> int:
+    """Heads of the whole model."""
+    if type(spec).__name__ == "MLAAttentionSpec":
+        return 1
+    total = int(model.get_total_num_kv_heads())
+    local = max(1, total // parallel.tensor_parallel_size)
+    if spec.num_heads != local:
+        raise UnsupportedError(
+            f"layer {name}: {spec.num_heads} KV heads on a rank of {parallel.tensor_parallel_size}, of {total} in all"
+        )
+    return total
+
+
+def _window(name: str, spec: Any, row: int) -> int | None:
+    window = getattr(spec, "sliding_window", None)
+    if window is None:
+        return None
+    if row > 1:
+        raise UnsupportedError(f"layer {name}: a sliding window over blocks that are never cut is not supported yet")
+    return int(window)
+
+
+def _format(spec: Any, row: int) -> str:
+    """Names the arrangement of bytes; sides that differ are refused."""
+    kind = "latent" if type(spec).__name__ == "MLAAttentionSpec" else "kv"
+    return f"vllm {kind}{' of a block' if row > 1 else ''} {getattr(spec.kv_quant_mode, 'name', 'NONE').lower()}"

@@ -1,0 +1,76 @@
+"""What travels in vLLM's ``kv_transfer_params``: from prefill's response, through any router, to decode's request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from ...errors import ConfigurationError, RemoteProtocolError
+from ...rendezvous import Source
+
+REMOTE_PREFILL, REMOTE_DECODE = "do_remote_prefill", "do_remote_decode"
+"""vLLM's own keys: another instance prefills this request; another instance decodes it."""
+
+
+@frozen
+class Origin:
+    """Where decode finds the rows of a request.
+
+    Args:
+        transfer: id of the transfer, unique for each sending of a request.
+        source: the prefill instance.
+    """
+
+    transfer: str
+    source: Source
+
+    def params(self) -> dict[str, Any]:
+        """As prefill returns them to the router."""
+        return {
+            REMOTE_PREFILL: True,
+            REMOTE_DECODE: False,
+            "transfer_id": self.transfer,
+            "instance": self.source.instance,
+            "addresses": list(self.source.addresses),
+        }
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Origin:
+        """From decode's request.
+
+        Raises:
+            RemoteProtocolError: a key is missing, or is not what prefill returned.
+        """
+        transfer = transfer_id(params)
+        if transfer is None:
+            raise RemoteProtocolError("kv_transfer_params: transfer_id is missing")
+        given = params.get("addresses") or ()
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise RemoteProtocolError(f"kv_transfer_params: addresses {given!r:.200} is no list")
+        try:
+            return cls(transfer, Source(params.get("instance", ""), tuple(given)))
+        except ConfigurationError as exc:
+            raise RemoteProtocolError(f"kv_transfer_params: {exc}") from exc
+
+
+def transfer_id(params: Mapping[str, Any]) -> str | None:
+    """The id that a router or prefill gave the transfer; None: it gave none.
+
+    Raises:
+        RemoteProtocolError: it is no text of 1 to 256 characters.
+    """
+    given = params.get("transfer_id")
+    if given is None or (isinstance(given, str) and 0 < len(given) <= 256):
+        return given
+    raise RemoteProtocolError(f"kv_transfer_params: transfer_id {given!r:.200} is no text of 1 to 256 characters")
+
+
+def prompt_tag(token_ids: Sequence[int] | None) -> bytes:
+    """A digest of the prompt, which both sides must agree on; empty: the prompt has no token ids."""
+    if token_ids is None:
+        return b""
+    return hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16).digest()

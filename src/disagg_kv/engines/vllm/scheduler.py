@@ -1,0 +1,239 @@
+"""The connector in vLLM's scheduler process. It decides what every rank does in a step; it moves nothing itself.
+
+A request of a **prefill** instance becomes a transfer with its first rows. Each step adds the rows that it computes. The
+transfer is complete with the last row of the prompt. vLLM keeps the request's blocks until every rank has reported that
+nothing reads them any more.
+
+A request of a **decode** instance waits until all its rows have landed, or the transfer has failed. What happens then is
+vLLM's own policy: it computes the prompt itself, or fails the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import define, frozen
+
+from ...ids import GroupId
+from ...rendezvous import Source
+from .params import REMOTE_DECODE, REMOTE_PREFILL, Origin, prompt_tag, transfer_id
+from .work import Chunk, Load, Pages, StepWork
+
+log = logging.getLogger("vllm.disagg_kv")
+
+
+class EngineRequest(Protocol):
+    """The part of vLLM's ``Request`` that is read here."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_preemptions: int
+    prompt_token_ids: Sequence[int] | None
+    kv_transfer_params: dict[str, Any] | None
+
+
+class BlockState(Protocol):
+    """vLLM's ``KVConnectorBlockState``."""
+
+    def get_block_ids(self, req_id: str, /) -> tuple[list[int], ...] | None:
+        """All blocks of a request that this step schedules."""
+        ...
+
+
+@frozen
+class BlockGroup:
+    """One of vLLM's KV cache groups.
+
+    Args:
+        id: its name on the wire.
+        index: its place among vLLM's groups.
+        block: tokens of a block.
+        row: tokens of a row: 1, or those of a block where the memory never separates them.
+    """
+
+    id: GroupId
+    index: int
+    block: int
+    row: int
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page."""
+        return self.block // self.row
+
+
+@define
+class Sending:
+    """A transfer of a prefill request.
+
+    Args:
+        request: as vLLM knows it, live.
+        transfer: its id.
+        tag: digest of the prompt.
+        preemptions: how often vLLM had preempted the request at the last look.
+        sent: rows of the chunks so far.
+        complete: the last row of the prompt was among them.
+    """
+
+    request: EngineRequest
+    transfer: str
+    tag: bytes
+    preemptions: int = 0
+    sent: int = 0
+    complete: bool = False
+
+
+class SchedulerSide:
+    """The connector's state in the scheduler; one thread calls.
+
+    Args:
+        instance: name of this instance.
+        groups: vLLM's KV cache groups that are transferred, in order.
+        produces: whether other instances may decode requests of this one.
+        consumes: whether other instances may prefill requests of this one.
+    """
+
+    def __init__(self, instance: str, groups: Sequence[BlockGroup], *, produces: bool, consumes: bool) -> None:
+        self._instance = instance
+        self._groups = tuple(groups)
+        self._produces = produces
+        self._consumes = consumes
+        self._addresses: tuple[str, ...] = ()
+        self._sending: dict[str, Sending] = {}
+        self._loading: set[str] = set()
+        self._work = StepWork()
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        """The addresses of this instance's prefill ranks, in order of ranks."""
+        self._addresses = tuple(addresses)
+
+    # Prefill.
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """A request has come; it is sent if another instance decodes it."""
+        params = request.kv_transfer_params or {}
+        if not params.get(REMOTE_DECODE) or not self._produces:
+            return
+        given = transfer_id(params)
+        transfer = given if given is not None else f"{request.request_id}-{uuid.uuid4().hex[:12]}"
+        self._sending[request.request_id] = Sending(request, transfer, prompt_tag(request.prompt_token_ids))
+
+    def _chunks(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> None:
+        for name, one in self._sending.items():
+            if one.preemptions != one.request.num_preemptions:
+                one.preemptions = one.request.num_preemptions
+                self._work.preempted += [name] if one.sent else []
+                one.sent, one.complete = 0, False
+            if name not in scheduled or one.complete or blocks is None:
+                continue
+            ids = blocks.get_block_ids(name)
+            if ids is not None:
+                self._chunk(name, one, scheduled[name], ids)
+
+    def _chunk(self, name: str, one: Sending, scheduled: int, ids: tuple[list[int], ...]) -> None:
+        prompt = one.request.num_prompt_tokens
+        tokens = min(one.request.num_computed_tokens + scheduled, prompt)
+        stop = rows(tokens, self._groups[0], whole=tokens == prompt)
+        if stop == one.sent:
+            return
+        pages = self._pages(ids, one.sent, stop)
+        one.complete = tokens == prompt
+        self._work.chunks[name] = Chunk(one.transfer, stop, pages, one.complete, one.tag)
+        one.sent = stop
+
+    def _finished_sending(self, name: str) -> tuple[bool, dict[str, Any] | None]:
+        one = self._sending[name]
+        if one.complete:
+            return True, Origin(one.transfer, Source(self._instance, self._addresses)).params()
+        if one.sent:
+            self._work.aborted.append(name)
+            return True, None
+        del self._sending[name]
+        self._work.unsent.append(one.transfer)
+        return False, None
+
+    # Decode.
+
+    def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
+        """How many tokens beyond ``computed`` another instance sends, and whether vLLM goes on meanwhile."""
+        params = request.kv_transfer_params or {}
+        if not params.get(REMOTE_PREFILL) or not self._consumes:
+            return 0, False
+        lacking = request.num_prompt_tokens - computed
+        return (lacking, True) if lacking > 0 else (0, False)
+
+    def on_allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], lacking: int) -> None:
+        """vLLM has given a request its blocks, to load ``lacking`` tokens."""
+        params = request.kv_transfer_params or {}
+        if not params.get(REMOTE_PREFILL) or not self._consumes:
+            return
+        params[REMOTE_PREFILL] = False  # vLLM calls again once the rows are there
+        name = request.request_id
+        try:
+            origin = Origin.of(params)
+            if lacking:
+                self._work.loads[name] = self._load(request, origin, blocks, request.num_prompt_tokens - lacking)
+            else:
+                self._work.declined.append(origin)
+        except Exception as exc:
+            log.warning("request %s cannot be loaded: %s", name, exc)
+            if lacking:
+                self._work.refused[name] = str(exc)
+        if lacking:
+            self._loading.add(name)
+
+    def _load(self, request: EngineRequest, origin: Origin, blocks: tuple[list[int], ...], held: int) -> Load:
+        stop = rows(request.num_prompt_tokens, self._groups[0], whole=True)
+        first = rows(held, self._groups[0], whole=False)
+        known = {group.id: first for group in self._groups} if first else {}
+        return Load(origin, stop, self._pages(blocks, first, stop), known, prompt_tag(request.prompt_token_ids))
+
+    # Both.
+
+    def build(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> StepWork:
+        """The work of this step, once. ``scheduled`` has the number of tokens per request."""
+        self._chunks(scheduled, blocks)
+        work, self._work = self._work, StepWork()
+        return work
+
+    def finished(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether vLLM must keep its blocks, and what its response carries."""
+        name = request.request_id
+        if name in self._sending:
+            return self._finished_sending(name)
+        if name in self._loading:
+            self._work.aborted.append(name)
+            return False, None  # vLLM keeps the blocks of a request that waits for rows
+        params = request.kv_transfer_params or {}
+        if params.get(REMOTE_PREFILL) and self._consumes:
+            params[REMOTE_PREFILL] = False
+            self._work.declined.append(Origin.of(params))
+        return False, None
+
+    def on_results(self, sent: set[str], received: set[str]) -> None:
+        """All ranks have reported these requests."""
+        for name in sent:
+            self._sending.pop(name, None)
+        self._loading -= received
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is needed although no request needs one."""
+        return bool(self._work)
+
+    def _pages(self, ids: Sequence[Sequence[int]], start: int, stop: int) -> Pages:
+        """The pages of the rows ``[start, stop)``, of every group."""
+        out = []
+        for group in self._groups:
+            first, end = start // group.page_rows, -(-stop // group.page_rows)
+            out.append((group.id, tuple(ids[group.index][first:end]), first * group.page_rows))
+        return tuple(out)
+
+
+def rows(tokens: int, group: BlockGroup, *, whole: bool) -> int:
+    """Rows of ``tokens`` tokens; a last row that is partly filled counts only if no token follows (``whole``)."""
+    return -(-tokens // group.row) if whole else tokens // group.row

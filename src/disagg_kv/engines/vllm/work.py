@@ -1,0 +1,90 @@
+"""What the scheduler's side asks of every rank in a step. Values only: they are pickled to the ranks."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import define, field, frozen
+
+from ...geometry import PageTable
+from ...ids import GroupId
+from .params import Origin
+
+Pages: TypeAlias = tuple[tuple[GroupId, tuple[int, ...], int], ...]
+"""Per group its id, page ids, and the row at which the first page begins."""
+
+
+def tables(pages: Pages) -> list[PageTable]:
+    """As the endpoints take them."""
+    return [PageTable(group, list(ids), first) for group, ids, first in pages]
+
+
+@frozen
+class Chunk:
+    """Rows of a prefill request that this step computes.
+
+    Args:
+        transfer: id of the transfer.
+        stop: one past the last row.
+        pages: of the rows since the request's last chunk.
+        last: these are the last rows of the prompt.
+        tag: digest of the prompt.
+    """
+
+    transfer: str
+    stop: int
+    pages: Pages
+    last: bool
+    tag: bytes
+
+
+@frozen
+class Load:
+    """Rows that a decode request awaits.
+
+    Args:
+        origin: where they come from.
+        stop: one past the last row.
+        pages: where they go.
+        held: leading rows that are in vLLM's prefix cache, per group.
+        tag: digest of the prompt.
+    """
+
+    origin: Origin
+    stop: int
+    pages: Pages
+    held: dict[GroupId, int]
+    tag: bytes
+
+
+@define
+class StepWork:
+    """One step of all ranks, by request id.
+
+    Args:
+        chunks: prefill requests whose rows this step computes.
+        preempted: prefill requests whose pages the engine takes back before this step.
+        loads: decode requests that begin to wait.
+        declined: transfers that this decode instance does not need; prefill frees their pages.
+        refused: decode requests that cannot be loaded, and why.
+        unsent: transfers of prefill requests that ended before any row was computed.
+        aborted: requests of either side that the engine has ended.
+    """
+
+    chunks: dict[str, Chunk] = field(factory=dict)
+    preempted: list[str] = field(factory=list)
+    loads: dict[str, Load] = field(factory=dict)
+    declined: list[Origin] = field(factory=list)
+    refused: dict[str, str] = field(factory=dict)
+    unsent: list[str] = field(factory=list)
+    aborted: list[str] = field(factory=list)
+
+    def __bool__(self) -> bool:
+        return any((self.chunks, self.preempted, self.loads, self.declined, self.refused, self.unsent, self.aborted))
+
+
+@frozen
+class RankAddress:
+    """The address of a prefill rank, for vLLM's handshake between workers and scheduler."""
+
+    address: str

@@ -1,0 +1,291 @@
+"""The connector in the process of one rank: its endpoints, and the transfers that are under way.
+
+vLLM's worker calls once per step, in this order: :meth:`WorkerSide.preempt`, :meth:`WorkerSide.begin`, per layer
+:meth:`WorkerSide.layer_ready`, :meth:`WorkerSide.end`, :meth:`WorkerSide.results`. A request that fails here harms no
+other one: the failure is logged, and reported with the next results.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from attrs import define, field
+
+from ...errors import EndpointBrokenError
+from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step
+from ...ids import LayerId, RoomId
+from ...memory import Event
+from ...protocol import Phase
+from .params import Origin
+from .stats import Counters
+from .work import Chunk, Load, StepWork, tables
+
+log = logging.getLogger("vllm.disagg_kv")
+
+
+@define
+class Results:
+    """What vLLM is to learn of a step.
+
+    Args:
+        sent: prefill requests whose blocks nothing reads any more.
+        received: decode requests that need not wait any more.
+        failed: those of ``received`` whose rows did not arrive.
+    """
+
+    sent: set[str] = field(factory=set)
+    received: set[str] = field(factory=set)
+    failed: set[str] = field(factory=set)
+
+
+@define
+class Outgoing:
+    """A prefill request. ``ended``: vLLM has ended the request, so it may be reported."""
+
+    delivery: Delivery
+    finished: bool = False
+    ended: bool = False
+
+
+@define
+class Incoming:
+    """A decode request that waits since ``began``."""
+
+    reception: Reception
+    began: float
+
+
+class WorkerSide:
+    """The connector's state in a rank; one thread calls.
+
+    Args:
+        sender: this rank's prefill endpoint; None: the instance decodes only.
+        receiver: this rank's decode endpoint; None: the instance prefills only.
+        layers: layer ids by vLLM's names of layers.
+        mark: an event that fires when the engine's stream has done what is queued now; None: everything is done on
+            return, as on a CPU.
+    """
+
+    def __init__(
+        self,
+        sender: PrefillEndpoint | None,
+        receiver: DecodeEndpoint | None,
+        layers: Mapping[str, LayerId],
+        mark: Callable[[], Event] | None = None,
+    ) -> None:
+        self._sender = sender
+        self._receiver = receiver
+        self._layers = dict(layers)
+        self._mark = mark
+        self._outgoing: dict[str, Outgoing] = {}
+        self._incoming: dict[str, Incoming] = {}
+        self._closing: dict[RoomId, Delivery | Reception] = {}
+        self._unopened: set[str] = set()
+        self._results = Results()
+        self._step: Step | None = None
+        self._last: dict[str, Chunk] = {}
+        self.counters = Counters()
+
+    # A step.
+
+    def preempt(self, work: StepWork) -> None:
+        """The engine takes pages back: return once nothing reads them."""
+        for name in work.preempted:
+            if name in self._outgoing:
+                self._attempt(name, partial(self._withdraw, name))
+
+    def begin(self, work: StepWork) -> None:
+        """Before the forward pass: prefill announces the rows, decode names the pages."""
+        for origin in work.declined:
+            self._decline(origin)
+        for transfer in work.unsent:
+            self._unsent(transfer)
+        for name, reason in work.refused.items():
+            self._fail_load(name, reason)
+        for name, load in work.loads.items():
+            self._attempt(name, partial(self._load, name, load))
+        self._announce(work.chunks)
+        for name in work.aborted:
+            self._abort(name)
+
+    def layer_ready(self, name: str) -> None:
+        """A layer of the forward pass is computed."""
+        if self._step is not None and name in self._layers:
+            self._step.layer_ready(self._layers[name], self._mark)
+
+    def end(self) -> None:
+        """After the forward pass: the rows of all its chunks are final, or will be at the event."""
+        step, self._step = self._step, None
+        last, self._last = self._last, {}
+        if step is None:
+            return
+        ready = None if self._mark is None else self._mark()
+        try:
+            step.close(ready)
+        except Exception as exc:
+            self._abort_pass(last, exc)
+            return
+        for name, chunk in last.items():
+            self._attempt(name, partial(self._finish, name, chunk, ready))
+
+    def results(self, ended: set[str]) -> Results:
+        """What happened since the last call. ``ended``: requests that vLLM has ended since then."""
+        for name in ended & self._outgoing.keys():
+            self._outgoing[name].ended = True
+        self._results.sent |= ended & self._unopened
+        self._unopened -= ended
+        prefill_broken, decode_broken = _broken(self._sender), _broken(self._receiver)
+        for name, going in list(self._outgoing.items()):
+            if going.ended and (going.delivery.released or prefill_broken):
+                del self._outgoing[name]
+                self._sent(name, going.delivery)
+        for name, coming in list(self._incoming.items()):
+            if coming.reception.released or decode_broken:
+                del self._incoming[name]
+                self._received(name, coming)
+        for room, handle in list(self._closing.items()):
+            if handle.released:
+                del self._closing[room]
+        results, self._results = self._results, Results()
+        return results
+
+    def close(self) -> None:
+        """End both endpoints."""
+        for endpoint in (self._sender, self._receiver):
+            if endpoint is not None:
+                endpoint.close()
+
+    # Prefill.
+
+    def _announce(self, chunks: Mapping[str, Chunk]) -> None:
+        if self._sender is None or not chunks:
+            return
+        rooms = {}
+        for name, chunk in chunks.items():
+            self._attempt(name, partial(self._open, name, chunk))
+            going = self._outgoing.get(name)
+            if going is not None and going.delivery.phase not in (Phase.FAILED, Phase.DONE):
+                rooms[going.delivery.room] = chunk.stop, tables(chunk.pages)
+                if chunk.last:
+                    self._last[name] = chunk
+        if rooms:
+            try:
+                self._step = self._sender.step(rooms)
+            except Exception as exc:
+                self._abort_pass(chunks, exc)
+
+    def _withdraw(self, name: str) -> None:
+        self._outgoing[name].delivery.withdraw().synchronize()
+
+    def _abort_pass(self, names: Collection[str], exc: Exception) -> None:
+        """A forward pass cannot be sent: its requests fail."""
+        log.error("the rows of %s cannot be sent: %s", ", ".join(names), exc)
+        self._last = {}
+        for name in names:
+            self._abort(name)
+
+    def _open(self, name: str, chunk: Chunk) -> None:
+        assert self._sender is not None
+        if name not in self._outgoing and name not in self._unopened:
+            self._unopened.add(name)
+            self._outgoing[name] = Outgoing(self._sender.open(room_of(chunk.transfer)))
+            self._unopened.remove(name)
+
+    def _finish(self, name: str, chunk: Chunk, ready: Event | None) -> None:
+        going = self._outgoing[name]
+        if not going.finished:
+            going.delivery.finish(chunk.stop, tag=chunk.tag, ready=ready)
+            going.finished = True
+
+    def _unsent(self, transfer: str) -> None:
+        """Decode may wait for a request that ended before its first rows: answer it."""
+        if self._sender is not None:
+            self._refuse(partial(self._sender.open, room_of(transfer)), "prefill's engine has ended the request")
+
+    def _sent(self, name: str, delivery: Delivery) -> None:
+        self._results.sent.add(name)
+        if delivery.phase is Phase.DONE:
+            self.counters.add(sent=1, sent_bytes=delivery.report.nbytes)
+        else:
+            self.counters.add(sent_failed=1)
+            log.warning("request %s was not sent: %s", name, delivery.error)
+
+    # Decode.
+
+    def _load(self, name: str, load: Load) -> None:
+        assert self._receiver is not None
+        reception = self._receiver.open(room_of(load.origin.transfer), load.origin.source)
+        self._incoming[name] = Incoming(reception, time.monotonic())
+        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held, tag=load.tag))
+
+    def _received(self, name: str, coming: Incoming) -> None:
+        if coming.reception.phase is Phase.DONE:
+            self._results.received.add(name)
+            seconds = time.monotonic() - coming.began
+            self.counters.add(loaded=1, loaded_bytes=coming.reception.report.nbytes, load_seconds=seconds)
+        else:
+            self._fail_load(name, str(coming.reception.error))
+
+    def _fail_load(self, name: str, reason: str) -> None:
+        self._results.received.add(name)
+        self._results.failed.add(name)
+        self.counters.add(load_failed=1)
+        log.warning("request %s was not loaded: %s", name, reason)
+
+    def _decline(self, origin: Origin) -> None:
+        """Prefill may free the pages of a request whose rows are not needed."""
+        if self._receiver is not None:
+            opened = partial(self._receiver.open, room_of(origin.transfer), origin.source)
+            self._refuse(opened, "decode does not need the rows")
+
+    # Both.
+
+    def _refuse(self, opened: Callable[[], Delivery | Reception], reason: str) -> None:
+        try:
+            handle = opened()
+        except Exception as exc:
+            log.warning("a transfer could not be declined: %s", exc)
+        else:
+            handle.abort(reason)
+            self._closing[handle.room] = handle
+
+    def _abort(self, name: str) -> None:
+        for handle in (self._outgoing.get(name), self._incoming.get(name)):
+            if isinstance(handle, Outgoing):
+                handle.delivery.abort("the engine has ended the request")
+            elif handle is not None:
+                handle.reception.abort("the engine has ended the request")
+
+    def _attempt(self, name: str, act: Callable[[], None]) -> None:
+        """Fail one request if something about it cannot be done."""
+        try:
+            act()
+        except Exception as exc:
+            log.exception("request %s", name)
+            if name in self._outgoing:
+                self._outgoing[name].delivery.abort(str(exc))
+            elif name in self._incoming:
+                self._incoming[name].reception.abort(str(exc))
+            elif name not in self._unopened:
+                self._fail_load(name, str(exc))
+
+
+def _broken(endpoint: PrefillEndpoint | DecodeEndpoint | None) -> bool:
+    """Take an endpoint's changes; True: it is broken, and closed now, so nothing of it moves any more."""
+    if endpoint is None:
+        return False
+    try:
+        endpoint.poll()
+    except EndpointBrokenError as exc:
+        log.error("%s", exc)
+        endpoint.close()
+        return True
+    return False
+
+
+def room_of(transfer: str) -> RoomId:
+    """The room of a transfer."""
+    return RoomId(transfer.encode())
