@@ -1,8 +1,8 @@
 """One vLLM instance in a process of its own, driven by lines of JSON: run as ``python engine_process.py CONFIG``.
 
-CONFIG is a JSON object: ``model``, ``tp``, ``block_size``, ``kv`` (vLLM's ``KVTransferConfig``, or null), ``args`` (other
-engine arguments). Each line of the input is ``{"id", "tokens", "n", "params"}`` or ``{"abort": id}``; each line of the output
-``{"id", "tokens", "reason", "params", "seconds"}``. Lines that begin otherwise are vLLM's own.
+CONFIG is a JSON object: ``model``, ``tp``, ``block_size``, ``kv`` (vLLM's ``KVTransferConfig``, or null), ``args``
+(other engine arguments). Each line of the input is ``{"id", "tokens", "n", "params"}`` or ``{"abort": id}``; each line
+of the output ``{"id", "tokens", "reason", "params", "seconds"}``. Lines that begin otherwise are vLLM's own.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ async def serve(config: dict[str, Any]) -> None:
             "cached": final.num_cached_tokens,
         })  # fmt: skip
 
-    loop, tasks = asyncio.get_running_loop(), {}
+    loop = asyncio.get_running_loop()
+    tasks: dict[str, asyncio.Task[None]] = {}
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(line)
         if "abort" in command:

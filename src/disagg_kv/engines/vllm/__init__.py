@@ -1,4 +1,4 @@
-"""A KV connector for vLLM: prefill and decode instances with different tensor-parallel sizes serve through this library.
+"""A KV connector for vLLM: prefill and decode instances of different TP sizes serve through this library.
 
 vLLM loads it by name, for example::
 
@@ -9,7 +9,7 @@ The parts, none of which imports vLLM but the first:
 
 * ``connector``: vLLM's hooks. Each calls one method of the two sides below, and catches what it raises.
 * ``scheduler``: the side in vLLM's scheduler. It has no tensors, sockets or threads. It decides what each rank does.
-* ``work``: what the scheduler's side tells the ranks in a step.
+* ``work``: what the ranks do in a step.
 * ``worker``: the side in each rank's process. It has the endpoints.
 * ``cache``: vLLM's KV tensors as a pool.
 * ``params``: what travels in ``kv_transfer_params``.

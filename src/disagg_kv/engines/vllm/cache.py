@@ -1,9 +1,9 @@
 """vLLM's KV tensors as a pool, in place.
 
-vLLM gives each layer one tensor ``[blocks, heads, tokens, content]``, with strides of its own choice; MLA's has no axis of
-heads. ``content`` is all that a layer keeps of one token and head: K and V, or the latent. On GPUs a row is a token. The
-attention of vLLM's CPU backend stores the K of a whole block before its V, so there a row is a block, which is never cut;
-see ``csrc/cpu`` of vLLM 0.32.
+vLLM gives each layer one tensor ``[blocks, heads, tokens, content]``, with strides of its own choice; MLA's has no axis
+of heads. ``content`` is all that a layer keeps of one token and head: K and V, or the latent. On GPUs a row is a token.
+The attention of vLLM's CPU backend stores the K of a whole block before its V, so there a row is a block, which is
+never cut; see ``csrc/cpu`` of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _joined(where: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
 def model_digest(model: str, config: Mapping[str, Any], *facts: object) -> bytes:
     """Identifies the model: its configuration and weights, and what else both sides must share.
 
-    Weights in a local directory count by the size and the last bytes of each file, so that the directory's name does not.
+    Weights in a local directory count by the size and the last bytes of each file, so that the directory's name does
+    not.
     """
     kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     digest = hashlib.blake2b(json.dumps([kept, *map(str, facts)], sort_keys=True, default=str).encode(), digest_size=16)

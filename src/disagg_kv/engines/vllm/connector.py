@@ -1,8 +1,8 @@
 """vLLM's hooks (vLLM 0.32, ``vllm.distributed.kv_transfer.kv_connector.v1.base``).
 
-vLLM makes one connector in the scheduler's process and one in each worker's. Each hook calls one method of that process'
-side. What a hook raises is logged, and the hook returns what does least harm: an exception in one worker's hook would stop
-the other workers for ever.
+vLLM makes one connector in the scheduler's process and one in each worker's. Each hook calls one method of that
+process' side. What a hook raises is logged, and the hook returns what does least harm: an exception in one worker's
+hook would hang the other workers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """vLLM calls this in the scheduler and in each worker.
+        """VLLM calls this in the scheduler and in each worker.
 
         Raises:
             UnknownNameError: an option of another name.
@@ -205,7 +205,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank.preempt(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: StepWork) -> None:
-        """A step begins; see :meth:`WorkerSide.begin`. ``start_load_kv`` would be too late: it follows the forward pass."""
+        """See :meth:`WorkerSide.begin`. ``start_load_kv`` would be too late: it follows the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self._begin()
 
@@ -268,6 +268,8 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 class TransferStats(KVConnectorStats):
     """:class:`~disagg_kv.engines.vllm.stats.Counters`, summed over ranks and steps."""
+
+    data: dict[str, float]
 
     def reset(self) -> None:
         """Begin anew."""

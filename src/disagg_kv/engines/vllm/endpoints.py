@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from ...channels import Channel, Keys, UnixChannel, ZmqChannel
 from ...endpoints import DecodeEndpoint, PrefillEndpoint, threads_on
@@ -89,8 +90,9 @@ def open_worker(
                 ring_bytes=staging, **connections("decode"),
             )  # fmt: skip
     if isinstance(meeting, RequestRendezvous):
-        everyone: list[list[str]] = [[] for _ in range(facts.tp)]
-        distributed.all_gather_object(everyone, addresses, group=group)
+        everyone = [addresses] * facts.tp
+        if facts.tp > 1:
+            distributed.all_gather_object(everyone, addresses, group=group)
         if produces:
             meeting.learn(facts.instance, [one[0] for one in everyone])
         if consumes:
@@ -105,7 +107,7 @@ def decode_name(instance: str) -> str:
 
 
 def _decode_strategy(options: ConnectorOptions, facts: EngineFacts) -> str:
-    """vLLM shares the blocks of its prefix cache between requests, so they are never written again."""
+    """VLLM shares the blocks of its prefix cache between requests, so they are never written again."""
     if not facts.prefix_caching or "incremental" in options.strategy.split("+"):
         return options.strategy
     return f"{options.strategy}+incremental"
@@ -117,7 +119,7 @@ def _rendezvous(options: ConnectorOptions) -> Rendezvous:
     host, _, port = options.rendezvous.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigurationError(f"rendezvous {options.rendezvous!r}: not tcp://HOST:PORT")
-    return StoreRendezvous(distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30)))
+    return StoreRendezvous(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30)))
 
 
 def _channel(options: ConnectorOptions, folder: str, name: str) -> Channel:
@@ -133,7 +135,7 @@ def _channel(options: ConnectorOptions, folder: str, name: str) -> Channel:
 
 @contextmanager
 def _other_cores() -> Iterator[None]:
-    """vLLM pins a CPU worker to the cores of its computation; the endpoints' threads run on the others, if there are any."""
+    """Place the endpoints' threads beside the cores to which vLLM pins a CPU worker's computation."""
     own = os.sched_getaffinity(0)
     others = set(range(os.cpu_count() or 1)) - own
     if not others:

@@ -1,12 +1,12 @@
 """What the connector reads of vLLM's configuration, and what it refuses by name.
 
-vLLM's objects are read by attribute, so this module does not import vLLM. Its classes of cache specs are known by name: one
-that is not in :data:`ATTENTION` is refused, since its bytes may mean something else.
+vLLM's objects are read by attribute, so this module does not import vLLM. Its classes of cache specs are known by name:
+one that is not in :data:`ATTENTION` is refused, since its bytes may mean something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import frozen
@@ -129,7 +129,7 @@ def _layer_specs(kv_cache_config: Any) -> list[tuple[GroupId, str, Any]]:
     return sorted(found, key=lambda one: _natural(one[1]))
 
 
-def _natural(name: str) -> Sequence[tuple[int, str]]:
+def _natural(name: str) -> list[tuple[int, str]]:
     """``model.layers.10`` after ``model.layers.9``."""
     return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
 

@@ -1,11 +1,11 @@
 """The connector in vLLM's scheduler process. It decides what every rank does in a step; it moves nothing itself.
 
-A request of a **prefill** instance becomes a transfer with its first rows. Each step adds the rows that it computes. The
-transfer is complete with the last row of the prompt. vLLM keeps the request's blocks until every rank has reported that
-nothing reads them any more.
+A request of a **prefill** instance becomes a transfer with its first rows. Each step adds the rows that it computes.
+The transfer is complete with the last row of the prompt. vLLM keeps the request's blocks until every rank has reported
+that nothing reads them any more.
 
-A request of a **decode** instance waits until all its rows have landed, or the transfer has failed. What happens then is
-vLLM's own policy: it computes the prompt itself, or fails the request.
+A request of a **decode** instance waits until all its rows have landed, or the transfer has failed. What happens then
+is vLLM's own policy: it computes the prompt itself, or fails the request.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class SchedulerSide:
         return (lacking, True) if lacking > 0 else (0, False)
 
     def on_allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], lacking: int) -> None:
-        """vLLM has given a request its blocks, to load ``lacking`` tokens."""
+        """VLLM has given a request its blocks, to load ``lacking`` tokens."""
         params = request.kv_transfer_params or {}
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return
@@ -198,6 +198,7 @@ class SchedulerSide:
         """The work of this step, once. ``scheduled`` has the number of tokens per request."""
         self._chunks(scheduled, blocks)
         work, self._work = self._work, StepWork()
+        work.idle = not scheduled
         return work
 
     def finished(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:

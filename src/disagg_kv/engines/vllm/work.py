@@ -69,6 +69,7 @@ class StepWork:
         refused: decode requests that cannot be loaded, and why.
         unsent: transfers of prefill requests that ended before any row was computed.
         aborted: requests of either side that the engine has ended.
+        idle: the step computes nothing.
     """
 
     chunks: dict[str, Chunk] = field(factory=dict)
@@ -78,6 +79,7 @@ class StepWork:
     refused: dict[str, str] = field(factory=dict)
     unsent: list[str] = field(factory=list)
     aborted: list[str] = field(factory=list)
+    idle: bool = False
 
     def __bool__(self) -> bool:
         return any((self.chunks, self.preempted, self.loads, self.declined, self.refused, self.unsent, self.aborted))

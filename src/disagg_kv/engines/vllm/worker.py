@@ -1,4 +1,4 @@
-"""The connector in the process of one rank: its endpoints, and the transfers that are under way.
+"""The connector in the process of one rank: its endpoints, and its transfers.
 
 vLLM's worker calls once per step, in this order: :meth:`WorkerSide.preempt`, :meth:`WorkerSide.begin`, per layer
 :meth:`WorkerSide.layer_ready`, :meth:`WorkerSide.end`, :meth:`WorkerSide.results`. A request that fails here harms no
@@ -14,8 +14,8 @@ from functools import partial
 
 from attrs import define, field
 
-from ...errors import EndpointBrokenError
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step
+from ...errors import EndpointBrokenError
 from ...ids import LayerId, RoomId
 from ...memory import Event
 from ...protocol import Phase
@@ -24,6 +24,9 @@ from .stats import Counters
 from .work import Chunk, Load, StepWork, tables
 
 log = logging.getLogger("vllm.disagg_kv")
+
+IDLE_S = 0.0005
+"""Pause of a step that computes nothing."""
 
 
 @define
@@ -86,6 +89,7 @@ class WorkerSide:
         self._unopened: set[str] = set()
         self._results = Results()
         self._step: Step | None = None
+        self._idle = False
         self._last: dict[str, Chunk] = {}
         self.counters = Counters()
 
@@ -99,6 +103,7 @@ class WorkerSide:
 
     def begin(self, work: StepWork) -> None:
         """Before the forward pass: prefill announces the rows, decode names the pages."""
+        self._idle = work.idle
         for origin in work.declined:
             self._decline(origin)
         for transfer in work.unsent:
@@ -132,7 +137,13 @@ class WorkerSide:
             self._attempt(name, partial(self._finish, name, chunk, ready))
 
     def results(self, ended: set[str]) -> Results:
-        """What happened since the last call. ``ended``: requests that vLLM has ended since then."""
+        """What happened since the last call. ``ended``: requests that vLLM has ended since then.
+
+        vLLM steps without a pause while transfers run. A step that computes nothing sleeps here for a moment,
+        so that the endpoints' threads get the interpreter.
+        """
+        if self._idle and (self._outgoing or self._incoming or self._closing):
+            time.sleep(IDLE_S)
         for name in ended & self._outgoing.keys():
             self._outgoing[name].ended = True
         self._results.sent |= ended & self._unopened
