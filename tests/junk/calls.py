@@ -195,23 +195,23 @@ def _environment(bench: Bench) -> Ready:
     return Environment, {"clock": bench.rig.clock, **quiet}
 
 
-TIMES = {"silence_s": "seconds or none", "total_s": "seconds or none"}
+TIMES = {"silence_s": "seconds or none", "total_s": "seconds or none", "claim_s": "seconds or none"}
 
 
 @covers("PrefillEndpoint.open", room="room", **TIMES)
 def _open_prefill(bench: Bench) -> Ready:
-    return bench.prefill.open, {"room": bench.room(), "silence_s": None, "total_s": None}
+    return bench.prefill.open, {"room": bench.room(), "silence_s": None, "total_s": None, "claim_s": None}
 
 
 @covers("DecodeEndpoint.open", room="room", source="thing", **TIMES)
 def _open_decode(bench: Bench) -> Ready:
-    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None}
+    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None, "claim_s": None}
     return bench.decode.open, good
 
 
 @covers("RecoveringReceiver.open", room="room", source="thing", **TIMES)
 def _open_recovering(bench: Bench) -> Ready:
-    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None}
+    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None, "claim_s": None}
     return bench.recovering.open, good
 
 
@@ -478,7 +478,7 @@ plain("Source.__init__", Source, {"instance": "P", "addresses": ()}, instance="n
 plain("Options.__init__", Options, dict.fromkeys((), None),
       **{name: "seconds" if name.endswith("_s") else "count"
          for name in inspect.signature(Options).parameters})  # fmt: skip
-plain("Options.of_room", Options().of_room, {"silence_s": None, "total_s": None}, **TIMES)
+plain("Options.of_room", Options().of_room, {"silence_s": None, "total_s": None, "claim_s": None}, **TIMES)
 plain("StaticRendezvous.__init__", StaticRendezvous, {"addresses": None}, addresses="mapping or none")
 PUBLISH = {"instance": "P", "rank": 0, "world": 1, "address": "a"}
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
+
 from disagg_kv.errors import AbortedError, CapacityError, DisaggKVError
 from disagg_kv.ids import Epoch, Generation, Rank, RoomId
 from disagg_kv.planning import Segment
@@ -139,7 +141,8 @@ class DecodeNode(Node):
 
     def open(self, room: RoomId, total_s: float) -> RoomKey:
         key = self.next_key(room)
-        self.rooms[key] = ReceiveRoom(room, key.generation, self.epoch, self.options, self.now, total_s)
+        own = attrs.evolve(self.options, total_s=total_s)
+        self.rooms[key] = ReceiveRoom(room, key.generation, self.epoch, own, self.now)
         self.vote(key, None, "")
         return key
 
@@ -268,7 +271,8 @@ class PrefillNode(Node):
 
     def open(self, room: RoomId, total_s: float) -> RoomKey:
         key = self.next_key(room)
-        machine = SendRoom(room, key.generation, self.epoch, self.options, self.now, total_s)
+        own = attrs.evolve(self.options, total_s=total_s)
+        machine = SendRoom(room, key.generation, self.epoch, own, self.now)
         self.rooms[room] = key, machine
         self.vote(key, None, "")
         for parked in [k for k in self.parked if k[0] == room]:

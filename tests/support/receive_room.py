@@ -28,6 +28,7 @@ from disagg_kv.protocol.frames import (
     ChunkReady,
     Done,
     Drained,
+    Expected,
     Head,
     Return,
     StagingRequest,
@@ -68,6 +69,10 @@ def done(rank: int, segments: int = 0, *, stop: int = 8, aux: bytes | None = Non
     return Done(**head(rank), stop=stop, segments=segments, aux=aux, tag=tag)
 
 
+def expected(rank: int, *, parked: bool = False) -> Expected:
+    return Expected(**head(rank), parked=parked)
+
+
 def abort(rank: int) -> Abort:
     return Abort(**head(rank), reason="engine")
 
@@ -86,7 +91,7 @@ class Room:
     def __init__(
         self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16, aux_bytes: int = 0
     ) -> None:
-        self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, 300.0)
+        self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0)
         tables = TABLES if exposed else None
         self.awaited = Awaited(0, stop, 12, ("staged", "direct"), tables, b"tag", aux_bytes=aux_bytes)
         self.introduced = Introduced((P[0], P[1]), INTAKE)

@@ -73,7 +73,7 @@ class Room:
     def __init__(self, *, chunks: int = 2, ready: bool = True, window: int = 16, aux_part: int = 64) -> None:
         self.turns = 0
         options = Options(window=window, aux_part=aux_part)
-        self.machine = SendRoom(RoomId(b"r"), Generation(1), ME, options, 0.0, 300.0)
+        self.machine = SendRoom(RoomId(b"r"), Generation(1), ME, options, 0.0)
         for i in range(chunks):
             self.add(4 * i + 4, ready=ready)
 

@@ -339,7 +339,9 @@ def _how(shape: TransferShape, name: str) -> _How:
 
 def _options(shape: TransferShape) -> Options:
     """Silence is no end here: the benchmark sees when a rank ends, and a busy host may not let one speak in time."""
-    return Options(silence_s=max(shape.timeout_s, Options().silence_s), total_s=shape.timeout_s)
+    return Options(
+        silence_s=max(shape.timeout_s, Options().silence_s), total_s=shape.timeout_s, claim_s=shape.timeout_s
+    )
 
 
 def _schedule(shape: TransferShape, name: str) -> Schedule | None:

@@ -282,7 +282,14 @@ class Step(Protocol):
 class Sender(Protocol):
     """A prefill rank's endpoint."""
 
-    def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> Delivery:
+    def open(
+        self,
+        room: RoomId,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
+    ) -> Delivery:
         """Open a room. Every room that this returns ends, even if another thread calls ``close`` at the same time.
 
         Args:
@@ -290,6 +297,8 @@ class Sender(Protocol):
                 :func:`~disagg_kv.endpoints.attempt_id`.
             silence_s: seconds without a frame of a peer after which the room fails; None: as in the endpoint's options.
             total_s: seconds after which the room fails; None: as in the endpoint's options.
+            claim_s: seconds after ``finish`` after which the room fails if no decode rank has asked for it; None: as in
+                the endpoint's options.
 
         Raises:
             ConfigurationError: an id that is not 1 to 64 bytes, or a time that is not positive and finite.
@@ -355,9 +364,18 @@ class Receiver(Protocol):
     """A decode rank's endpoint."""
 
     def open(
-        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+        self,
+        room: RoomId,
+        source: Source,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
     ) -> Reception:
-        """Open a room that the prefill instance ``source`` sends; see :meth:`Sender.open`."""
+        """Open a room that the prefill instance ``source`` sends; see :meth:`Sender.open`.
+
+        ``claim_s`` are the seconds after ``expect`` after which the room fails if prefill has not opened it.
+        """
         ...
 
     def poll(self) -> Sequence[Reception]:

@@ -20,13 +20,20 @@ from .verify import Verify
 
 
 class Phase(IntEnum):
-    """How far a room is, as its engine sees it. The outcome only: ``released`` says whether the pages are free."""
+    """How far a room is, as its engine sees it. The outcome only: ``released`` says whether the pages are free.
+
+    * ``CONNECTING``: on decode, the prefill ranks are not connected; on prefill, not every decode rank has asked.
+    * ``READY``: the other side is there, and the own engine has not submitted or awaited rows.
+    * ``WAITING``: decode awaits rows, and not every prefill rank has opened the room; not on prefill.
+    * ``MOVING``: rows move, or are being computed.
+    """
 
     FAILED = 0
     CONNECTING = 1
     READY = 2
-    MOVING = 3
-    DONE = 4
+    WAITING = 3
+    MOVING = 4
+    DONE = 5
 
 
 @frozen
@@ -36,6 +43,8 @@ class Options:
     Args:
         silence_s: a peer that sends no frame for this time is lost.
         total_s: a room that has not ended within this time fails.
+        claim_s: a finished prefill room fails if no decode rank has asked for it within this time. A decode room fails
+            if prefill has not opened it within this time.
         heartbeat_s: the longest pause between two frames to a live peer.
         missed: a peer that has missed more heartbeats gets no new grants.
         closed_s: time for a broken connection to be restored, and for the rendezvous to answer a look-up.
@@ -56,6 +65,7 @@ class Options:
 
     silence_s: float = 30.0
     total_s: float = 300.0
+    claim_s: float = 30.0
     heartbeat_s: float = 1.0
     missed: int = 3
     closed_s: float = 3.0
@@ -87,26 +97,25 @@ class Options:
                 f"options: retry_most_s, {self.retry_most_s:g}, is below retry_s, {self.retry_s:g}"
             )
 
-    def of_room(self, silence_s: float | None, total_s: float | None) -> Options:
+    def of_room(self, silence_s: float | None, total_s: float | None, claim_s: float | None) -> Options:
         """The same with a room's own times; None: these.
 
         Raises:
             ConfigurationError: a time that is not positive, or a silence shorter than the pause between heartbeats.
         """
-        if silence_s is None and total_s is None:
+        if silence_s is None and total_s is None and claim_s is None:
             return self
-        silence_s = None if silence_s is None else arguments.seconds(silence_s, "silence_s")
-        total_s = None if total_s is None else arguments.seconds(total_s, "total_s")
         return _of_room(
             self,
-            self.silence_s if silence_s is None else silence_s,
-            self.total_s if total_s is None else total_s,
+            self.silence_s if silence_s is None else arguments.seconds(silence_s, "silence_s"),
+            self.total_s if total_s is None else arguments.seconds(total_s, "total_s"),
+            self.claim_s if claim_s is None else arguments.seconds(claim_s, "claim_s"),
         )
 
 
 @lru_cache(64)
-def _of_room(options: Options, silence_s: float, total_s: float) -> Options:
-    return attrs.evolve(options, silence_s=silence_s, total_s=total_s)
+def _of_room(options: Options, silence_s: float, total_s: float, claim_s: float) -> Options:
+    return attrs.evolve(options, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
 
 
 @frozen

@@ -20,6 +20,8 @@ that was given back does not get a lease again. Rows come as rectangles of rows 
 
 from __future__ import annotations
 
+from math import inf
+
 from ..errors import (
     AbortedError,
     DeadlineError,
@@ -75,21 +77,19 @@ from .machine import ours
 from .tables import Receiving
 from .verify import unlike
 from .wire import segment_from_wire, segment_to_wire
-from .writers import Writer, misplaced, waited_for
+from .writers import Writer, misplaced, unopened, waited_for
 
 
 class ReceiveRoom(DrainingRoom):
     """The decode side's state machine. ``phase`` and ``error`` are its outcome; ``released``: its pages are free."""
 
-    def __init__(
-        self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, now: float, total_s: float
-    ) -> None:
+    def __init__(self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, now: float) -> None:
         super().__init__(room, generation, epoch, options)
         self.path = ""
         self.paths: dict[Rank, str] = {}
         self._options = options
-        self._deadline = now + total_s
-        self._total_s = total_s
+        self._deadline = now + options.total_s
+        self._claim_by = inf
         self._awaited: Awaited | None = None
         self._intake: Intake | None = None
         self._pace: WirePace | None = None
@@ -97,10 +97,13 @@ class ReceiveRoom(DrainingRoom):
 
     def handle(self, event: object, now: float) -> list[Effect]:
         """See :meth:`Machine.handle`; a frame of an unknown writer, and any event after the end, is only counted."""
-        stranger = isinstance(event, RoomFrame) and event.src not in self._writers
-        if stranger or self.state is Receiving.CLOSED:
+        if self.state is Receiving.CLOSED or (isinstance(event, RoomFrame) and event.src not in self._writers):
             self.ignored += 1
             return []
+        if self._claim_by < inf and isinstance(event, RoomFrame):
+            w = self._writers[Epoch(event.src)]
+            w.opened |= not (isinstance(event, Expected) and event.parked)
+            self._claim_by = self._claim_by if unopened(self._writers.values()) else inf
         return super().handle(event, now)
 
     @property
@@ -110,13 +113,16 @@ class ReceiveRoom(DrainingRoom):
             return Phase.FAILED
         if self.state is Receiving.OPENED:
             return Phase.READY if self._intake is not None else Phase.CONNECTING
-        return Phase.DONE if self.state is Receiving.CLOSED else Phase.MOVING
+        if self.state is Receiving.CLOSED:
+            return Phase.DONE
+        return Phase.MOVING if self._claim_by == inf else Phase.WAITING
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
         soonest = self._repeat.next_at()
         if self.state in (Receiving.OPENED, Receiving.MOVING, Receiving.PLACED):
-            return self._deadline if soonest is None else min(soonest, self._deadline)
+            due = min(self._deadline, self._claim_by)
+            return due if soonest is None else min(soonest, due)
         return soonest
 
     # Beginning.
@@ -136,6 +142,7 @@ class ReceiveRoom(DrainingRoom):
         if self._awaited is None or self._intake is None:
             return
         self.state = Receiving.MOVING
+        self._claim_by = self.now + self._options.claim_s
         a = self._awaited
         self._intake = self._intake.for_rows(a.rows)
         self._exposed = a.tables is not None
@@ -375,8 +382,8 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_tick_placed(self, event: Tick) -> None:
         if self.now >= self._deadline:
-            self._deadline = self.now + self._total_s
-            self._out.append(CastVote(False, f"{self._name()}: no agreement within {self._total_s:g} s"))
+            self._deadline = self.now + self._options.total_s
+            self._out.append(CastVote(False, f"{self._name()}: no agreement within {self._options.total_s:g} s"))
 
     def _on_decided(self, event: Decided) -> None:
         if not event.ok:
@@ -391,10 +398,14 @@ class ReceiveRoom(DrainingRoom):
     # Failing.
 
     def _on_tick(self, event: Tick) -> None:
+        writers = self._writers.values()
         if self.now >= self._deadline:
-            where = waited_for(self._writers.values()) if self._writers else "the prefill ranks were not found"
+            where = waited_for(writers) if writers else "the prefill ranks were not found"
             self._declined = True
-            self._fail(DeadlineError(f"{self._name()}: not complete within {self._total_s:g} s: {where}"))
+            self._fail(DeadlineError(f"{self._name()}: not complete within {self._options.total_s:g} s: {where}"))
+        elif self.now >= self._claim_by:
+            late = f"prefill ranks {unopened(writers)} have not opened it within {self._options.claim_s:g} s (claim_s)"
+            self._fail(DeadlineError(f"{self._name()}: {late}"))
         else:
             self._out += self._repeat.tick(self.now)
 

@@ -25,7 +25,6 @@ class SendRoom:
         epoch: ours.
         options: times and bounds.
         now: when it was opened.
-        total_s: how long it may take.
         tokenless: see :class:`Rows`.
     """
 
@@ -36,7 +35,6 @@ class SendRoom:
         epoch: Epoch,
         options: Options,
         now: float,
-        total_s: float,
         tokenless: Collection[LayerId] = (),
     ) -> None:
         self.room = room
@@ -49,8 +47,8 @@ class SendRoom:
         self.rows = Rows(tokenless)
         self._epoch = epoch
         self._options = options
-        self._total_s = total_s
-        self._deadline = now + total_s
+        self._deadline = now + options.total_s
+        self._claim_by = inf
         self._finished: Finished | None = None
         self._voted: bool | None = None
 
@@ -77,7 +75,7 @@ class SendRoom:
 
     def next_at(self) -> float | None:
         """When a Tick is due."""
-        soonest = self._deadline if self.error is None and not self.done else None
+        soonest = min(self._deadline, self._claim_by) if self.error is None and not self.done else None
         for flow in self.flows.values():
             at = flow.next_at()
             if at is not None and (soonest is None or at < soonest):
@@ -152,6 +150,8 @@ class SendRoom:
         if stop != end and end:
             raise LocalProtocolError(f"room {self.room.hex()}: finish at row {stop}, but chunks end at {end}")
         self._finished = Finished(stop, aux, tag)
+        if not self.flows:
+            self._claim_by = now + self._options.claim_s
         out: list[Effect] = []
         if states:
             self.rows.give_states(states)
@@ -190,6 +190,7 @@ class SendRoom:
         head = room_head(self._epoch, peer, self.room, generation)
         flow = Flow(head, plan, self._options, self.rows.readiness)
         self.flows[peer] = flow
+        self._claim_by = inf
         return flow
 
     def handle(self, peer: Epoch, event: object, now: float) -> list[Effect]:
@@ -203,8 +204,11 @@ class SendRoom:
         """Time has passed."""
         if now >= self._deadline and self.error is None and not self.done:
             # Once it has voted, the other ranks decide: they are asked again only after another ``total_s``.
-            self._deadline = now + self._total_s
+            self._deadline = now + self._options.total_s
             return self.cancel(DeadlineError(self._overdue()), now)
+        if now >= self._claim_by and self.error is None:
+            unclaimed = f"no decode rank asked for it within {self._options.claim_s:g} s of its end (claim_s)"
+            return self.cancel(DeadlineError(f"room {self.room.hex()}: {unclaimed}"), now)
         return self._all(Tick(), now)
 
     def _overdue(self) -> str:
@@ -217,7 +221,7 @@ class SendRoom:
         layers = {LayerId(layer) for p in plans for run in p.intake.ranges(p.rank) for layer in run}
         missing = self.rows.missing(layers)
         why = [asked, *late, *([missing] if missing else [])]
-        return f"room {self.room.hex()}: not complete within {self._total_s:g} s: {'; '.join(why)}"
+        return f"room {self.room.hex()}: not complete within {self._options.total_s:g} s: {'; '.join(why)}"
 
     # The end of the room.
 

@@ -17,6 +17,7 @@ class Writer:
 
     Args:
         epoch, rank: its life, and its rank in its instance.
+        opened: it has opened the room: it has sent a frame about it that does not say that the room is parked.
         done: its ``Done``.
         drained: it has sent ``Drained``.
         gone: its process has ended, and its last writes have landed.
@@ -29,6 +30,7 @@ class Writer:
 
     epoch: Epoch
     rank: Rank
+    opened: bool = False
     done: Done | None = None
     drained: bool = False
     gone: bool = False
@@ -94,6 +96,11 @@ def misplaced(writers: Iterable[Writer], awaited: Awaited) -> str | None:
     if awaited.stop is None and not awaited.start <= stops[0] <= awaited.most:
         return f"prefill ends at row {stops[0]}; pages are there for {awaited.start}-{awaited.most}"
     return None
+
+
+def unopened(writers: Iterable[Writer]) -> list[int]:
+    """The ranks that are not known to have opened the room."""
+    return [int(w.rank) for w in writers if not w.opened]
 
 
 def waited_for(writers: Iterable[Writer]) -> str:

@@ -7,16 +7,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.channels import Arrived
+from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.errors import DeadlineError
-from disagg_kv.geometry import CacheSpec
+from disagg_kv.geometry import CacheSpec, PageTable
 from disagg_kv.ids import RoomId
 from disagg_kv.protocol import Codec, Options, Phase
 from disagg_kv.protocol.frames import Abort
 from disagg_kv.protocol.tables import Sending
 from disagg_kv.rendezvous import Source, StaticRendezvous
-from tests.support.rig import Request, Rig, tp_shards
+from tests.support.rig import KV, Request, Rig, tp_shards
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 OPTIONS = Options(silence_s=10.0, total_s=1000.0)
@@ -118,6 +119,70 @@ def test_the_end_of_an_attempt_does_not_end_the_next() -> None:
     early.failed()
     rig.request("room", prefills, decodes, 8, attempt=2).start().landed()
     rig.quiet()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_finished_room_that_no_decode_rank_asks_for_releases_its_pages_in_time(ranks: int) -> None:
+    """``claim_s`` counts from ``finish``, on each rank; the decode that comes later fails at once and by name."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, ranks)), rig.decode(tp_shards(SPEC, 1))
+    rig.request("warm", prefills, decodes, 8).start().landed()
+    request = rig.request("room", prefills, decodes, 8).open_prefill()
+    rig.wait(100.0)
+    assert {send.phase for send in request.sends} == {Phase.CONNECTING}, "nothing is computed yet"
+    request.send(8).finish()
+    spent = [took(rig, send, 40.0) for send in request.sends]
+    assert OPTIONS.claim_s - SLACK_S <= spent[0] <= OPTIONS.claim_s + SLACK_S
+    assert sum(spent) <= OPTIONS.claim_s + 2 * SLACK_S
+    assert all(send.released for send in request.sends)
+    assert any("no decode rank asked for it within 30 s" in str(send.error) for send in request.sends)
+    request.open_decode().expect(8)
+    assert took(rig, request.receives[0], 5.0) <= SLACK_S
+    assert "no decode rank asked for it within 30 s" in str(request.receives[0].error)
+    rig.quiet()
+
+
+def test_one_decode_rank_that_asks_claims_the_room() -> None:
+    """The others may come until the room's own deadline."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 2))
+    request = rig.request("room", prefills, decodes, 8).open_prefill().send(8).finish().open_decode()
+    rig.wait(20.0)
+    request.receives[0].expect(Expectation(8, [PageTable(KV, range(2))]))
+    rig.wait(60.0)
+    assert request.sends[0].phase is Phase.CONNECTING
+    assert request.receives[1].phase is Phase.READY
+    request.sends[0].abort("enough")
+    rig.until(lambda: all(handle.released for handle in (*request.sends, *request.receives)), "the end")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_room_that_prefill_does_not_open_fails_in_time(ranks: int) -> None:
+    """An unknown room costs decode ``claim_s`` at most, and prefill nothing: the room fails there as it is opened."""
+    rig = Rig(SPEC, options=OPTIONS)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, ranks))
+    rig.request("warm", prefills, decodes, 8).start().landed()
+    request = rig.request("room", prefills, decodes, 8).open_decode().expect(8)
+    rig.wait(1.0)
+    assert {receive.phase for receive in request.receives} == {Phase.WAITING}
+    assert took(rig, request.receives[0], 40.0) <= OPTIONS.claim_s
+    assert any("have not opened it within 30 s" in str(receive.error) for receive in request.receives)
+    request.open_prefill()
+    assert took(rig, request.sends[0], 5.0) <= SLACK_S
+    assert "decode gave up" in str(request.sends[0].error)
+    rig.quiet()
+
+
+def test_a_room_may_have_its_own_time_to_be_claimed() -> None:
+    """On both sides; None is the endpoint's."""
+    rig = Rig(SPEC, options=OPTIONS)
+    (prefill,), (decode,) = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    sent = prefill.endpoint.open(RoomId(b"sent"), claim_s=2.0)
+    sent.finish(0)
+    received = decode.endpoint.open(RoomId(b"received"), Source("P"), claim_s=4.0)
+    received.expect(Expectation(0, []))
+    assert took(rig, sent, 5.0) == pytest.approx(2.0, abs=SLACK_S)
+    assert took(rig, received, 5.0) == pytest.approx(2.0, abs=SLACK_S)
 
 
 ACTS = ("open prefill", "open decode", "expect", "send", "finish", "freeze", "thaw", "wait", "look away", "look")

@@ -82,7 +82,7 @@ def test_a_room_whose_first_expect_is_lost_for_long_lands() -> None:
     decodes = rig.decode(tp_shards(SPEC, 1), memory=Memory(channel=losing(Expect)))
     old = rig.request("old", prefills, decodes, 8).start()
     many_end(rig)
-    assert old.receives[0].phase is Phase.MOVING
+    assert old.receives[0].phase is Phase.WAITING
     heard(rig)
     old.landed()
     rig.quiet()

@@ -66,7 +66,13 @@ class Stub:
         self.confirmed: list[Epoch | str] = []
 
     def open(
-        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+        self,
+        room: RoomId,
+        source: Source,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
     ) -> Held:
         """One more, unless it is told to refuse."""
         if self.refuse:

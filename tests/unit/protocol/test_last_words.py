@@ -193,7 +193,7 @@ def test_a_done_writer_that_is_lost_before_its_notices_fails_the_room() -> None:
 def test_a_done_writer_whose_notices_have_come_may_be_lost_while_others_are_missing() -> None:
     room = decode.Room(exposed=True)
     room.say(chunk(0, A, None), chunk(0, B, None), done(0, 2), Lost(P[0], PeerLostError("silent")), Gone(P[0]))
-    assert phase_of(room) is Phase.MOVING
+    assert phase_of(room) is Phase.WAITING
     assert only(room.say(done(1, 2), chunk(1, A, None), chunk(1, B, None)), CastVote) == [CastVote(True, "")]
 
 

@@ -29,7 +29,7 @@ def test_aux_data_in_one_frame_are_bounded() -> None:
 
 
 def test_a_room_s_own_times_are_checked_and_zero_is_not_the_default() -> None:
-    own = Options().of_room(2.0, None)
+    own = Options().of_room(2.0, None, None)
     assert (own.silence_s, own.total_s) == (2.0, 300.0)
     with pytest.raises(ConfigurationError, match="total_s must be more than 0"):
-        Options().of_room(None, 0)
+        Options().of_room(None, 0, None)

@@ -58,6 +58,7 @@ from tests.support.receive_room import (
     chunk,
     done,
     drained,
+    expected,
     failed,
     head,
     only,
@@ -76,7 +77,13 @@ def test_a_room_begins_when_wishes_and_writers_are_known_in_any_order(order: int
     assert room.say(first) == []
     assert phase_of(room) is (Phase.CONNECTING if order == 1 else Phase.READY)
     assert sent(room.say(second)) == [(0, Expect), (1, Expect)]
+    assert phase_of(room) is Phase.WAITING
+    room.say(expected(0), expected(1, parked=True))
+    assert phase_of(room) is Phase.WAITING, "rank 1 has not opened the room"
+    room.say(expected(1))
     assert phase_of(room) is Phase.MOVING
+    room.say(expected(1, parked=True))
+    assert phase_of(room) is Phase.MOVING, "a late frame changes nothing"
     assert room.machine.writers == (P[0], P[1])
 
 
@@ -335,7 +342,7 @@ def test_tags_that_differ_are_an_integrity_error_and_one_that_is_missing_is_not(
     failed(room, IntegrityError, "prefill's tag 01 is not 746167")
     room = Room()
     room.say(done(0, tag=b""))
-    assert phase_of(room) is Phase.MOVING
+    assert phase_of(room) is Phase.WAITING
 
 
 def test_a_writer_above_the_window_waits_and_fails_nothing() -> None:

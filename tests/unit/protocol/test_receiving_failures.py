@@ -47,6 +47,7 @@ from tests.support.receive_room import (
     chunk,
     done,
     drained,
+    expected,
     failed,
     head,
     only,
@@ -250,13 +251,29 @@ def test_draining_answers_late_frames() -> None:
 
 def test_the_deadline_names_who_is_missing() -> None:
     room = Room()
-    room.say(done(0))
+    room.say(done(0), expected(1))
     room.say(Tick(), now=299.0)
     room.say(Tick(), now=300.0)
     failed(room, DeadlineError, "not complete within 300 s", "ranks [1] are not done")
     room = Room(begun=False)
     room.say(Tick(), now=300.0)
     failed(room, DeadlineError, "the prefill ranks were not found")
+
+
+def test_a_room_that_prefill_does_not_open_in_time_fails_by_name() -> None:
+    """Any frame about the room but ``Expected(parked=True)`` shows that its sender has opened it."""
+    room = Room()
+    room.say(expected(1, parked=True), request(0, A), now=20.0)
+    room.say(Tick(), now=29.9)
+    assert phase_of(room) is Phase.WAITING
+    effects = room.say(Tick(), now=30.0)
+    failed(room, DeadlineError, "prefill ranks [1] have not opened it within 30 s (claim_s)")
+    assert sent(effects) == [(0, Abort), (1, Abort)]
+    assert [vote.ok for vote in only(effects, CastVote)] == [False]
+    room = Room()
+    room.say(expected(0), done(1), now=29.9)
+    room.say(Tick(), now=31.0)
+    assert phase_of(room) is Phase.MOVING
 
 
 def test_a_deadline_before_the_writers_are_known_is_told_once_they_are_or_ends_if_nobody_comes() -> None:

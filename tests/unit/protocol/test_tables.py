@@ -96,7 +96,7 @@ SIDES = [
 def machine(table: Table) -> ReceiveRoom | Flow:
     epoch, room = Epoch(bytes(16)), RoomId(b"r")
     if table is RECEIVING:
-        return ReceiveRoom(room, Generation(1), epoch, Options(), 0.0, 1.0)
+        return ReceiveRoom(room, Generation(1), epoch, Options(), 0.0)
     return Flow(room_head(epoch, epoch, room, Generation(1)), None, Options(), lambda segment: Readiness.READY)
 
 

@@ -89,11 +89,17 @@ class FewAtOnce:
         return sum(room.inner is not None for room in self.rooms.values())
 
     def open(
-        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+        self,
+        room: RoomId,
+        source: Source,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
     ) -> QueuedRoom:
         if self._closed or room in self.rooms:
             raise LocalProtocolError(f"room {room.hex()}: {'closed' if self._closed else 'open already'}")
-        begin = partial(self._inner.open, room, source, silence_s=silence_s, total_s=total_s)
+        begin = partial(self._inner.open, room, source, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
         made = self.rooms[room] = QueuedRoom(room, begin)
         self._admit()
         return made

@@ -48,9 +48,15 @@ class Broken:
         self.rooms: dict[int, Reception] = {}
 
     def open(
-        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+        self,
+        room: RoomId,
+        source: Source,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
     ) -> Reception:
-        made = self.inner.open(room, source, silence_s=silence_s, total_s=total_s)
+        made = self.inner.open(room, source, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
         self.rooms[id(made)] = wrapped = cast("Reception", Room(made, self))
         return wrapped
 
@@ -141,7 +147,13 @@ class Patient(Broken):
     """It gives a room more time than it was asked for."""
 
     def open(
-        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+        self,
+        room: RoomId,
+        source: Source,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
     ) -> Reception:
         return super().open(room, source)
 
@@ -163,10 +175,16 @@ class Lax(Broken):
     """A room that is open already is given once more."""
 
     def open(
-        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+        self,
+        room: RoomId,
+        source: Source,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
     ) -> Reception:
         try:
-            return super().open(room, source, silence_s=silence_s, total_s=total_s)
+            return super().open(room, source, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
         except LocalProtocolError:
             return next(iter(self.rooms.values()))
 

@@ -123,12 +123,18 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         super().__init__(parts, me, side, arrivals_per_poll)
 
     def open(
-        self, room: RoomId, source: Source, *, silence_s: float | None = None, total_s: float | None = None
+        self,
+        room: RoomId,
+        source: Source,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
     ) -> ReceptionHandle:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.open`."""
         room = RoomId(arguments.room_id(room))
         arguments.one(source, "source", Source)
-        own = self._options.of_room(silence_s, total_s)
+        own = self._options.of_room(silence_s, total_s, claim_s)
         with self.admission.enter(f"room {room.hex()}"):
             if self._side.quarantined > ALL_QUARANTINE * self._ring_bytes:
                 raise QuarantineFullError(
@@ -137,7 +143,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             key = self._new_key(room)
             handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._side.open, key, handle, source, own.silence_s, own.total_s))
+            self._loop.post(partial(self._side.open, key, handle, source, own))
         return handle
 
     @property

@@ -31,6 +31,7 @@ from ...protocol import (
     Introduced,
     Leased,
     Lost,
+    Options,
     Prepare,
     Quarantine,
     ReceiveRoom,
@@ -150,11 +151,11 @@ class DecodeSide:
 
     # Commands of the engine, on this thread.
 
-    def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, silence_s: float, total_s: float) -> None:
-        """Begin a room: find its prefill ranks."""
+    def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, own: Options) -> None:
+        """Begin a room with its own times: find its prefill ranks."""
         now = self._loop.now
-        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, self._loop.options, now, total_s)
-        room = DecodeRoom(key, machine, handle, source, silence_s, now)
+        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now)
+        room = DecodeRoom(key, machine, handle, source, own.silence_s, now)
         self._rooms[key] = room
         self._loop.vote(key, None, "")
         self._take_found(self._discovery.add(room))

@@ -114,10 +114,17 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
         super().__init__(parts, me, side)
 
-    def open(self, room: RoomId, *, silence_s: float | None = None, total_s: float | None = None) -> DeliveryHandle:
+    def open(
+        self,
+        room: RoomId,
+        *,
+        silence_s: float | None = None,
+        total_s: float | None = None,
+        claim_s: float | None = None,
+    ) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
         room = RoomId(arguments.room_id(room))
-        own = self._options.of_room(silence_s, total_s)
+        own = self._options.of_room(silence_s, total_s, claim_s)
         with self.admission.enter(f"room {room.hex()}"):
             stuck = self._side.quarantined_slots
             if 2 * stuck > self._slots:
@@ -127,7 +134,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             key = self._new_key(room)
             handle = DeliveryHandle(key, self._pool, self)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._side.open, key, handle, own.silence_s, own.total_s))
+            self._loop.post(partial(self._side.open, key, handle, own))
         return handle
 
     def step(

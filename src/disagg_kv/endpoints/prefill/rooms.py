@@ -23,6 +23,7 @@ from ...protocol import (
     Gone,
     Granted,
     Lost,
+    Options,
     Phase,
     RoomFrame,
     RoomKey,
@@ -101,12 +102,11 @@ class PrefillSide:
 
     # What the engine says, on this thread.
 
-    def open(self, key: RoomKey, handle: DeliveryHandle, silence_s: float, total_s: float) -> None:
-        """Begin a room, and whatever was parked for it."""
+    def open(self, key: RoomKey, handle: DeliveryHandle, own: Options) -> None:
+        """Begin a room with its own times, and whatever was parked for it."""
         now = self._loop.now
-        me, options = self._loop.me.epoch, self._loop.options
-        machine = SendRoom(key.room, key.generation, me, options, now, total_s, self._tokenless)
-        room = PrefillRoom(key, machine, handle, silence_s, now)
+        machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless)
+        room = PrefillRoom(key, machine, handle, own.silence_s, now)
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
         self._loop.vote(key, None, "")

@@ -27,6 +27,7 @@ from ...protocol import Phase
 from ...rendezvous import Source
 from .cluster import Cluster
 from .fault import FaultClass, survives
+from .kind import Kind
 from .memory_holders import check_holders
 from .node import SimNode
 from .outages import POLL_S
@@ -87,6 +88,8 @@ class Checks:
             most = entry.room.plan.total_s + SLACK_S + entry.node.stood_still
         if took > most:
             self._fail("I4", f"{name}: ended after {took:.3f} s, with {most:.3f} s to go")
+        if entry.room.plan.unmet:
+            self._unmet(entry, error)
         if phase is Phase.FAILED:
             self._reason(entry, error)
         elif entry in entry.room.decode:
@@ -96,7 +99,7 @@ class Checks:
 
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world
-        if survives(world.scenario.faults) and not entry.room.again:
+        if survives(world.scenario.faults) and not entry.room.again and not entry.room.plan.unmet:
             self._fail(
                 "I4",
                 f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}",
@@ -116,6 +119,20 @@ class Checks:
                 "I7",
                 f"{entry.room.name(entry)}: failed for what no honest peer does: {error!r}",
             )
+
+    def _unmet(self, entry: Entry, error: DisaggKVError | None) -> None:
+        """I4: a room that the other side does not join ends by ``claim_s``; the side that comes later ends at once."""
+        world, room = self._world, entry.room
+        waits = entry in room.prefill if room.plan.unmet == "decode" else entry in room.decode
+        since = entry.waits_from if waits else entry.opened
+        most = 2 * SLACK_S + world.stood_still + (world.scenario.options.claim_s if waits else 0.0)
+        took = 0.0 if since is None else world.now - since
+        if survives(world.scenario.faults) and (took > most or error is None):
+            self._fail("I4", f"{room.name(entry)}: waited {took:.3f} s of {most:.3f} s for the other side: {error}")
+        if waits and isinstance(error, DeadlineError) and "claim_s" in str(error):
+            world.saw(Kind.UNCLAIMED if entry in room.prefill else Kind.UNOPENED)
+        elif not waits and isinstance(error, AbortedError):
+            world.saw(Kind.UNMET_LATE)
 
     def _learned(self, entry: Entry) -> None:
         """I4: decode learns in time that a prefill rank has given the room up, also one that had lost it meanwhile."""

@@ -41,5 +41,8 @@ class Kind(Enum):
     TOGETHER_CUT = "such a message loses its end: some frames arrive, and one loses its own"
     CHUNKS = "very many chunks are handed over at once"
     CROWD = "many small requests end while one waits, at either side"
+    UNCLAIMED = "prefill gives a finished room up that no decode rank has asked for"
+    UNOPENED = "decode gives a room up that prefill has not opened"
+    UNMET_LATE = "the side that comes after that fails at once"
     WINDOW = "only those rows of a sliding window cross that the end of the room leaves in it"
     WINDOW_OPEN = "all rows of a sliding window cross, as the end was not known"

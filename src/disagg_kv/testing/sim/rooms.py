@@ -45,6 +45,7 @@ class Entry:
     finished: bool = False
     withdrawal: Event | None = None
     opened: float = 0.0
+    waits_from: float | None = None
     ended: float = 0.0
     asked: frozenset[tuple[Epoch, Generation]] = frozenset()
 

@@ -50,6 +50,10 @@ IMPATIENT_S = 0.6
 CROWDS, CROWD_S = 0.15, 0.25
 """Share of the suitable worlds in which many small requests begin within a short time, and that time in seconds."""
 
+UNMET, COMES_S = 0.1, 3.0
+"""Share of the worlds without conversations in which one side of a request comes too late or never, and the seconds
+after which the late one comes: the other side has given the room up by then."""
+
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
@@ -179,6 +183,8 @@ class Request:
         attempt: its number; it begins when the one before has ended.
         burst: chunks are handed over at once, whether or not the endpoint has taken any.
         silence_s: how long its peers may be silent, if not as long as the endpoints allow.
+        unmet: the side, ``prefill`` or ``decode``, for which the other waits in vain; empty: none.
+        never: that side does not come at all; False: it comes too late.
         prompt: what its rows are, where decode keeps prefixes; None: they are like no others.
     """
 
@@ -201,6 +207,8 @@ class Request:
     prompt: Prompt | None = None
     silence_s: float | None = None
     burst: bool = False
+    unmet: str = ""
+    never: bool = False
     attempt: int = 1
 
     @property
@@ -279,6 +287,7 @@ class Scenario:
         options = Options(
             silence_s=2.0,
             total_s=4.0,
+            claim_s=1.5,
             heartbeat_s=0.5,
             missed=2,
             closed_s=0.5,
@@ -311,7 +320,7 @@ class Scenario:
         if not survives(faults):
             requests = _impatient(seed, requests)
         if not conversations and not stuck:
-            requests, options = _crowded(seed, shape, requests, options)
+            requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
         others = outside(random.Random(f"outside faults {seed}"), allowed, bool(faults))
         if FaultClass.REUSED in others:
@@ -448,7 +457,7 @@ def _crowded(
     if rng.random() >= CROWDS or shape.model.states is not None or shape.ranks >= WIDE:
         return requests, options
     late = CROWD_S + 0.05
-    waits = evolve(requests[0], at=0.0, abort_decode=None, abort_prefill=None, withdraw=None, total_s=4.0)
+    waits = evolve(requests[0], at=0.0, abort_decode=None, abort_prefill=None, withdraw=None, total_s=4.0, unmet="")
     who = rng.randrange(4)
     if who == 0:
         waits = evolve(waits, decode_late=(0.0, late), prefill_late=(0.0, 0.0))
@@ -478,6 +487,17 @@ def _chunked(seed: int, shape: Shape, requests: tuple[Request, ...]) -> tuple[Re
     edges = tuple(range(1, rows + 1))
     long = evolve(one, rows=rows, edges=edges, steps=False, pass_s=0.0, burst=True, total_s=total_s)
     return (*requests[:number], long, *requests[number + 1 :])
+
+
+def _unmet(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """In some worlds one side of one request comes too late, or never."""
+    rng = random.Random(f"unmet {seed}")
+    if rng.random() >= UNMET:
+        return requests
+    number, side, never = rng.randrange(len(requests)), rng.choice(("prefill", "decode")), rng.random() < 0.5
+    one, late = evolve(requests[number], unmet=side, never=never), (COMES_S, 0.0)
+    one = evolve(one, prefill_late=late) if side == "prefill" else evolve(one, decode_late=late)
+    return (*requests[:number], one, *requests[number + 1 :])
 
 
 def _impatient(seed: int, requests: tuple[Request, ...]) -> tuple[Request, ...]:

@@ -57,6 +57,9 @@ class Room(SimRoom):
 
     def _begin(self) -> None:
         world, plan, rng = self.world, self.plan, self.world.random
+        if plan.never:
+            for entry in self.prefill if plan.unmet == "prefill" else self.decode:
+                entry.refused = True
         for entry in self.prefill:
             skew = rng.randint(0, 2) / 1000
             world.later(plan.prefill_late[0] + skew, partial(self._open_prefill, entry))
@@ -134,6 +137,7 @@ class Room(SimRoom):
         entry.exposed = node.exposes and bool(pages or entry.slots)
         tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
         rows = None if stop is None else self.world.count(stop)
+        entry.waits_from = self.world.now
         handle.expect(Expectation(rows, tables, state=slots, aux=entry.aux, tag=self.tag))
 
     # Prefill.
@@ -254,6 +258,7 @@ class Room(SimRoom):
             world.later(world.random.randint(1, 5) / 1000, partial(self._states_final, entry, slots, ready))
         else:
             self._write_states(entry)
+        entry.waits_from = world.now
         handle.finish(world.count(stop), state=memory.slot_tables(slots), aux=aux, tag=self.tag, ready=ready)
 
     def _write_states(self, entry: Entry) -> None:

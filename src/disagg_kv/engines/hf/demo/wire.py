@@ -105,7 +105,9 @@ def decode(member: Member, store: Store) -> Iterator[tuple[DecodeEndpoint, Paged
 
 def _options(config: DemoConfig) -> Options:
     """Silence fails no room here: the parent sees when a rank ends, and a busy host may delay heartbeats."""
-    return Options(silence_s=max(config.timeout_s, Options().silence_s), total_s=config.timeout_s)
+    return Options(
+        silence_s=max(config.timeout_s, Options().silence_s), total_s=config.timeout_s, claim_s=config.timeout_s
+    )
 
 
 def _schedule(config: DemoConfig) -> Schedule | None:
