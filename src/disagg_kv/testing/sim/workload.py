@@ -57,7 +57,7 @@ class Room(SimRoom):
 
     def _begin(self) -> None:
         world, plan, rng = self.world, self.plan, self.world.random
-        if plan.never:
+        if plan.unmet and plan.never:
             for entry in self.prefill if plan.unmet == "prefill" else self.decode:
                 entry.refused = True
         for entry in self.prefill:
