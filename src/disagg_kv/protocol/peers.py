@@ -122,12 +122,26 @@ ROUNDING_S = 1e-6
 
 @define
 class _Dial:
+    """An address where no endpoint has answered yet.
+
+    Args:
+        since: when the dial began.
+        wanted_at: when it failed, or was asked for after that.
+        next_at, pause: when ``Hello`` is repeated, and the seconds since the last one.
+        patience_s: seconds after which it fails.
+        closed: when the connection broke, or could not be made; None: it is not broken.
+        opened: there has been a connection.
+        failed: why it failed; empty: it has not. It goes on for a while, so that an endpoint that starts is found.
+    """
+
     since: float
+    wanted_at: float
     next_at: float
     pause: float
     patience_s: float
     closed: float | None = None
     opened: bool = False
+    failed: str = ""
 
 
 class PeerTable:
@@ -179,13 +193,20 @@ class PeerTable:
         """Send ``Hello`` to an address until an endpoint answers; does nothing if a peer is known there, or is dialled.
 
         If a peer was lost there, or an earlier dial failed, this dial fails after ``closed_s`` in place of
-        ``silence_s`` where that is shorter: an endpoint that has started meanwhile answers at once.
+        ``silence_s`` where that is shorter: an endpoint that has started meanwhile answers at once. A dial that has
+        failed goes on for ``silence_s``, and as long after each further call, which fails at once.
         """
-        if address in self._dials or self.at(address) is not None:
+        if self.at(address) is not None:
             return []
-        o = self._options
+        dial, o = self._dials.get(address), self._options
+        if dial is not None:
+            dial.wanted_at = now
+            if not dial.failed:
+                return []
+            still = f"{dial.failed}; still so {now - dial.since:.1f} s after the first attempt"
+            return [Unreachable(address, PeerLostError(still))]
         patience_s = min(o.closed_s, o.silence_s) if address in self._at or address in self._absent else o.silence_s
-        self._dials[address] = _Dial(now, now + o.retry_s, o.retry_s, patience_s)
+        self._dials[address] = _Dial(now, now, now + o.retry_s, o.retry_s, patience_s)
         self._idle_until = 0.0
         return [SendTo(address, self._hello(b""))]
 
@@ -467,18 +488,13 @@ class PeerTable:
         out: list[PeerEffect] = []
         seen = min(now, self._caught_up)
         for address, dial in list(self._dials.items()):
-            if seen - dial.since >= dial.patience_s:
+            if not dial.failed and (reason := self._overdue(address, dial, seen, now)):
+                dial.failed, dial.wanted_at = reason, now
+                out.append(Unreachable(address, PeerLostError(reason)))
+            elif dial.failed and now - dial.wanted_at >= o.silence_s:
                 out += self._give_up(address)
-                error = PeerLostError(f"nobody answered at {address} within {dial.patience_s:g} s")
-                out.append(Unreachable(address, error))
-            elif dial.closed is not None and seen - dial.closed >= o.closed_s:
-                out += self._give_up(address)
-                for_s = f"{now - dial.closed:.1f} s"
-                broke = f"its connection broke {for_s} ago, before it said who it is"
-                gone = broke if dial.opened else f"nobody listens there, for {for_s}"
-                out.append(Unreachable(address, PeerLostError(f"peer at {address}: {gone}")))
             elif now >= dial.next_at:
-                dial.pause = min(2 * dial.pause, o.retry_most_s)
+                dial.pause = min(2 * dial.pause, o.heartbeat_s if dial.failed else o.retry_most_s)
                 dial.next_at = now + dial.pause
                 out.append(SendTo(address, self._hello(b"")))
         beat = now >= self._beat_at
@@ -510,13 +526,24 @@ class PeerTable:
         self._idle_until = self._due_at()
         return out
 
+    def _overdue(self, address: str, dial: _Dial, seen: float, now: float) -> str:
+        """Why a dial fails; empty: it does not yet."""
+        if seen - dial.since >= dial.patience_s:
+            return f"nobody answered at {address} within {dial.patience_s:g} s"
+        if dial.closed is None or seen - dial.closed < self._options.closed_s:
+            return ""
+        for_s = f"{now - dial.closed:.1f} s"
+        if dial.opened:
+            return f"peer at {address}: its connection broke {for_s} ago, before it said who it is"
+        return f"peer at {address}: nobody listens there, for {for_s}"
+
     def _due_at(self) -> float:
         """When a tick may have something to do; a frame that arrives before only postpones it."""
         o = self._options
         times = [self._beat_at]
         for dial in self._dials.values():
-            times += [dial.next_at, dial.since + dial.patience_s]
-            if dial.closed is not None:
+            times += [dial.next_at, dial.wanted_at + o.silence_s if dial.failed else dial.since + dial.patience_s]
+            if dial.closed is not None and not dial.failed:
                 times.append(dial.closed + o.closed_s)
         for peer in self._peers.values():
             if peer.lost:
@@ -528,7 +555,7 @@ class PeerTable:
         return min(times) - ROUNDING_S
 
     def _give_up(self, address: str) -> list[PeerEffect]:
-        """A dial failed: drop the connection, unless a life is known at the address and drops it later."""
+        """End a dial: drop the connection, unless a life is known at the address and drops it later."""
         del self._dials[address]
         self._note_absent(address)
         return [] if address in self._at else [Forget(address)]

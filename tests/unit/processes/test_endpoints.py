@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +15,12 @@ from disagg_kv import Options
 from tests.support.channels import unused_port
 from tests.support.leftovers import abandoned
 from tests.support.needs import needs_mooncake, needs_nixl
-from tests.support.processes import Cluster, Knobs, Node, wait
+from tests.support.processes import Cluster, Knobs, Look, Node, wait
 
 pytestmark = pytest.mark.slow
 
 QUICK = Options(silence_s=200.0, heartbeat_s=0.1, retry_s=0.1)
+KEEN = Options(silence_s=30.0, heartbeat_s=0.5)
 ROOM, TOKENS = b"room", 200
 TRANSPORTS = ["shm", pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
 SOON_S = 60.0
@@ -181,6 +184,45 @@ def test_keys_of_killed_ranks_in_the_store_are_a_named_error_soon(cluster: Clust
     look = receiver.until(ROOM, lambda look: look.released, SOON_S)
     assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
     assert "nobody listens there" in look.message
+
+
+AT_ONCE_S, FOUND_S = 1.0, 10.0
+"""What a busy host may take for milliseconds, and for a second. Without a memory of failures a request takes 3 s."""
+
+
+@pytest.mark.parametrize("cluster", ["ipc", "tcp", "unix"], indirect=True)
+def test_each_further_request_to_a_killed_instance_fails_at_once_until_it_is_back(cluster: Cluster) -> None:
+    """The first request after the end tries to connect for ``closed_s``; then attempts go on beside the requests."""
+    (first,) = cluster.start("prefill", "P", knobs=Knobs(options=KEEN))
+    (decode,) = cluster.start("decode", "D", knobs=Knobs(options=KEEN))
+    deliver([first], [decode], b"before")
+    decode.until(b"before", lambda look: look.released)
+    first.kill()
+
+    def request(room: bytes) -> tuple[Look, float]:
+        began = time.monotonic()
+        decode.ask("expect", room, "P", 16)
+        look = decode.until(room, lambda look: look.released)
+        return look, time.monotonic() - began
+
+    look, _ = request(b"first")
+    assert look.phase == "FAILED", look
+    for number in range(6):
+        look, took = request(b"later %d" % number)
+        assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
+        assert "still so" in look.message
+        assert took < AT_ONCE_S, look
+        time.sleep(0.4)
+    again = cluster.again(first)
+    again.ask("open_rooms")
+    back, rooms = time.monotonic(), (b"again %d" % number for number in count())
+    while True:
+        room = next(rooms)
+        deliver([again], [decode], room, 16)
+        if decode.until(room, lambda look: look.released).phase == "DONE":
+            break
+        assert time.monotonic() - back < FOUND_S, "the restarted instance is not found"
+        time.sleep(0.1)
 
 
 def test_an_instance_that_was_closed_is_a_named_error_soon(cluster: Cluster) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -105,11 +107,12 @@ def test_a_dial_is_repeated_until_somebody_names_our_epoch_or_silence_is_over() 
     assert any(isinstance(e, SendTo) and isinstance(e.frame, Hello) for e in a.tick(3.3))
     c = table(3, "c")
     c.dial("b", 0.0)
-    forget, effect = c.tick(30.0)[:2]
-    assert forget == Forget("b"), "nothing else would drop the connection"
+    (effect,) = c.tick(30.0)
     assert isinstance(effect, Unreachable)
     assert (effect.address, str(effect.error)) == ("b", "nobody answered at b within 30 s")
-    assert not c.tick(31.0)
+    assert all(isinstance(effect, SendTo) for effect in c.tick(59.9)), "it goes on"
+    assert c.tick(60.0) == [Forget("b")], "nothing else would drop the connection"
+    assert not c.tick(61.0)
 
 
 @pytest.mark.parametrize(
@@ -449,10 +452,32 @@ def test_who_asks_again_for_a_lost_peer_is_told_soon() -> None:
     a.dial("b", 1.0)
     assert unreachable(a.tick(1.0 + o.closed_s - 0.1)) == []
     assert unreachable(a.tick(1.0 + o.closed_s)) == [f"nobody answered at b within {o.closed_s:g} s"]
-    a.dial("b", 10.0)
+    (said,) = unreachable(a.dial("b", 10.0))
+    assert said == "nobody answered at b within 3 s; still so 9.0 s after the first attempt"
     ups = [e for e in a.on_hello(hello(epoch(3), epoch(1), "b", born=2), 10.1) if isinstance(e, Up)]
     assert [up.epoch for up in ups] == [epoch(3)]
+    assert a.dial("b", 10.2) == []
     assert unreachable(a.tick(20.0)) == []
+    a.lose(epoch(3), PeerLostError("its process has ended"))
+    assert unreachable(a.dial("b", 30.0)) == [], "nothing is known of the next life"
+
+
+def test_an_address_that_failed_is_dialled_for_as_long_as_it_is_asked_for() -> None:
+    """So an endpoint that starts there is found within a heartbeat, and until then nothing waits for it."""
+    a, o = table(1, "a"), Options()
+    a.dial("b", 0.0)
+    a.on_closed("b", 0.0)
+    assert len(unreachable(a.tick(o.closed_s))) == 1
+    greeted = [o.closed_s]
+    for step in range(600):
+        now = o.closed_s + step / 10
+        out = a.tick(now)
+        assert not [e for e in out if isinstance(e, Forget | Unreachable)], "each failure is reported once"
+        greeted += [now for e in out if isinstance(e, SendTo)]
+        assert step % 200 or len(unreachable(a.dial("b", now))) == 1
+    assert all(later - sooner < o.heartbeat_s + 0.2 for sooner, later in pairwise(greeted[2:]))
+    assert len(greeted) > 50
+    assert Forget("b") in a.tick(now + o.silence_s)
 
 
 def test_where_nobody_answered_once_the_next_is_told_soon() -> None:
@@ -461,6 +486,7 @@ def test_where_nobody_answered_once_the_next_is_told_soon() -> None:
     a.dial("b", 0.0)
     assert unreachable(a.tick(o.silence_s - 0.1)) == []
     assert len(unreachable(a.tick(o.silence_s))) == 1
+    assert Forget("b") in a.tick(2 * o.silence_s)
     a.dial("b", 100.0)
     assert len(unreachable(a.tick(100.0 + o.closed_s))) == 1
     a.on_hello(hello(epoch(2), epoch(1), "b"), 200.0)
@@ -473,6 +499,7 @@ def test_addresses_where_nobody_is_are_remembered_up_to_a_bound(monkeypatch: pyt
     for address in "bcd":
         a.dial(address, 0.0)
     assert len(unreachable(a.tick(o.silence_s))) == 3
+    assert len(a.tick(2 * o.silence_s)) == 3
     for address in "bcd":
         a.dial(address, 100.0)
     assert sorted(unreachable(a.tick(100.0 + o.closed_s))) == [
