@@ -17,6 +17,7 @@ from .endpoints import (
     Sender,
     Step,
     attempt_id,
+    room_id,
 )
 from .errors import DisaggKVError
 from .geometry import (
@@ -97,6 +98,7 @@ __all__ = [
     "attention_tp",
     "register",
     "register_transport",
+    "room_id",
     "shard",
     "stages",
     "strategy",

@@ -312,6 +312,8 @@ def room_id(value: object) -> bytes:
     Raises:
         ConfigurationError: text, another type, or another length.
     """
+    if isinstance(value, str):
+        raise wrong("room id", value, "bytes are needed: disagg_kv.room_id(text) makes them of text")
     return octets(value, "room id", least=1, most=64)
 
 

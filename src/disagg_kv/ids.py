@@ -36,6 +36,20 @@ VirtualOffset = NewType("VirtualOffset", int)
 """An offset in the staging ring that only grows; the byte in memory is this modulo the capacity."""
 
 
+def room_name(room: bytes) -> str:
+    """The name of a room in errors and logs: ``room <id>``; see :func:`room_text`."""
+    return f"room {room_text(room)}"
+
+
+def room_text(room: bytes) -> str:
+    """The id of a room as people read it: its text, if that is printable UTF-8, else its hex digits."""
+    try:
+        text = room.decode()
+    except UnicodeDecodeError:
+        return room.hex()
+    return text if text.isprintable() else room.hex()
+
+
 def peer_name(epoch: bytes, instance: str | None = None, rank: int = 0) -> str:
     """The name of a peer in errors, logs and reports: ``instance/rank (epoch <32 hex digits>)``.
 

@@ -20,6 +20,7 @@ from disagg_kv.endpoints import (
     Retry,
     attempt_id,
     page_sums,
+    room_id,
 )
 from disagg_kv.endpoints.decode import handle as reception
 from disagg_kv.endpoints.prefill import handle as delivery
@@ -64,7 +65,7 @@ MORE = (
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
-FUNCTIONS = (attempt_id, page_sums, namespace_of)
+FUNCTIONS = (attempt_id, room_id, page_sums, namespace_of)
 
 
 def discovered() -> Iterator[tuple[str, Callable[..., object]]]:
@@ -467,6 +468,7 @@ covers("page_sums", kernels="thing", pool="thing", table="thing", which="ids", a
     lambda bench: (page_sums, {"kernels": kernels_for("cpu"), "pool": _pool(), "table": PageTable(KV, [0, 1]),
                                "which": [0], "after": None})
 )  # fmt: skip
+plain("room_id", room_id, {"text": "req-1"}, text="name or long")
 covers("attempt_id", request="room", attempt="count")(
     lambda bench: (attempt_id, {"request": bench.room(), "attempt": 2})
 )

@@ -105,6 +105,7 @@ LEGAL: Mapping[str, frozenset[str]] = {
         "epoch": {"16 bytes"},
         "text": {"text", "no text", "long text"},
         "name": {"text"},
+        "name or long": {"text", "long text"},
         "any text": {"text", "no text", "long text", "surrogate"},
         "tables": NOTHING,
         "mapping": {"{}"},

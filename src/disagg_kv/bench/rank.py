@@ -19,7 +19,7 @@ from ..endpoints.prefill.handle import ForwardPass
 from ..endpoints.runtime.handle import RoomHandle
 from ..errors import DeadlineError, DisaggKVError
 from ..geometry import PageTable
-from ..ids import GroupId, RegionId, RoomId
+from ..ids import GroupId, RegionId, RoomId, room_name
 from ..kernels import Kernels
 from ..kernels.tensors import plane_of
 from ..memory import PagedPool
@@ -423,7 +423,7 @@ def wait_until(
         if handle.error is not None:
             raise handle.error
         if time.monotonic() > until:
-            raise DeadlineError(f"room {handle.room.hex()}: not done after {timeout_s:g} s")
+            raise DeadlineError(f"{room_name(handle.room)}: not done after {timeout_s:g} s")
         if busy:
             run_python(BUSY_S)
         elif pause_s:

@@ -15,7 +15,7 @@ from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
 from .kept_pages import CachedPages, PageChecksums, page_sums
 from .prefill.endpoint import PrefillEndpoint
-from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id
+from .retry import Attempt, Fail, Recovering, RecoveringReceiver, Recovery, Retry, attempt_id, room_id
 from .runtime.cores import threads_on
 from .runtime.environment import Environment
 from .runtime.incarnation import Incarnation
@@ -47,5 +47,6 @@ __all__ = [
     "attempt_id",
     "format_peers",
     "page_sums",
+    "room_id",
     "threads_on",
 ]

@@ -293,8 +293,8 @@ class Sender(Protocol):
         """Open a room. Every room that this returns ends, even if another thread calls ``close`` at the same time.
 
         Args:
-            room: 1 to 64 bytes; encode text. Equal on both sides, and used once: a retry has another id, see
-                :func:`~disagg_kv.endpoints.attempt_id`.
+            room: 1 to 64 bytes; :func:`~disagg_kv.endpoints.room_id` makes them of text. Equal on both sides, and used
+                once: a retry has another id, see :func:`~disagg_kv.endpoints.attempt_id`.
             silence_s: seconds without a frame of a peer after which the room fails; None: as in the endpoint's options.
             total_s: seconds after which the room fails; None: as in the endpoint's options.
             claim_s: seconds after ``finish`` after which the room fails if no decode rank has asked for it; None: as in

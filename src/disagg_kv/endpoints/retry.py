@@ -9,6 +9,7 @@ each attempt; a policy that decides by what every rank knows alike keeps them to
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Protocol
@@ -17,7 +18,7 @@ from attrs import define, field, frozen
 
 from .. import arguments
 from ..errors import AbortedError, ConfigurationError, DeadlineError, DisaggKVError, LocalProtocolError
-from ..ids import Epoch, GroupId, RoomId
+from ..ids import Epoch, GroupId, RoomId, room_name
 from ..protocol import Options, Phase
 from ..protocol.machine import ours
 from ..rendezvous import Source
@@ -28,6 +29,27 @@ REQUEST_BYTES = 48
 """Longest id of a request that may be retried; the ids of its attempts need the rest of 64 bytes."""
 
 _MARK = b"~attempt-"
+
+
+def room_id(text: str) -> RoomId:
+    """A room id for the text by which an engine names a request, so short that the request may be retried.
+
+    Text of at most 48 bytes in UTF-8 and without ``~`` stays as it is. Of other text, the id has the beginning and a
+    digest of 128 bits. Different texts have different ids.
+
+    Args:
+        text: any text that is not empty.
+
+    Raises:
+        ConfigurationError: no text, or text that UTF-8 cannot encode.
+    """
+    given = arguments.text(text, "room id", least=1, most=arguments.MOST)
+    name = given.encode()
+    if len(name) <= REQUEST_BYTES and b"~" not in name:
+        return RoomId(name)
+    digest = hashlib.blake2b(name, digest_size=16).hexdigest()
+    head = name[: REQUEST_BYTES - len(digest) - 1].decode(errors="ignore").replace("~", "-")
+    return RoomId(f"{head}~{digest}".encode())
 
 
 def attempt_id(request: RoomId, attempt: int) -> RoomId:
@@ -45,12 +67,12 @@ def attempt_id(request: RoomId, attempt: int) -> RoomId:
     room = arguments.room_id(request)
     number = arguments.count(attempt, "attempt", least=1, most=10**6)
     if _MARK in room:
-        raise ConfigurationError(f"room {room.hex()} is a later attempt itself; give the id of the request")
+        raise ConfigurationError(f"{room_name(room)} is a later attempt itself; give the id of the request")
     if number == 1:
         return RoomId(room)
     if len(room) > REQUEST_BYTES:
         raise ConfigurationError(
-            f"room {room.hex()}: an id of {len(room)} bytes, but that of a request with retries has at most "
+            f"{room_name(room)}: an id of {len(room)} bytes, but that of a request with retries has at most "
             f"{REQUEST_BYTES}"
         )
     return RoomId(b"%b%b%d" % (room, _MARK, number))
@@ -188,7 +210,7 @@ class Recovering:
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """See :meth:`Reception.expect`; every attempt awaits the same rows in the same pages."""
         if self._expected is not None:
-            raise LocalProtocolError(f"room {self.room.hex()}: expect was called already")
+            raise LocalProtocolError(f"{room_name(self.room)}: expect was called already")
         taken = self._current.reception.expect(expectation)
         self._expected = expectation
         return taken
@@ -198,7 +220,7 @@ class Recovering:
         arguments.one(reason, "reason", str)
         self._aborted = True
         if self._current.reception.phase is Phase.FAILED and self._error is None:
-            self._error = AbortedError(f"room {self.room.hex()}: {reason}")
+            self._error = AbortedError(f"{room_name(self.room)}: {reason}")
         self._current.reception.abort(reason)
 
     def due(self, reported: Container[int]) -> bool:
@@ -226,13 +248,13 @@ class Recovering:
                     current.next_source = self._policy.again(failed)
                 except Exception as exc:
                     # A policy is the engine's code: its errors end this request alone.
-                    self._error = ours(exc, f"room {self.room.hex()}: the policy failed after attempt {failed.number}")
+                    self._error = ours(exc, f"{room_name(self.room)}: the policy failed after attempt {failed.number}")
                     return
         if self._aborted or current.next_source is None:
             self._error = error
         elif left <= 0:
             self._error = DeadlineError(
-                f"room {self.room.hex()}: its time was over before attempt {failed.number + 1} could begin: {error}"
+                f"{room_name(self.room)}: its time was over before attempt {failed.number + 1} could begin: {error}"
             )
         elif current.reception.released:
             try:
@@ -302,7 +324,7 @@ class RecoveringReceiver:
         attempt_id(room, 2)
         room = attempt_id(room, 1)
         if room in self._rooms:
-            raise LocalProtocolError(f"room {room.hex()} is open already")
+            raise LocalProtocolError(f"{room_name(room)} is open already")
         total = self._options.total_s if total_s is None else arguments.seconds(total_s, "total_s")
 
         def begin(room: RoomId, source: Source, left_s: float) -> Reception:

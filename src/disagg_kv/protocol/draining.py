@@ -16,7 +16,7 @@ follow the same rule by room: :attr:`DrainingRoom.released` says when the engine
 from __future__ import annotations
 
 from ..errors import DisaggKVError
-from ..ids import Epoch, Generation, Rank, RoomId
+from ..ids import Epoch, Generation, Rank, RoomId, room_name
 from ..planning import Segment
 from .base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Quarantine, Scattered, Send, Tick
 from .frames import (
@@ -209,7 +209,7 @@ class DrainingRoom(Machine[Receiving]):
         return self._writers[Epoch(frame.src)]
 
     def _name(self) -> str:
-        return f"room {self.room.hex()} generation {self.generation}"
+        return f"{room_name(self.room)} generation {self.generation}"
 
     def _to(self, w: Writer) -> Head:
         return Head(src=self._epoch, dst=w.epoch, room=self.room, generation=self.generation)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from ..errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
-from ..ids import Epoch, Generation, Rank, RoomId, peer_name
+from ..ids import Epoch, Generation, Rank, RoomId, peer_name, room_name
 from ..planning import Batch, Intake, Limits, Segment
 from .base import (
     Cancel,
@@ -431,7 +431,7 @@ class Flow(Machine[Sending]):
     # Words.
 
     def _name(self) -> str:
-        return f"room {self._head['room'].hex()} towards {peer_name(self.peer)}"
+        return f"{room_name(self._head['room'])} towards {peer_name(self.peer)}"
 
     def _send(self, frame: Expected | Abort | Drained) -> None:
         self._out.append(Send(self.peer, frame))

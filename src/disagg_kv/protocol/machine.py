@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ..errors import DisaggKVError, LocalProtocolError, RemoteProtocolError, text_of
-from ..ids import peer_name
+from ..ids import peer_name, room_name
 from ..planning import Segment
 from .base import Effect
 from .frames import RoomFrame
@@ -41,7 +41,7 @@ class Machine(Generic[S]):
         cell = self._table.get((self.state, type(event)))
         if cell is None and isinstance(event, RoomFrame):
             raise RemoteProtocolError(
-                f"room {event.room.hex()} generation {event.generation}: "
+                f"{room_name(event.room)} generation {event.generation}: "
                 f"peer {peer_name(event.src)} sent {type(event).__name__}, which it must never send"
             )
         if cell is None:

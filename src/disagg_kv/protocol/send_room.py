@@ -7,7 +7,7 @@ from math import inf
 
 from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
 from ..geometry import PageTable
-from ..ids import Epoch, Generation, GroupId, LayerId, RoomId, peer_name
+from ..ids import Epoch, Generation, GroupId, LayerId, RoomId, peer_name, room_name
 from ..planning import Batch
 from .base import Cancel, CastVote, Decided, Effect, Finished, Offered, Options, Phase, Tick
 from .flow import Flow, FlowPlan, room_head
@@ -100,7 +100,7 @@ class SendRoom:
             return []
         end = self.rows.stop
         if self._finished is not None and stop > end:
-            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after it was finished at {end}")
+            raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop} after it was finished at {end}")
         chunk = self.rows.add(call_id, start, stop, tables, ready=ready, batch=batch)
         out: list[Effect] = []
         if chunk is not None:
@@ -145,10 +145,10 @@ class SendRoom:
             if states and self.rows.states is not None and self.rows.states.tables is None:
                 self.rows.give_states(states)
                 return self._all(Offered(), now)
-            raise LocalProtocolError(f"room {self.room.hex()}: finished at row {self._finished.stop} already")
+            raise LocalProtocolError(f"{room_name(self.room)}: finished at row {self._finished.stop} already")
         end = self.rows.stop
         if stop != end and end:
-            raise LocalProtocolError(f"room {self.room.hex()}: finish at row {stop}, but chunks end at {end}")
+            raise LocalProtocolError(f"{room_name(self.room)}: finish at row {stop}, but chunks end at {end}")
         self._finished = Finished(stop, aux, tag)
         if not self.flows:
             self._claim_by = now + self._options.claim_s
@@ -167,7 +167,7 @@ class SendRoom:
         flow = self._flow(peer, generation, plan)
         error = self.error
         if self.world not in (None, world):
-            error = RemoteProtocolError(f"room {self.room.hex()}: decode instances of {self.world} and {world} ranks")
+            error = RemoteProtocolError(f"{room_name(self.room)}: decode instances of {self.world} and {world} ranks")
         if error is not None:
             return self._reviewed(flow.handle(Cancel(error), now), now)
         self.world = world
@@ -208,7 +208,7 @@ class SendRoom:
             return self.cancel(DeadlineError(self._overdue()), now)
         if now >= self._claim_by and self.error is None:
             unclaimed = f"no decode rank asked for it within {self._options.claim_s:g} s of its end (claim_s)"
-            return self.cancel(DeadlineError(f"room {self.room.hex()}: {unclaimed}"), now)
+            return self.cancel(DeadlineError(f"{room_name(self.room)}: {unclaimed}"), now)
         return self._all(Tick(), now)
 
     def _overdue(self) -> str:
@@ -221,7 +221,7 @@ class SendRoom:
         layers = {LayerId(layer) for p in plans for run in p.intake.ranges(p.rank) for layer in run}
         missing = self.rows.missing(layers)
         why = [asked, *late, *([missing] if missing else [])]
-        return f"room {self.room.hex()}: not complete within {self._options.total_s:g} s: {'; '.join(why)}"
+        return f"{room_name(self.room)}: not complete within {self._options.total_s:g} s: {'; '.join(why)}"
 
     # The end of the room.
 
@@ -238,7 +238,7 @@ class SendRoom:
         if self.error is not None or self.done:
             return []
         if not event.ok:
-            return self._fail(AbortedError(f"room {self.room.hex()}: another rank failed: {event.reason}"), now)
+            return self._fail(AbortedError(f"{room_name(self.room)}: another rank failed: {event.reason}"), now)
         assert self._voted
         self.done = True
         self.rows.clear()
@@ -265,7 +265,7 @@ class SendRoom:
         complete = self.world == len(self.flows)
         for flow in self.flows.values():
             if flow.error is not None:
-                return out + self._fail(ours(flow.error, f"room {self.room.hex()}"), now)
+                return out + self._fail(ours(flow.error, room_name(self.room)), now)
             complete = complete and flow.state is Sending.COMPLETE
         if complete and self._voted is None:
             self._voted = True

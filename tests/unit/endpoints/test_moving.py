@@ -266,7 +266,7 @@ def test_a_step_is_all_or_nothing() -> None:
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     a, b = (rig.request(name, prefills, decodes, 8).open_decode().expect(8).open_prefill() for name in "ab")
     (table,) = a.pages(0, 8)
-    with pytest.raises(GeometryError, match=f"room {b.room.hex()}: .* rows up to 8, but 1 pages end at 4"):
+    with pytest.raises(GeometryError, match=f"room {b.room.decode()}: .* rows up to 8, but 1 pages end at 4"):
         prefills[0].endpoint.step({a.room: (8, [table]), b.room: (8, [PageTable(KV, table.pages[:1])])})
     with pytest.raises(LocalProtocolError, match="not open"):
         prefills[0].endpoint.step({a.room: (8, [table]), RoomId(b"nobody"): (8, [table])})

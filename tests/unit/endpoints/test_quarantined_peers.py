@@ -230,7 +230,7 @@ def test_the_report_has_a_line_for_each_peer() -> None:
         "P/0",
         "lost",
         str(peer.ring_bytes),
-        request.room.hex(),
+        request.room.decode(),
         peer.address,
         str(peer.pid),
         peer.epoch.hex(),

@@ -302,7 +302,7 @@ def test_a_policy_that_raises_ends_its_room_alone() -> None:
     assert receiver.poll() == rooms
     assert [str(room.error) for room in rooms] == [
         "gone",
-        f"room {ROOM.hex()}: the policy failed after attempt 1: no router",
+        f"room {ROOM.decode()}: the policy failed after attempt 1: no router",
         "gone",
     ]
     assert all(room.released for room in rooms)

@@ -139,7 +139,7 @@ def test_the_message_names_room_layer_rows_pages_writer_and_path() -> None:
     request.send(8).send(96, 8).finish().failed()
     pages = [str(page) for page in request.taken[0].pages[2:].tolist()]
     said = str(request.receives[0].error)
-    assert said.startswith(f"room {b'room'.hex()} generation 1: layer 2, rows 8-96 (pages {', '.join(pages[:16])}")
+    assert said.startswith(f"room room generation 1: layer 2, rows 8-96 (pages {', '.join(pages[:16])}")
     assert "and 6 more), written by prefill rank 0 by path staged: the sum is " in said
 
 

@@ -315,7 +315,7 @@ def test_what_a_peer_must_not_do_fails_the_room_by_name(
 ) -> None:
     room = Room(stop=stop)
     effects = room.say(*events)
-    failed(room, RemoteProtocolError, "room 72 generation 1", *words)
+    failed(room, RemoteProtocolError, "room r generation 1", *words)
     assert sent(effects)[-2:] == [(0, Abort), (1, Abort)]
 
 

@@ -266,7 +266,7 @@ def test_the_deadline_names_who_is_missing() -> None:
     room.machine.tick(300.0)
     assert isinstance(room.machine.error, DeadlineError)
     assert str(room.machine.error) == (
-        "room 72: not complete within 300 s: 1 of 2 decode ranks asked for it; "
+        "room r: not complete within 300 s: 1 of 2 decode ranks asked for it; "
         "epoch 00000000000000000000000000000000 is moving"
     )
     alone = Room()

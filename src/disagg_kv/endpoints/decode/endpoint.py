@@ -11,7 +11,7 @@ from ... import arguments
 from ...channels import Channel
 from ...errors import AbortedError, ConfigurationError, QuarantineFullError
 from ...geometry import Shard
-from ...ids import Epoch, RoomId
+from ...ids import Epoch, RoomId, room_name
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
 from ...planning import Segment
@@ -135,10 +135,10 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         room = RoomId(arguments.room_id(room))
         arguments.one(source, "source", Source)
         own = self._options.of_room(silence_s, total_s, claim_s)
-        with self.admission.enter(f"room {room.hex()}"):
+        with self.admission.enter(room_name(room)):
             if self._side.quarantined > ALL_QUARANTINE * self._ring_bytes:
                 raise QuarantineFullError(
-                    f"room {room.hex()}: {self._side.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
+                    f"{room_name(room)}: {self._side.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
                 )
             key = self._new_key(room)
             handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)

@@ -11,7 +11,7 @@ from attrs import frozen
 from ... import arguments
 from ...errors import AbortedError, ConfigurationError, EndpointBrokenError, GeometryError, LocalProtocolError
 from ...geometry import ENDLESS, PageTable
-from ...ids import GroupId
+from ...ids import GroupId, room_name
 from ...memory import MemoryPool
 from ...protocol import RoomKey, Verify
 from ...strategies import Selection
@@ -78,7 +78,7 @@ class ReceptionHandle(RoomHandle):
 
     def expect(self, expectation: Expectation) -> Mapping[GroupId, int]:
         """See :meth:`~disagg_kv.endpoints.api.Reception.expect`."""
-        where = f"room {self.room.hex()}"
+        where = room_name(self.room)
         wanted = arguments.one(expectation, f"{where}: expectation", Expectation)
         if self._expected:
             raise LocalProtocolError(f"{where}: expect was called already")
@@ -116,4 +116,4 @@ class ReceptionHandle(RoomHandle):
         arguments.one(reason, "reason", str)
         if not self._commands.admission.ended:
             with suppress(EndpointBrokenError):  # which has failed the room
-                self._commands.abort(self._key, AbortedError(f"room {self.room.hex()}: {reason}"))
+                self._commands.abort(self._key, AbortedError(f"{room_name(self.room)}: {reason}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from ...ids import Rank
+from ...ids import Rank, room_name
 from ...planning import InstancePlans, PairPlan
 from ...protocol import ReceiveRoom, Receiving, RoomKey
 from ...rendezvous import Source
@@ -43,4 +43,4 @@ class DecodeRoom:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"room {self.key.room.hex()} generation {self.key.generation}"
+        return f"{room_name(self.key.room)} generation {self.key.generation}"

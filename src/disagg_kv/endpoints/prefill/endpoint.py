@@ -11,7 +11,7 @@ from ... import arguments
 from ...channels import Channel
 from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
-from ...ids import GroupId, LayerId, RoomId
+from ...ids import GroupId, LayerId, RoomId, room_name
 from ...kernels import Kernels
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import Batch
@@ -125,11 +125,11 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
         room = RoomId(arguments.room_id(room))
         own = self._options.of_room(silence_s, total_s, claim_s)
-        with self.admission.enter(f"room {room.hex()}"):
+        with self.admission.enter(room_name(room)):
             stuck = self._side.quarantined_slots
             if 2 * stuck > self._slots:
                 raise QuarantineFullError(
-                    f"room {room.hex()}: {stuck} of {self._slots} staging slots wait for evidence"
+                    f"{room_name(room)}: {stuck} of {self._slots} staging slots wait for evidence"
                 )
             key = self._new_key(room)
             handle = DeliveryHandle(key, self._pool, self)
@@ -145,7 +145,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         for room, stop, pages in _chunks(chunks):
             handle = self._ids.get(room)
             if handle is None:
-                raise LocalProtocolError(f"room {room.hex()} is not open")
+                raise LocalProtocolError(f"{room_name(room)} is not open")
             rooms.append((handle, stop, handle.checked(stop, pages)))
         used = self._uses | frozenset(arguments.several(uses, "uses", Feature))
         layered = self._schedule.name != PER_CHUNK
@@ -217,6 +217,6 @@ def _chunks(
     for name, chunk in arguments.mapping(given, "chunks").items():
         room = RoomId(arguments.room_id(name))
         if not isinstance(chunk, tuple | list) or len(chunk) != 2:
-            raise arguments.wrong(f"room {room.hex()}: chunk", chunk, "a pair is needed: (stop, [PageTable ...])")
+            raise arguments.wrong(f"{room_name(room)}: chunk", chunk, "a pair is needed: (stop, [PageTable ...])")
         stop, pages = chunk
-        yield room, arguments.count(stop, f"room {room.hex()}: stop"), pages
+        yield room, arguments.count(stop, f"{room_name(room)}: stop"), pages

@@ -19,7 +19,7 @@ from ...errors import (
     LocalProtocolError,
 )
 from ...geometry import PageTable
-from ...ids import GroupId, LayerId
+from ...ids import GroupId, LayerId, room_name
 from ...memory import Event, Mark, MemoryPool
 from ...planning import Batch
 from ...protocol import Effect, RoomKey, SendRoom
@@ -126,7 +126,7 @@ class DeliveryHandle(RoomHandle):
         stop = arguments.count(stop, "stop")
         arguments.event(ready, "ready")
         tables = self.checked(stop, pages)
-        with self._commands.admission.enter(f"room {self.room.hex()}"):
+        with self._commands.admission.enter(room_name(self.room)):
             self._commands.send(self.taken(stop, tables), ready)
 
     def checked(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
@@ -135,9 +135,9 @@ class DeliveryHandle(RoomHandle):
         After a withdrawal they begin where the first chunk given again began: its edges need not be the earlier ones.
         """
         if self._ended and stop > self._stop:
-            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop} after finish at {self._stop}")
+            raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop} after finish at {self._stop}")
         if stop <= self._given:
-            raise LocalProtocolError(f"room {self.room.hex()}: rows up to {stop}, but up to {self._given} were given")
+            raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop}, but up to {self._given} were given")
         site = self._pool.site
         starts = dict.fromkeys((g.id for g in site.token_groups), self._given)
         # Where a window ends is not known yet: its rows are checked as they are read.
@@ -171,13 +171,13 @@ class DeliveryHandle(RoomHandle):
     ) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.finish`."""
         stop = arguments.count(stop, "stop")
-        tag = arguments.octets(tag, f"room {self.room.hex()}: tag")
+        tag = arguments.octets(tag, f"{room_name(self.room)}: tag")
         aux = None if aux is None else arguments.count(aux, "aux")
         arguments.event(ready, "ready")
         states = check_states(self.room, self._pool.site, state)
         if self._finished or stop != self._stop:
             raise LocalProtocolError(
-                f"room {self.room.hex()}: finish at row {stop}, "
+                f"{room_name(self.room)}: finish at row {stop}, "
                 + ("which is the second" if self._finished else f"but chunks end at {self._stop}")
             )
         if aux is not None:
@@ -191,17 +191,17 @@ class DeliveryHandle(RoomHandle):
                 data = None if aux is None else self._pool.read_aux(aux)
             except Exception as exc:
                 # A pool may be another project's code: its errors fail this room alone.
-                return machine.cancel(ours(exc, f"room {self.room.hex()}: aux data could not be read"), now)
+                return machine.cancel(ours(exc, f"{room_name(self.room)}: aux data could not be read"), now)
             return machine.finish(stop, data, tag, now, states)
 
-        with self._commands.admission.enter(f"room {self.room.hex()}"):
+        with self._commands.admission.enter(room_name(self.room)):
             self._finished = self._ended = True
             self._commands.change(self._key, act, ready)
 
     def withdraw(self) -> Event:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.withdraw`."""
         fired = HostEvent()
-        with self._commands.admission.enter(f"room {self.room.hex()}"):
+        with self._commands.admission.enter(room_name(self.room)):
             if self.released:
                 fired.set()
                 return fired
@@ -217,7 +217,7 @@ class DeliveryHandle(RoomHandle):
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""
         arguments.one(reason, "reason", str)
-        error = AbortedError(f"room {self.room.hex()}: {reason}")
+        error = AbortedError(f"{room_name(self.room)}: {reason}")
         if not self._commands.admission.ended:
             with suppress(EndpointBrokenError):  # which has failed the room
                 self._commands.change(self._key, lambda machine, now: machine.cancel(error, now))

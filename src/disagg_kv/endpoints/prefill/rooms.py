@@ -13,7 +13,7 @@ from ...errors import (
     PeerLostError,
     RemoteProtocolError,
 )
-from ...ids import Epoch, Generation, LayerId, RoomId
+from ...ids import Epoch, Generation, LayerId, RoomId, room_name
 from ...memory import Event, MemoryPool
 from ...protocol import (
     Cancel,
@@ -111,7 +111,7 @@ class PrefillSide:
         self._timers.schedule(key, machine.next_at())
         self._loop.vote(key, None, "")
         reason = self._ended_early.reason(key.room)
-        over = None if reason is None else AbortedError(f"room {key.room.hex()}: {reason}")
+        over = None if reason is None else AbortedError(f"{room_name(key.room)}: {reason}")
         if (error := self._loop.succession.error() or over) is not None:
             self._apply(room, machine.cancel(error, now))
         for expect in self._early.take(key.room):
@@ -209,7 +209,7 @@ class PrefillSide:
         for key in keys:
             room = self._rooms.get(key)
             if room is not None:
-                error = ours(exc, f"room {key.room.hex()}: the engine's event raised")
+                error = ours(exc, f"{room_name(key.room)}: the engine's event raised")
                 self._apply(room, room.machine.cancel(error, self._loop.now))
 
     def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
@@ -315,7 +315,7 @@ class PrefillSide:
             )
         except Exception as exc:
             # A path may be a user's code: its errors fail this room alone.
-            error = ours(exc, f"room {name.hex()}: no way to send it to {loop.peer_registry.name(epoch)}")
+            error = ours(exc, f"{room_name(name)}: no way to send it to {loop.peer_registry.name(epoch)}")
             self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
             return
         room.routes[epoch] = route

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
 from ...geometry import I32
-from ...ids import Epoch, Rank, RegionId, RoomId
+from ...ids import Epoch, Rank, RegionId, RoomId, room_name
 from ...memory import MemoryPool
 from ...planning import (
     Batch,
@@ -134,7 +134,7 @@ class Router:
         """
         me, hello = self._me, remote.hello
         starts = {Rank(route.remote.hello.rank): route.start for route in others if route.remote.site.token_groups}
-        check_start(f"room {room.hex()}", frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
+        check_start(room_name(room), frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
         plans = self._plans.get(remote.epoch)
         if plans is None:
             plans = self._plans[remote.epoch] = InstancePlans(me.shards, remote.site)

@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import define, frozen
 
-from ...ids import Epoch, RegionId
+from ...ids import Epoch, RegionId, room_name
 from ...kernels import Kernels, Move, SupportsStreams
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import StagedLayout, Writes
@@ -250,7 +250,7 @@ class TransferQueue:
             compared = verified(room.key.room, transfer.segment, self._verify, route.verify)
             summed = route.view.layout(transfer.segment) if compared else None
         except Exception as exc:
-            error = ours(exc, f"room {room.key.room.hex()} towards {self._loop.peer_registry.name(transfer.to)}")
+            error = ours(exc, f"{room_name(room.key.room)} towards {self._loop.peer_registry.name(transfer.to)}")
             self.writes.moved(room, transfer.to, WriteFailed(transfer.segment, error, True))
             return None
         took = self._clock() - started

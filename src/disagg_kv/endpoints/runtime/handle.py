@@ -12,7 +12,7 @@ import numpy as np
 from ... import arguments
 from ...errors import DisaggKVError, GeometryError
 from ...geometry import PageTable, Site
-from ...ids import GroupId, RoomId
+from ...ids import GroupId, RoomId, room_name
 from ...protocol import Phase
 from ..api import Report
 from .latch import Latch
@@ -202,7 +202,7 @@ def page_tables(room: RoomId, name: str, given: Sequence[PageTable]) -> tuple[Pa
     """
     if type(given) in (list, tuple) and all(type(one) is PageTable for one in given):
         return tuple(given)
-    return arguments.several(given, f"room {room.hex()}: {name}", PageTable, GeometryError)
+    return arguments.several(given, f"{room_name(room)}: {name}", PageTable, GeometryError)
 
 
 def check_tables(
@@ -240,7 +240,7 @@ def check_tables(
         if missing:
             raise GeometryError(f"no page table for {missing}")
     except GeometryError as exc:
-        raise GeometryError(f"room {room.hex()}: {exc}") from exc
+        raise GeometryError(f"{room_name(room)}: {exc}") from exc
     return tables
 
 
@@ -252,7 +252,7 @@ def check_states(room: RoomId, site: Site, slots: Sequence[PageTable]) -> Mappin
     """
     given = page_tables(room, "state", slots)
     tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
-    where = f"room {room.hex()}"
+    where = room_name(room)
     if len(tables) != len(given) or set(tables) != site.state_groups:
         groups = [t.group for t in given]
         raise GeometryError(f"{where}: slots of groups {groups}; of states there are {sorted(site.state_groups)}")

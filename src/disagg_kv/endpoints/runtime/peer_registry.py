@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from attrs import define, field, frozen
 
 from ...errors import UnknownNameError
-from ...ids import Epoch, Rank, RoomId, peer_name
+from ...ids import Epoch, Rank, RoomId, peer_name, room_text
 from ...protocol import Hello, KnownPeer, Options, PeerTable, RoomKey
 from ..api import PeerInfo, PeerState
 
@@ -184,7 +184,7 @@ def _cells(peer: PeerInfo) -> tuple[str, ...]:
         str(peer.ring_bytes),
         str(peer.page_bytes),
         str(peer.slot_bytes),
-        ",".join(room.hex() for room in peer.rooms) or "-",
+        ",".join(map(room_text, peer.rooms)) or "-",
         address,
         host,
         str(peer.pid),

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from ...errors import LocalProtocolError
-from ...ids import RoomId
+from ...ids import RoomId, room_name
 from .bounded import bound
 from .handle import RoomHandle
 
@@ -34,10 +34,10 @@ class UsedIds(Generic[H]):
         """
         last = self._handles.get(room)
         if last is not None and not last.released:
-            raise LocalProtocolError(f"room {room.hex()} is open already")
+            raise LocalProtocolError(f"{room_name(room)} is open already")
         if room in self._used:
             raise LocalProtocolError(
-                f"room {room.hex()} was used already; open a retry under an id of its own, see disagg_kv.attempt_id"
+                f"{room_name(room)} was used already; open a retry under an id of its own, see disagg_kv.attempt_id"
             )
 
     def add(self, room: RoomId, handle: H) -> None:

@@ -22,7 +22,7 @@ from ...errors import (
     SupersededError,
     TransportError,
 )
-from ...ids import RoomId
+from ...ids import RoomId, room_name
 from ...protocol import Phase
 from ...rendezvous import Source
 from .cluster import Cluster
@@ -267,7 +267,7 @@ class Checks:
             seen = {e.phase for e in side if not e.refused}
             if len(seen) > 1:
                 ends = {e.node.address: (e.phase.name if e.phase else None, str(e.error)) for e in side}
-                self._fail("I9", f"room {entry.room.plan.room.hex()}: ranks disagree: {ends}")
+                self._fail("I9", f"{room_name(entry.room.plan.room)}: ranks disagree: {ends}")
 
     def superseded(self, node: SimNode) -> None:
         """I4: a life that has run beside its successor for a second takes no more rooms."""
@@ -352,7 +352,7 @@ class Checks:
             self._fail("I3", f"{len(world.dma.live)} writes are still under way")
         for room in world.rooms:
             if room.left():
-                self._fail("I3", f"room {room.plan.room.hex()}: the store keeps {room.left()}")
+                self._fail("I3", f"{room_name(room.plan.room)}: the store keeps {room.left()}")
         for node in world.nodes:
             self._integrity(node, -inf)
             self.untouched(node)

@@ -10,7 +10,7 @@ from functools import partial
 from attrs import evolve
 
 from ...errors import LocalProtocolError
-from ...ids import Epoch, RoomId
+from ...ids import Epoch, RoomId, room_name
 from ...protocol import Phase
 from .cluster import Cluster
 from .fault import FaultClass
@@ -73,7 +73,7 @@ class ReusedIds:
     def refused(self, room: SimRoom, error: LocalProtocolError) -> bool:
         """An endpoint refuses an id; True: the router gives the other ranks' rooms up."""
         if not room.again:
-            self._world.violation("I7", f"room {room.plan.room.hex()}: a new id is refused: {error}")
+            self._world.violation("I7", f"{room_name(room.plan.room)}: a new id is refused: {error}")
         self._world.mark("used twice:refused")
         return self._random.random() < 0.5
 

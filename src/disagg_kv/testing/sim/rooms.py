@@ -12,7 +12,7 @@ from ...endpoints.prefill.handle import DeliveryHandle
 from ...endpoints.prefill.inspection import PrefillInspection
 from ...errors import DisaggKVError
 from ...geometry import PageTable
-from ...ids import Epoch, Generation, LayerId
+from ...ids import Epoch, Generation, LayerId, room_name
 from ...memory import U8, Event
 from ...prefix import Claim
 from ...protocol import Phase
@@ -152,7 +152,7 @@ class SimRoom(ABC):
 
     def name(self, entry: Entry) -> str:
         """For messages."""
-        return f"room {self.plan.room.hex()} (number {self.number}) on {entry.node.address}"
+        return f"{room_name(self.plan.room)} (number {self.number}) on {entry.node.address}"
 
     @abstractmethod
     def left(self) -> Sequence[str]:
