@@ -197,23 +197,22 @@ def _environment(bench: Bench) -> Ready:
 
 
 TIMES = {"silence_s": "seconds or none", "total_s": "seconds or none", "claim_s": "seconds or none"}
+NO_TIMES = dict.fromkeys(TIMES)
 
 
-@covers("PrefillEndpoint.open", room="room", **TIMES)
+@covers("PrefillEndpoint.open", room="room", tag="octets", **TIMES)
 def _open_prefill(bench: Bench) -> Ready:
-    return bench.prefill.open, {"room": bench.room(), "silence_s": None, "total_s": None, "claim_s": None}
+    return bench.prefill.open, {"room": bench.room(), "tag": b"", **NO_TIMES}
 
 
-@covers("DecodeEndpoint.open", room="room", source="thing", **TIMES)
+@covers("DecodeEndpoint.open", room="room", source="thing", tag="octets", **TIMES)
 def _open_decode(bench: Bench) -> Ready:
-    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None, "claim_s": None}
-    return bench.decode.open, good
+    return bench.decode.open, {"room": bench.room(), "source": Source("nowhere"), "tag": b"", **NO_TIMES}
 
 
-@covers("RecoveringReceiver.open", room="room", source="thing", **TIMES)
+@covers("RecoveringReceiver.open", room="room", source="thing", tag="octets", **TIMES)
 def _open_recovering(bench: Bench) -> Ready:
-    good = {"room": bench.room(), "source": Source("nowhere"), "silence_s": None, "total_s": None, "claim_s": None}
-    return bench.recovering.open, good
+    return bench.recovering.open, {"room": bench.room(), "source": Source("nowhere"), "tag": b"", **NO_TIMES}
 
 
 def _victim_of_prefill(bench: Bench) -> delivery.DeliveryHandle:
@@ -294,9 +293,9 @@ def _send_chunk(bench: Bench) -> Ready:
     return _victim_of_prefill(bench).send_chunk, {"stop": ROWS, "pages": [bench.table], "ready": None}
 
 
-@covers("DeliveryHandle.finish", stop="count", state="tables", aux="count or none", tag="octets", ready="event")
+@covers("DeliveryHandle.finish", stop="count", state="tables", aux="count or none", ready="event")
 def _finish(bench: Bench) -> Ready:
-    good = {"stop": 0, "state": (), "aux": 0, "tag": b"", "ready": None}
+    good = {"stop": 0, "state": (), "aux": 0, "ready": None}
     return _victim_of_prefill(bench).finish, good
 
 
@@ -307,12 +306,12 @@ def _abort_prefill(bench: Bench) -> Ready:
 
 EXPECT = {
     "stop": "count or none", "pages": "tables", "held": "mapping or none", "kept": "things", "state": "tables",
-    "aux": "count or none", "tag": "octets",
+    "aux": "count or none",
 }  # fmt: skip
 
 
 def _rows(place: PageTable) -> dict[str, object]:
-    return {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0, "tag": b""}
+    return {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0}
 
 
 def _expect(handle: endpoints.Reception, bench: Bench, place: PageTable) -> Ready:

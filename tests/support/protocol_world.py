@@ -231,7 +231,7 @@ class World:
         self.random.shuffle(readies)
         script += readies
         aux = bytes([node.rank] * 5)
-        script.append(at(lambda room: room.finish(s.rows, aux, b"tag", self.now)))
+        script.append(at(lambda room: room.finish(s.rows, aux, self.now)))
         return script
 
     def _decode_script(self, attempt: Try, node: DecodeNode) -> list[Callable[[], None]]:
@@ -246,7 +246,7 @@ class World:
             stop = None if s.open_end else s.rows
             node.handle(
                 attempt.keys["decode", node.rank],
-                Awaited(s.held, stop, s.rows, ("direct", "staged"), tables, b"tag", aux_bytes=5),
+                Awaited(s.held, stop, s.rows, ("direct", "staged"), tables, aux_bytes=5),
             )
 
         def introduces() -> None:

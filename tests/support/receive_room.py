@@ -65,16 +65,16 @@ def chunk(rank: int, s: Segment = A, lease: Lease | None = LEASE) -> ChunkReady:
     return ChunkReady(**head(rank), segment=segment_to_wire(s), lease=start)
 
 
-def done(rank: int, segments: int = 0, *, stop: int = 8, aux: bytes | None = None, tag: bytes = b"tag") -> Done:
-    return Done(**head(rank), stop=stop, segments=segments, aux=aux, tag=tag)
+def done(rank: int, segments: int = 0, *, stop: int = 8, aux: bytes | None = None) -> Done:
+    return Done(**head(rank), stop=stop, segments=segments, aux=aux)
 
 
 def expected(rank: int, *, parked: bool = False) -> Expected:
     return Expected(**head(rank), parked=parked)
 
 
-def abort(rank: int) -> Abort:
-    return Abort(**head(rank), reason="engine")
+def abort(rank: int, tag: bytes = b"") -> Abort:
+    return Abort(**head(rank), reason="engine", tag=tag)
 
 
 def aux_part(rank: int, offset: int, data: bytes, total: int = 8) -> AuxPart:
@@ -91,9 +91,9 @@ class Room:
     def __init__(
         self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16, aux_bytes: int = 0
     ) -> None:
-        self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0)
+        self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, b"tag")
         tables = TABLES if exposed else None
-        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), tables, b"tag", aux_bytes=aux_bytes)
+        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), tables, aux_bytes=aux_bytes)
         self.introduced = Introduced((P[0], P[1]), INTAKE)
         if begun:
             self.say(self.awaited, self.introduced)

@@ -425,14 +425,14 @@ class Request:
         """Of all ranks."""
         return [*self.sends, *self.receives]
 
-    def open_prefill(self, total_s: float | None = None) -> Request:
+    def open_prefill(self, total_s: float | None = None, tag: bytes = b"") -> Request:
         """Prefill's engines open the room."""
-        self.sends = [m.endpoint.open(self.room, total_s=total_s) for m in self.prefills]
+        self.sends = [m.endpoint.open(self.room, tag=tag, total_s=total_s) for m in self.prefills]
         return self
 
-    def open_decode(self, total_s: float | None = None) -> Request:
+    def open_decode(self, total_s: float | None = None, tag: bytes = b"") -> Request:
         """Decode's engines open the room."""
-        self.receives = [m.endpoint.open(self.room, self.source, total_s=total_s) for m in self.decodes]
+        self.receives = [m.endpoint.open(self.room, self.source, tag=tag, total_s=total_s) for m in self.decodes]
         return self
 
     def open_through(self, receivers: Sequence[Receiver]) -> Request:
@@ -440,15 +440,12 @@ class Request:
         self.receives = [cast("ReceptionHandle", one.open(self.room, self.source)) for one in receivers]
         return self
 
-    def expect(
-        self, stop: int | None = None, aux: int | None = None, tag: bytes = b"", held: int = 0, whole: bool = True
-    ) -> Request:
+    def expect(self, stop: int | None = None, aux: int | None = None, held: int = 0, whole: bool = True) -> Request:
         """Decode's engines give their pages and await the rows.
 
         Args:
             stop: as for the handles.
             aux: as for the handles.
-            tag: as for the handles.
             held: rows that are in the pages already.
             whole: the tables have the pages of held rows too.
         """
@@ -461,7 +458,7 @@ class Request:
             skip = 0 if whole else held // m.page_size
             given = m.pages(PageTable(KV, table.pages[skip:], skip * m.page_size))
             rows = {t.group: held for t in given}
-            took = handle.expect(Expectation(stop, given, state=state, aux=aux, tag=tag, held=rows))
+            took = handle.expect(Expectation(stop, given, state=state, aux=aux, held=rows))
             assert took == {t.group: held // m.page_size * m.page_size for t in given}
         return self
 
@@ -483,13 +480,13 @@ class Request:
             handle.send_chunk(stop, m.pages(table), ready)
         return self
 
-    def finish(self, aux: int | None = None, tag: bytes = b"") -> Request:
+    def finish(self, aux: int | None = None) -> Request:
         """Prefill's engines are done."""
         for m, handle in zip(self.prefills, self.sends, strict=True):
             state = m.state()
             for pool, slot in itertools.product((m.pool, m.want), state):
                 put_states(pool, slot, self.truth)
-            handle.finish(self.rows, state=state, aux=aux, tag=tag)
+            handle.finish(self.rows, state=state, aux=aux)
         return self
 
     def start(self, stop: int | None = None) -> Request:

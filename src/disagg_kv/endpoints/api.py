@@ -192,7 +192,6 @@ class Delivery(Handle, Protocol):
         *,
         state: Sequence[PageTable] = (),
         aux: int | None = None,
-        tag: bytes = b"",
         ready: Event | None = None,
     ) -> None:
         """Declare that the room's rows end at ``stop``.
@@ -203,7 +202,6 @@ class Delivery(Handle, Protocol):
             stop: where the last chunk ended; 0 for a room without rows.
             state: the room's slot in every group of states.
             aux: the aux row to send; of several ranks that give one, the lowest counts.
-            tag: at most 256 bytes, such as a digest of the prompt. If decode gives a tag too, they must be equal.
             ready: fires when the aux row and the states are final; None: they are final now.
 
         Raises:
@@ -286,6 +284,7 @@ class Sender(Protocol):
         self,
         room: RoomId,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
@@ -295,6 +294,8 @@ class Sender(Protocol):
         Args:
             room: 1 to 64 bytes; :func:`~disagg_kv.endpoints.room_id` makes them of text. Equal on both sides, and used
                 once: a retry has another id, see :func:`~disagg_kv.endpoints.attempt_id`.
+            tag: at most 256 bytes, such as a digest of the prompt. A decode instance that opens the room with another
+                tag fails with an :class:`~disagg_kv.errors.IntegrityError`, and the room stays open for others.
             silence_s: seconds without a frame of a peer after which the room fails; None: as in the endpoint's options.
             total_s: seconds after which the room fails; None: as in the endpoint's options.
             claim_s: seconds after ``finish`` after which the room fails if no decode rank has asked for it; None: as in
@@ -368,6 +369,7 @@ class Receiver(Protocol):
         room: RoomId,
         source: Source,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,

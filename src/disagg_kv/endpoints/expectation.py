@@ -43,10 +43,6 @@ def _kept(given: Sequence[CachedPages]) -> tuple[CachedPages, ...]:
     return tuple(CachedPages(_copy(one.table), one.sums.copy()) for one in cached)
 
 
-def _tag(given: bytes) -> bytes:
-    return arguments.octets(given, "tag")
-
-
 @frozen(eq=False)
 class Expectation:
     """The rows that a decode engine awaits, and where they go. The engine may reuse its arrays afterwards.
@@ -65,11 +61,10 @@ class Expectation:
             rows need this with ``verify="full"``.
         state: the room's slot in every group of states.
         aux: the aux row to fill, without which the room fails; None: no aux data is awaited.
-        tag: at most 256 bytes; see :meth:`~disagg_kv.endpoints.Delivery.finish`.
 
     Raises:
         GeometryError: ``pages`` or ``state`` is no list of tables; ``stop``, ``aux`` or a number of rows is no count.
-        ConfigurationError: another argument of another type, or a tag that is too long.
+        ConfigurationError: another argument of another type.
     """
 
     stop: int | None = field(converter=_stop)
@@ -78,4 +73,3 @@ class Expectation:
     kept: Sequence[CachedPages] = field(default=(), converter=_kept, kw_only=True)
     state: Sequence[PageTable] = field(default=(), converter=_state, kw_only=True)
     aux: int | None = field(default=None, converter=_aux, kw_only=True)
-    tag: bytes = field(default=b"", converter=_tag, kw_only=True)

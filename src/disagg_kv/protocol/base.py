@@ -118,6 +118,11 @@ def _of_room(options: Options, silence_s: float, total_s: float, claim_s: float)
     return attrs.evolve(options, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
 
 
+def tags_differ(one: bytes, other: bytes) -> bool:
+    """Whether two sides mean different requests by one room id: both have a tag, and the tags differ."""
+    return bool(one and other) and one != other
+
+
 @frozen
 class Awaited:
     """Decode's engine has named the rows that it needs, and their pages.
@@ -128,7 +133,6 @@ class Awaited:
         most: rows for which there are pages.
         paths: names of the paths that decode allows.
         tables: the pages, where a path exposes them to the peer's writes; None: they are not exposed.
-        tag: must equal prefill's, if both have one.
         verify: how much is to be compared.
         aux_bytes: bytes of the aux row that is to be filled; 0: none is.
     """
@@ -138,7 +142,6 @@ class Awaited:
     most: int
     paths: tuple[str, ...]
     tables: tuple[WireTable, ...] | None
-    tag: bytes
     verify: Verify = "off"
     aux_bytes: int = 0
 
@@ -232,7 +235,6 @@ class Finished:
 
     stop: int
     aux: bytes | None
-    tag: bytes
 
 
 @frozen

@@ -42,10 +42,11 @@ from .writers import Writer
 class DrainingRoom(Machine[Receiving]):
     """The accounts of a room, and all that it does after it has failed."""
 
-    def __init__(self, room: RoomId, generation: Generation, epoch: Epoch, options: Options) -> None:
+    def __init__(self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, tag: bytes) -> None:
         super().__init__(RECEIVING, Receiving.OPENED)
         self.room = room
         self.generation = generation
+        self.tag = tag
         self.error: DisaggKVError | None = None
         self.inbound = InboundSegments()
         self._epoch = epoch
@@ -113,7 +114,7 @@ class DrainingRoom(Machine[Receiving]):
     def _send_aborts(self) -> None:
         for w in self._writers.values():
             if not w.evidence:
-                abort = Abort(**self._to(w), reason=words(self.error))
+                abort = Abort(**self._to(w), reason=words(self.error), tag=self.tag)
                 self._out.append(self._repeat.start(("abort", w.rank), Send(w.epoch, abort), self.now))
 
     def _release_all(self) -> None:

@@ -337,7 +337,6 @@ class Flow(Machine[Sending]):
             stop=f.stop,
             segments=self.outbound.announced,
             aux=None if self._aux.data else f.aux,
-            tag=f.tag,
             pace=self.plan.pace(),
         )
         self._out.append(self._repeat.start("done", Send(self.peer, done), self.now))

@@ -40,6 +40,7 @@ MaybeEpoch = Annotated[bytes, Meta(max_length=16)]
 RoomBytes = Annotated[bytes, Meta(min_length=1, max_length=64)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
+Tag = Annotated[bytes, Meta(max_length=256)]
 LayerSums = Annotated[bytes, Meta(max_length=1 << 19)]
 """A checksum of eight bytes for every layer of a segment."""
 
@@ -173,7 +174,7 @@ class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unkno
     stop: U | None
     paths: Annotated[tuple[Name, ...], Few]
     tables: Annotated[tuple[WireTable, ...], Few] | None
-    tag: Annotated[bytes, Meta(max_length=256)]
+    tag: Tag
     verify: Verify = "off"
     pace: WirePace | None = None
 
@@ -239,7 +240,6 @@ class Done(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown
     stop: U
     segments: U
     aux: Annotated[bytes, Meta(max_length=MAX_AUX)] | None
-    tag: Annotated[bytes, Meta(max_length=256)]
     pace: WirePace | None = None
 
 
@@ -248,9 +248,13 @@ class Complete(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Abort(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=12):
-    """Either way: the room has failed. Decode repeats it until ``Drained``, prefill until ``AbortAck``."""
+    """Either way: the room has failed. Decode repeats it until ``Drained``, prefill until ``AbortAck``.
+
+    ``tag``: of decode's room, or of prefill's room that is not this one. Where tags differ, prefill's room stays open.
+    """
 
     reason: Text
+    tag: Tag = b""
 
 
 class AbortAck(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=13):

@@ -50,6 +50,7 @@ from .base import (
     Send,
     Store,
     Tick,
+    tags_differ,
 )
 from .draining import DrainingRoom
 from .frames import (
@@ -83,8 +84,16 @@ from .writers import Writer, misplaced, unopened, waited_for
 class ReceiveRoom(DrainingRoom):
     """The decode side's state machine. ``phase`` and ``error`` are its outcome; ``released``: its pages are free."""
 
-    def __init__(self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, now: float) -> None:
-        super().__init__(room, generation, epoch, options)
+    def __init__(
+        self,
+        room: RoomId,
+        generation: Generation,
+        epoch: Epoch,
+        options: Options,
+        now: float,
+        tag: bytes = b"",
+    ) -> None:
+        super().__init__(room, generation, epoch, options, tag)
         self.path = ""
         self.paths: dict[Rank, str] = {}
         self._options = options
@@ -156,7 +165,7 @@ class ReceiveRoom(DrainingRoom):
             stop=a.stop,
             paths=a.paths,
             tables=a.tables,
-            tag=a.tag,
+            tag=self.tag,
             verify=a.verify,
             pace=self._pace,
         )
@@ -328,9 +337,6 @@ class ReceiveRoom(DrainingRoom):
             return
         w.done = event
         a = self._awaited
-        if event.tag and a.tag and event.tag != a.tag:
-            self._fail(IntegrityError(f"{self._name()}: prefill's tag {event.tag.hex()} is not {a.tag.hex()}"))
-            return
         if problem := w.problem or misplaced(self._writers.values(), a):
             self._fail(RemoteProtocolError(f"{self._name()}: {problem}"))
             return
@@ -411,7 +417,10 @@ class ReceiveRoom(DrainingRoom):
 
     def _on_their_abort(self, event: Abort) -> None:
         self._on_acknowledge(event)
-        self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
+        if tags_differ(event.tag, self.tag):
+            self._fail(IntegrityError(f"{self._name()}: prefill's tag {event.tag.hex()} is not {self.tag.hex()}"))
+        else:
+            self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
 
     def _on_drained(self, event: Drained) -> None:
         self._acknowledge_drained(event)

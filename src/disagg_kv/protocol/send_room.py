@@ -131,7 +131,6 @@ class SendRoom:
         self,
         stop: int,
         aux: bytes | None,
-        tag: bytes,
         now: float,
         states: Mapping[GroupId, PageTable] | None = None,
     ) -> list[Effect]:
@@ -149,7 +148,7 @@ class SendRoom:
         end = self.rows.stop
         if stop != end and end:
             raise LocalProtocolError(f"{room_name(self.room)}: finish at row {stop}, but chunks end at {end}")
-        self._finished = Finished(stop, aux, tag)
+        self._finished = Finished(stop, aux)
         if not self.flows:
             self._claim_by = now + self._options.claim_s
         out: list[Effect] = []

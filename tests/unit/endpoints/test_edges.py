@@ -72,7 +72,7 @@ def test_garbage_and_frames_of_strangers_are_counted(caplog: pytest.LogCaptureFi
     rig = Rig(SPEC)
     prefills, decodes = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
     stranger = InprocChannel(rig.hub, "stranger")
-    frame = Done(src=bytes(16), dst=bytes(16), room=b"room", generation=1, stop=8, segments=0, aux=None, tag=b"")
+    frame = Done(src=bytes(16), dst=bytes(16), room=b"room", generation=1, stop=8, segments=0, aux=None)
     with caplog.at_level(logging.ERROR):
         for member in rig.members:
             for data in (b"", b"\x00" * 40, b"\xc1", Codec().encode(frame)):
@@ -94,7 +94,7 @@ def test_a_frame_that_a_peer_must_never_send_costs_its_room_alone(side: str) -> 
     sender, member = (decode, prefills[0]) if side == "prefill" else (prefill, decodes[0])
     receiver = prefill if side == "prefill" else decode
     head = room_head(sender.epoch, receiver.epoch, bad.room, Generation(1))
-    frame = Done(**head, stop=8, segments=0, aux=None, tag=b"") if side == "prefill" else Complete(**head)
+    frame = Done(**head, stop=8, segments=0, aux=None) if side == "prefill" else Complete(**head)
     InprocChannel(rig.hub, "forger").send(member.channel.address, Codec().encode(frame))
     bad.failed()
     assert f"sent {type(frame).__name__}, which it must never send" in bad.errors()

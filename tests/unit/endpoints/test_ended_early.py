@@ -21,18 +21,32 @@ def test_the_first_reason_stands_until_it_expires() -> None:
     ended.add(A, "decode gave up", 0.0)
     ended.add(A, "another", 5.0)
     ended.add(B, "later", 5.0)
-    assert (ended.reason(A), ended.reason(C), ended.next_at()) == ("decode gave up", None, 10.0)
+    assert (ended.reason(A, b""), ended.reason(C, b""), ended.next_at()) == ("decode gave up", None, 10.0)
     ended.expire(9.9)
-    assert ended.reason(A) is not None
+    assert ended.reason(A, b"") is not None
     ended.expire(10.0)
-    assert (ended.reason(A), ended.reason(B), ended.next_at()) == (None, "later", 15.0)
+    assert (ended.reason(A, b""), ended.reason(B, b""), ended.next_at()) == (None, "later", 15.0)
+
+
+def test_a_reason_counts_for_its_own_tag_and_for_rooms_without_one() -> None:
+    """What an instance with another tag gave up is another request's; a few tags of a room are remembered."""
+    ended = EndedEarly(Options())
+    ended.add(A, "a stray gave up", 0.0, b"x")
+    assert (ended.reason(A, b"y"), ended.reason(A, b"x"), ended.reason(A, b"")) == (None, *["a stray gave up"] * 2)
+    ended.add(A, "decode gave up", 0.0, b"y")
+    assert ended.reason(A, b"y") == "decode gave up"
+    ended.add(B, "gave up without a tag", 0.0)
+    assert ended.reason(B, b"y") == "gave up without a tag"
+    for number in range(100):
+        ended.add(C, "over", 0.0, b"%d" % number)
+    assert sum(ended.reason(C, b"%d" % number) is not None for number in range(100)) == 4
 
 
 def test_the_oldest_are_forgotten_beyond_a_bound() -> None:
     ended = EndedEarly(Options(parked=2))
     for number, room in enumerate((A, B, C)):
         ended.add(room, "over", float(number))
-    assert [ended.reason(room) for room in (A, B, C)] == [None, "over", "over"]
+    assert [ended.reason(room, b"") for room in (A, B, C)] == [None, "over", "over"]
 
 
 @pytest.mark.parametrize("world", [1, 2])

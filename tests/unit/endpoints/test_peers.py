@@ -357,7 +357,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
     with pytest.raises(ConfigurationError, match="incremental"):
         receive.expect(Expectation(8, [table], held={KV: 4}))
     with pytest.raises(ConfigurationError, match="tag must have 0 to 256 bytes, not 300"):
-        receive.expect(Expectation(8, [table], tag=bytes(300)))
+        decodes[0].endpoint.open(RoomId(b"other"), Source("P"), tag=bytes(300))
     with pytest.raises(GeometryError):
         receive.expect(Expectation(-1, [table]))
     with pytest.raises(GeometryError):
@@ -376,7 +376,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
     with pytest.raises(GeometryError, match="of states there are"):
         send.finish(0, state=[table])
     with pytest.raises(ConfigurationError, match="tag must have 0 to 256 bytes, not 300"):
-        send.finish(0, tag=bytes(300))
+        prefills[0].endpoint.open(RoomId(b"other"), tag=bytes(300))
     with pytest.raises(GeometryError, match="aux slot 7"):
         send.finish(0, aux=7)
     with pytest.raises(LocalProtocolError, match="chunks end at 0"):

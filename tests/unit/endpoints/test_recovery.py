@@ -70,6 +70,7 @@ class Stub:
         room: RoomId,
         source: Source,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,

@@ -36,7 +36,7 @@ def announced() -> prefill.Room:
     room.expect()
     room.write(A)
     room.write(B)
-    room.machine.finish(8, b"aux", b"tag", 0.0)
+    room.machine.finish(8, b"aux", 0.0)
     assert state(room) is Sending.FINISHED
     return room
 
@@ -49,7 +49,7 @@ def counted(room: prefill.Room) -> tuple[int, int]:
 def test_done_goes_out_with_the_last_notice_and_says_how_many_there_are() -> None:
     room = prefill.Room()
     room.expect()
-    assert room.machine.finish(8, b"aux", b"tag", 0.0) == []
+    assert room.machine.finish(8, b"aux", 0.0) == []
     assert sent(room.write(A)) == [ChunkReady]
     room.say(landed(A))
     effects = room.write(B)
@@ -62,7 +62,7 @@ def test_a_room_that_is_finished_after_its_last_notice_says_done_at_once() -> No
     room.expect()
     room.write(A)
     room.write(B)
-    assert [f.segments for f in frames(room.machine.finish(8, None, b"", 0.0), Done)] == [2]
+    assert [f.segments for f in frames(room.machine.finish(8, None, 0.0), Done)] == [2]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_done_waits_for_what_is_not_written(step: str) -> None:
         assert room.begin(B)
     if step == "to be tried again":
         room.say(WriteFailed(B, RETRY, True))
-    assert Done not in sent(room.machine.finish(8, None, b"", 0.0))
+    assert Done not in sent(room.machine.finish(8, None, 0.0))
     assert sent(room.say(landed(A))) == []
     assert state(room) is Sending.MOVING
 
@@ -93,7 +93,7 @@ def test_done_waits_for_long_aux_data_and_not_for_acknowledgements() -> None:
     room = prefill.Room(chunks=1, aux_part=9)
     room.expect()
     room.write(A)
-    assert sent(room.machine.finish(4, bytes(18), b"", 0.0)) == [AuxPart, AuxPart]
+    assert sent(room.machine.finish(4, bytes(18), 0.0)) == [AuxPart, AuxPart]
     assert sent(room.say(AuxTaken(**head(), upto=18))) == [Done]
 
 
@@ -152,7 +152,7 @@ def test_a_write_that_is_not_quiet_keeps_done_back_for_good() -> None:
     room.expect()
     room.say(grant())
     assert room.begin()
-    room.machine.finish(4, None, b"", 0.0)
+    room.machine.finish(4, None, 0.0)
     assert sent(room.say(WriteFailed(A, RETRY, False))) == [Abort]
     assert sent(room.say(Quiet(A))) == [Drained]
 

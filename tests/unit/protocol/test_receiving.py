@@ -336,13 +336,17 @@ def test_a_rank_that_was_not_elected_is_refused_by_name() -> None:
     failed(room, RemoteProtocolError, f"prefill rank {other} was not elected")
 
 
-def test_tags_that_differ_are_an_integrity_error_and_one_that_is_missing_is_not() -> None:
+def test_prefill_that_has_another_tag_is_an_integrity_error() -> None:
+    """Its abort says so; one without a tag, or with ours, is another failure."""
     room = Room()
-    room.say(done(0, tag=b"\x01"))
+    effects = room.say(abort(0, b"\x01"))
     failed(room, IntegrityError, "prefill's tag 01 is not 746167")
-    room = Room()
-    room.say(done(0, tag=b""))
-    assert phase_of(room) is Phase.WAITING
+    tags = [e.frame.tag for e in effects if isinstance(e, Send) and isinstance(e.frame, Abort)]
+    assert tags == [b"tag", b"tag"], "it says which room it gives up"
+    for tag in (b"", b"tag"):
+        room = Room()
+        room.say(abort(0, tag))
+        failed(room, AbortedError, "prefill gave up: engine")
 
 
 def test_a_writer_above_the_window_waits_and_fails_nothing() -> None:

@@ -62,8 +62,8 @@ def test_a_room_from_its_opening_to_its_end() -> None:
     (notice,) = frames(room.say(Wrote(A)), ChunkReady)
     assert (notice.segment, notice.lease) == ((0, 4, 0, 2, False), 0)
     assert room.say(landed()) == []
-    (done,) = frames(room.machine.finish(4, b"aux", b"tag", 0.0), Done)
-    assert (done.stop, done.aux, done.tag) == (4, b"aux", b"tag")
+    (done,) = frames(room.machine.finish(4, b"aux", 0.0), Done)
+    assert (done.stop, done.aux) == (4, b"aux")
     assert room.complete() == [CastVote(True, "")]
     assert not room.machine.released
     assert room.machine.decided(Decided(True, ""), 0.0) == []
@@ -96,7 +96,7 @@ def test_rows_that_decode_holds_or_does_not_await_are_not_sent() -> None:
     (request,) = frames(room.expect(given=plan(start=4, stop=6)), StagingRequest)
     assert request.segment == (4, 6, 0, 2, False)
     room = Room(chunks=1)
-    room.machine.finish(4, None, b"", 0.0)
+    room.machine.finish(4, None, 0.0)
     assert sent(room.expect(given=plan(start=4, stop=4))) == [Done]
 
 
@@ -108,7 +108,7 @@ def test_a_rank_that_was_not_elected_says_done_only() -> None:
     room = Room(chunks=0)
     room.add(1)
     assert room.expect(given=FlowPlan(idle, intake, 0, 1, False, Limits(4096, 8192, 4))) == []
-    assert sent(room.machine.finish(1, None, b"", 0.0)) == [Done]
+    assert sent(room.machine.finish(1, None, 0.0)) == [Done]
 
 
 def test_requests_notices_and_done_are_repeated_until_answered() -> None:
@@ -121,7 +121,7 @@ def test_requests_notices_and_done_are_repeated_until_answered() -> None:
     room.say(Wrote(A))
     assert sent(room.machine.tick(6.0)) == [ChunkReady]
     room.say(landed())
-    room.machine.finish(4, None, b"", 6.0)
+    room.machine.finish(4, None, 6.0)
     assert sent(room.machine.tick(7.0)) == [Done]
 
 
@@ -136,7 +136,7 @@ def test_a_request_that_is_answered_landed_is_over() -> None:
     room = Room(chunks=1)
     room.expect()
     room.say(landed())
-    assert sent(room.machine.finish(4, None, b"", 0.0)) == [Done]
+    assert sent(room.machine.finish(4, None, 0.0)) == [Done]
 
 
 def test_one_acknowledgement_lists_several_segments() -> None:
@@ -146,7 +146,7 @@ def test_one_acknowledgement_lists_several_segments() -> None:
     room.say(landed(A, Segment(5, 5, 0, 0), A, B))
     flow = room.machine.flows[D[0]]
     assert (flow.outbound.segments_landed, flow.ignored) == (2, 2)
-    assert sent(room.machine.finish(8, None, b"", 0.0)) == [Done]
+    assert sent(room.machine.finish(8, None, 0.0)) == [Done]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_aux_data_that_no_frame_takes_go_in_parts_before_done() -> None:
     aux = bytes(range(100))
     room = Room(chunks=0, aux_part=9)
     room.expect()
-    parts = frames(room.machine.finish(0, aux, b"", 0.0), AuxPart)
+    parts = frames(room.machine.finish(0, aux, 0.0), AuxPart)
     assert [(p.offset, p.total) for p in parts] == [(9 * i, 100) for i in range(8)]
     (more,) = frames(room.say(AuxTaken(**head(), upto=9)), AuxPart)
     assert sent(room.say(AuxTaken(**head(), upto=0), AuxTaken(**head(), upto=9), AuxTaken(**head(), upto=101))) == []
@@ -340,6 +340,6 @@ def test_aux_data_that_no_frame_takes_go_in_parts_before_done() -> None:
 def test_aux_data_that_nobody_wants_are_taken_at_once() -> None:
     room = Room(chunks=0, aux_part=9)
     room.expect()
-    room.machine.finish(0, bytes(100), b"", 0.0)
+    room.machine.finish(0, bytes(100), 0.0)
     assert sent(room.say(AuxTaken(**head(), upto=100))) == [Done]
     assert room.say(AuxTaken(**head(), upto=100)) == []

@@ -174,7 +174,7 @@ def test_expect_is_answered_in_every_state(made: str) -> None:
 
 def test_success_needs_complete_from_every_decode_rank_and_the_agreement() -> None:
     room = Room(chunks=0)
-    room.machine.finish(0, None, b"", 0.0)
+    room.machine.finish(0, None, 0.0)
     room.expect(0, 2)
     assert room.complete(0) == []
     assert phase(room) is Phase.CONNECTING
@@ -278,16 +278,16 @@ def test_the_deadline_names_who_is_missing() -> None:
 def test_after_its_end_the_engine_changes_nothing() -> None:
     room = Room()
     room.machine.cancel(AbortedError("engine"), 0.0)
-    assert room.add(12) == room.machine.finish(12, None, b"", 0.0) == room.ready(3) == []
+    assert room.add(12) == room.machine.finish(12, None, 0.0) == room.ready(3) == []
     assert room.machine.rows.chunks == []
 
 
 def test_calls_out_of_order_are_the_callers_error() -> None:
     room = Room()
     with pytest.raises(LocalProtocolError, match="finish at row 9, but chunks end at 8"):
-        room.machine.finish(9, None, b"", 0.0)
-    room.machine.finish(8, None, b"", 0.0)
+        room.machine.finish(9, None, 0.0)
+    room.machine.finish(8, None, 0.0)
     with pytest.raises(LocalProtocolError, match="finished at row 8 already"):
-        room.machine.finish(8, None, b"", 0.0)
+        room.machine.finish(8, None, 0.0)
     with pytest.raises(LocalProtocolError, match="rows up to 12 after it was finished at 8"):
         room.add(12)

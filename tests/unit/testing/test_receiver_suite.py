@@ -52,11 +52,12 @@ class Broken:
         room: RoomId,
         source: Source,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Reception:
-        made = self.inner.open(room, source, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
+        made = self.inner.open(room, source, tag=tag, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
         self.rooms[id(made)] = wrapped = cast("Reception", Room(made, self))
         return wrapped
 
@@ -151,6 +152,7 @@ class Patient(Broken):
         room: RoomId,
         source: Source,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
@@ -179,12 +181,13 @@ class Lax(Broken):
         room: RoomId,
         source: Source,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> Reception:
         try:
-            return super().open(room, source, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
+            return super().open(room, source, tag=tag, silence_s=silence_s, total_s=total_s, claim_s=claim_s)
         except LocalProtocolError:
             return next(iter(self.rooms.values()))
 

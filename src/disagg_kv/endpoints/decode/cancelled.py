@@ -25,6 +25,7 @@ class _Room:
     key: RoomKey
     instance: str
     reason: str
+    tag: bytes
     until: float
     notified: set[Epoch] = Factory(set)
 
@@ -47,10 +48,10 @@ class CancelledBeforeOpen:
         return len(self._rooms)
 
     def add(
-        self, key: RoomKey, instance: str, reason: str, remotes: Iterable[RemoteEndpoint], now: float
+        self, key: RoomKey, instance: str, reason: str, tag: bytes, remotes: Iterable[RemoteEndpoint], now: float
     ) -> list[Send]:
         """Decode cancels a room of this prefill instance: frames for those of its ranks that are there."""
-        room = self._rooms[key] = _Room(key, instance, words(reason), now + self._options.silence_s)
+        room = self._rooms[key] = _Room(key, instance, words(reason), tag, now + self._options.silence_s)
         if len(self._rooms) > self._options.tombstones:
             self._forget(next(iter(self._rooms)))
         return [send for remote in remotes for send in self._notify(room, remote, now)]
@@ -64,7 +65,7 @@ class CancelledBeforeOpen:
             return []
         room.notified.add(remote.epoch)
         head = room_head(self._epoch, remote.epoch, room.key.room, room.key.generation)
-        abort = Send(remote.epoch, Abort(**head, reason=room.reason))
+        abort = Send(remote.epoch, Abort(**head, reason=room.reason, tag=room.tag))
         return [self._repeat.start((room.key, remote.epoch), abort, now)]
 
     def answered(self, key: RoomKey, epoch: Epoch) -> None:

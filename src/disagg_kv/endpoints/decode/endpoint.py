@@ -127,12 +127,14 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         room: RoomId,
         source: Source,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> ReceptionHandle:
         """See :meth:`~disagg_kv.endpoints.api.Receiver.open`."""
         room = RoomId(arguments.room_id(room))
+        tag = arguments.octets(tag, f"{room_name(room)}: tag")
         arguments.one(source, "source", Source)
         own = self._options.of_room(silence_s, total_s, claim_s)
         with self.admission.enter(room_name(room)):
@@ -143,7 +145,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             key = self._new_key(room)
             handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._side.open, key, handle, source, own))
+            self._loop.post(partial(self._side.open, key, handle, source, own, tag))
         return handle
 
     @property

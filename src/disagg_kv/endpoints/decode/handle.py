@@ -32,7 +32,6 @@ class CheckedExpectation:
         most: the largest ``stop`` that the pages allow.
         tables: pages and slots of states by group, from ``start`` on.
         aux: the aux row to fill.
-        tag: at most 256 bytes.
         kept: pages of the rows before ``start`` with their checksums; empty: not known.
     """
 
@@ -41,7 +40,6 @@ class CheckedExpectation:
     most: int
     tables: Mapping[GroupId, PageTable]
     aux: int | None
-    tag: bytes
     kept: tuple[CachedPages, ...] = ()
 
 
@@ -109,7 +107,7 @@ class ReceptionHandle(RoomHandle):
                 "give them as kept"
             )
         kept = check_kept(where, site, wanted.kept, start) if start and wanted.kept else ()
-        return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, wanted.tag, kept)
+        return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, kept)
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""

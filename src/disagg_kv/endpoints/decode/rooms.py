@@ -151,10 +151,10 @@ class DecodeSide:
 
     # Commands of the engine, on this thread.
 
-    def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, own: Options) -> None:
+    def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, own: Options, tag: bytes) -> None:
         """Begin a room with its own times: find its prefill ranks."""
         now = self._loop.now
-        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now)
+        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag)
         room = DecodeRoom(key, machine, handle, source, own.silence_s, now)
         self._rooms[key] = room
         self._loop.vote(key, None, "")
@@ -211,7 +211,7 @@ class DecodeSide:
         tables = tables_to_wire(wanted.tables.values()) if exposed else None
         aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
         rows = (wanted.start, wanted.stop, wanted.most)
-        self._handle(room, Awaited(*rows, paths, tables, wanted.tag, self._verify, aux_bytes))
+        self._handle(room, Awaited(*rows, paths, tables, self._verify, aux_bytes))
 
     def _note_pages(self, room: DecodeRoom, named: int) -> None:
         """Note in the report, and once in the log, that a room has more pages than a frame can name."""
@@ -411,8 +411,8 @@ class DecodeSide:
         if vote.ok and any(other is room and not later.ok for other, later in self._votes):
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
-            remotes = self._loop.remotes.values()
-            self._say(self._cancelled.add(room.key, room.source.instance, vote.reason, remotes, self._loop.now))
+            remotes, tag = self._loop.remotes.values(), room.machine.tag
+            self._say(self._cancelled.add(room.key, room.source.instance, vote.reason, tag, remotes, self._loop.now))
         if vote.ok and room.handle.report.placed is None:
             room.handle.report.placed = self._loop.clock()
         self._loop.vote(room.key, vote.ok, vote.reason)

@@ -6,7 +6,11 @@ from collections import OrderedDict
 
 from ...ids import RoomId
 from ...protocol import Options
+from ...protocol.base import tags_differ
 from ..runtime.bounded import bound
+
+TAGS = 4
+"""Tags of one room that are remembered."""
 
 
 class EndedEarly:
@@ -17,18 +21,21 @@ class EndedEarly:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._rooms: OrderedDict[RoomId, tuple[float, str]] = OrderedDict()
+        self._rooms: OrderedDict[RoomId, tuple[float, dict[bytes, str]]] = OrderedDict()
 
-    def add(self, room: RoomId, reason: str, now: float) -> None:
-        """The room is over; the first reason stands."""
+    def add(self, room: RoomId, reason: str, now: float, tag: bytes = b"") -> None:
+        """The room is over, for those with this tag or without one; the first reason of each tag stands."""
         if room not in self._rooms:
-            self._rooms[room] = (now + self._options.total_s, reason)
+            self._rooms[room] = (now + self._options.total_s, {})
             bound(self._rooms, self._options.parked)
+        reasons = self._rooms[room][1]
+        if len(reasons) < TAGS:
+            reasons.setdefault(tag, reason)
 
-    def reason(self, room: RoomId) -> str | None:
+    def reason(self, room: RoomId, tag: bytes) -> str | None:
         """Why the room is over; None: it is not known to be."""
-        found = self._rooms.get(room)
-        return None if found is None else found[1]
+        _, reasons = self._rooms.get(room, (0.0, {}))
+        return next((reason for other, reason in reasons.items() if not tags_differ(tag, other)), None)
 
     def expire(self, now: float) -> None:
         """Forget rooms that were kept for long enough; all are kept equally long."""

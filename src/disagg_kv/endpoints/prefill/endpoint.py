@@ -118,12 +118,14 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         self,
         room: RoomId,
         *,
+        tag: bytes = b"",
         silence_s: float | None = None,
         total_s: float | None = None,
         claim_s: float | None = None,
     ) -> DeliveryHandle:
         """See :meth:`~disagg_kv.endpoints.api.Sender.open`."""
         room = RoomId(arguments.room_id(room))
+        tag = arguments.octets(tag, f"{room_name(room)}: tag")
         own = self._options.of_room(silence_s, total_s, claim_s)
         with self.admission.enter(room_name(room)):
             stuck = self._side.quarantined_slots
@@ -134,7 +136,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             key = self._new_key(room)
             handle = DeliveryHandle(key, self._pool, self)
             self._ids.add(room, handle)
-            self._loop.post(partial(self._side.open, key, handle, own))
+            self._loop.post(partial(self._side.open, key, handle, own, tag))
         return handle
 
     def step(

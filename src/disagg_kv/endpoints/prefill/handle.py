@@ -166,12 +166,10 @@ class DeliveryHandle(RoomHandle):
         *,
         state: Sequence[PageTable] = (),
         aux: int | None = None,
-        tag: bytes = b"",
         ready: Event | None = None,
     ) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Delivery.finish`."""
         stop = arguments.count(stop, "stop")
-        tag = arguments.octets(tag, f"{room_name(self.room)}: tag")
         aux = None if aux is None else arguments.count(aux, "aux")
         arguments.event(ready, "ready")
         states = check_states(self.room, self._pool.site, state)
@@ -192,7 +190,7 @@ class DeliveryHandle(RoomHandle):
             except Exception as exc:
                 # A pool may be another project's code: its errors fail this room alone.
                 return machine.cancel(ours(exc, f"{room_name(self.room)}: aux data could not be read"), now)
-            return machine.finish(stop, data, tag, now, states)
+            return machine.finish(stop, data, now, states)
 
         with self._commands.admission.enter(room_name(self.room)):
             self._finished = self._ended = True

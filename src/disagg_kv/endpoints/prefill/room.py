@@ -24,6 +24,7 @@ class PrefillRoom:
     handle: DeliveryHandle
     silence_s: float
     opened: float
+    tag: bytes
     routes: dict[Epoch, Route] = field(factory=dict)
     withdrawn: list[HostEvent] = field(factory=list)
     ready_events: ReadyEvents = field(factory=ReadyEvents)

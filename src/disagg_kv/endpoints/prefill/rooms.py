@@ -33,6 +33,7 @@ from ...protocol import (
     Transfer,
 )
 from ...protocol.agreement import USED_TWICE
+from ...protocol.base import tags_differ
 from ...protocol.flow import room_head
 from ...protocol.frames import Abort, Drained, Expect, Expected, words
 from ...protocol.machine import ours
@@ -102,15 +103,15 @@ class PrefillSide:
 
     # What the engine says, on this thread.
 
-    def open(self, key: RoomKey, handle: DeliveryHandle, own: Options) -> None:
+    def open(self, key: RoomKey, handle: DeliveryHandle, own: Options, tag: bytes) -> None:
         """Begin a room with its own times, and whatever was parked for it."""
         now = self._loop.now
         machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless)
-        room = PrefillRoom(key, machine, handle, own.silence_s, now)
+        room = PrefillRoom(key, machine, handle, own.silence_s, now, tag)
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
         self._loop.vote(key, None, "")
-        reason = self._ended_early.reason(key.room)
+        reason = self._ended_early.reason(key.room, tag)
         over = None if reason is None else AbortedError(f"{room_name(key.room)}: {reason}")
         if (error := self._loop.succession.error() or over) is not None:
             self._apply(room, machine.cancel(error, now))
@@ -248,7 +249,13 @@ class PrefillSide:
             # It may be old or only slow. What is parked has not ended; of others it is not known: they must not begin.
             loop.observer.count("frames.evicted_room")
             ended = None if parked or (name, epoch) in self._early else ended
-        room, reason = self._newest.get(name), self._ended_early.reason(name)
+        room, reason = self._newest.get(name), self._ended_early.reason(name, frame.tag)
+        if room is not None and tags_differ(frame.tag, room.tag):
+            # Another instance means another request: it ends there alone.
+            loop.observer.count("frames.other_tag")
+            loop.remember([epoch], RoomKey(name, Generation(frame.generation)), RoomOutcome.FAILED)
+            loop.send(Send(epoch, Abort(**head, reason="another tag", tag=room.tag)))
+            return
         if ended is not None:
             reason = reason or "the room has ended"
         elif room is not None:
@@ -270,7 +277,8 @@ class PrefillSide:
         self._early.pop(name, epoch)
         room = self._newest.get(name)
         if loop.tombstones.outcome(epoch, generation) is None:
-            if room is not None and not room.machine.released and epoch not in room.machine.flows:
+            other = room is not None and tags_differ(frame.tag, room.tag)
+            if room is not None and not other and not room.machine.released and epoch not in room.machine.flows:
                 self._flows[(name, epoch, generation)] = room
                 self._silences.watch(epoch, room.key, room.silence_s, loop.now)
                 self._apply(room, room.machine.decline(epoch, generation, frame, loop.now))
@@ -281,7 +289,7 @@ class PrefillSide:
                 return
             loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
             if room is None:
-                self._ended_early.add(name, f"decode gave up: {frame.reason}", loop.now)
+                self._ended_early.add(name, f"decode gave up: {frame.reason}", loop.now, frame.tag)
         head = room_head(loop.me.epoch, epoch, name, generation)
         loop.send(Send(epoch, Drained(**head, reason=frame.reason)))
 

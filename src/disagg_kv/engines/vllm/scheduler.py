@@ -20,7 +20,7 @@ from attrs import define, frozen
 from ...ids import GroupId
 from ...rendezvous import Source
 from .params import REMOTE_DECODE, REMOTE_PREFILL, Origin, prompt_tag, transfer_id
-from .work import Chunk, Load, Pages, StepWork
+from .work import Chunk, Declined, Load, Pages, StepWork
 
 log = logging.getLogger("vllm.disagg_kv")
 
@@ -178,7 +178,7 @@ class SchedulerSide:
             if lacking:
                 self._work.loads[name] = self._load(request, origin, blocks, request.num_prompt_tokens - lacking)
             else:
-                self._work.declined.append(origin)
+                self._work.declined.append(Declined(origin, prompt_tag(request.prompt_token_ids)))
         except Exception as exc:
             log.warning("request %s cannot be loaded: %s", name, exc)
             if lacking:
@@ -212,7 +212,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get(REMOTE_PREFILL) and self._consumes:
             params[REMOTE_PREFILL] = False
-            self._work.declined.append(Origin.of(params))
+            self._work.declined.append(Declined(Origin.of(params), prompt_tag(request.prompt_token_ids)))
         return False, None
 
     def on_results(self, sent: set[str], received: set[str]) -> None:

@@ -57,6 +57,19 @@ class Load:
     tag: bytes
 
 
+@frozen
+class Declined:
+    """A transfer that this decode instance does not need.
+
+    Args:
+        origin: where it would come from.
+        tag: digest of the prompt. A transfer of another prompt is another request's, and goes on.
+    """
+
+    origin: Origin
+    tag: bytes
+
+
 @define
 class StepWork:
     """One step of all ranks, by request id.
@@ -75,7 +88,7 @@ class StepWork:
     chunks: dict[str, Chunk] = field(factory=dict)
     preempted: list[str] = field(factory=list)
     loads: dict[str, Load] = field(factory=dict)
-    declined: list[Origin] = field(factory=list)
+    declined: list[Declined] = field(factory=list)
     refused: dict[str, str] = field(factory=dict)
     unsent: list[str] = field(factory=list)
     aborted: list[str] = field(factory=list)

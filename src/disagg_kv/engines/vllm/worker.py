@@ -14,14 +14,13 @@ from functools import partial
 
 from attrs import define, field
 
-from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step
+from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step, room_id
 from ...errors import EndpointBrokenError
 from ...ids import LayerId, RoomId
 from ...memory import Event
 from ...protocol import Phase
-from .params import Origin
 from .stats import Counters
-from .work import Chunk, Load, StepWork, tables
+from .work import Chunk, Declined, Load, StepWork, tables
 
 log = logging.getLogger("vllm.disagg_kv")
 
@@ -104,8 +103,8 @@ class WorkerSide:
     def begin(self, work: StepWork) -> None:
         """Before the forward pass: prefill announces the rows, decode names the pages."""
         self._idle = work.idle
-        for origin in work.declined:
-            self._decline(origin)
+        for declined in work.declined:
+            self._decline(declined)
         for transfer in work.unsent:
             self._unsent(transfer)
         for name, reason in work.refused.items():
@@ -202,19 +201,19 @@ class WorkerSide:
         assert self._sender is not None
         if name not in self._outgoing and name not in self._unopened:
             self._unopened.add(name)
-            self._outgoing[name] = Outgoing(self._sender.open(room_of(chunk.transfer)))
+            self._outgoing[name] = Outgoing(self._sender.open(room_id(chunk.transfer), tag=chunk.tag))
             self._unopened.remove(name)
 
     def _finish(self, name: str, chunk: Chunk, ready: Event | None) -> None:
         going = self._outgoing[name]
         if not going.finished:
-            going.delivery.finish(chunk.stop, tag=chunk.tag, ready=ready)
+            going.delivery.finish(chunk.stop, ready=ready)
             going.finished = True
 
     def _unsent(self, transfer: str) -> None:
-        """Decode may wait for a request that ended before its first rows: answer it."""
-        if self._sender is not None:
-            self._refuse(partial(self._sender.open, room_of(transfer)), "prefill's engine has ended the request")
+        """Decode may wait for a request that ended before its first rows: answer it, with any tag."""
+        if (sender := self._sender) is not None:
+            self._refuse(lambda: sender.open(room_id(transfer)), "prefill's engine has ended the request")
 
     def _sent(self, name: str, delivery: Delivery) -> None:
         self._results.sent.add(name)
@@ -228,9 +227,9 @@ class WorkerSide:
 
     def _load(self, name: str, load: Load) -> None:
         assert self._receiver is not None
-        reception = self._receiver.open(room_of(load.origin.transfer), load.origin.source)
+        reception = self._receiver.open(room_id(load.origin.transfer), load.origin.source, tag=load.tag)
         self._incoming[name] = Incoming(reception, time.monotonic())
-        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held, tag=load.tag))
+        reception.expect(Expectation(load.stop, tables(load.pages), held=load.held))
 
     def _received(self, name: str, coming: Incoming) -> None:
         if coming.reception.phase is Phase.DONE:
@@ -246,11 +245,12 @@ class WorkerSide:
         self.counters.add(load_failed=1)
         log.warning("request %s was not loaded: %s", name, reason)
 
-    def _decline(self, origin: Origin) -> None:
+    def _decline(self, declined: Declined) -> None:
         """Prefill may free the pages of a request whose rows are not needed."""
-        if self._receiver is not None:
-            opened = partial(self._receiver.open, room_of(origin.transfer), origin.source)
-            self._refuse(opened, "decode does not need the rows")
+        if (receiver := self._receiver) is not None:
+            origin, tag = declined.origin, declined.tag
+            reason = "decode does not need the rows"
+            self._refuse(lambda: receiver.open(room_id(origin.transfer), origin.source, tag=tag), reason)
 
     # Both.
 
@@ -295,8 +295,3 @@ def _broken(endpoint: PrefillEndpoint | DecodeEndpoint | None) -> bool:
         endpoint.close()
         return True
     return False
-
-
-def room_of(transfer: str) -> RoomId:
-    """The room of a transfer."""
-    return RoomId(transfer.encode())

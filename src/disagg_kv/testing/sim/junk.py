@@ -124,7 +124,6 @@ def _of_delivery(handle: DeliveryHandle) -> dict[str, Callable[[], object]]:
     calls["send_chunk of a list of pages"] = partial(chunk, after, [0, 1])
     calls["send_chunk of an array"] = partial(chunk, after, np.zeros(1, np.int32))
     calls["send_chunk at no event"] = partial(chunk, after, [], object())
-    calls["finish with a tag of text"] = partial(end, after - 1, tag="tag")
     calls["finish with half an aux row"] = partial(end, after - 1, aux=0.5)
     calls["finish at no event"] = partial(end, after - 1, ready=object())
     return calls
@@ -143,7 +142,6 @@ def _of_reception(handle: ReceptionHandle) -> dict[str, Callable[[], object]]:
         calls[f"expect({rows!r})"] = partial(wait, rows, [])
     calls["expect in a list of pages"] = partial(wait, 1, [0, 1])
     calls["expect in an array"] = partial(wait, 1, np.zeros(1, np.int32))
-    calls["expect with a tag of text"] = partial(wait, 0, [], tag="tag")
     calls["expect with half an aux row"] = partial(wait, 0, [], aux=0.5)
     calls["expect after half a row"] = partial(wait, 0, [], held={"kv": 0.5})
     calls["expect after a list"] = partial(wait, 0, [], held=[4])

@@ -68,7 +68,7 @@ SAYING: Mapping[type[RoomFrame], Mapping[str, Any]] = {
     Expected: {"parked": False},
     StagingRequest: {"segment": BOX, "ask": 0, "ready": True},
     ChunkReady: {"segment": BOX, "lease": 0},
-    Done: {"stop": 1, "segments": 0, "aux": None, "tag": b""},
+    Done: {"stop": 1, "segments": 0, "aux": None},
     AuxPart: {"offset": 0, "total": 1, "data": b"a"},
     AuxTaken: {"upto": 1},
     Return: {"segment": BOX, "ask": 0},
@@ -127,7 +127,7 @@ class StrayFrames:
         answered = (*STEADY, "answer_placed") if self._has_finished(node, epoch, head) else STEADY
         steady = _acting(machine.state, answered)
         # That a peer has nothing to write is true before it was asked for something.
-        ends = [Abort, Drained] if machine.state is Receiving.OPENED else [Abort]
+        ends: list[type[RoomFrame]] = [Abort, Drained] if machine.state is Receiving.OPENED else [Abort]
         ends = [kind for kind in ends if _action(machine.state, kind)]
         rng = self._world.random
         if rng.random() < MISDIRECTED:

@@ -86,7 +86,7 @@ class Room(SimRoom):
         try:
             assert isinstance(node.endpoint, DecodeEndpoint)
             entry.handle = node.endpoint.open(
-                self.plan.room, self.source, total_s=self.plan.total_s, silence_s=self.plan.silence_s
+                self.plan.room, self.source, tag=self.tag, total_s=self.plan.total_s, silence_s=self.plan.silence_s
             )
         except (LocalProtocolError, QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
@@ -138,7 +138,7 @@ class Room(SimRoom):
         tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
         rows = None if stop is None else self.world.count(stop)
         entry.waits_from = self.world.now
-        handle.expect(Expectation(rows, tables, state=slots, aux=entry.aux, tag=self.tag))
+        handle.expect(Expectation(rows, tables, state=slots, aux=entry.aux))
 
     # Prefill.
 
@@ -149,7 +149,7 @@ class Room(SimRoom):
             return
         try:
             assert isinstance(node.endpoint, PrefillEndpoint)
-            entry.handle = node.endpoint.open(plan.room, total_s=plan.total_s, silence_s=plan.silence_s)
+            entry.handle = node.endpoint.open(plan.room, tag=self.tag, total_s=plan.total_s, silence_s=plan.silence_s)
         except (LocalProtocolError, QuarantineFullError, SupersededError) as exc:
             self._turned_away(entry, exc)
             return
@@ -259,7 +259,7 @@ class Room(SimRoom):
         else:
             self._write_states(entry)
         entry.waits_from = world.now
-        handle.finish(world.count(stop), state=memory.slot_tables(slots), aux=aux, tag=self.tag, ready=ready)
+        handle.finish(world.count(stop), state=memory.slot_tables(slots), aux=aux, ready=ready)
 
     def _write_states(self, entry: Entry) -> None:
         memory = entry.node.memory
