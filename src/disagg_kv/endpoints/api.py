@@ -327,7 +327,8 @@ class Sender(Protocol):
     def poll(self) -> Sequence[Delivery]:
         """Return the rooms whose ``phase`` or ``released`` changed since the last call.
 
-        Changes are kept until the next call, one entry per room.
+        Changes are kept until the next call, one entry per room. ``phase`` and ``released`` of a returned handle stay
+        as they are until the next call, or the endpoint's end. So one call alone returns a handle that is released.
 
         Raises:
             EndpointBrokenError: the endpoint cannot go on.

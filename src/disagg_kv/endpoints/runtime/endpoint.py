@@ -94,6 +94,7 @@ class Endpoint(Generic[H, S]):
     def close(self, drain_s: float = 5.0) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Sender.close`."""
         self.driver.close(drain_s)
+        self._changes.show_live()
 
     @property
     def open_rooms(self) -> int:

@@ -27,6 +27,7 @@ class RoomHandle:
         self._room = room
         self._state = (Phase.CONNECTING, False)
         self._published: tuple[Phase, bool] | None = None
+        self._shown: tuple[Phase, bool] | None = None  # what ``poll`` returned it with; None: not by the last call
         self.listed = False  # whether ``Changes`` has an entry for it
         self._error: DisaggKVError | None = None
         self._report = Report()
@@ -39,12 +40,12 @@ class RoomHandle:
     @property
     def phase(self) -> Phase:
         """How far it is."""
-        return self._state[0]
+        return (self._shown or self._state)[0]
 
     @property
     def released(self) -> bool:
         """True: its pages are neither read nor written any more."""
-        return self._state[1]
+        return (self._shown or self._state)[1]
 
     @property
     def state(self) -> tuple[Phase, bool]:
@@ -63,10 +64,12 @@ class RoomHandle:
 
     def break_down(self, error: DisaggKVError) -> bool:
         """Endpoint's thread, as it ends: a room that has not ended fails now, and is never released; False: it has."""
-        if self.phase in (Phase.DONE, Phase.FAILED):
+        phase, released = self._state
+        self.show_live()  # ``poll`` returns nothing any more
+        if phase in (Phase.DONE, Phase.FAILED):
             return False
         self._error = error
-        self._state = (Phase.FAILED, self.released)
+        self._state = (Phase.FAILED, released)
         return True
 
     def shows(self, phase: Phase, released: bool) -> bool:
@@ -78,8 +81,12 @@ class RoomHandle:
         return state != self._published
 
     def tell(self, state: tuple[Phase, bool]) -> None:
-        """Engine's thread: ``poll`` reports this state."""
-        self._published = state
+        """Engine's thread: ``poll`` reports this state, and the handle shows it until the next call."""
+        self._published = self._shown = state
+
+    def show_live(self) -> None:
+        """Show the present state again: another ``poll`` begins, or none will."""
+        self._shown = None
 
     def publish(self, phase: Phase, released: bool, error: DisaggKVError | None, at: float) -> bool:
         """Endpoint's thread: take over the machine's state; True if the engine should look."""
@@ -107,6 +114,7 @@ class ChangeQueue(Generic[H]):
     def __init__(self) -> None:
         self._changed: deque[H] = deque()
         self._later: deque[H] = deque()  # the engine's thread alone; all of them have ended well
+        self._reported: Sequence[H] = ()  # by the last ``take``: each shows the state of that moment
 
     def __bool__(self) -> bool:
         return bool(self._changed or self._later)
@@ -123,15 +131,24 @@ class ChangeQueue(Generic[H]):
             if handle.break_down(error):
                 self.add(handle)
 
+    def show_live(self) -> None:
+        """Engine's thread: what the last ``take`` returned shows its present state again."""
+        for handle in self._reported:
+            handle.show_live()
+
     def take(self, done: int | None = None) -> Sequence[H]:
         """Engine's thread: all of them, but at most ``done`` that have ended well; the rest of those come next time.
 
         A state that was reported before is skipped. Such a state comes from a handle that changes after its entry is
         taken and before its state is read: the endpoint's thread adds a second entry for a state that the first one
         showed. A handle that waited here may change again before its second entry is read: it is taken once.
+
+        Until the next call, a handle shows the state with which it was taken. Else an engine would see a release that
+        follows at once, and see it again in the next call.
         """
+        self.show_live()
         left = inf if done is None else done
-        taken: dict[H, None] = {}
+        taken: dict[H, Phase] = {}
         for entries in (self._later, self._changed):
             for _ in range(len(entries)):
                 if entries is self._later and not left:
@@ -145,13 +162,14 @@ class ChangeQueue(Generic[H]):
                 state = handle.state
                 if not handle.news(state):
                     continue
-                if state[0] is Phase.DONE and handle not in taken:
+                if state[0] is Phase.DONE and taken.get(handle) is not Phase.DONE:
                     if not left:
                         self._later.append(handle)
                         continue
                     left -= 1
                 handle.tell(state)
-                taken[handle] = None
+                taken[handle] = state[0]
+        self._reported = tuple(taken)
         return list(taken)
 
 
