@@ -110,6 +110,19 @@ def test_a_room_that_only_strays_ask_for_ends_at_its_deadline() -> None:
     right.rig.quiet()
 
 
+def test_a_stray_instance_does_not_claim_a_finished_room() -> None:
+    """The pages of a room that only strays ask for are released ``claim_s`` after ``finish``."""
+    right, stray = two_requests(1, 1)
+    right.open_prefill(tag=RIGHT).send(13).finish()
+    stray.open_decode(tag=WRONG).expect(13)
+    refused(stray)
+    right.rig.wait(20.0)
+    assert right.sends[0].phase is Phase.CONNECTING
+    right.rig.wait(15.0)
+    assert right.sends[0].released
+    assert "no decode rank asked for it within 30 s" in str(right.sends[0].error)
+
+
 @settings(max_examples=40)
 @given(
     st.integers(0, 2**32),
