@@ -81,12 +81,12 @@ def open_worker(
         if produces:
             slot = None if staging is None else max(1 << 12, staging // SLOTS)
             sender = PrefillEndpoint(
-                pool, instance=facts.instance, strategy=options.strategy, slot_bytes=slot, slots=SLOTS,
+                pool, instance=facts.instance, strategy=selecting(options.strategy), slot_bytes=slot, slots=SLOTS,
                 **connections("prefill"),
             )  # fmt: skip
         if consumes:
             receiver = DecodeEndpoint(
-                pool, instance=decode_name(facts.instance), strategy=_decode_strategy(options, facts),
+                pool, instance=decode_name(facts.instance), strategy=selecting(options.strategy),
                 ring_bytes=staging, **connections("decode"),
             )  # fmt: skip
     if isinstance(meeting, RequestRendezvous):
@@ -106,11 +106,13 @@ def decode_name(instance: str) -> str:
     return f"{instance}/decode"
 
 
-def _decode_strategy(options: ConnectorOptions, facts: EngineFacts) -> str:
-    """VLLM shares the blocks of its prefix cache between requests, so they are never written again."""
-    if not facts.prefix_caching or "incremental" in options.strategy.split("+"):
-        return options.strategy
-    return f"{options.strategy}+incremental"
+def selecting(strategy: str) -> str:
+    """The strategy with the selection ``incremental``.
+
+    vLLM shares the blocks of its prefix cache between requests, so rows that decode holds are never written again.
+    Without a prefix cache decode holds none.
+    """
+    return strategy if "incremental" in strategy.split("+") else f"{strategy}+incremental"
 
 
 def _rendezvous(options: ConnectorOptions) -> Rendezvous:

@@ -24,8 +24,7 @@ class ConnectorOptions:
     """Options of the connector; each default works between instances on one host.
 
     Args:
-        strategy: path, schedule and selection, as for :func:`~disagg_kv.strategies.strategy`. A decode instance always
-            selects incrementally where vLLM's prefix cache is on.
+        strategy: path and schedule, as for :func:`~disagg_kv.strategies.strategy`; the selection is ``incremental``.
         transport: name of a transport; "": ``shm`` for CPU memory, ``cuda_ipc`` for GPUs.
         channel: ``unix`` (processes of one user on one host) or ``zmq``.
         listen: where the channel listens: a directory of socket files for ``unix``, an address such as
