@@ -15,7 +15,8 @@ over rounds. "as it is, again" shows how far equal things differ.
 
     python -m benchmarks.idle --json benchmarks/results/idle.json
 
-Cases of GPUs run one after another, those of CPU memory beside them (``-j``).
+Cases of CPU memory run side by side (``-j``), then those of GPUs alone: work on other cores keeps a host from halting
+them, and hides the cost of a late wake.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,14 +72,12 @@ from disagg_kv.rendezvous import StaticRendezvous
 from disagg_kv.transports import SupportsAllocate, between_processes
 
 AS_IT_IS, AGAIN = "as it is", "as it is, again"
-SLOW = ("quick polls", "growing pauses", "hurry", "woken naps", "pause of a pass")
-"""Knobs that also act where the wire is slow."""
-FAST = ("busy-poll window", "short naps", "keep-alive frames")
-"""Those that act on a fast wire alone."""
-LONG = "short pauses"
-"""Without it, every pause is the longest."""
-TWO_STATES = ("quick polls", "growing pauses", "hurry", "keep-alive frames")
-"""Without all of these, an endpoint that is awake polls with equal pauses, and one that is asleep blocks."""
+KNOBS = ("growing pauses", "short pauses", "pause of a pass")
+"""On every wire, and with every channel."""
+NAPS = "woken naps"
+"""With a channel that has them."""
+WINDOW = "busy-poll window"
+"""On a fast wire."""
 
 ROOT = Path(__file__).parents[1]
 KV = GroupId("kv")
@@ -112,14 +111,9 @@ class Case:
     @property
     def variants(self) -> Mapping[str, frozenset[str]]:
         """By name: which knobs are off."""
-        fast = self.device == "cuda"
-        knobs = (*SLOW, LONG, *FAST) if fast else (*SLOW, LONG)
-        naps = [knob for knob in knobs if self.channel == "unix" or not knob.endswith("naps")]
-        several = {"two states": frozenset(TWO_STATES)}
-        if fast:
-            several["two states, no window"] = frozenset({*TWO_STATES, "busy-poll window"})
+        knobs = [*KNOBS, *[NAPS] * (self.channel == "unix"), *[WINDOW] * (self.device == "cuda")]
         nothing: frozenset[str] = frozenset()
-        return {AS_IT_IS: nothing, AGAIN: nothing, **{knob: frozenset({knob}) for knob in naps}, **several}
+        return {AS_IT_IS: nothing, AGAIN: nothing, **{knob: frozenset({knob}) for knob in knobs}}
 
 
 class Without(IdlePolicy):
@@ -128,36 +122,19 @@ class Without(IdlePolicy):
     def __init__(self, off: frozenset[str], *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._off = off
-        if "busy-poll window" in off:
+        if WINDOW in off:
             self.linger_s = 0.0
-        if "keep-alive frames" in off:
-            self.nudge_s = float("inf")
-        if "short naps" in off:
-            self._pause = self._shortest = self._longest = SHORTEST_PAUSE_S
         if "growing pauses" in off:
-            self._longest = self._shortest
-        if LONG in off:
-            self._pause = self._shortest = self._longest = LONGEST_PAUSE_S
-
-    def on_message(self, now: float) -> None:
-        """See the policy."""
-        super().on_message(now)
-        if "quick polls" in self._off:
-            self._quick = 0
-
-    def hurry(self) -> None:
-        """See the policy."""
-        if "hurry" not in self._off:
-            super().hurry()
+            self._longest = SHORTEST_PAUSE_S
 
     def rest(
         self, now: float, timeout_s: float, *, busy: bool, commanded: bool, more: bool, rooms: bool, in_pass_s: float
     ) -> Rest:
         """See the policy."""
-        if "quick polls" in self._off and commanded:
-            self._awake_until, commanded = now + self.linger_s, False
         if "pause of a pass" in self._off:
             in_pass_s = 0.0
+        if "short pauses" in self._off:
+            self._pause = LONGEST_PAUSE_S
         return super().rest(now, timeout_s, busy=busy, commanded=commanded, more=more, rooms=rooms, in_pass_s=in_pass_s)
 
 
@@ -208,7 +185,7 @@ class Rank:
         for variant, off in setup.case.variants.items():
             with policy(off):
                 self._ends[variant] = end = self._endpoint(variant)
-            if "woken naps" in off:
+            if NAPS in off:
                 end._loop._naps = None
         self._handles: dict[str, list[Any]] = {}
         self._before: dict[str, float] = {}
@@ -503,22 +480,18 @@ def main() -> int:
         json.dump(measure(case, given.seconds, given.rounds), sys.stdout)
         return 0
     named = cases(given.cases)
-    lanes = {"cpu": given.j, "cuda": 1}
-    pools = {device: ThreadPoolExecutor(lane) for device, lane in lanes.items()}
-    count = Counter(case.device for case in named)
-    found = [
-        pools[case.device].submit(
-            apart, case, given.seconds / -(-count[case.device] // lanes[case.device]), given.rounds
-        )
-        for case in named
-    ]
+    of_cpu, of_gpu = ([case for case in named if (case.device == "cuda") is gpu] for gpu in (False, True))
+    run = partial(apart, seconds=given.seconds / (-(-len(of_cpu) // given.j) + len(of_gpu)), rounds=given.rounds)
+    with ThreadPoolExecutor(given.j) as pool:
+        found = list(pool.map(run, of_cpu))
+    found += map(run, of_gpu)
     document = {
         "command": " ".join(["python", *sys.argv]),
         "commit": given.commit,
         "machine": attrs.asdict(Machine.here()),
         "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
         "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "cases": [one.result() for one in found],
+        "cases": found,
     }
     # What has no parts is a line.
     text = (

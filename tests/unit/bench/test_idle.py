@@ -11,7 +11,7 @@ import pytest
 from benchmarks.idle import AS_IT_IS, Case, Turns, Without, policy
 from disagg_kv.bench.ranks import Ranks
 from disagg_kv.endpoints.runtime import event_loop
-from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, SOON_S, IdlePolicy, Rest
+from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, IdlePolicy, Rest
 from disagg_kv.protocol import Options
 from disagg_kv.transports import Capabilities
 
@@ -20,39 +20,31 @@ SLOW = Capabilities(bytes_per_s=8e9)
 
 
 def without(*off: str, caps: Capabilities = SLOW) -> Without:
-    return Without(frozenset(off), caps, Options(), naps=True, now=0.0)
+    return Without(frozenset(off), caps, Options(), 0.0)
 
 
-def rests(policy: IdlePolicy, count: int, *, in_pass_s: float = 0.0, commanded: bool = False) -> Sequence[Rest]:
-    """What an endpoint does after so many steps in which something is under way."""
-    found = []
-    for _ in range(count):
-        found.append(policy.rest(0.0, 1.0, busy=True, commanded=commanded, more=False, rooms=True, in_pass_s=in_pass_s))
-        policy.rested(found[-1])
-        commanded = False
-    return found
+def rests(policy: IdlePolicy, count: int, *, busy: bool = True, in_pass_s: float = 0.0) -> Sequence[Rest]:
+    """What an endpoint does after so many steps, a moment after a message."""
+    policy.on_message(0.0)
+    return [
+        policy.rest(1e-3, 1.0, busy=busy, commanded=False, more=False, rooms=True, in_pass_s=in_pass_s)
+        for _ in range(count)
+    ]
 
 
 def test_each_knob_is_off_alone() -> None:
-    pauses = [rest.pause_s for rest in rests(without(), 5)]
-    assert pauses == [SHORTEST_PAUSE_S * factor for factor in (1, 2, 4, 8)] + [LONGEST_PAUSE_S]
+    grown = [SHORTEST_PAUSE_S * factor for factor in (1, 2, 4, 8)] + [LONGEST_PAUSE_S]
+    assert [rest.pause_s for rest in rests(without(), 5)] == grown
     assert {rest.pause_s for rest in rests(without("growing pauses"), 5)} == {SHORTEST_PAUSE_S}
     assert {rest.pause_s for rest in rests(without("short pauses"), 5)} == {LONGEST_PAUSE_S}
-    assert [rest.pause_s for rest in rests(without(), 3, in_pass_s=0.1, commanded=True)] == [SOON_S, SOON_S, 0.0]
-    assert [rest.block_s for rest in rests(without("quick polls"), 3, in_pass_s=0.1, commanded=True)] == [0.1] * 3
+    assert {rest.block_s for rest in rests(without(), 3, in_pass_s=0.1)} == {0.1}
     assert {rest.block_s for rest in rests(without("pause of a pass"), 3, in_pass_s=0.1)} == {0.0}
-    kept, off = without(), without("hurry")
-    for one in (kept, off):
-        rests(one, 5)
-        one.hurry()
-    assert rests(kept, 1)[0].pause_s < rests(off, 1)[0].pause_s
-    assert without("busy-poll window", caps=FAST).linger_s < without(caps=FAST).linger_s
-    assert without("keep-alive frames", caps=FAST).nudge_s > without(caps=FAST).nudge_s
-    assert rests(without("short naps", caps=FAST), 1)[0].pause_s > rests(without(caps=FAST), 1)[0].pause_s
+    assert {rest.block_s for rest in rests(without(caps=FAST), 3, busy=False)} == {0.0}
+    assert {rest.block_s for rest in rests(without("busy-poll window", caps=FAST), 3, busy=False)} == {1.0}
 
 
 def test_only_endpoints_that_are_made_meanwhile_lack_a_knob() -> None:
-    with policy(frozenset({"hurry"})):
+    with policy(frozenset({"growing pauses"})):
         assert vars(event_loop)["IdlePolicy"] is not IdlePolicy
     assert vars(event_loop)["IdlePolicy"] is IdlePolicy
 

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import attrs
 
 from disagg_kv.channels import Channel, News
-from disagg_kv.endpoints.runtime.idle import NUDGE_S
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Codec, Options, Phase
-from disagg_kv.protocol.frames import Heartbeat
+from disagg_kv.protocol import Options
 from disagg_kv.rendezvous import Source
-from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -27,19 +24,17 @@ class FastTransport(InprocTransport):
 
 
 class Listening:
-    """A channel that notes how long its owner was ready to wait, and what it said."""
+    """A channel that notes how long its owner was ready to wait."""
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
         self.waits: list[float] = []
-        self.said: list[bytes] = []
 
     @property
     def address(self) -> str:
         return self._inner.address
 
     def send(self, address: str, frame: bytes) -> bool:
-        self.said.append(frame)
         return self._inner.send(address, frame)
 
     def poll(self, timeout_s: float) -> Sequence[News]:
@@ -110,48 +105,3 @@ def test_on_a_slow_wire_it_sleeps_at_once() -> None:
     rig, channels = world(Memory(), linger_s=5.0)
     await_a_room(rig)
     assert all(waits(rig, channels[1])[1:])
-
-
-def test_who_writes_to_a_peer_wakes_it_first() -> None:
-    """It would else wake when the bytes are there."""
-    beats = []
-    for memory in (Memory(transport=FastTransport), Memory()):
-        rig, channels = world(memory, linger_s=60.0)
-        rig.request("room", rig.prefills, rig.decodes, 128).start().landed()
-        frames = [Codec().decode(frame) for frame in channels[0].said]
-        beats.append(sum(isinstance(frame, Heartbeat) for frame in frames))
-    assert beats[0] == beats[1] + 1
-
-
-class SlowlyFast(FaultyTransport):
-    """As fast as NVLink, by its own account; writes stay on the wire until the test lets them go."""
-
-    def __init__(self) -> None:
-        super().__init__(InprocTransport(), lambda number: Fault.DELAYED)
-        self.caps = attrs.evolve(self.caps, late_writes=False, bytes_per_s=3.8e11)
-
-
-def test_while_bytes_are_on_a_fast_wire_no_thread_on_the_way_of_their_notice_falls_asleep() -> None:
-    """A heartbeat as often as once in ``NUDGE_S``, and none before and after."""
-    carriers = [SlowlyFast()]
-    carrier = carriers[0]
-    rig, channels = world(Memory(transport=lambda: carriers.pop() if carriers else FastTransport()))
-
-    def beats() -> int:
-        return sum(isinstance(Codec().decode(frame), Heartbeat) for frame in channels[0].said)
-
-    request = rig.request("room", rig.prefills, rig.decodes, 128).open_decode().expect().open_prefill()
-    rig.wait(0.01, NUDGE_S)
-    assert beats() == 0
-    request.send(128).finish()
-    rig.until(lambda: bool(carrier.held), "a write")
-    before = beats()
-    rig.wait(10.5 * NUDGE_S, NUDGE_S / 4)
-    assert 9 <= beats() - before <= 12
-    while not request.all(Phase.DONE):
-        carrier.release()
-        rig.turn()
-    request.landed()
-    before = beats()
-    rig.wait(0.01, NUDGE_S)
-    assert beats() == before

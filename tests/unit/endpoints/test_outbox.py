@@ -8,7 +8,6 @@ import attrs
 import pytest
 
 from disagg_kv.channels import MAX_FRAME, Channel, News
-from disagg_kv.endpoints.runtime.idle import LONGEST_PAUSE_S, SHORTEST_PAUSE_S
 from disagg_kv.endpoints.runtime.limited_log import LimitedLog
 from disagg_kv.endpoints.runtime.send_buffer import SendBuffer
 from disagg_kv.errors import ConfigurationError
@@ -193,24 +192,6 @@ def test_what_ended_a_nap_is_heard_before_anything_else_is_done(monkeypatch: pyt
     for _ in range(2):
         endpoint.driver.step(1.0)
     assert decode.log == ["hear", "work", "sleep", "work", "sleep"]
-
-
-def test_after_a_frame_naps_are_short_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has begun ends soon."""
-    rig, (_, decode), request = world(Napping, InprocTransport, 0.002)
-    endpoint, naps = rig.decodes[0].endpoint, list[float]()
-    assert isinstance(decode, Napping)
-    monkeypatch.setattr(decode, "nap", naps.append)
-    monkeypatch.setattr(endpoint.driver.loop.side, "work", lambda: True)
-    for _ in range(6):
-        endpoint.driver.step(1.0)
-    assert naps[0] < naps[1] < naps[-1] == LONGEST_PAUSE_S
-    request.receives[0].abort("something to say")
-    rig.prefills[0].channel.send(decode.address, b"not even a frame")
-    naps.clear()
-    for _ in range(2):
-        endpoint.driver.step(1.0)
-    assert naps == [SHORTEST_PAUSE_S, 2 * SHORTEST_PAUSE_S]
 
 
 def test_what_is_prepared_is_launched_before_the_next_frame_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,9 +391,6 @@ class PrefillSide:
         if self.transfers.prepared.gathers.waiting:
             self._loop.flush()
             moving |= self.transfers.prepared.work()
-        if self._loop.idle.linger_s:
-            for epoch in self.transfers.writes.crossing():
-                self._loop.nudge(epoch)
         return moving or waiting
 
     def _advance(self, act: Callable[[], bool | None]) -> bool:

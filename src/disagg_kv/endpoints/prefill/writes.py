@@ -121,10 +121,6 @@ class PostedWrites:
             held[post.transfer.to] = HeldMemory(0, so_far.page_bytes + page, so_far.slot_bytes + slot)
         return held
 
-    def crossing(self) -> list[Epoch]:
-        """Destinations of bytes that are on the wire, each once, in the order of their first posts."""
-        return list(dict.fromkeys(post.transfer.to for post in self.posts.values() if post.crossing and post.tickets))
-
     def outcome(self) -> Outcome | None:
         """The oldest outcome that was not taken yet; None: all were."""
         return self.outcomes.popleft() if self.outcomes else None

@@ -43,7 +43,6 @@ from ...protocol import (
 )
 from ...protocol.frames import (
     Decision,
-    Heartbeat,
     Refused,
     RoomFrame,
     Superseded,
@@ -112,9 +111,8 @@ class EventLoop:
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
         self._sleep = sleep
-        self.idle = IdlePolicy(me.transport.caps, options, naps=self._naps is not None, now=self.now)
+        self.idle = IdlePolicy(me.transport.caps, options, self.now)
         self._napped = False
-        self._nudged: dict[Epoch, float] = {}
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
@@ -184,8 +182,8 @@ class EventLoop:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
         self.now = self.clock()
         # What ended a nap goes before what is less urgent: bytes may wait for it.
-        if self._napped and self._hear(0.0):
-            self.idle.hurry()
+        if self._napped:
+            self._hear(0.0)
         commanded = bool(self._commands)
         try:
             busy = self._progress()
@@ -202,14 +200,11 @@ class EventLoop:
         if self._napped and self._naps is not None:
             self._naps.nap(rest.pause_s)
         elif self._hear(self._wait(rest.block_s) if rest.block_s else 0.0):
-            self.idle.hurry()
             self._guard(self.poll_transport)
             self._guard(self.side.work)
             if self._send_buffer.unsent:
                 self._guard(self.flush)
-            return
-        self.idle.rested(rest)
-        if rest.pause_s and self._naps is None:
+        elif rest.pause_s:
             self._sleep(rest.pause_s)
 
     def _hear(self, timeout_s: float) -> bool:
@@ -447,7 +442,6 @@ class EventLoop:
             self.connections.give_up(lost.peer)
             self.side.on_lost(lost)
             self.remotes.pop(lost.peer, None)
-            self._nudged.pop(lost.peer, None)
             idle = [epoch for epoch in self.connections.linked() if epoch not in self.remotes]
             for epoch in idle[: max(0, len(idle) - LOST_LINKS)]:
                 self._unlink(epoch)
@@ -460,13 +454,11 @@ class EventLoop:
     def _gone(self, epoch: Epoch) -> None:
         self.side.on_gone(epoch)
         self.remotes.pop(epoch, None)
-        self._nudged.pop(epoch, None)
         self._unlink(epoch)
 
     def _unlink(self, epoch: Epoch) -> None:
         """No evidence about this life is awaited any more."""
         self._process_monitor.forget(epoch)
-        self._nudged.pop(epoch, None)
         self.connections.drop(epoch)
 
     # What goes out.
@@ -479,14 +471,8 @@ class EventLoop:
             return
         self._send_buffer.put(address, self.codec.encode(send.frame))
 
-    def nudge(self, epoch: Epoch) -> None:
-        """Have a peer wake that is needed soon, and all on the way to it; else bytes on a fast wire are there first."""
-        if self.idle.linger_s and epoch in self.remotes and self.now >= self._nudged.get(epoch, self.now):
-            self._nudged[epoch] = self.now + self.idle.nudge_s
-            self.send(Send(epoch, Heartbeat(src=self.me.epoch, dst=epoch)))
-
     def reach(self, epoch: Epoch) -> Peer:
-        """The transport's name of a peer to which bytes go now; the peer is woken.
+        """The transport's name of a peer to which bytes go now.
 
         Raises:
             TransportError: it is lost. Evidence counts from the moment when a peer's end was seen: nothing may begin
@@ -495,7 +481,6 @@ class EventLoop:
         link = self.connections.of(epoch)
         if link is None or epoch not in self.remotes:
             raise TransportError(f"{self.peer_registry.name(epoch)} is lost")
-        self.nudge(epoch)
         return link
 
     def flush(self) -> None:

@@ -77,7 +77,7 @@ class SimTransport:
         self.node = node
         self.me = Peer(b"sim" + node.epoch)
         dma.transports[self.me] = self
-        # A GPU's transports wait for events, and are fast: so peers are nudged.
+        # A GPU's transports wait for events, and are fast.
         self.caps = Capabilities(
             waits_events=world.scenario.waits_events,
             bytes_per_s=3.8e11 if world.scenario.waits_events else 4e9,
