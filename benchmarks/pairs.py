@@ -1,9 +1,9 @@
-"""Compares the speed of two versions of the library: transfers of both in turns on one host; prints one JSON document.
+"""Compares the speed of versions of the library: transfers of all in turns on one host; prints one JSON document.
 
-Each version is a source tree (``--old``, ``--new``: directories that hold ``src/disagg_kv``). Both start their ranks
+Each version is a source tree (``--old``, ``--new``: directories that hold ``src/disagg_kv``). All start their ranks
 once and stay up. A turn is ``--repeats`` transfers of one version. Its result is their median time, from the first rows
-handed over until every decode rank knows that all have landed. Old and new alternate, and so does their order.
-``ratio`` is the median over all pairs of new over old. ``low`` and ``high`` bound it with 95 % confidence, by order
+handed over until every decode rank knows that all have landed. Each time another version has the first turn. ``ratio``
+is the median over all turns of a new one over the old one. ``low`` and ``high`` bound it with 95 % confidence, by order
 statistics, without an assumption about the distribution. Bytes are checked after each transfer, outside its time.
 
     git worktree add /tmp/old COMMIT
@@ -50,9 +50,10 @@ class Version:
         assert self._process.stdout is not None
         self._ask: IO[str] = self._process.stdin
         self._answers: IO[str] = self._process.stdout
-        self.commit = subprocess.run(
+        described = subprocess.run(
             ["git", "-C", str(tree), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        )
+        self.name = described.stdout.strip() or tree.name
 
     def turn(self, repeats: int) -> float:
         """Median seconds of a few transfers."""
@@ -87,33 +88,37 @@ def serve(shape: dict[str, object]) -> None:
             print(json.dumps(bench._totals(runs)), flush=True)
 
 
-def compare(given: argparse.Namespace, shape: dict[str, object]) -> dict[str, object]:
-    """Both versions in turns."""
-    versions = [Version(given.old, shape), Version(given.new, shape)]
+def compare(given: argparse.Namespace, shape: dict[str, object]) -> list[dict[str, object]]:
+    """All versions in turns; a row for each new one."""
+    versions = [Version(tree, shape) for tree in (given.old, *given.new)]
     try:
         for one in versions:
             one.turn(WARM_UP)
-        seconds: list[tuple[float, float]] = []
-        for pair in range(given.pairs):
-            order = (0, 1) if pair % 2 == 0 else (1, 0)
-            took = {which: versions[which].turn(given.repeats) for which in order}
-            seconds.append((took[0], took[1]))
+        seconds: list[list[float]] = [[] for _ in versions]
+        for turn in range(given.pairs):
+            first = turn % len(versions)
+            for which in (*range(first, len(versions)), *range(first)):
+                seconds[which].append(versions[which].turn(given.repeats))
     finally:
         for one in versions:
             one.close()
-    ratios = [new / old for old, new in seconds]
-    low, high = interval(ratios)
-    old_s, new_s = (median(column) for column in zip(*seconds, strict=True))
-    return {
-        **shape,
-        "old": versions[0].commit,
-        "new": versions[1].commit,
-        "old_ms": round(old_s * 1e3, 4),
-        "new_ms": round(new_s * 1e3, 4),
-        "ratio": round(median(ratios), 4),
-        "low": round(low, 4),
-        "high": round(high, 4),
-    }
+    rows = []
+    for version, of_new in zip(versions[1:], seconds[1:], strict=True):
+        ratios = [new / old for old, new in zip(seconds[0], of_new, strict=True)]
+        low, high = interval(ratios)
+        rows.append(
+            {
+                **shape,
+                "old": versions[0].name,
+                "new": version.name,
+                "old_ms": round(median(seconds[0]) * 1e3, 4),
+                "new_ms": round(median(of_new) * 1e3, 4),
+                "ratio": round(median(ratios), 4),
+                "low": round(low, 4),
+                "high": round(high, 4),
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -121,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--old", type=Path)
-    parser.add_argument("--new", type=Path, default=Path())
+    parser.add_argument("--new", type=Path, default=[Path()], nargs="+")
     parser.add_argument("--transports", default="shm", type=lambda text: text.split(","))
     parser.add_argument("--tp", default="1->1", type=lambda text: text.split(","))
     parser.add_argument("--tokens", default="64,1024", type=lambda text: list(map(int, text.split(","))))
@@ -147,8 +152,9 @@ def main() -> None:
             "tokens": tokens,
             "layers": given.layers,
         }
-        rows.append(compare(given, shape))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        for row in compare(given, shape):
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
     print(json.dumps({"pairs": given.pairs, "repeats": given.repeats, "rows": rows}, indent=1))
 
 
