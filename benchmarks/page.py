@@ -446,7 +446,7 @@ def idle(found: Found) -> str:
         return f"{of['ratio']:.2f} ({of['low']:.2f} to {of['high']:.2f})"
 
     def of_case(case: Found) -> str:
-        figures = ("p50", "p95", "throughput", "cpu")
+        figures = ("p50", "throughput", "cpu")
         head = ["without", "idle CPU", *(f"{figure}, {mode}" for mode in ("idle", "busy") for figure in figures)]
         rows = (
             [
@@ -462,6 +462,20 @@ def idle(found: Found) -> str:
         return f"{said}\n\n{table([head, *rows])}"
 
     return "\n\n".join(of_case(case) for case in found["cases"] if "variants" in case)
+
+
+def pairs(found: Found) -> str:
+    """Versions of the library in turns."""
+    rows = (
+        [
+            f"`{row['transport']}`, {row['tokens']:,} tokens: `{row['old']}`, `{row['new']}`",
+            f"{row['old_ms']:.2f}",
+            f"{row['new_ms']:.2f}",
+            f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
+        ]
+        for row in found["rows"]
+    )
+    return table([["old, new", "old, ms", "new, ms", "new / old"], *rows])
 
 
 VIEWS: Mapping[str, Callable[[Found], str]] = {
@@ -492,6 +506,8 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_pipeline.json": gpu_pipeline,
     "h200_pipeline_quiet.json": gpu_pipeline,
     "h200_host.json": gpu_host,
+    "idle.json": idle,
+    "pairs.json": pairs,
 }
 """The names in marks: a file, or a view of it."""
 
