@@ -401,7 +401,9 @@ class PrefillSide:
             self._take_outcomes()
 
     def _take_outcomes(self) -> None:
-        while (happened := self.transfers.writes.outcome()) is not None:
+        outcomes = self.transfers.writes.outcomes
+        while outcomes:
+            happened = outcomes.popleft()
             room = happened.room
             if isinstance(happened, Broken):
                 self.broken([room.key], happened.error)

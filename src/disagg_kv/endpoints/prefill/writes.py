@@ -78,7 +78,7 @@ class PostedWrites:
     """Runs on the endpoint's thread only.
 
     ``posts`` has the post of each ticket that is not quiet, ``of_room`` the posts of a room that may still read,
-    ``outcomes`` what the side has not taken yet.
+    ``outcomes`` what the side has not taken yet, the oldest first.
 
     Args:
         loop: the endpoint's: its transport, peers, clock and observer.
@@ -120,10 +120,6 @@ class PostedWrites:
             slot, page = (0, post.transfer.nbytes) if post.slot is None else (self._slots.slot_bytes, 0)
             held[post.transfer.to] = HeldMemory(0, so_far.page_bytes + page, so_far.slot_bytes + slot)
         return held
-
-    def outcome(self) -> Outcome | None:
-        """The oldest outcome that was not taken yet; None: all were."""
-        return self.outcomes.popleft() if self.outcomes else None
 
     def broken(self, room: PrefillRoom, error: Exception) -> None:
         """Keep an outcome: an event of a room raised."""
