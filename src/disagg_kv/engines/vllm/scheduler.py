@@ -24,6 +24,9 @@ from .work import Chunk, Declined, Load, Pages, StepWork
 
 log = logging.getLogger("vllm.disagg_kv")
 
+ABORTED = "FINISHED_ABORTED"
+"""Of vLLM's ``RequestStatus``: the client has gone, so no router gets the response."""
+
 
 class EngineRequest(Protocol):
     """The part of vLLM's ``Request`` that is read here."""
@@ -34,6 +37,7 @@ class EngineRequest(Protocol):
     num_preemptions: int
     prompt_token_ids: Sequence[int] | None
     kv_transfer_params: dict[str, Any] | None
+    status: Any
 
 
 class BlockState(Protocol):
@@ -76,6 +80,7 @@ class Sending:
         tag: digest of the prompt.
         preemptions: how often vLLM had preempted the request at the last look.
         sent: rows of the chunks so far.
+        opened: the ranks have had a chunk, so they have a room that must end.
         complete: the last row of the prompt was among them.
     """
 
@@ -84,6 +89,7 @@ class Sending:
     tag: bytes
     preemptions: int = 0
     sent: int = 0
+    opened: bool = False
     complete: bool = False
 
 
@@ -124,15 +130,19 @@ class SchedulerSide:
 
     def _chunks(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> None:
         for name, one in self._sending.items():
-            if one.preemptions != one.request.num_preemptions:
-                one.preemptions = one.request.num_preemptions
-                self._work.preempted += [name] if one.sent else []
-                one.sent, one.complete = 0, False
+            self._note_preemption(name, one)
             if name not in scheduled or one.complete or blocks is None:
                 continue
             ids = blocks.get_block_ids(name)
             if ids is not None:
                 self._chunk(name, one, scheduled[name], ids)
+
+    def _note_preemption(self, name: str, one: Sending) -> None:
+        """The blocks of a request that vLLM has preempted hold rows of other requests now: all its rows come anew."""
+        if one.preemptions != one.request.num_preemptions:
+            one.preemptions = one.request.num_preemptions
+            self._work.preempted += [name] if one.sent else []
+            one.sent, one.complete = 0, False
 
     def _chunk(self, name: str, one: Sending, scheduled: int, ids: tuple[list[int], ...]) -> None:
         prompt = one.request.num_prompt_tokens
@@ -143,13 +153,14 @@ class SchedulerSide:
         pages = self._pages(ids, one.sent, stop)
         one.complete = tokens == prompt
         self._work.chunks[name] = Chunk(one.transfer, stop, pages, one.complete, one.tag)
-        one.sent = stop
+        one.sent, one.opened = stop, True
 
     def _finished_sending(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         one = self._sending[name]
-        if one.complete:
+        self._note_preemption(name, one)
+        if one.complete and one.request.status.name != ABORTED:
             return True, Origin(one.transfer, Source(self._instance, self._addresses)).params()
-        if one.sent:
+        if one.opened:
             self._work.aborted.append(name)
             return True, None
         del self._sending[name]

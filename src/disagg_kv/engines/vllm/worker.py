@@ -15,6 +15,7 @@ from functools import partial
 from attrs import define, field
 
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step, room_id
+from ...endpoints.prefill.handle import DeliveryHandle
 from ...errors import EndpointBrokenError
 from ...ids import LayerId, RoomId
 from ...memory import Event
@@ -47,7 +48,7 @@ class Results:
 class Outgoing:
     """A prefill request. ``ended``: vLLM has ended the request, so it may be reported."""
 
-    delivery: Delivery
+    delivery: DeliveryHandle
     finished: bool = False
     ended: bool = False
 
@@ -89,7 +90,7 @@ class WorkerSide:
         self._results = Results()
         self._step: Step | None = None
         self._idle = False
-        self._last: dict[str, Chunk] = {}
+        self._computing: dict[str, Chunk] = {}
         self.counters = Counters()
 
     # A step.
@@ -123,17 +124,18 @@ class WorkerSide:
     def end(self) -> None:
         """After the forward pass: the rows of all its chunks are final, or will be at the event."""
         step, self._step = self._step, None
-        last, self._last = self._last, {}
+        chunks, self._computing = self._computing, {}
         if step is None:
             return
-        ready = None if self._mark is None else self._mark()
         try:
+            ready = None if self._mark is None else self._mark()
             step.close(ready)
         except Exception as exc:
-            self._abort_pass(last, exc)
+            self._abort_pass(chunks, exc)
             return
-        for name, chunk in last.items():
-            self._attempt(name, partial(self._finish, name, chunk, ready))
+        for name, chunk in chunks.items():
+            if chunk.last:
+                self._attempt(name, partial(self._finish, name, chunk, ready))
 
     def results(self, ended: set[str]) -> Results:
         """What happened since the last call. ``ended``: requests that vLLM has ended since then.
@@ -147,13 +149,13 @@ class WorkerSide:
             self._outgoing[name].ended = True
         self._results.sent |= ended & self._unopened
         self._unopened -= ended
-        prefill_broken, decode_broken = _broken(self._sender), _broken(self._receiver)
+        prefill_closed, decode_closed = _closed(self._sender), _closed(self._receiver)
         for name, going in list(self._outgoing.items()):
-            if going.ended and (going.delivery.released or prefill_broken):
+            if going.ended and (going.delivery.released or prefill_closed):
                 del self._outgoing[name]
                 self._sent(name, going.delivery)
         for name, coming in list(self._incoming.items()):
-            if coming.reception.released or decode_broken:
+            if coming.reception.released or decode_closed:
                 del self._incoming[name]
                 self._received(name, coming)
         for room, handle in list(self._closing.items()):
@@ -173,14 +175,12 @@ class WorkerSide:
     def _announce(self, chunks: Mapping[str, Chunk]) -> None:
         if self._sender is None or not chunks:
             return
-        rooms = {}
         for name, chunk in chunks.items():
             self._attempt(name, partial(self._open, name, chunk))
-            going = self._outgoing.get(name)
-            if going is not None and going.delivery.phase not in (Phase.FAILED, Phase.DONE):
-                rooms[going.delivery.room] = chunk.stop, tables(chunk.pages)
-                if chunk.last:
-                    self._last[name] = chunk
+        rooms = {
+            self._outgoing[name].delivery.room: (chunk.stop, tables(chunk.pages))
+            for name, chunk in self._computing.items()
+        }
         if rooms:
             try:
                 self._step = self._sender.step(rooms)
@@ -193,16 +193,23 @@ class WorkerSide:
     def _abort_pass(self, names: Collection[str], exc: Exception) -> None:
         """A forward pass cannot be sent: its requests fail."""
         log.error("the rows of %s cannot be sent: %s", ", ".join(names), exc)
-        self._last = {}
+        self._computing = {}
         for name in names:
             self._abort(name)
 
     def _open(self, name: str, chunk: Chunk) -> None:
+        """Add a chunk to the forward pass, if its room is open; the first chunk opens it."""
         assert self._sender is not None
-        if name not in self._outgoing and name not in self._unopened:
+        if name in self._unopened:
+            return
+        if name not in self._outgoing:
             self._unopened.add(name)
             self._outgoing[name] = Outgoing(self._sender.open(room_id(chunk.transfer), tag=chunk.tag))
             self._unopened.remove(name)
+        delivery = self._outgoing[name].delivery
+        if delivery.phase not in (Phase.FAILED, Phase.DONE):
+            delivery.checked(chunk.stop, tables(chunk.pages))  # a chunk that is refused must not fail the whole pass
+            self._computing[name] = chunk
 
     def _finish(self, name: str, chunk: Chunk, ready: Event | None) -> None:
         going = self._outgoing[name]
@@ -284,10 +291,12 @@ class WorkerSide:
                 self._fail_load(name, str(exc))
 
 
-def _broken(endpoint: PrefillEndpoint | DecodeEndpoint | None) -> bool:
-    """Take an endpoint's changes; True: it is broken, and closed now, so nothing of it moves any more."""
+def _closed(endpoint: PrefillEndpoint | DecodeEndpoint | None) -> bool:
+    """Take an endpoint's changes; True: it is closed, so nothing of it moves any more. A broken one is closed here."""
     if endpoint is None:
         return False
+    if endpoint.admission.ended:
+        return True
     try:
         endpoint.poll()
     except EndpointBrokenError as exc:

@@ -1,0 +1,279 @@
+"""What fails harms one request, is reported once per rank, and frees its blocks on both sides."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from disagg_kv.engines.vllm.work import StepWork
+from disagg_kv.engines.vllm.worker import room_of
+from disagg_kv.protocol import Options
+from tests.support.processes import wait
+from tests.support.vllm_like import Engine, Pair, prefilled, prompt, run
+
+SHORT = Options(silence_s=0.3, total_s=0.5, heartbeat_s=0.05, closed_s=0.2, retry_s=0.02)
+"""For requests that can only fail by time."""
+
+
+def origin(p: Engine, transfer: str = "t", **other: Any) -> dict[str, Any]:
+    """As a router gives it that knows the id of a transfer before prefill runs."""
+    return {
+        "do_remote_prefill": True, "transfer_id": transfer, "instance": "P", "addresses": p.addresses, **other
+    }  # fmt: skip
+
+
+def computed(d: Engine, name: str) -> bool:
+    """Whether a decode instance has computed a prompt itself, since its rows did not come."""
+    return name in d.not_loaded and name not in d.loaded and name in d.params
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"transfer_id": "unknown"}, {"instance": "Q"}, {"addresses": ["inproc://none", "inproc://none-either"]}],
+    ids=["room", "instance", "addresses"],
+)
+def test_rows_that_nothing_sends_are_reported_as_failed(pair: Pair, wrong: dict[str, Any]) -> None:
+    p, d = pair((2, 2), decode={"options": SHORT})
+    d.decode("d", prompt(9), {**origin(p), **wrong})
+    run(p, d)
+    assert computed(d, "d")
+    assert d.reports == {("received", "d"): 2}
+    assert d.ranks[0].counters.take() == {"load_failed": 1}
+    d.check_quiet()
+
+
+@pytest.mark.parametrize("tps", [(2, 1), (1, 2)])
+def test_another_request_is_not_taken_for_this_one(pair: Pair, tps: tuple[int, int]) -> None:
+    """The router has mixed up two responses: the prompts differ, and so do their tags."""
+    p, d = pair(tps)
+    d.decode("d", prompt(9, 1), prefilled(p, "p", prompt(9, 2)))
+    run(p, d)
+    assert computed(d, "d")
+    assert p.reports == {("sent", "p"): tps[0]}
+    assert p.ranks[0].counters.take() == {"sent_failed": 1}
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_a_transfer_is_used_once(pair: Pair) -> None:
+    """Two requests of decode name one transfer: the first gets the rows. The same for two requests of prefill."""
+    p, d = pair((2, 2))
+    p.prefill("p", prompt(9), "t")
+    p.prefill("again", prompt(9), "t")
+    d.decode("d", prompt(9), origin(p))
+    d.decode("e", prompt(9), origin(p))
+    run(p, d)
+    assert d.loaded == ["d"]
+    assert computed(d, "e")
+    assert p.reports == {("sent", "p"): 2, ("sent", "again"): 2}
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_a_transfer_that_could_not_be_opened_stays_so(pair: Pair) -> None:
+    """Chunks, preemption and abort of a request whose transfer id was used before do nothing to the first one."""
+    p, d = pair((2, 1), prefill={"budget": 8})
+    first = prefilled(p, "p", prompt(7), transfer="t")
+    p.prefill("again", prompt(30), "t")
+    p.step()
+    p.step()
+    p.preempt("again")
+    p.step()
+    p.step()
+    p.abort("again")
+    d.decode("d", prompt(7), first)
+    run(p, d)
+    assert d.loaded == ["d"]
+    assert p.reports == {("sent", "p"): 2, ("sent", "again"): 2}
+    p.check_quiet()
+
+
+@pytest.mark.parametrize("transfer", ["x" * 256, "\u4e00" * 256, "\ud800"], ids=["ascii", "wide", "surrogate"])
+def test_every_id_that_params_take_names_a_room(pair: Pair, transfer: str) -> None:
+    """VLLM's own request ids may be long, too: a router's header is a part of them."""
+    p, d = pair()
+    d.decode("d", prompt(9), prefilled(p, "p", prompt(9), transfer=transfer))
+    run(p, d)
+    assert d.loaded == ["d"]
+
+
+def test_rooms_of_different_transfers_differ() -> None:
+    ids = ["t", "t" * 64, "t" * 65, "t" * 66]
+    assert len({room_of(one) for one in ids}) == 4
+    assert room_of("t" * 64) == b"t" * 64
+    assert all(1 <= len(room_of(one)) <= 64 for one in ids)
+
+
+def test_a_decode_request_that_is_aborted_while_it_waits(pair: Pair) -> None:
+    """It is reported all the same: only then does vLLM free its blocks. Prefill frees its own ones too."""
+    p, d = pair((2, 1), prefill={"budget": 4})
+    d.decode("d", prompt(9), origin(p))
+    d.step()
+    p.prefill("p", prompt(9), "t")
+    p.step()
+    d.abort("d")
+    run(p, d)
+    assert d.reports == {("received", "d"): 1}
+    assert d.loaded == []
+    assert p.reports == {("sent", "p"): 2}
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_a_decode_request_that_is_aborted_before_it_was_scheduled(pair: Pair) -> None:
+    """Prefill frees the blocks at once, not when the transfer's time is over."""
+    p, d = pair((1, 2))
+    d.decode("d", prompt(9), prefilled(p, "p", prompt(9)))
+    d.abort("d")
+    run(p, d)
+    assert d.reports == {}
+    p.check_quiet()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_prefill_request_that_is_aborted(pair: Pair, steps: int) -> None:
+    """Before its first rows, between chunks, or after the last one: decode need not wait for the time limit."""
+    p, d = pair((2, 1), prefill={"budget": 4, "max_tokens": 2})
+    d.decode("d", prompt(12), origin(p))
+    d.step()
+    p.prefill("p", prompt(12), "t")
+    for _ in range(steps):
+        p.step()
+    p.abort("p")
+    run(p, d)
+    assert p.params["p"] is None
+    assert computed(d, "d") or (steps == 3 and d.loaded == ["d"])
+    p.check_quiet()
+    d.check_quiet()
+
+
+@pytest.mark.parametrize("build", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_preempted_prefill_request_that_is_aborted(pair: Pair, steps: int, build: bool) -> None:
+    """It has no blocks any more, yet its room is open: it ends, and the report comes while vLLM has the request."""
+    p, d = pair((2, 1), prefill={"budget": 4, "max_tokens": 2})
+    p.prefill("p", prompt(12), "t")
+    for _ in range(steps):
+        p.step()
+    p.preempt("p")
+    if build:  # the step that preempts computes another request
+        p.prefill("other", prompt(4, 1))
+        p.waiting.reverse()
+        p.step()
+    p.abort("p")
+    d.decode("d", prompt(12), origin(p))
+    run(p, d, until=lambda: "p" not in p.requests and d.idle)
+    assert not p.params["p"]
+    assert computed(d, "d")
+    assert p.reports["sent", "p"] == 2
+
+
+def test_a_request_whose_params_were_changed_is_refused(pair: Pair) -> None:
+    p, d = pair((1, 2))
+    d.decode("d", prompt(9), origin(p, transfer_id=7))
+    d.decode("e", prompt(9), prefilled(p, "p", prompt(9)))
+    run(p, d)
+    assert computed(d, "d")
+    assert d.loaded == ["e"]
+    assert d.reports == {("received", "d"): 2, ("received", "e"): 2}
+    d.check_quiet()
+
+
+def test_a_refused_request_that_is_aborted(pair: Pair) -> None:
+    p, d = pair()
+    d.decode("d", prompt(9), origin(p, transfer_id=7))
+    d.schedule()
+    d.abort("d")
+    run(d)
+    assert d.reports == {("received", "d"): 1}
+    d.check_quiet()
+
+
+def test_one_load_that_cannot_begin_harms_no_other_one(pair: Pair) -> None:
+    """A bug of the engine: a block of one request appears twice in its table."""
+    p, d = pair()
+    d.decode("bad", prompt(9), prefilled(p, "p", prompt(9)))
+    d.decode("good", prompt(9, 1), prefilled(p, "q", prompt(9, 1)))
+    work = d.build(d.schedule())
+    group, ids, first = work.loads["bad"].pages[0]
+    object.__setattr__(work.loads["bad"], "pages", ((group, ids[:1] * len(ids), first),))
+    d.ranks[0].begin(work)
+    run(p, d)
+    assert computed(d, "bad")
+    assert d.loaded == ["good"]
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_one_chunk_that_cannot_be_sent_harms_no_other_one(pair: Pair) -> None:
+    """The same on prefill, in a forward pass over several requests."""
+    p, d = pair()
+    d.decode("d", prompt(9), origin(p, "bad"))
+    d.decode("e", prompt(9), origin(p, "good"))
+    p.prefill("bad", prompt(9), "bad")
+    p.prefill("good", prompt(9, 0), "good")
+    scheduled = p.schedule()
+    work = p.build(scheduled)
+    group, ids, first = work.chunks["bad"].pages[0]
+    object.__setattr__(work.chunks["bad"], "pages", ((group, ids[:1] * len(ids), first),))
+    p.execute([work], scheduled)
+    run(p, d)
+    assert computed(d, "d")
+    assert d.loaded == ["e"]
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_a_prefill_endpoint_that_is_closed_ends_its_requests(pair: Pair) -> None:
+    """The rows of a pass can be announced, but not be closed; new requests are reported once they have ended."""
+    p, d = pair((1, 1), decode={"options": SHORT})
+    p.prefill("p", prompt(9), "t")
+    scheduled = p.schedule()
+    work = p.build(scheduled)
+    p.ranks[0].begin(work)
+    p.senders[0].close()
+    p.ranks[0].end()
+    p.execute([StepWork()], scheduled)
+    p.prefill("q", prompt(9), "u")
+    run(p)
+    assert p.reports == {("sent", "p"): 1, ("sent", "q"): 1}
+    p.check_quiet()
+
+
+def test_broken_endpoints_end_what_they_had(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing waits for them, new requests fail at once, and the log has one line per endpoint."""
+    p, d = pair()
+    d.decode("d", prompt(9), origin(p))
+    d.decode("declined", prompt(4), origin(p, "w"))
+    d.step()
+    p.prefill("p", prompt(30), "u")
+    p.budget = 8
+    p.step()
+    for endpoint in (p.senders[0], d.receivers[0]):
+        monkeypatch.setattr(endpoint.driver.loop.side, "integrity_failure", lambda error: _raise())
+        endpoint.driver.loop.post(_raise)
+    wait(lambda: p.senders[0].driver.broken is not None, lambda: "prefill to break")
+    wait(lambda: d.receivers[0].driver.broken is not None, lambda: "decode to break")
+    p.preempt("p")
+    with caplog.at_level(logging.ERROR):
+        run(p, d)
+        assert p.reports == {("sent", "p"): 1}
+        assert d.reports == {("received", "d"): 1, ("received", "declined"): 1}
+        p.prefill("q", prompt(9))
+        p.prefill("r", prompt(9), "never")
+        p.abort("r")
+        d.decode("e", prompt(9), origin(p))
+        d.decode("f", prompt(9), origin(p))
+        d.abort("f")
+        run(p, d)
+    assert p.reports["sent", "q"] == 1
+    assert computed(d, "e")
+    assert len([one for one in caplog.records if "is broken" in one.message and not one.exc_info]) == 2
+
+
+def _raise() -> None:
+    raise ValueError("a bug")

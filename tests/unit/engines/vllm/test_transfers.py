@@ -1,0 +1,173 @@
+"""Both sides of the connector with real endpoints, in the order of vLLM's hooks: what arrives, and what is reported."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg_kv.channels import Hub
+from tests.support.processes import wait
+from tests.support.vllm_like import MLA, TWO_GROUPS, Engine, Model, Pair, prefilled, prompt, run
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2), (4, 8)])
+def test_rows_arrive_whatever_the_tp_sizes(pair: Pair, tps: tuple[int, int], tiles: bool) -> None:
+    p, d = pair(tps, tiles=tiles)
+    for number, count in enumerate((1, 8, 23)):
+        d.decode(f"r{number}", prompt(count, number), prefilled(p, f"r{number}", prompt(count, number)))
+    run(p, d)
+    assert sorted(d.loaded) == ["r0", "r1", "r2"]
+    assert set(p.reports) == {("sent", name) for name in d.loaded}
+    assert set(d.reports) == {("received", name) for name in d.loaded}
+    p.check_quiet()
+    d.check_quiet()
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_rows_of_a_prompt_that_several_steps_compute(pair: Pair, tiles: bool) -> None:
+    """A row that is a block is sent only once all its tokens are computed."""
+    p, d = pair((2, 1), tiles=tiles, prefill={"budget": 6})
+    d.decode("r", prompt(21), prefilled(p, "r", prompt(21)))
+    run(p, d)
+    stops = [1, 3, 4, 6] if tiles else [6, 12, 18, 21]
+    assert p.chunks == [("r", stop, stop == stops[-1]) for stop in stops]
+    assert d.loaded == ["r"]
+    d.check_quiet()
+
+
+def test_a_latent_cache_which_every_rank_holds_whole(pair: Pair) -> None:
+    p, d = pair((2, 1), MLA, tiles=True)
+    assert p.facts.row == 1
+    d.decode("r", prompt(9), prefilled(p, "r", prompt(9)))
+    run(p, d)
+    assert d.loaded == ["r"]
+    d.check_quiet()
+
+
+@pytest.mark.parametrize("count", [5, 8, 30])
+def test_a_sliding_window_beside_full_attention(pair: Pair, count: int) -> None:
+    """The prefill engine frees blocks behind the window while the prompt is computed."""
+    p, d = pair((1, 2), TWO_GROUPS, prefill={"budget": 8})
+    d.decode("r", prompt(count), prefilled(p, "r", prompt(count)))
+    run(p, d)
+    assert d.loaded == ["r"]
+    p.check_quiet()
+    d.check_quiet()
+
+
+@pytest.mark.parametrize("tps", [(2, 1), (1, 2)])
+def test_layers_are_sent_while_others_are_computed(pair: Pair, tps: tuple[int, int]) -> None:
+    p, d = pair(tps, Model(groups=((*Model().groups[0][:1], tuple(range(8)), None),)), strategy="auto+layer_pipelined")
+    origin = {"do_remote_prefill": True, "transfer_id": "t", "instance": "P", "addresses": p.addresses}
+    d.decode("d", prompt(30), origin)
+    d.step()  # decode awaits the rows before prefill begins
+    p.prefill("p", prompt(30), "t")
+    run(p, d)
+    assert d.loaded == ["d"]
+    d.check_quiet()
+
+
+def test_a_layer_that_is_not_transferred_is_ignored(pair: Pair) -> None:
+    p, _ = pair()
+    p.ranks[0].layer_ready("no layer of the cache")
+    p.prefill("r", prompt(5), "t")
+    p.ranks[0].begin(p.build(p.schedule()))
+    p.ranks[0].layer_ready("no layer of the cache")
+    p.ranks[0].end()
+    assert p.chunks == [("r", 5, True)]
+
+
+def test_prefix_caches_of_both_instances(pair: Pair) -> None:
+    """Prefill sends the rows of its cached blocks too, as decode may lack them; decode awaits only those it lacks."""
+    p, d = pair((2, 1), caching=True)
+    origin = prefilled(p, "r", prompt(22), cached=12)
+    assert p.chunks == [("r", 22, True)]
+    d.decode("all", prompt(22), origin)
+    run(p, d)
+    d.decode("part", prompt(22), prefilled(p, "s", prompt(22), cached=20), cached=8)
+    run(p, d)
+    assert d.loaded == ["all", "part"]
+    counts = d.ranks[0].counters.take()
+    heads = 3 * 4 * 8 * 2
+    assert counts.pop("load_seconds") > 0
+    assert counts == {"loaded": 2, "loaded_bytes": (22 + 14) * heads}
+    assert [rank.counters.take() for rank in p.ranks] == [{"sent": 2, "sent_bytes": (22 + 14) * heads // 2}] * 2
+    d.check_quiet()
+
+
+def test_decode_that_has_all_rows_lets_prefill_free_its_blocks(pair: Pair) -> None:
+    """VLLM computes the last token itself, as if it were no transfer at all."""
+    p, d = pair((1, 2), caching=True)
+    d.decode("r", prompt(8), prefilled(p, "r", prompt(8)), cached=8)
+    run(p, d)
+    assert d.reports == {}
+    assert d.loaded == []
+    p.check_quiet()
+
+
+def test_a_preempted_request_is_sent_from_its_new_blocks(pair: Pair) -> None:
+    """Its first blocks belong to another request before decode has asked for a row."""
+    p, d = pair((2, 1), prefill={"budget": 8, "blocks": 12})
+    p.prefill("r", prompt(21))
+    p.step()
+    p.step()
+    before = p.tables["r"]
+    p.preempt("r")
+    p.prefill("other", prompt(16, 1))
+    p.waiting.reverse()  # it takes the blocks
+    run(p, until=lambda: "r" in p.params and "other" in p.params)
+    assert set(before[0]) & set(p.tables["other"][0])
+    assert before != p.tables["r"]
+    d.decode("d", prompt(21), p.params["r"])
+    d.decode("e", prompt(16, 1), p.params["other"])
+    run(p, d)
+    assert sorted(d.loaded) == ["d", "e"]
+    p.check_quiet()
+
+
+def test_a_request_preempted_after_its_last_row(pair: Pair) -> None:
+    """An instance that also decodes a few tokens: prompt and output are computed anew, and the prompt sent anew."""
+    p, d = pair(prefill={"max_tokens": 3})
+    p.prefill("r", prompt(9))
+    p.step()
+    p.preempt("r")
+    run(p, until=lambda: "r" in p.params)
+    assert p.chunks == [("r", 9, True)] * 2
+    d.decode("r", prompt(9), p.params["r"])
+    run(p, d)
+    assert d.loaded == ["r"]
+    p.check_quiet()
+
+
+def test_blocks_are_reported_only_once_vllm_has_ended_the_request(pair: Pair) -> None:
+    """VLLM asserts that a request which it is to free has ended."""
+    p, d = pair(prefill={"max_tokens": 4})
+    origin = {"do_remote_prefill": True, "transfer_id": "t", "instance": "P", "addresses": p.addresses}
+    d.decode("d", prompt(9), origin)
+    p.prefill("p", prompt(9), "t")
+    p.step()
+    run(d, until=lambda: d.loaded == ["d"])
+    wait(lambda: p.senders[0].open_rooms == 0, lambda: "prefill to release the room")
+    assert p.reports == {}
+    run(p)
+    assert p.reports == {("sent", "p"): 1}
+
+
+def test_one_instance_for_both() -> None:
+    """It prefills for itself, and its two endpoints find each other."""
+    engine = Engine(Hub(), "B", model=Model(), tp=2)
+    try:
+        engine.decode("d", prompt(13), prefilled(engine, "p", prompt(13)))
+        run(engine)
+        assert engine.loaded == ["d"]
+        engine.check_quiet()
+    finally:
+        engine.close()
+
+
+def test_rows_cross_shared_memory_and_are_compared(pair: Pair) -> None:
+    p, d = pair((2, 1), carrier="shm", verify="full", tiles=True)
+    d.decode("r", prompt(30), prefilled(p, "r", prompt(30)))
+    run(p, d)
+    assert d.loaded == ["r"]
+    d.check_quiet()
