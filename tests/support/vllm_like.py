@@ -236,8 +236,8 @@ class Engine:
             sender = receiver = None
             if produces:
                 sender = PrefillEndpoint(
-                    pool, instance=instance, strategy=selecting(strategy), slot_bytes=BYTES // 8, transport=transport(carrier),
-                    channel=InprocChannel(hub, f"{instance}-p{rank}"), **common,
+                    pool, instance=instance, strategy=selecting(strategy), slot_bytes=BYTES // 8,
+                    transport=transport(carrier), channel=InprocChannel(hub, f"{instance}-p{rank}"), **common,
                 )  # fmt: skip
                 self.senders.append(sender)
             if consumes:
@@ -282,7 +282,7 @@ class Engine:
     def _heads(self, rank: int) -> range:
         local = local_heads(self.model, self.tp)
         first = rank * local if self.model.heads >= self.tp else rank * self.model.heads // self.tp
-        return range(0, 1) if self.model.heads == 1 else range(first, first + local)
+        return range(1) if self.model.heads == 1 else range(first, first + local)
 
     def _layers(self) -> list[tuple[int, int, int | None]]:
         """Number, group and window of each layer, in the order of the model."""

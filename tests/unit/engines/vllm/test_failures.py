@@ -228,7 +228,7 @@ def test_one_chunk_that_cannot_be_sent_harms_no_other_one(pair: Pair) -> None:
 
 def test_a_prefill_endpoint_that_is_closed_ends_its_requests(pair: Pair) -> None:
     """The rows of a pass can be announced, but not be closed; new requests are reported once they have ended."""
-    p, d = pair((1, 1), decode={"options": SHORT})
+    p, _ = pair()
     p.prefill("p", prompt(9), "t")
     scheduled = p.schedule()
     work = p.build(scheduled)

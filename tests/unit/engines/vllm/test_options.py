@@ -1,0 +1,85 @@
+"""What ``kv_connector_extra_config`` may hold; the package's one name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from disagg_kv.engines import vllm
+from disagg_kv.engines.vllm.options import ConnectorOptions
+from disagg_kv.engines.vllm.stats import COUNTERS, Counters
+from disagg_kv.errors import ConfigurationError, UnknownNameError
+
+
+def test_the_defaults_work_on_one_host() -> None:
+    options = ConnectorOptions.of({})
+    assert options == ConnectorOptions(
+        strategy="auto", transport="", channel="unix", listen="", rendezvous="", keys="", staging_bytes=None,
+        verify="off", silence_s=30.0,
+    )  # fmt: skip
+    assert not options.layered
+    options.check(prefix_caching=True)
+
+
+def test_every_option_is_taken() -> None:
+    given: dict[str, Any] = {
+        "strategy": "staged+layer_pipelined", "transport": "shm", "channel": "zmq", "listen": "tcp://10.0.0.1:0",
+        "rendezvous": "tcp://host:1", "keys": "secret,allowed", "staging_bytes": 1 << 20, "verify": "full",
+        "silence_s": 5,
+    }  # fmt: skip
+    options = ConnectorOptions.of(given)
+    assert {name: getattr(options, name) for name in given} == given
+    assert options.layered
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"strateggy": "auto"}, "strateggy.*strategy"),
+        ({"strategy": "quick"}, "quick"),
+        ({"strategy": 3}, "strategy"),
+        ({"transport": None}, "transport"),
+        ({"channel": "tcp"}, "channel 'tcp'.*unix, zmq"),
+        ({"channel": ["unix"]}, "channel"),
+        ({"listen": 5555}, "listen"),
+        ({"rendezvous": "http://host:1"}, "rendezvous 'http://host:1'"),
+        ({"keys": "secret,allowed"}, "keys 'secret,allowed'.*'zmq'"),
+        ({"keys": "secret", "channel": "zmq"}, "keys 'secret'"),
+        ({"staging_bytes": 1}, "staging_bytes"),
+        ({"staging_bytes": "64M"}, "staging_bytes"),
+        ({"verify": "always"}, "verify 'always'"),
+        ({"silence_s": 0}, "silence_s"),
+        ({"silence_s": "soon"}, "silence_s"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ConnectorOptions.of(given)
+
+
+def test_an_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match="silence_s"):
+        ConnectorOptions.of({"silence": 3})
+
+
+def test_vllms_prefix_cache_has_no_checksums() -> None:
+    options = ConnectorOptions(verify="full")
+    options.check(prefix_caching=False)
+    with pytest.raises(ConfigurationError, match="no-enable-prefix-caching"):
+        options.check(prefix_caching=True)
+
+
+def test_the_package_has_one_name() -> None:
+    with pytest.raises(AttributeError, match="Connector"):
+        vllm.Connector  # noqa: B018 - the access is the test
+
+
+def test_counters_begin_anew() -> None:
+    counters = Counters()
+    assert counters.take() == {}
+    counters.add(sent=1, sent_bytes=8)
+    counters.add(sent=2)
+    assert counters.take() == {"sent": 3, "sent_bytes": 8}
+    assert counters.take() == {}
+    assert set(COUNTERS) >= {"sent", "sent_bytes"}
