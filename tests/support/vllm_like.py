@@ -53,7 +53,7 @@ class Request:
     """``Request``; ``cached`` tokens of the prompt are in the prefix cache when it is scheduled."""
 
     request_id: str
-    prompt_token_ids: list[int] | None
+    prompt_token_ids: Sequence[int] | None
     kv_transfer_params: dict[str, Any] | None = None
     cached: int = 0
     num_prompt_tokens: int = -1
@@ -70,7 +70,7 @@ class Request:
     def tokens(self) -> list[int]:
         """Of the prompt and the output."""
         assert self.prompt_token_ids is not None
-        return self.prompt_token_ids + [1] * self.outputs
+        return [*self.prompt_token_ids, *([1] * self.outputs)]
 
     @property
     def over(self) -> bool:

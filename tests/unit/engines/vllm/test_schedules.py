@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg_kv.channels import Hub
+from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from tests.support.processes import wait
 from tests.support.vllm_like import TWO_GROUPS, Engine, Model, prompt, run
 
@@ -56,7 +57,7 @@ def play(setup: dict[str, Any], acts: list[tuple[str, int, int]]) -> None:
         d.check_quiet()
         check_reports(p, "sent")
         check_reports(d, "received")
-        endpoints = [*p.senders, *d.receivers]
+        endpoints: list[PrefillEndpoint | DecodeEndpoint] = [*p.senders, *d.receivers]
         wait(lambda: not any(one.open_rooms for one in endpoints), lambda: "every room to end")
     finally:
         p.close()

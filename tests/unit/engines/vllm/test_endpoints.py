@@ -1,0 +1,195 @@
+"""A rank's endpoints from the connector's options: instances with one rank, over real channels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import define
+from torch._C._distributed_c10d import TCPStore
+
+from disagg_kv.cli.main import run
+from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.engines.vllm.endpoints import CPU_STAGING_BYTES, SLOTS, decode_name, incremental, open_worker
+from disagg_kv.engines.vllm.host import facts
+from disagg_kv.engines.vllm.options import ConnectorOptions
+from disagg_kv.engines.vllm.params import Origin
+from disagg_kv.engines.vllm.work import Chunk, Load, StepWork
+from disagg_kv.engines.vllm.worker import Results, WorkerSide
+from disagg_kv.errors import ConfigurationError
+from disagg_kv.ids import GroupId
+from disagg_kv.rendezvous import Source
+from tests.support.processes import wait
+from tests.support.vllm_like import Model, configs, layer_name
+
+STAGING = 1 << 16
+
+
+@define
+class Instance:
+    """One rank, which is all of its instance."""
+
+    worker: WorkerSide
+    address: str
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def sender(self) -> PrefillEndpoint:
+        """Its prefill endpoint."""
+        assert self.worker._sender is not None
+        return self.worker._sender
+
+    @property
+    def receiver(self) -> DecodeEndpoint:
+        """Its decode endpoint."""
+        assert self.worker._receiver is not None
+        return self.worker._receiver
+
+
+Open = Callable[..., Instance]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    made: list[Instance] = []
+
+    def make(
+        name: str, given: dict[str, Any], *, produces: bool = True, consumes: bool = True, caching: bool = False
+    ) -> Instance:
+        vllm, cache = configs(Model(), name, caching=caching)
+        tensors = {layer_name(n): torch.full((33, 4, 4, 8), -1.0, dtype=torch.float16) for n in range(3)}
+        options = ConnectorOptions.of({"staging_bytes": STAGING, **given})
+        worker, address = open_worker(
+            options, facts(vllm, cache, tiles=True), tensors, rank=0, group=None, produces=produces, consumes=consumes
+        )
+        made.append(Instance(worker, address, tensors))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.worker.close()
+
+
+def transfer(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0) -> set[str]:
+    """Two blocks of rows, of which decode may hold the first; the requests that failed."""
+    for number, tensor in enumerate(p.tensors.values()):
+        tensor[5:7] = torch.arange(2 * 4 * 4 * 8).reshape(2, 4, 4, 8) + number
+    group = GroupId("group 0")
+    known = {group: held} if held else {}
+    load = Load(Origin("t", Source("P", addresses)), 2, ((group, (8, 9)[held:], held),), known, b"tag")
+    d.worker.begin(StepWork(loads={"d": load}))
+    p.worker.begin(StepWork(chunks={"p": Chunk("t", 2, ((group, (5, 6), 0),), True, b"tag")}))
+    p.worker.end()
+    found = Results()
+
+    def over() -> bool:
+        for one in (d, p):
+            results = one.worker.results({"p"})
+            found.sent.update(results.sent)
+            found.received.update(results.received)
+            found.failed.update(results.failed)
+        return found.sent == {"p"} and found.received == {"d"}
+
+    wait(over, lambda: f"the ends of both requests: {found}")
+    for name, tensor in d.tensors.items():
+        equal = torch.equal(tensor[8 + held : 10], p.tensors[name][5 + held : 7])
+        assert equal != bool(found.failed)
+        assert not held or bool((tensor[8] == -1).all())
+    return found.failed
+
+
+@pytest.mark.parametrize("channel", ["unix", "zmq"])
+def test_instances_find_each_other_by_the_address_in_the_request(opened: Open, channel: str, tmp_path: Path) -> None:
+    listen = {"listen": str(tmp_path / "sockets")} if channel == "unix" else {}
+    p = opened("P", {"channel": channel, **listen}, consumes=False)
+    d = opened("D", {"channel": channel, **listen}, produces=False)
+    prefix = f"unix://{tmp_path}/sockets/prefill0-{os.getpid()}" if channel == "unix" else "tcp://127.0.0.1:"
+    assert p.address.startswith(prefix)
+    assert d.address == ""
+    assert p.sender.staging.nbytes == max(1 << 12, STAGING // SLOTS) * SLOTS
+    assert d.receiver.staging.nbytes == STAGING
+    assert not transfer(p, d, (p.address,))
+
+
+def test_without_a_directory_each_rank_makes_one(opened: Open) -> None:
+    first, second = opened("P", {}, consumes=False), opened("Q", {}, consumes=False)
+    assert first.address != second.address
+    assert Path(first.address.removeprefix("unix://")).exists()
+
+
+def test_an_instance_for_both_is_two_to_the_library(opened: Open) -> None:
+    one = opened("P", {})
+    assert not transfer(one, one, (one.address,))
+    assert decode_name("P") == "P/decode"
+
+
+def test_a_store_replaces_addresses_in_requests(opened: Open) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"rendezvous": f"tcp://127.0.0.1:{store.port}"}
+    p, d = opened("P", where, consumes=False), opened("D", where, produces=False)
+    assert not transfer(p, d, ())
+
+
+@pytest.mark.parametrize("where", ["tcp://", "tcp://host", "tcp://host:", "tcp://host:port", "tcp://:7"])
+def test_a_rendezvous_without_host_or_port_is_refused(opened: Open, where: str) -> None:
+    with pytest.raises(ConfigurationError, match="not tcp://HOST:PORT"):
+        opened("P", {"rendezvous": where})
+
+
+def test_frames_of_a_cluster_are_encrypted(opened: Open, tmp_path: Path) -> None:
+    """With the keys that ``disagg-kv keys`` writes."""
+    for name in ("prefill", "decode"):
+        assert run(["keys", str(tmp_path), name]) == 0
+    p, d = (
+        opened(instance, {"channel": "zmq", "keys": f"{tmp_path}/{name}.key_secret,{tmp_path}"}, **role)
+        for instance, name, role in (("P", "prefill", {"consumes": False}), ("D", "decode", {"produces": False}))
+    )
+    assert not transfer(p, d, (p.address,))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "staged+incremental"])
+def test_decode_holds_rows_in_its_prefix_cache(opened: Open, strategy: str) -> None:
+    """Prefill takes that from every decode instance, whatever its own cache."""
+    p = opened("P", {"strategy": strategy}, consumes=False)
+    d = opened("D", {"strategy": strategy}, produces=False, caching=True)
+    assert not transfer(p, d, (p.address,), held=1)
+
+
+def test_decode_without_a_prefix_cache_writes_every_row(opened: Open) -> None:
+    """Rows that it says to hold would be a bug: its selection refuses them."""
+    p = opened("P", {}, consumes=False)
+    d = opened("D", {}, produces=False)
+    assert transfer(p, d, (p.address,), held=1) == {"d"}
+
+
+def test_a_selection_is_named_once() -> None:
+    assert incremental("auto") == "auto+incremental"
+    assert incremental("staged+incremental+layer_pipelined") == "staged+incremental+layer_pipelined"
+
+
+def test_cpu_memory_has_small_staging(opened: Open) -> None:
+    """A ring of the endpoints' own size would stop the engine for a second at the first transfer."""
+    d = opened("D", {"staging_bytes": None}, produces=False)
+    assert d.receiver.staging.nbytes == CPU_STAGING_BYTES
+
+
+def test_endpoints_run_beside_the_cores_of_the_computation(opened: Open) -> None:
+    """VLLM pins the worker's thread to some cores; the endpoint's thread takes the others, if there are any."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core")
+    own = {min(before)}
+    os.sched_setaffinity(0, own)
+    try:
+        one = opened("P", {}, consumes=False)
+        assert os.sched_getaffinity(0) == own
+        thread = one.sender.driver._thread
+        assert thread is not None
+        assert thread.native_id is not None
+        assert not os.sched_getaffinity(thread.native_id) & own
+    finally:
+        os.sched_setaffinity(0, before)

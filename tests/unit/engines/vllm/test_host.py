@@ -1,0 +1,150 @@
+"""What the connector reads of vLLM's configuration, and what it refuses by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from disagg_kv.engines.vllm.host import facts
+from disagg_kv.errors import UnsupportedError
+from disagg_kv.ids import GroupId
+from tests.support.vllm_like import (
+    MLA,
+    TWO_GROUPS,
+    FullAttentionSpec,
+    MambaSpec,
+    Model,
+    SlidingWindowSpec,
+    configs,
+    layer_name,
+)
+
+
+def test_an_instance_with_full_attention() -> None:
+    vllm, cache = configs(Model(heads=4), "engine-7", tp=2, blocks=9, caching=True)
+    found = facts(vllm, cache, tiles=False)
+    assert (found.instance, found.tp, found.blocks, found.block, found.row) == ("engine-7", 2, 9, 4, 1)
+    assert found.prefix_caching
+    assert [(g.id, g.index, g.block, g.row, g.page_rows) for g in found.groups] == [("group 0", 0, 4, 1, 4)]
+    assert [layer.name for layer in found.layers] == [layer_name(n) for n in range(3)]
+    assert {(layer.heads, layer.window, layer.format) for layer in found.layers} == {(4, None, "vllm kv none")}
+
+
+def test_a_row_is_a_block_where_the_platform_never_cuts_one() -> None:
+    found = facts(*configs(Model(), "P"), tiles=True)
+    assert found.row == 4
+    assert found.groups[0].page_rows == 1
+    assert {layer.format for layer in found.layers} == {"vllm kv of a block none"}
+
+
+def test_a_latent_has_one_head_and_rows_of_a_token() -> None:
+    found = facts(*configs(MLA, "P", tp=2), tiles=True)
+    assert found.row == 1
+    assert {(layer.heads, layer.format) for layer in found.layers} == {(1, "vllm latent none")}
+
+
+def test_two_groups_in_the_order_of_the_model() -> None:
+    """Layer 10 follows layer 9. The order of layers must be that of the other instance."""
+    model = Model(groups=((FullAttentionSpec, (0, 10), None), (SlidingWindowSpec, (9, 1), 6)))
+    found = facts(*configs(model, "P"), tiles=False)
+    assert [(layer.name, layer.group, layer.window) for layer in found.layers] == [
+        (layer_name(0), GroupId("group 0"), None),
+        (layer_name(1), GroupId("group 1"), 6),
+        (layer_name(9), GroupId("group 1"), 6),
+        (layer_name(10), GroupId("group 0"), None),
+    ]
+
+
+def test_only_the_groups_that_vllm_transfers() -> None:
+    vllm, cache = configs(TWO_GROUPS, "P")
+    cache.transfer_group_ids = [1]
+    found = facts(vllm, cache, tiles=False)
+    assert [group.index for group in found.groups] == [1]
+    assert [layer.name for layer in found.layers] == [layer_name(1), layer_name(3)]
+
+
+def test_a_group_may_have_a_spec_per_layer() -> None:
+    """``UniformTypeKVCacheSpecs``."""
+    vllm, cache = configs(Model(heads=4), "P")
+    group = cache.kv_cache_groups[0]
+    window = SlidingWindowSpec(4, 4, 6)
+    group.kv_cache_spec = SimpleNamespace(
+        kv_cache_specs={
+            layer_name(0): FullAttentionSpec(4, 4),
+            layer_name(1): window,
+            layer_name(2): FullAttentionSpec(4, 4, kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR")),
+        }
+    )
+    found = facts(vllm, cache, tiles=False)
+    assert [layer.window for layer in found.layers] == [None, 6, None]
+    assert found.layers[2].format == "vllm kv fp8_per_tensor"
+
+
+def _set(path: str, value: Any) -> Any:
+    def change(vllm: Any, cache: Any) -> None:
+        owner, _, name = path.rpartition(".")
+        setattr(getattr(vllm, owner) if owner else vllm, name, value)
+
+    return change
+
+
+def _spec(value: Any, group: int = 0) -> Any:
+    def change(vllm: Any, cache: Any) -> None:
+        cache.kv_cache_groups[group].kv_cache_spec = value
+
+    return change
+
+
+def _no_groups(vllm: Any, cache: Any) -> None:
+    cache.transfer_group_ids = []
+
+
+@pytest.mark.parametrize(
+    ("change", "tiles", "message"),
+    [
+        (_set("speculative_config", object()), False, "speculative decoding"),
+        (_set("parallel_config.pipeline_parallel_size", 2), False, "pipeline parallelism"),
+        (_set("parallel_config.decode_context_parallel_size", 2), False, "decode context parallelism"),
+        (_set("parallel_config.prefill_context_parallel_size", 2), False, "prefill context parallelism"),
+        (_spec(MambaSpec(4, 4)), False, "layer model.layers.0.*MambaSpec.*FullAttentionSpec"),
+        (_spec(SimpleNamespace(block_size=4)), False, "SimpleNamespace"),
+        (_spec(SlidingWindowSpec(4, 4, 6), 1), True, "sliding window over blocks"),
+        (_spec(FullAttentionSpec(4, 3)), False, "3 KV heads on a rank of 1, of 4 in all"),
+        (_spec(FullAttentionSpec(8, 4)), False, r"blocks of \[4, 8\] tokens"),
+        (_no_groups, False, "no KV cache"),
+    ],
+)
+def test_what_is_not_moved_is_refused_by_name(change: Any, tiles: bool, message: str) -> None:
+    vllm, cache = configs(TWO_GROUPS, "P")
+    change(vllm, cache)
+    with pytest.raises(UnsupportedError, match=message):
+        facts(vllm, cache, tiles=tiles)
+
+
+def test_context_parallelism_of_one_is_none() -> None:
+    vllm, cache = configs(Model(), "P")
+    vllm.parallel_config.prefill_context_parallel_size = 1
+    assert facts(vllm, cache, tiles=False).tp == 1
+
+
+def test_instances_of_one_model_agree_whatever_their_names_and_sizes() -> None:
+    digest = facts(*configs(Model(), "P"), tiles=False).model
+    assert digest == facts(*configs(Model(), "D", tp=2, blocks=7, caching=True), tiles=True).model
+    for path, value in [
+        ("model_config.model", "another/model"),
+        ("model_config.dtype", "bfloat16"),
+        ("model_config.quantization", "fp8"),
+        ("cache_config.cache_dtype", "fp8"),
+        ("model_config.hf_config", SimpleNamespace(to_dict=lambda: {"layers": 4})),
+    ]:
+        vllm, cache = configs(Model(), "P")
+        _set(path, value)(vllm, cache)
+        assert facts(vllm, cache, tiles=False).model != digest, path
+
+
+def test_more_ranks_than_heads() -> None:
+    """Each head is on several ranks."""
+    found = facts(*configs(Model(heads=2), "P", tp=4), tiles=False)
+    assert {layer.heads for layer in found.layers} == {2}
