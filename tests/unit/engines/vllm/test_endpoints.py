@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from disagg_kv.cli.main import run
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
-from disagg_kv.engines.vllm.endpoints import CPU_STAGING_BYTES, SLOTS, decode_name, incremental, open_worker
+from disagg_kv.engines.vllm.endpoints import CPU_STAGING_BYTES, SLOTS, decode_name, open_worker, selecting
 from disagg_kv.engines.vllm.host import facts
 from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.engines.vllm.params import Origin
@@ -159,16 +159,9 @@ def test_decode_holds_rows_in_its_prefix_cache(opened: Open, strategy: str) -> N
     assert not transfer(p, d, (p.address,), held=1)
 
 
-def test_decode_without_a_prefix_cache_writes_every_row(opened: Open) -> None:
-    """Rows that it says to hold would be a bug: its selection refuses them."""
-    p = opened("P", {}, consumes=False)
-    d = opened("D", {}, produces=False)
-    assert transfer(p, d, (p.address,), held=1) == {"d"}
-
-
 def test_a_selection_is_named_once() -> None:
-    assert incremental("auto") == "auto+incremental"
-    assert incremental("staged+incremental+layer_pipelined") == "staged+incremental+layer_pipelined"
+    assert selecting("auto") == "auto+incremental"
+    assert selecting("staged+incremental+layer_pipelined") == "staged+incremental+layer_pipelined"
 
 
 def test_cpu_memory_has_small_staging(opened: Open) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg_kv.engines.vllm.work import StepWork
-from disagg_kv.engines.vllm.worker import room_of
+from disagg_kv.engines.vllm.worker import WorkerSide, room_of
 from disagg_kv.protocol import Options
 from tests.support.processes import wait
 from tests.support.vllm_like import Engine, Pair, prefilled, prompt, run
@@ -275,5 +275,57 @@ def test_broken_endpoints_end_what_they_had(
     assert len([one for one in caplog.records if "is broken" in one.message and not one.exc_info]) == 2
 
 
-def _raise() -> None:
+class Fires:
+    """An event of a device, which fires when the test sets it."""
+
+    def __init__(self) -> None:
+        self.fired = False
+
+    def query(self) -> bool:
+        """Whether the work before it is done."""
+        return self.fired
+
+    def synchronize(self) -> None:
+        """Not used here."""
+        raise NotImplementedError
+
+
+def test_rows_are_sent_after_the_event_that_follows_their_computation(pair: Pair) -> None:
+    """On a GPU the forward pass goes on when the engine's thread has left it: the rows come late."""
+    p, d = pair((1, 2))
+    event = Fires()
+    p.ranks[0] = WorkerSide(p.senders[0], None, {}, lambda: event)
+    p.prefill("p", prompt(9), "t")
+    p.step()
+    rows = {name: tensor.clone() for name, tensor in p.tensors[0].items()}
+    for tensor in p.tensors[0].values():
+        tensor.zero_()
+    d.decode("d", prompt(9), origin(p))
+    run(p, d, until=lambda: p.ranks[0]._outgoing["p"].delivery.held is not None)
+    for _ in range(10):
+        d.step()
+    assert d.not_loaded == []
+    for name, tensor in p.tensors[0].items():
+        tensor.copy_(rows[name])
+    event.fired = True
+    run(p, d)
+    assert d.loaded == ["d"]
+
+
+def test_a_device_that_gives_no_event_fails_the_requests_of_the_pass(pair: Pair) -> None:
+    """Those whose prompt goes on in a later step, too."""
+    p, d = pair((1, 2), prefill={"budget": 8})
+    p.ranks[0] = WorkerSide(p.senders[0], None, {}, _raise)
+    d.decode("d", prompt(4), origin(p, "one"))
+    d.decode("e", prompt(9), origin(p, "two"))
+    p.prefill("p", prompt(4), "one")
+    p.prefill("q", prompt(9), "two")
+    run(p, d)
+    assert computed(d, "d")
+    assert computed(d, "e")
+    assert p.reports == {("sent", "p"): 1, ("sent", "q"): 1}
+    p.check_quiet()
+
+
+def _raise() -> Any:
     raise ValueError("a bug")
