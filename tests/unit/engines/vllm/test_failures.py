@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -310,6 +311,22 @@ def test_rows_are_sent_after_the_event_that_follows_their_computation(pair: Pair
     event.fired = True
     run(p, d)
     assert d.loaded == ["d"]
+
+
+def test_a_preemption_returns_once_nothing_reads_the_pages(pair: Pair) -> None:
+    """VLLM gives them to another request in the same step, so the endpoint must have taken the withdrawal."""
+    p, _ = pair(prefill={"budget": 4})
+    p.prefill("p", prompt(9), "t")
+    p.step()
+    taken: list[str] = []
+
+    def busy() -> None:
+        time.sleep(0.05)  # a withdrawal that is not awaited would be taken after this
+        taken.append("all before the withdrawal")
+
+    p.senders[0].driver.loop.post(busy)
+    p.ranks[0].preempt(StepWork(preempted=["p"]))
+    assert taken
 
 
 def test_a_device_that_gives_no_event_fails_the_requests_of_the_pass(pair: Pair) -> None:

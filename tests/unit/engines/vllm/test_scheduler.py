@@ -235,6 +235,8 @@ def test_what_decode_lacks_is_awaited(computed: int, expected: tuple[int, bool])
         (A, 2, 10, ((9,), 8), {GroupId("group 0"): 8}),
         (TILES, 10, 3, ((7, 8, 9), 0), {}),
         (TILES, 6, 3, ((8, 9), 1), {GroupId("group 0"): 1}),
+        (A, 3, 10, ((8, 9), 4), {GroupId("group 0"): 7}),
+        (TILES, 5, 3, ((8, 9), 1), {GroupId("group 0"): 1}),
     ],
 )
 def test_a_load_names_its_pages(
