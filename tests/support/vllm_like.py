@@ -307,7 +307,7 @@ class Engine:
         out = []
         for rank, (layer, group, window) in itertools.product(range(self.tp), self._layers()):
             stop = request.num_prompt_tokens
-            start = 0 if window is None else max(0, stop - window + 1)
+            start = 0 if window is None else max(0, stop - window)  # to which the last token attends
             tensor, where = self._cells(rank, layer, self.tables[request.request_id][group], start, stop)
             if not torch.equal(tensor[where], truth(layer, self._heads(rank), request.tokens, start, self.model.dim)):
                 out.append((rank, layer))

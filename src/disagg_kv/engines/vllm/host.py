@@ -6,7 +6,7 @@ one that is not in :data:`ATTENTION` is refused, since its bytes may mean someth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -73,7 +73,8 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool) -> EngineFacts
         for group, name, spec in specs
     )
     groups = tuple(
-        BlockGroup(_group(index), index, block, row) for index in kv_cache_config.transfer_group_ids
+        BlockGroup(_group(index), index, block, row, _window_of(_group(index), layers))
+        for index in kv_cache_config.transfer_group_ids
     )  # fmt: skip
     digest = model_digest(
         str(model.model),
@@ -154,6 +155,10 @@ def _window(name: str, spec: Any, row: int) -> int | None:
     if row > 1:
         raise UnsupportedError(f"layer {name}: a sliding window over blocks that are never cut is not supported yet")
     return int(window)
+
+
+def _window_of(group: GroupId, layers: Sequence[LayerShape]) -> int | None:
+    return min((one.window for one in layers if one.group == group and one.window is not None), default=None)
 
 
 def _format(spec: Any, row: int) -> str:

@@ -57,12 +57,14 @@ class BlockGroup:
         index: its place among vLLM's groups.
         block: tokens of a block.
         row: tokens of a row: 1, or those of a block where the memory never separates them.
+        window: tokens of a sliding window, behind which vLLM frees blocks; None: none.
     """
 
     id: GroupId
     index: int
     block: int
     row: int
+    window: int | None = None
 
     @property
     def page_rows(self) -> int:
@@ -82,6 +84,7 @@ class Sending:
         sent: rows of the chunks so far.
         opened: the ranks have had a chunk, so they have a room that must end.
         complete: the last row of the prompt was among them.
+        lost: vLLM may have freed blocks with rows that decode needs.
     """
 
     request: EngineRequest
@@ -91,6 +94,7 @@ class Sending:
     sent: int = 0
     opened: bool = False
     complete: bool = False
+    lost: bool = False
 
 
 class SchedulerSide:
@@ -131,7 +135,12 @@ class SchedulerSide:
     def _chunks(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> None:
         for name, one in self._sending.items():
             self._note_preemption(name, one)
-            if name not in scheduled or one.complete or blocks is None:
+            if name in scheduled and one.complete and any(group.window is not None for group in self._groups):
+                log.warning("request %s is not sent: it generates more tokens than one, over a sliding window", name)
+                self._work.preempted.append(name)
+                self._work.aborted.append(name)
+                one.complete, one.lost = False, True
+            if name not in scheduled or one.complete or one.lost or blocks is None:
                 continue
             ids = blocks.get_block_ids(name)
             if ids is not None:
@@ -175,7 +184,17 @@ class SchedulerSide:
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return 0, False
         lacking = request.num_prompt_tokens - computed
-        return (lacking, True) if lacking > 0 else (0, False)
+        if lacking <= 0 or self._outruns(request.num_prompt_tokens):
+            return 0, False
+        return lacking, True
+
+    def _outruns(self, prompt: int) -> bool:
+        """Whether vLLM frees the block of the first row to which the last token of a loaded prompt attends.
+
+        VLLM computes that token anew, after it has freed the blocks behind the window of the token that follows.
+        """
+        windows = [(group.window, group.block) for group in self._groups if group.window is not None]
+        return any(prompt >= window and (prompt - window + 1) % block == 0 for window, block in windows)
 
     def on_allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], lacking: int) -> None:
         """VLLM has given a request its blocks, to load ``lacking`` tokens."""

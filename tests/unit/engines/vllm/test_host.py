@@ -55,6 +55,7 @@ def test_two_groups_in_the_order_of_the_model() -> None:
         (layer_name(9), GroupId("group 1"), 6),
         (layer_name(10), GroupId("group 0"), None),
     ]
+    assert [group.window for group in found.groups] == [None, 6]
 
 
 def test_only_the_groups_that_vllm_transfers() -> None:

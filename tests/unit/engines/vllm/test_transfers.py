@@ -44,13 +44,32 @@ def test_a_latent_cache_which_every_rank_holds_whole(pair: Pair) -> None:
     d.check_quiet()
 
 
-@pytest.mark.parametrize("count", [5, 8, 30])
+@pytest.mark.parametrize("count", [5, 8, 9, 20, 21, 22, 23, 30])
 def test_a_sliding_window_beside_full_attention(pair: Pair, count: int) -> None:
-    """The prefill engine frees blocks behind the window while the prompt is computed."""
+    """The prefill engine frees blocks behind the window while the prompt is computed.
+
+    Decode computes a prompt itself if vLLM frees a row there to which the last token attends.
+    """
     p, d = pair((1, 2), TWO_GROUPS, prefill={"budget": 8})
     d.decode("r", prompt(count), prefilled(p, "r", prompt(count)))
     run(p, d)
-    assert d.loaded == ["r"]
+    assert d.loaded == ([] if count in (9, 21) else ["r"])
+    assert d.not_loaded == []
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_a_request_that_goes_on_over_a_sliding_window_is_not_sent(pair: Pair) -> None:
+    """VLLM frees blocks whose rows decode needs, as the window of prefill's own tokens moves on."""
+    p, d = pair((2, 1), TWO_GROUPS, prefill={"max_tokens": 4})
+    origin = {"do_remote_prefill": True, "transfer_id": "t", "instance": "P", "addresses": p.addresses}
+    p.prefill("p", prompt(20), "t")
+    p.step()
+    p.step()
+    d.decode("d", prompt(20), origin)
+    run(p, d)
+    assert p.params["p"] is None
+    assert d.not_loaded == ["d"]
     p.check_quiet()
     d.check_quiet()
 
