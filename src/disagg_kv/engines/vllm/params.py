@@ -61,12 +61,17 @@ def transfer_id(params: Mapping[str, Any]) -> str | None:
     """The id that a router or prefill gave the transfer; None: it gave none.
 
     Raises:
-        RemoteProtocolError: it is no text of 1 to 256 characters.
+        RemoteProtocolError: it is no text of 1 to 256 characters that UTF-8 can encode.
     """
     given = params.get("transfer_id")
-    if given is None or (isinstance(given, str) and 0 < len(given) <= 256):
+    if given is None or (isinstance(given, str) and 0 < len(given) <= 256 and _encodable(given)):
         return given
     raise RemoteProtocolError(f"kv_transfer_params: transfer_id {given!r:.200} is no text of 1 to 256 characters")
+
+
+def _encodable(text: str) -> bool:
+    """False: it has a half of a surrogate pair, which JSON can write."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def prompt_tag(token_ids: Sequence[int] | None) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disagg_kv.engines.vllm.work import StepWork
-from disagg_kv.engines.vllm.worker import WorkerSide, room_of
+from disagg_kv.engines.vllm.worker import WorkerSide
 from disagg_kv.protocol import Options
 from tests.support.processes import wait
 from tests.support.vllm_like import Engine, Pair, prefilled, prompt, run
@@ -47,11 +47,13 @@ def test_rows_that_nothing_sends_are_reported_as_failed(pair: Pair, wrong: dict[
 
 @pytest.mark.parametrize("tps", [(2, 1), (1, 2)])
 def test_another_request_is_not_taken_for_this_one(pair: Pair, tps: tuple[int, int]) -> None:
-    """The router has mixed up two responses: the prompts differ, and so do their tags."""
-    p, d = pair(tps)
+    """The router has mixed up two responses: the tags of the prompts differ. Prefill waits for the other request."""
+    p, d = pair(tps, options=Options(claim_s=0.5))
     d.decode("d", prompt(9, 1), prefilled(p, "p", prompt(9, 2)))
-    run(p, d)
+    run(p, d, until=lambda: d.idle)
     assert computed(d, "d")
+    assert p.reports == {}
+    run(p, d)
     assert p.reports == {("sent", "p"): tps[0]}
     assert p.ranks[0].counters.take() == {"sent_failed": 1}
     p.check_quiet()
@@ -91,20 +93,13 @@ def test_a_transfer_that_could_not_be_opened_stays_so(pair: Pair) -> None:
     p.check_quiet()
 
 
-@pytest.mark.parametrize("transfer", ["x" * 256, "\u4e00" * 256, "\ud800"], ids=["ascii", "wide", "surrogate"])
+@pytest.mark.parametrize("transfer", ["x" * 256, "\u4e00" * 256], ids=["ascii", "wide"])
 def test_every_id_that_params_take_names_a_room(pair: Pair, transfer: str) -> None:
     """VLLM's own request ids may be long, too: a router's header is a part of them."""
     p, d = pair()
     d.decode("d", prompt(9), prefilled(p, "p", prompt(9), transfer=transfer))
     run(p, d)
     assert d.loaded == ["d"]
-
-
-def test_rooms_of_different_transfers_differ() -> None:
-    ids = ["t", "t" * 64, "t" * 65, "t" * 66]
-    assert len({room_of(one) for one in ids}) == 4
-    assert room_of("t" * 64) == b"t" * 64
-    assert all(1 <= len(room_of(one)) <= 64 for one in ids)
 
 
 def test_a_decode_request_that_is_aborted_while_it_waits(pair: Pair) -> None:

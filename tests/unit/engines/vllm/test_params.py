@@ -42,6 +42,7 @@ def test_addresses_may_be_left_to_the_rendezvous(addresses: list[str] | None) ->
         {"transfer_id": 7},
         {"transfer_id": "x" * 257},
         {"transfer_id": ["t"]},
+        {"transfer_id": "half a pair \ud800"},
         {"instance": ""},
         {"instance": None},
         {"instance": 3},

@@ -8,7 +8,7 @@ import pytest
 
 from disagg_kv.engines.vllm.params import Origin, prompt_tag
 from disagg_kv.engines.vllm.scheduler import BlockGroup, SchedulerSide, rows
-from disagg_kv.engines.vllm.work import StepWork
+from disagg_kv.engines.vllm.work import Declined, StepWork
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.ids import GroupId
 from disagg_kv.rendezvous import Source
@@ -268,7 +268,7 @@ def test_rows_that_decode_has_are_declined() -> None:
     request = remote()
     one.on_allocated(request, ([7, 8, 9],), 0)
     assert one.pending
-    assert one.build({"d": 1}, None) == StepWork(declined=[ORIGIN])
+    assert one.build({"d": 1}, None) == StepWork(declined=[Declined(ORIGIN, prompt_tag(request.prompt_token_ids))])
     assert one.finished(request) == (False, None)
 
 
@@ -298,7 +298,7 @@ def test_a_request_that_ends_before_it_has_blocks_is_declined() -> None:
     one = side()
     request = remote()
     assert one.finished(request) == (False, None)
-    assert one.build({}, None) == StepWork(declined=[ORIGIN], idle=True)
+    assert one.build({}, None) == StepWork(declined=[Declined(ORIGIN, prompt_tag(request.prompt_token_ids))], idle=True)
     assert one.finished(request) == (False, None)
     assert not one.pending
 

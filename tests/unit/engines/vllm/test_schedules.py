@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from disagg_kv.channels import Hub
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.protocol import Options
 from tests.support.processes import wait
 from tests.support.vllm_like import TWO_GROUPS, Engine, Model, prompt, run
 
@@ -38,7 +39,8 @@ def play(setup: dict[str, Any], acts: list[tuple[str, int, int]]) -> None:
     tiles = setup["tiles"] and model is not TWO_GROUPS
     # Fewer blocks than all requests need could make both instances wait for each other.
     both: dict[str, Any] = {
-        "blocks": 130, "model": model, "tiles": tiles, "strategy": setup["strategy"], "max_tokens": setup["max_tokens"]
+        "blocks": 130, "model": model, "tiles": tiles, "strategy": setup["strategy"], "max_tokens": setup["max_tokens"],
+        "options": Options(claim_s=0.3),
     }  # fmt: skip
     p = Engine(hub, "P", tp=setup["tps"][0], consumes=False, budget=setup["budget"], **both)
     caching = setup["caching"]
