@@ -9,6 +9,7 @@ from ...endpoints import DecodeEndpoint, Environment, Incarnation, PrefillEndpoi
 from ...endpoints.decode.inspection import DecodeInspection
 from ...endpoints.prefill.inspection import PrefillInspection
 from ...endpoints.runtime.background import Background
+from ...endpoints.runtime.failures import Broken
 from ...errors import DisaggKVError, PeerLostError, TransportError
 from ...protocol import Flow, RoomKey
 from ...protocol.receive_room import ReceiveRoom
@@ -151,8 +152,11 @@ class SimNode(SimProcess):
             self.world.violation("I4", f"{self.address}: {what}, in which a heartbeat may be due")
 
     def take_in(self, frame: bytes) -> None:
-        """Take in a frame, and do nothing else: its consequences are left to the next step."""
-        self.loop.take_in(Arrived(frame))
+        """Take in a frame, and do nothing else: its consequences are left to the next step. No frame ends it (I7)."""
+        try:
+            self.loop.take_in(Arrived(frame))
+        except Broken as exc:
+            self.world.violation("I7", f"{self.address}: a frame would have ended the endpoint's thread: {exc!r}")
 
     def machines(self) -> Sequence[ReceiveRoom | Flow]:
         """What drives its rooms: one machine per room of decode, one per room and decode rank of prefill."""
