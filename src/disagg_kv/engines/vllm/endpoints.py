@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ from .worker import WorkerSide
 
 CPU_STAGING_BYTES = 64 << 20
 SLOTS = 8
+GATHERED_BYTES = 4096
+"""Bytes that each rank sends to the others at the start; two addresses take a few hundred."""
 
 
 def open_worker(
@@ -90,15 +93,25 @@ def open_worker(
                 ring_bytes=staging, **connections("decode"),
             )  # fmt: skip
     if isinstance(meeting, RequestRendezvous):
-        everyone = [addresses] * facts.tp
-        if facts.tp > 1:
-            distributed.all_gather_object(everyone, addresses, group=group)
+        everyone = _gathered(addresses, facts.tp, group)
         if produces:
             meeting.learn(facts.instance, [one[0] for one in everyone])
         if consumes:
             meeting.learn(decode_name(facts.instance), [one[1] for one in everyone])
     layers = {layer.name: LayerId(number) for number, layer in enumerate(facts.layers)}
     return WorkerSide(sender, receiver, layers, None if on_cpu else _mark), addresses[0]
+
+
+def _gathered(addresses: list[str], tp: int, group: Any) -> list[list[str]]:
+    """The addresses of all ranks. They cross as JSON in tensors: ``all_gather_object`` would unpickle them."""
+    if tp == 1:
+        return [addresses]
+    own = torch.zeros(GATHERED_BYTES, dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(addresses).encode()), dtype=torch.uint8)
+    own[: len(text)] = text
+    every = [torch.empty_like(own) for _ in range(tp)]
+    distributed.all_gather(every, own, group=group)
+    return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in every]
 
 
 def decode_name(instance: str) -> str:

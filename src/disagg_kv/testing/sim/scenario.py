@@ -458,6 +458,8 @@ def _crowded(
         return requests, options
     late = CROWD_S + 0.05
     waits = evolve(requests[0], at=0.0, abort_decode=None, abort_prefill=None, withdraw=None, total_s=4.0, unmet="")
+    if requests[0].unmet:
+        waits = evolve(waits, decode_late=(0.0, 0.0), prefill_late=(0.0, 0.0))
     who = rng.randrange(4)
     if who == 0:
         waits = evolve(waits, decode_late=(0.0, late), prefill_late=(0.0, 0.0))
