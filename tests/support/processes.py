@@ -298,7 +298,8 @@ class Member:
         self.rooms[room] = reception
 
     def look(self, room: bytes) -> Look:
-        """A room, now."""
+        """A room, as an engine sees it that polls."""
+        self.poll()
         handle = self.rooms[room]
         released, phase, error = handle.released, handle.phase, handle.error
         report = handle.report
