@@ -529,13 +529,13 @@ class PeerTable:
     def _overdue(self, address: str, dial: _Dial, seen: float, now: float) -> str:
         """Why a dial fails; empty: it does not yet."""
         if seen - dial.since >= dial.patience_s:
-            return f"nobody answered at {address} within {dial.patience_s:g} s"
+            return f"no answer from {address} within {dial.patience_s:g} s"
         if dial.closed is None or seen - dial.closed < self._options.closed_s:
             return ""
         for_s = f"{now - dial.closed:.1f} s"
         if dial.opened:
             return f"peer at {address}: its connection broke {for_s} ago, before it said who it is"
-        return f"peer at {address}: nobody listens there, for {for_s}"
+        return f"peer at {address}: no process listens there, for {for_s}"
 
     def _due_at(self) -> float:
         """When a tick may have something to do; a frame that arrives before only postpones it."""

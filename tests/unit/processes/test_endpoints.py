@@ -173,7 +173,7 @@ def test_a_frozen_prefill_process_stops_nobody_and_its_leases_wait_for_its_word(
 @pytest.mark.parametrize("cluster", ["ipc", "tcp", "unix"], indirect=True)
 @pytest.mark.parametrize("killed", [1, 2])
 def test_keys_of_killed_ranks_in_the_store_are_a_named_error_soon(cluster: Cluster, killed: int) -> None:
-    """Nobody can take them out of the store. Who has never met the instance is told that nobody listens there."""
+    """Nobody can take them out of the store. Who has never met the instance is told that no process listens there."""
     prefill = cluster.start("prefill", "P", 2, Knobs(options=QUICK))
     for node in prefill:
         node.ask("open_rooms")
@@ -183,7 +183,7 @@ def test_keys_of_killed_ranks_in_the_store_are_a_named_error_soon(cluster: Clust
     receiver.ask("expect", ROOM, "P", TOKENS)
     look = receiver.until(ROOM, lambda look: look.released, SOON_S)
     assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
-    assert "nobody listens there" in look.message
+    assert "no process listens there" in look.message
 
 
 AT_ONCE_S, FOUND_S = 1.0, 10.0

@@ -109,7 +109,7 @@ def test_a_dial_is_repeated_until_somebody_names_our_epoch_or_silence_is_over() 
     c.dial("b", 0.0)
     (effect,) = c.tick(30.0)
     assert isinstance(effect, Unreachable)
-    assert (effect.address, str(effect.error)) == ("b", "nobody answered at b within 30 s")
+    assert (effect.address, str(effect.error)) == ("b", "no answer from b within 30 s")
     assert all(isinstance(effect, SendTo) for effect in c.tick(59.9)), "it goes on"
     assert c.tick(60.0) == [Forget("b")], "nothing else would drop the connection"
     assert not c.tick(61.0)
@@ -451,9 +451,9 @@ def test_who_asks_again_for_a_lost_peer_is_told_soon() -> None:
     a.lose(epoch(2), PeerLostError("its process has ended"))
     a.dial("b", 1.0)
     assert unreachable(a.tick(1.0 + o.closed_s - 0.1)) == []
-    assert unreachable(a.tick(1.0 + o.closed_s)) == [f"nobody answered at b within {o.closed_s:g} s"]
+    assert unreachable(a.tick(1.0 + o.closed_s)) == [f"no answer from b within {o.closed_s:g} s"]
     (said,) = unreachable(a.dial("b", 10.0))
-    assert said == "nobody answered at b within 3 s; still so 9.0 s after the first attempt"
+    assert said == "no answer from b within 3 s; still so 9.0 s after the first attempt"
     ups = [e for e in a.on_hello(hello(epoch(3), epoch(1), "b", born=2), 10.1) if isinstance(e, Up)]
     assert [up.epoch for up in ups] == [epoch(3)]
     assert a.dial("b", 10.2) == []
@@ -503,7 +503,7 @@ def test_addresses_where_nobody_is_are_remembered_up_to_a_bound(monkeypatch: pyt
     for address in "bcd":
         a.dial(address, 100.0)
     assert sorted(unreachable(a.tick(100.0 + o.closed_s))) == [
-        f"nobody answered at {address} within {o.closed_s:g} s" for address in "cd"
+        f"no answer from {address} within {o.closed_s:g} s" for address in "cd"
     ], "the first is forgotten, and waited for"
 
 
@@ -531,7 +531,7 @@ def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
         a.on_closed(address, 0.1)
     a.on_opened("c")
     (said,) = unreachable(a.tick(0.1 + o.closed_s))
-    assert "peer at b: nobody listens there, for 3.0 s" in said
+    assert "peer at b: no process listens there, for 3.0 s" in said
 
 
 def test_a_lost_peer_whose_connection_is_broken_is_forgotten_soon() -> None:
