@@ -31,7 +31,7 @@ def buffer_over(memory: Bytes) -> Buffer:
 def over(pool: PagedPool, memory: Bytes) -> PagedPool:
     """A pool of the same geometry as a pool of one buffer, but in ``memory``, whose every byte the caller can see."""
     site = pool.site
-    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, (buffer_over(memory),))
+    return PagedPool(site, (buffer_over(memory),))
 
 
 def staged_layout(entries: Sequence[tuple[int, int, int, int, int, int]], nbytes: int) -> StagedLayout:

@@ -5,7 +5,7 @@ from .election import Share, elect, rotations
 from .layout import I32, I64, Group, PageTable, Plane, Site, places
 from .overlap import check_planes
 from .shard import Holding, Shard, attention_tp, even_units, shard, stages
-from .spec import ENDLESS, ITEM_BYTES, CacheSpec, Component, Extent, item_bytes
+from .spec import ENDLESS, ITEM_BYTES, CacheSpec, Component, Extent, item_bytes, window_rows
 
 __all__ = [
     "ENDLESS",
@@ -32,4 +32,5 @@ __all__ = [
     "rotations",
     "shard",
     "stages",
+    "window_rows",
 ]

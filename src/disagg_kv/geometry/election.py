@@ -59,7 +59,7 @@ def elect(spec: CacheSpec, writers: Sequence[Shard], target: Shard, rotation: in
 
     Raises:
         GeometryError: a shard names something that the spec lacks, or no writer holds a cell that the target needs.
-        UnsupportedError: a component or a holding that this version cannot move.
+        UnsupportedError: a holding that this version cannot move.
     """
     layers_of: list[dict[tuple[str, int, int, int, int], list[LayerId]]] = [{} for _ in writers]
     for box in _boxes(spec, writers, target):
@@ -99,7 +99,7 @@ def _boxes(spec: CacheSpec, writers: Sequence[Shard], target: Shard) -> Iterator
     target.check(spec)
     for shard in writers:
         shard.check(spec)
-    _refuse_unsupported(spec, writers, target)
+    _refuse_unsupported(writers, target)
     for name in spec.names():
         found: dict[tuple[int, int, tuple[Rank, ...]], list[LayerId]] = {}
         for layers, wanted, held in _alike(name, writers, target):
@@ -140,12 +140,7 @@ def _split(wanted: Iterable[range], held: Sequence[tuple[Rank, range]]) -> Itera
             yield range(start, stop), tuple(rank for rank, units in held if start in units)
 
 
-def _refuse_unsupported(spec: CacheSpec, writers: Sequence[Shard], target: Shard) -> None:
-    needed = {(layer, h.component) for h in target for layer in h.layers}
-    kinds = {id(c): c for layer, cs in spec.layers.items() for c in cs if (layer, c.name) in needed}
-    for component in kinds.values():
-        if reason := component.unsupported():
-            raise UnsupportedError(reason)
+def _refuse_unsupported(writers: Sequence[Shard], target: Shard) -> None:
     sides = [("target", target), *((f"writer {rank}", shard) for rank, shard in enumerate(writers))]
     for side, holding in ((side, h) for side, shard in sides for h in shard):
         if not _holds_all_rows(holding):

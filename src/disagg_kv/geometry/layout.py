@@ -197,6 +197,8 @@ class Site:
         groups: its page-id spaces.
         planes: exactly one per (layer, component) of the shard.
         buffers: bytes of each buffer that planes refer to.
+        overlaid: the groups share one space of page ids: a page belongs to one group at a time, so planes of different
+            groups may share bytes, page by page. It does not cross the wire: a peer needs only the page tables.
     """
 
     spec: CacheSpec
@@ -204,10 +206,12 @@ class Site:
     groups: tuple[Group, ...] = field(converter=_groups)
     planes: tuple[Plane, ...] = field(converter=_planes)
     buffers: tuple[int, ...] = field(converter=_buffers)
+    overlaid: bool = False
 
     def __attrs_post_init__(self) -> None:
         arguments.one(self.spec, "site: spec", CacheSpec)
         arguments.one(self.shard, "site: shard", Shard)
+        arguments.flag(self.overlaid, "site: overlaid")
 
     def group(self, group: GroupId) -> Group:
         """The group of that name."""
@@ -258,6 +262,25 @@ class Site:
             unit_bytes = self.spec.component(plane.layer, plane.component).unit_bytes
             nbytes[plane.group] += self.page_rows(plane) * units * unit_bytes
         return nbytes
+
+    def check_owners(self, tables: Iterable[PageTable]) -> None:
+        """Raise a :class:`GeometryError` if a room's tables name one page in two groups that are overlaid.
+
+        Null pages have no data, so every group may name them.
+        """
+        if not self.overlaid:
+            return
+        given = [(table.group, table.pages[table.pages != self.group(table.group).null_page]) for table in tables]
+        pages = np.concatenate([np.zeros(0, np.int32), *(named for _, named in given)])
+        owners = np.repeat(np.arange(len(given)), [len(named) for _, named in given])
+        order = np.argsort(pages, kind="stable")
+        for at in np.flatnonzero(np.diff(pages[order]) == 0).tolist():
+            first, second = (given[owners[order[one]]][0] for one in (at, at + 1))
+            if first != second:
+                raise GeometryError(
+                    f"page {pages[order[at]]} is in group {first!r} and in group {second!r}, which are overlaid: "
+                    "a page belongs to one of them"
+                )
 
     def check(self) -> None:
         """Raise a :class:`GeometryError` unless planes match the shard and every byte of them lies in its buffer."""

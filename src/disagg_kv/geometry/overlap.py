@@ -4,6 +4,10 @@ A plane is a lattice of runs: pages, rows and units by their strides, and the by
 so a packed plane is one run. The test compares the outermost axes of two lattices. Each pair of blocks whose extents
 meet has a distance, and equal distances have equal answers. In a fused layout the page strides are equal, so a pool has
 few distances, whatever its number of pages.
+
+Groups may be overlaid: they share one space of page ids, and a page belongs to one of them at a time. Then planes of
+two groups may share bytes, but only page ``p`` of the one with page ``p`` of the other. vLLM's hybrid cache manager
+allocates groups like this (``get_kv_cache_config_from_groups`` in vLLM 0.32).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
-from ..errors import GeometryError
+from ..errors import GeometryError, UnsupportedError
 from .layout import Plane, Site
 
 
@@ -86,9 +90,16 @@ def _distances(one: Lattice, other: Lattice, distance: int) -> list[int]:
 def check_planes(site: Site) -> None:
     """Raise a :class:`GeometryError` if two planes share a byte, in one group or in two.
 
+    Planes of two groups that are overlaid may share bytes of the same page.
+
     Args:
         site: a site that ``Site.check`` has accepted: no plane overlaps itself.
+
+    Raises:
+        UnsupportedError: a group of states is overlaid.
     """
+    if site.overlaid and site.state_groups:
+        raise UnsupportedError(f"groups {sorted(site.state_groups)} of states cannot be overlaid with others yet")
     lattices = [_lattice(site, plane) for plane in site.planes]
     order = sorted(range(len(lattices)), key=lambda i: (site.planes[i].buffer, site.planes[i].offset))
     open_: list[int] = []
@@ -102,18 +113,53 @@ def check_planes(site: Site) -> None:
         ]
         for other in open_:
             before = site.planes[other]
-            if meet(lattices[other], lattices[number], plane.offset - before.offset):
+            if site.overlaid and before.group != plane.group:
+                _check_overlaid(site, before, plane)
+            elif meet(lattices[other], lattices[number], plane.offset - before.offset):
                 raise GeometryError(f"{_name(before)} and {_name(plane)} share bytes of buffer {plane.buffer}")
         open_.append(number)
 
 
-def _lattice(site: Site, plane: Plane) -> Lattice:
+def _check_overlaid(site: Site, one: Plane, other: Plane) -> None:
+    """Raise a :class:`GeometryError` if planes share bytes of pages with different ids, or at other strides."""
+    if _place(site, one) == _place(site, other):
+        return  # page p of both is the same memory, and no plane overlaps itself
+    pages = site.group(one.group).pages, site.group(other.group).pages
+    apart = other.offset - one.offset
+    if one.page_stride != other.page_stride:
+        crosses = meet(_lattice(site, one), _lattice(site, other), apart)
+    else:
+        page, stride = (_page(site, one), _page(site, other)), one.page_stride
+        least = max(1 - pages[0], -((apart + page[1].extent) // stride))
+        most = min(pages[1] - 1, (page[0].extent - apart) // stride)
+        crosses = any(meet(*page, apart + ids * stride) for ids in range(least, most + 1) if ids)
+    if crosses:
+        raise GeometryError(
+            f"{_name(one)} and {_name(other)} share bytes of buffer {one.buffer}, but not page by page: overlaid "
+            "groups have pages at one stride, and share those of the same id only"
+        )
+
+
+def _place(site: Site, plane: Plane) -> tuple[int, ...]:
+    """Where page ``p`` of a plane lies, for every ``p``."""
+    component = site.spec.component(plane.layer, plane.component)
     units = sum(len(run) for run in site.shard.units(plane.layer, plane.component))
-    axes = (
-        (plane.page_stride, site.group(plane.group).pages),
-        (plane.row_stride, site.page_rows(plane)),
-        (plane.unit_stride, units),
-    )
+    strides = (plane.offset, plane.page_stride, plane.row_stride, plane.unit_stride)
+    return (*strides, site.page_rows(plane), units, component.unit_bytes)
+
+
+def _axes(site: Site, plane: Plane) -> list[tuple[int, int]]:
+    """Rows and units of a page."""
+    units = sum(len(run) for run in site.shard.units(plane.layer, plane.component))
+    return [(plane.row_stride, site.page_rows(plane)), (plane.unit_stride, units)]
+
+
+def _page(site: Site, plane: Plane) -> Lattice:
+    return Lattice.of(_axes(site, plane), site.spec.component(plane.layer, plane.component).unit_bytes)
+
+
+def _lattice(site: Site, plane: Plane) -> Lattice:
+    axes = [*_axes(site, plane), (plane.page_stride, site.group(plane.group).pages)]
     return Lattice.of(axes, site.spec.component(plane.layer, plane.component).unit_bytes)
 
 

@@ -30,8 +30,8 @@ class Extent:
     """The rows of a component that a room has, and those that decode needs.
 
     Args:
-        window: decode needs only this number of last tokens; None: all.
-        rows: rows of a state, which has no token axis; 0: a row per token.
+        window: decode needs only this number of last rows; None: all.
+        rows: rows of a state, which has no token axis; 0: rows of tokens.
     """
 
     window: int | None = None
@@ -41,15 +41,24 @@ class Extent:
         """The needed rows ``[first, end)`` of a room; ``end`` is :data:`ENDLESS` if it is the end of the room.
 
         Args:
-            start: decode already holds the tokens before it. Tokens inside a window do not count as held: an engine
-                that stores only a window overwrites them.
-            stop: the room's length in tokens; None: unknown, so a window may begin at any row.
+            start: decode already holds the rows before it. Rows inside a window do not count as held: an engine that
+                stores only a window overwrites them.
+            stop: the room's length in rows; None: unknown, so a window may begin at any row.
         """
         if self.rows:
             return 0, self.rows
         if self.window is None:
             return start, ENDLESS
         return (0 if stop is None else max(0, stop - self.window)), ENDLESS
+
+
+def window_rows(tokens: int, tokens_per_row: int) -> int:
+    """The fewest last rows that hold the last ``tokens`` tokens of any room.
+
+    The last row may hold a single token of the room, so the others reach back over
+    ``ceil((tokens - 1) / tokens_per_row)`` rows before it.
+    """
+    return 1 - (1 - tokens) // tokens_per_row
 
 
 MOST_LAYERS = 65_536
@@ -107,14 +116,9 @@ class Component:
 
     @property
     def extent(self) -> Extent:
-        """Which rows there are, and which decode needs."""
-        return Extent(self.window, self.rows)
-
-    def unsupported(self) -> str | None:
-        """Why this version cannot move the component yet, or None if it can."""
-        if self.window is not None and self.tokens_per_row > 1:
-            return f"component {self.name!r}: a window over rows of {self.tokens_per_row} tokens is not supported yet"
-        return None
+        """Which rows there are, and which decode needs; a window is rounded outwards to whole rows."""
+        window = None if self.window is None else window_rows(self.window, self.tokens_per_row)
+        return Extent(window, self.rows)
 
 
 def _freeze(

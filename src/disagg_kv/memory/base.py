@@ -65,7 +65,8 @@ class MemoryPool(Protocol):
     :class:`~disagg_kv.errors.ConfigurationError`:
 
     * All pages of a plane lie in one buffer, at one stride. Planes may have a buffer each; pages may not.
-    * The buffers lie on one device, and no two cells share a byte.
+    * The buffers lie on one device, and no two cells share a byte; cells of one page in overlaid groups may
+      (``Site.overlaid``).
     * ``site`` and ``buffers`` return equal values each time. Kernels and transports store the addresses.
     * A pool is compared by identity and allows weak references. Kernels cache data about its planes by the pool. A
       class with ``__slots__`` names ``__weakref__`` there; a data class has ``eq=False``.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from .. import arguments
-from ..errors import CapacityError, ConfigurationError, DisaggKVError, GeometryError, UnsupportedError
+from ..errors import CapacityError, ConfigurationError, DisaggKVError, GeometryError
 from ..geometry import CacheSpec, Component, Group, Plane, Shard, Site, item_bytes
 from ..ids import GroupId, LayerId
 from .base import Buffer
@@ -96,7 +96,6 @@ class PagedPool:
             CapacityError: too little memory.
             ConfigurationError: no such device.
             GeometryError: no pages or rows, an unknown layout, or a buffer from the allocator that is too small.
-            UnsupportedError: a component that no pool can hold yet.
         """
         _check_whole(spec, shard, layout)
         arguments.text(group, "group", most=256)
@@ -159,6 +158,7 @@ class PagedPool:
         group: GroupId | Mapping[LayerId, GroupId] = GroupId("kv"),  # noqa: B008
         state_group: GroupId | Mapping[LayerId, GroupId] = GroupId("state"),  # noqa: B008
         null_page: int | None = None,
+        overlaid: bool = False,
         aux_slots: int = 0,
         aux_bytes: int = 0,
     ) -> PagedPool:
@@ -174,13 +174,16 @@ class PagedPool:
             group: the name of the page-id space. A cache with several spaces has the name for each layer.
             state_group: the name of the space of slots, if there are states; or the name for each layer.
             null_page: a page of every space that has no data; see :class:`~disagg_kv.geometry.Group`.
+            overlaid: True: the groups share one space of page ids. The engine gives a page to one group at a time, so
+                tensors of different groups may share the bytes of a page, and a room names it in one group only.
             aux_slots: number of aux rows.
             aux_bytes: bytes per aux row.
 
         Raises:
             GeometryError: a tensor with a shape, element type or strides that do not match the shard; tensors of one
-                group with different page sizes; a layer without a group.
-            UnsupportedError: a component that no pool can hold yet.
+                group with different page sizes; a layer without a group; tensors that share bytes, of one group or of
+                pages with different ids.
+            UnsupportedError: states in groups that are overlaid.
         """
         _check_whole(spec, shard, layout)
         spaces = _named_by_layer("group", group), _named_by_layer("state_group", state_group)
@@ -209,7 +212,8 @@ class PagedPool:
             if len(of) != 1:
                 raise GeometryError(f"group {space!r}: tensors of (pages, page_size) {sorted(of)}, not of one size")
         groups = [Group(space, rows, pages, null_page) for space, of in sizes.items() for pages, rows in of]
-        return cls.adopt(spec, shard, groups, planes, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
+        site = Site(spec, shard, groups, planes, tuple(b.nbytes for b in buffers), overlaid)
+        return cls(site, buffers, aux_slots=aux_slots, aux_bytes=aux_bytes)
 
     @property
     def site(self) -> Site:
@@ -314,9 +318,6 @@ def _held(spec: CacheSpec, shard: Shard, layer: LayerId) -> Iterator[tuple[Compo
     for component in spec.layers.get(layer, ()):
         units = sum(len(held) for held in shard.units(layer, component.name))
         if units:
-            reason = component.unsupported()
-            if reason:
-                raise UnsupportedError(f"layer {layer}: {reason}")
             yield component, units
 
 
@@ -386,9 +387,6 @@ def _check_tensor(spec: CacheSpec, shard: Shard, layer: LayerId, name: str, tens
     """Raise a :class:`GeometryError` unless the tensor can hold the shard's units, which lie along ``axis``."""
     where = f"layer {layer}, {name!r}"
     component = spec.component(layer, name)
-    reason = component.unsupported()
-    if reason:
-        raise UnsupportedError(f"layer {layer}: {reason}")
     if component.rows and tensor.shape[3 - axis : 4 - axis] != (component.rows,):
         raise GeometryError(
             f"{where}: a tensor of shape {tuple(tensor.shape)}, but the state has {component.rows} rows"

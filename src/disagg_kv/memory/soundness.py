@@ -15,7 +15,7 @@ SITES = 64
 
 
 def check_memory(site: Site, buffers: Sequence[Buffer]) -> None:
-    """Raise a :class:`GeometryError` unless ``buffers`` match ``site``, and no two cells share a byte.
+    """Raise a :class:`GeometryError` unless ``buffers`` match ``site``, and cells share no byte that they may not.
 
     The buffers must lie on one device and have the lengths in the site. Each plane must lie inside its buffer.
     """

@@ -82,12 +82,3 @@ def test_context_parallelism_is_refused_by_name(change: dict[str, Any]) -> None:
         elect(spec, [shard(spec), Shard([attrs.evolve(holding, **change)])], shard(spec))
     with pytest.raises(UnsupportedError, match="target, 'latent': context parallelism"):
         elect(spec, [shard(spec)], Shard([attrs.evolve(holding, **change)]))
-
-
-def test_components_that_are_not_moved_yet_are_refused_where_they_are_needed() -> None:
-    """A target without them is served."""
-    k, c4 = Component("k", "int8", 1, 1, 4), Component("c4", "int8", 1, 1, 4, window=8)
-    spec = CacheSpec({LayerId(0): [k], LayerId(1): [c4]})
-    with pytest.raises(UnsupportedError, match="component 'c4': a window over rows of 4 tokens is not supported yet"):
-        elect(spec, [shard(spec)], shard(spec))
-    assert elect(spec, [shard(spec)], shard(spec, layers=[LayerId(0)])) == ((Share("k", (LayerId(0),), range(1)),),)

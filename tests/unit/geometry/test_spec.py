@@ -61,20 +61,18 @@ def test_a_component_that_cannot_be_is_refused(change: dict[str, Any], message: 
         Component(**fields)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, None),
-        ({"tokens_per_row": 0, "rows": 3}, None),
-        ({"tokens_per_row": 4}, None),
-        ({"window": 128}, None),
-        ({"window": 128, "tokens_per_row": 4}, "a window over rows of 4 tokens"),
-    ],
-)
-def test_what_is_not_moved_yet_says_so(change: dict[str, Any], reason: str | None) -> None:
-    """The model can say it; this version names what it cannot do."""
-    said = Component("k", "int8", 1, 1, **change).unsupported()
-    assert said is None if reason is None else (said is not None and reason in said)
+@pytest.mark.parametrize("per_row", [1, 2, 4, 16])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 16, 17, 128])
+def test_a_window_is_rounded_outwards_to_rows(window: int, per_row: int) -> None:
+    """The rows hold the window of a room of any number of tokens, and no fewer rows do so for all of them."""
+    extent = Component("k", "int8", 1, 1, tokens_per_row=per_row, window=window).extent
+    fewest = []
+    for tokens in range(1, 6 * max(window, per_row)):
+        stop = -(-tokens // per_row)
+        needed = max(0, tokens - window) // per_row
+        assert extent.bounds(0, stop)[0] <= needed
+        fewest.append(stop - needed)
+    assert extent.window == max(fewest)
 
 
 def test_rows_of_one_spec_have_the_same_number_of_tokens() -> None:

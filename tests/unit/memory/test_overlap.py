@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg_kv.errors import GeometryError
+from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Site, check_planes, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.memory import Buffer, Layout, PagedPool
@@ -133,3 +133,63 @@ def test_a_pool_of_a_million_interleaved_pages_is_looked_at_by_distances() -> No
     check_planes(site)
     with pytest.raises(GeometryError, match=r"layer 39, 'k'.*layer 39, 'v'"):
         check_planes(attrs.evolve(site, planes=[*planes[:-1], attrs.evolve(planes[-1], offset=planes[-1].offset - 1)]))
+
+
+FULL, SLIDE = GroupId("full"), GroupId("slide")
+TWO = CacheSpec.uniform(2, (Component("k", "float16", 2, 8),))
+
+
+def _overlaid(one: torch.Tensor, other: torch.Tensor, spec: CacheSpec = TWO) -> PagedPool:
+    tensors = {L0: {"k": one}, LayerId(1): {"k": other}}
+    groups = {L0: FULL, LayerId(1): SLIDE}
+    return PagedPool.from_tensors(spec, shard(spec), tensors, group=groups, overlaid=True)
+
+
+def test_overlaid_groups_share_pages_of_the_same_id() -> None:
+    """The same pages; a part of each page; pages beside each other; no common memory."""
+    memory = torch.zeros(2, PAGES, 2 * ROWS, UNITS, DIM, dtype=torch.float16)
+    for other in (memory[0, :, :ROWS], memory[0, :, 1 : ROWS + 1], memory[0, :, ROWS:], memory[1, :, :ROWS]):
+        pool = _overlaid(memory[0, :, :ROWS], other)
+        assert pool.site.overlaid
+        assert [plane.group for plane in pool.site.planes] == [FULL, SLIDE]
+
+
+def test_overlaid_groups_may_have_pages_of_other_sizes() -> None:
+    """Page ``p`` of both lies in the same place; one has more rows, and more pages."""
+    memory = torch.zeros(PAGES, 2 * ROWS, UNITS, DIM, dtype=torch.float16)
+    assert _overlaid(memory, memory[:-1, :ROWS]).site.overlaid
+
+
+def test_overlaid_groups_whose_other_pages_share_bytes_are_refused() -> None:
+    """A page that begins in the page before, a page later, or pages of other strides."""
+    memory = torch.zeros(2 * PAGES, ROWS, UNITS, DIM, dtype=torch.float16)
+    one, flat = memory[:PAGES], memory.view(-1)
+    shifted = flat[DIM:].as_strided(_shape("NHD"), one.stride())
+    for other in (memory[1 : PAGES + 1], shifted, memory[::2]):
+        with pytest.raises(GeometryError, match=r"layer 0.*full.*layer 1.*slide.*not page by page"):
+            _overlaid(one, other)
+
+
+def test_planes_of_one_group_share_no_bytes_although_groups_are_overlaid() -> None:
+    memory = torch.zeros(_shape("NHD"), dtype=torch.float16)
+    with pytest.raises(GeometryError, match="share bytes of buffer 0"):
+        PagedPool.from_tensors(SPEC, shard(SPEC), {L0: {"k": memory, "v": memory}}, overlaid=True)
+
+
+def test_groups_that_do_not_say_that_they_are_overlaid_share_no_bytes() -> None:
+    memory = torch.zeros(_shape("NHD"), dtype=torch.float16)
+    tensors = {L0: {"k": memory}, LayerId(1): {"k": memory}}
+    with pytest.raises(GeometryError, match="share bytes of buffer 0"):
+        PagedPool.from_tensors(TWO, shard(TWO), tensors, group={L0: FULL, LayerId(1): SLIDE})
+
+
+def test_states_in_overlaid_groups_are_refused_by_name() -> None:
+    """Their slots would be pages of the same space."""
+    state = Component("s", "float16", 2, 8, tokens_per_row=0, rows=ROWS)
+    spec = CacheSpec({L0: [Component("k", "float16", 2, 8)], LayerId(1): [state]})
+    memory = torch.zeros(2, *_shape("NHD"), dtype=torch.float16)
+    tensors = {L0: {"k": memory[0]}, LayerId(1): {"s": memory[1]}}
+    with pytest.raises(UnsupportedError, match=r"groups \['ssm'\] of states cannot be overlaid"):
+        PagedPool.from_tensors(
+            spec, shard(spec), tensors, group=FULL, state_group={LayerId(1): GroupId("ssm")}, overlaid=True
+        )

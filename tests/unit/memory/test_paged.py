@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg_kv.errors import CapacityError, ConfigurationError, GeometryError, RegistrationError, UnsupportedError
+from disagg_kv.errors import CapacityError, ConfigurationError, GeometryError, RegistrationError
 from disagg_kv.geometry import CacheSpec, Component, Group, Plane, Shard, Site, shard
 from disagg_kv.ids import GroupId, LayerId
 from disagg_kv.memory import Buffer, Layout, PagedPool, bytes_of
@@ -181,15 +181,6 @@ def test_tensors_must_be_the_shards() -> None:
         PagedPool.from_tensors(GQA, shard(GQA), tensors)
     with pytest.raises(GeometryError, match="no tensors are given"):
         PagedPool.from_tensors(GQA, shard(GQA), {})
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_is_not_moved_yet_is_refused_by_name(fused: bool) -> None:
-    spec = CacheSpec.uniform(1, [Component("c4", "float32", 2, 64, tokens_per_row=4, window=8)])
-    with pytest.raises(UnsupportedError, match="layer 0: component 'c4': a window over rows of 4 tokens"):
-        PagedPool.allocate(spec, shard(spec), pages=1, page_size=1, fused=fused)
-    with pytest.raises(UnsupportedError, match="layer 0: component 'c4': a window over rows of 4 tokens"):
-        PagedPool.from_tensors(spec, shard(spec), {LayerId(0): {"c4": torch.zeros(1, 1, 2, 16)}})
 
 
 HYBRID = CacheSpec.uniform(2, [*GQA.layers[LayerId(0)], Component("ssm", "float32", 2, 32, tokens_per_row=0, rows=3)])

@@ -99,7 +99,9 @@ class Checks:
 
     def _reason(self, entry: Entry, error: DisaggKVError | None) -> None:
         world = self._world
-        if survives(world.scenario.faults) and not entry.room.again and not entry.room.plan.unmet:
+        # Look-ups and connections that are slow one after the other may take longer than decode has to ask.
+        late = FaultClass.RENDEZVOUS in world.hits and FaultClass.BLOCKED in world.hits and "claim_s" in str(error)
+        if survives(world.scenario.faults) and not entry.room.again and not entry.room.plan.unmet and not late:
             self._fail(
                 "I4",
                 f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}",

@@ -14,11 +14,11 @@ from ...geometry import PageTable, Plane, Site
 from ...ids import GroupId
 from ...memory import U8, Buffer, PagedPool
 from .model import Model, spec_of
-from .scenario import AUX_BYTES, Split, site_of
+from .scenario import AUX_BYTES, FULL, SLIDE, Split, site_of
 
 I32 = npt.NDArray[np.int32]
 AUX_SLOTS = 8
-KV, STATE = GroupId("kv"), GroupId("state")
+KV, STATE = FULL, GroupId("state")
 FREE = 0
 """Owner of a free page."""
 
@@ -95,22 +95,33 @@ class Lens:
         return int(rows.sum()) + len(self.state_columns)
 
 
+def page_ids(site: Site, group: GroupId, pages: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """The ids of a room's pages in one group.
+
+    Groups that are overlaid share the ids: of two ids each group has one, and pages take turns in which.
+    """
+    pages = np.asarray(pages, np.int64)
+    return 2 * pages + (pages + (group == SLIDE)) % 2 if site.overlaid else pages
+
+
 class _Cells:
     """The cells of pages of one kind, gathered plane by plane."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, site: Site) -> None:
         self._pages = np.arange(pages)
+        self._site = site
         self.columns = [np.zeros(0, np.int64)]
         self.layers = [np.zeros(0, np.int64)]
         self.windows = [np.zeros(0, np.int64)]
         self.places: list[npt.NDArray[np.int64]] = []
 
-    def add(self, site: Site, plane: Plane, begin: int) -> None:
+    def add(self, plane: Plane, begin: int) -> None:
         """All cells of a plane; its columns begin at ``begin``, and those of the rows of a state follow each other."""
+        site, pages = self._site, page_ids(self._site, plane.group, self._pages)
         c = site.spec.component(plane.layer, plane.component)
         units = [u for run in site.shard.units(plane.layer, plane.component) for u in run]
         rows, of_unit = np.arange(site.page_rows(plane)), np.arange(c.unit_bytes)
-        of_page = plane.offset + self._pages[:, None, None] * plane.page_stride + rows[:, None] * plane.row_stride
+        of_page = plane.offset + pages[:, None, None] * plane.page_stride + rows[:, None] * plane.row_stride
         for local, unit in enumerate(units):
             where = of_page + (local * plane.unit_stride + of_unit)
             columns = begin + unit * c.unit_bytes + of_unit
@@ -138,11 +149,11 @@ def lens_of(model: Model, split: Split, rank: int) -> Lens:
         for c in components:
             begins[layer, c.name] = widths[bool(c.rows)]
             widths[bool(c.rows)] += max(c.rows, 1) * c.units * c.unit_bytes
-    tokens = _Cells(split.pages)
-    states = _Cells(site.group(STATE).pages if site.state_groups else 0)
+    tokens = _Cells(split.pages, site)
+    states = _Cells(site.group(STATE).pages if site.state_groups else 0, site)
     for plane in site.planes:
         of = states if plane.group == STATE else tokens
-        of.add(site, plane, begins[plane.layer, plane.component])
+        of.add(plane, begins[plane.layer, plane.component])
     where, slots = tokens.all_places(split.page_rows), states.all_places(1)[:, 0]
     page_of = np.full(site.buffers[0], -1, np.int32)
     page_of[where] = np.arange(split.pages)[:, None, None]
@@ -225,8 +236,17 @@ class RankMemory:
         return self.lens.places[pages]
 
     def tables(self, pages: list[int], first: int = 0) -> list[PageTable]:
-        """Page tables for the library: none where the rank has nothing but states."""
-        return [PageTable(KV, np.array(pages, np.int32), first)] if len(self.lens.columns) else []
+        """Page tables for the library, one per group: none where the rank has nothing but states."""
+        site = self.pool.site
+        return [PageTable(group.id, page_ids(site, group.id, pages), first) for group in site.token_groups]
+
+    def table_bytes(self, table: PageTable) -> int:
+        """Bytes of all cells of a table's pages."""
+        if table.group == STATE:
+            return int(self.lens.state_places[table.pages].size)
+        slides = self.lens.windows > 0
+        columns = (slides if table.group == SLIDE else ~slides) if self.pool.site.overlaid else slides | ~slides
+        return len(table.pages) * self.page_rows * int(columns.sum())
 
     def slot_tables(self, slots: list[int]) -> list[PageTable]:
         """What the library calls the slots of states."""

@@ -13,7 +13,6 @@ from ...endpoints.prefill.inspection import PrefillInspection
 from ...errors import UnknownNameError
 from ...ids import Epoch, RoomId
 from .cluster import Cluster
-from .memory import KV
 from .node import SimNode
 
 Held = tuple[int, int, int, frozenset[RoomId]]
@@ -74,9 +73,7 @@ def _decode(node: SimNode, view: DecodeInspection) -> Iterator[Piece]:
         inside = room.machine.inspect()
         pages = 0
         if inside.exposed and room.wanted is not None:
-            lens = node.memory.lens
-            for group, table in room.wanted.tables.items():
-                pages += (lens.places if group == KV else lens.state_places)[table.pages].size
+            pages = sum(map(node.memory.table_bytes, room.wanted.tables.values()))
         for writer in inside.writers.values():
             if writer.drained or writer.gone:
                 continue

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from attrs import evolve, frozen
 
 from ...endpoints import retry
-from ...geometry import Shard, Site, shard, stages
-from ...ids import RoomId
+from ...geometry import CacheSpec, Shard, Site, shard, stages
+from ...ids import GroupId, LayerId, RoomId
 from ...memory import PagedPool
 from ...memory.paged import Layout
 from ...planning import Adaptive, Pace
@@ -99,9 +99,20 @@ BLOCK = 128
 times, and the shapes in use at once are fewer than the library's caches hold."""
 
 
+OVERLAID = 0.5
+"""Share of the instances whose layers with a window lie in the bytes of the others, where there is a window."""
+
+FULL, SLIDE = GroupId("kv"), GroupId("slide")
+"""The groups of layers without and with a window, where they are overlaid; else all layers are in the first."""
+
+
 @frozen
 class Split:
-    """How an instance divides the cache, and where each rank keeps its part."""
+    """How an instance divides the cache, and where each rank keeps its part.
+
+    Where ``overlaid``, a page of a room is a page of each of two groups, which lie in the same bytes: so a pool has
+    twice the number of page ids.
+    """
 
     tp: int
     pp: int
@@ -109,6 +120,7 @@ class Split:
     pages: int
     layout: Layout
     fused: bool
+    overlaid: bool = False
 
     @property
     def world(self) -> int:
@@ -149,16 +161,35 @@ def shards_of(model: Model, tp: int, pp: int) -> tuple[Shard, ...]:
 @lru_cache(4096)
 def site_of(model: Model, split: Split, rank: int) -> Site:
     """Where a rank's part lies."""
-    held = shards_of(model, split.tp, split.pp)[rank]
+    spec, held = spec_of(model), shards_of(model, split.tp, split.pp)[rank]
+    if not split.overlaid:
+        return _site_of(spec, held, split, split.pages, FULL)
+    sliding = {layer for layer, components in spec.layers.items() if components[0].window is not None}
+    parts = [
+        _site_of(spec, part, split, 2 * split.pages, group)
+        for group, part in ((FULL, _without(held, sliding)), (SLIDE, _without(held, spec.layers.keys() - sliding)))
+        if part.holdings
+    ]
+    groups = [group for part in parts for group in part.groups]
+    planes = [plane for part in parts for plane in part.planes]
+    return Site(spec, held, groups, planes, (max(part.buffers[0] for part in parts),), overlaid=True)
+
+
+def _site_of(spec: CacheSpec, held: Shard, split: Split, pages: int, group: GroupId) -> Site:
     return PagedPool.allocate(
-        spec_of(model),
+        spec,
         held,
-        pages=split.pages,
+        pages=pages,
         page_size=split.page_rows,
         state_slots=ROOMS[-1],
         layout=split.layout,
         fused=split.fused,
+        group=group,
     ).site
+
+
+def _without(held: Shard, layers: Collection[LayerId]) -> Shard:
+    return Shard([evolve(one, layers=rest) for one in held if (rest := one.layers.difference(layers))])
 
 
 @frozen
@@ -383,7 +414,12 @@ def shape_of(block: int, number: int) -> Shape:
         return Split(*one, page, -(-rows // page), rng.choice(("NHD", "HND")), rng.random() < 0.3)
 
     prefills = tuple(split(one, page if rng.random() < 0.6 else rng.choice((1, 2, 4))) for one in topology[0])
-    return Shape(model, slot, (least, most), prefills, split(topology[1], page))
+    decode = split(topology[1], page)
+    if model.window and model.states is None:
+        draws = random.Random(f"overlaid {block} {number}")
+        decode, *rest = (evolve(one, overlaid=draws.random() < OVERLAID) for one in (decode, *prefills))
+        prefills = tuple(rest)
+    return Shape(model, slot, (least, most), prefills, decode)
 
 
 def _far(rng: random.Random, shape: Shape) -> tuple[str, int] | None:

@@ -18,7 +18,6 @@ from .fault import FaultClass
 from .forward_passes import ForwardPasses
 from .kernels import SimEvent
 from .kind import Kind
-from .memory import KV
 from .node import SimNode
 from .reused_ids import ReusedIds
 from .rooms import Chunk, Entry, SimRoom
@@ -121,7 +120,7 @@ class Room(SimRoom):
             return
         stop = None if plan.open_end else plan.rows
         size = memory.page_rows
-        first = memory.pool.site.first_rows(0, stop).get(KV, 0) // size * size
+        first = min(memory.pool.site.first_rows(0, stop).values(), default=0) // size * size
         pages = memory.take(self.number, -(-plan.rows // size) - first // size)
         if pages is None or (plan.aux and not memory.aux):
             if pages:
@@ -405,3 +404,5 @@ class Room(SimRoom):
                 world.saw(Kind.STATES_REPLICATED)
         if world.scenario.model.window and lens.windows.any():
             world.saw(Kind.WINDOW_OPEN if self.plan.open_end else Kind.WINDOW)
+            if len(entry.node.memory.pool.site.groups) > 1:
+                world.saw(Kind.OVERLAID)
