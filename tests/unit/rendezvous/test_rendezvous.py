@@ -17,11 +17,20 @@ from disagg_kv.errors import (
     ConfigurationError,
     InstanceClosedError,
     LocalProtocolError,
+    MissingDependencyError,
     PeerLostError,
     RemoteProtocolError,
 )
 from disagg_kv.ids import Rank
-from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreRendezvous
+from disagg_kv.rendezvous import (
+    EtcdRendezvous,
+    Rendezvous,
+    RequestRendezvous,
+    Source,
+    StaticRendezvous,
+    StoreRendezvous,
+)
+from disagg_kv.testing.rendezvous import Another, RendezvousSuite, supported
 
 CHILD = """
 import sys
@@ -33,63 +42,56 @@ StoreRendezvous(store).publish("prefill", rank, world, f"address of {rank}")
 """
 
 
-@pytest.fixture(params=["static", "store"])
-def rendezvous(request: pytest.FixtureRequest) -> Rendezvous:
-    return StaticRendezvous() if request.param == "static" else StoreRendezvous(HashStore())
+class TestStaticRendezvous(RendezvousSuite):
+    """One table for a process."""
+
+    @pytest.fixture
+    def rendezvous(self) -> Rendezvous:
+        return StaticRendezvous()
 
 
-class TestEveryRendezvous:
-    def test_addresses_come_in_the_order_of_ranks(self, rendezvous: Rendezvous) -> None:
-        for rank in (2, 0, 1):
-            rendezvous.publish("prefill", Rank(rank), 3, f"address {rank}")
-        assert rendezvous.lookup(Source("prefill")) == ("address 0", "address 1", "address 2")
+class TestStoreRendezvous(RendezvousSuite):
+    """A store for several processes."""
 
-    def test_nothing_is_known_until_all_ranks_are(self, rendezvous: Rendezvous) -> None:
+    @pytest.fixture
+    def store(self) -> HashStore:
+        return HashStore()
+
+    @pytest.fixture
+    def rendezvous(self, store: HashStore) -> Rendezvous:
+        return StoreRendezvous(store)
+
+    @pytest.fixture
+    def another(self, store: HashStore) -> Another:
+        return lambda: StoreRendezvous(store)
+
+
+class Carried(RequestRendezvous):
+    """With an engine that carries the addresses of its ranks at once, as soon as it has them all."""
+
+    def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
+        super().publish(instance, rank, world, address)
+        addresses = [self.published(instance, Rank(one)) for one in range(world)]
+        if None not in addresses:
+            self.learn(instance, [address for address in addresses if address is not None])
+
+
+class TestRequestRendezvous(RendezvousSuite):
+    """Addresses that an engine carries."""
+
+    @pytest.fixture
+    def rendezvous(self) -> Rendezvous:
+        return Carried()
+
+    def test_a_rank_that_was_withdrawn_is_not_there_until_it_returns(self, rendezvous: Rendezvous) -> None:
+        """What an engine has carried here stays until the last rank is withdrawn."""
+        withdraw = supported(rendezvous)
+        for rank in range(2):
+            rendezvous.publish("prefill", Rank(rank), 2, f"address {rank}")
+        for rank in range(2):
+            assert rendezvous.lookup(Source("prefill")) == ("address 0", "address 1")
+            withdraw.withdraw("prefill", Rank(rank))
         assert rendezvous.lookup(Source("prefill")) is None
-        rendezvous.publish("prefill", Rank(1), 2, "one")
-        assert rendezvous.lookup(Source("prefill")) is None
-        rendezvous.publish("prefill", Rank(0), 2, "zero")
-        assert rendezvous.lookup(Source("prefill")) == ("zero", "one")
-
-    def test_more_ranks_than_an_instance_may_have_are_refused(self, rendezvous: Rendezvous) -> None:
-        with pytest.raises(ConfigurationError, match="4097 ranks; at most 4096"):
-            rendezvous.publish("prefill", Rank(0), 4097, "address")
-
-    def test_a_restarted_rank_replaces_its_address(self, rendezvous: Rendezvous) -> None:
-        rendezvous.publish("prefill", Rank(0), 1, "old")
-        rendezvous.publish("prefill", Rank(0), 1, "new")
-        assert rendezvous.lookup(Source("prefill")) == ("new",)
-
-    def test_instances_are_told_apart_whatever_their_names(self, rendezvous: Rendezvous) -> None:
-        names = ["a", "a/0", 'a", 0', "ä b"]
-        for name in names:
-            rendezvous.publish(name, Rank(0), 1, f"address of {name}")
-        assert [rendezvous.lookup(Source(name)) for name in names] == [(f"address of {name}",) for name in names]
-
-    @pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])
-    def test_a_rank_outside_its_world_is_refused(self, rendezvous: Rendezvous, rank: int, world: int) -> None:
-        with pytest.raises(ConfigurationError, match=f"rank {rank} is not one of {world}"):
-            rendezvous.publish("prefill", Rank(rank), world, "address")
-
-    def test_an_instance_needs_a_name(self, rendezvous: Rendezvous) -> None:
-        with pytest.raises(ConfigurationError, match="no name"):
-            rendezvous.publish("", Rank(0), 1, "address")
-
-    def test_ranks_that_disagree_about_their_number_are_refused_with_both_numbers(self, rendezvous: Rendezvous) -> None:
-        rendezvous.publish("prefill", Rank(0), 4, "zero")
-        with pytest.raises(ConfigurationError, match="rank 1 publishes 2 ranks, others published 4"):
-            rendezvous.publish("prefill", Rank(1), 2, "one")
-
-    def test_threads_may_publish_at_once(self, rendezvous: Rendezvous) -> None:
-        threads = [
-            threading.Thread(target=rendezvous.publish, args=("prefill", Rank(rank), 16, str(rank)))
-            for rank in range(16)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert rendezvous.lookup(Source("prefill")) == tuple(str(rank) for rank in range(16))
 
 
 class TestStatic:
@@ -297,3 +299,17 @@ class TestStore:
         store = HashStore()
         StoreRendezvous(store).publish("prefill", Rank(0), 1, "tcp://127.0.0.1:1")
         assert json.loads(store.get('disagg_kv/["prefill", 0]'))[0] == "tcp://127.0.0.1:1"
+
+
+class TestExtra:
+    """What needs another package asks for it by name, and only when it is used."""
+
+    def test_the_client_of_etcd_is_imported_when_it_is_needed(self) -> None:
+        program = "import sys, disagg_kv.rendezvous; print({'etcd3gw', 'requests', 'urllib3'} & set(sys.modules))"
+        assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
+
+    def test_without_the_extra_the_error_has_the_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "etcd3gw", None)
+        monkeypatch.delitem(sys.modules, "disagg_kv.rendezvous.etcd.connection", raising=False)
+        with pytest.raises(MissingDependencyError, match=r"rendezvous 'etcd': .*pip install 'disagg_kv\[etcd\]'"):
+            EtcdRendezvous(["http://127.0.0.1:1"])
