@@ -23,7 +23,9 @@ class Span:
 
     Args:
         name: ``pass`` (a forward pass, from its announcement until it is closed), ``compute`` (layers of a pass),
-            ``groups`` (their division into groups), ``gather``, ``wire``, ``scatter`` or ``room``.
+            ``groups`` (their division into groups), ``queue`` (on decode, from a segment's first request for staging
+            memory until its grant), ``gather``, ``wire``, ``scatter``, or ``room`` (from ``open`` until the endpoint
+            forgets the room; its labels are ``outcome``, ``error``, ``path`` and ``segments``).
         room: the room.
         start: seconds of the endpoint's clock.
         stop: seconds of the endpoint's clock.
@@ -42,13 +44,22 @@ class Span:
 
 
 class Observer(Protocol):
-    """Receives spans and counters."""
+    """Receives spans and counters.
+
+    An observer with an attribute ``layers`` that is False gets no spans of single layers (``pass``, ``compute``), which
+    would wake the endpoint's thread for each layer of a forward pass.
+    """
 
     def span(self, span: Span) -> None:
         """A piece of work ended."""
 
     def count(self, name: str, amount: int = 1) -> None:
         """An event was counted ``amount`` times."""
+
+
+def wants_layers(observer: Observer) -> bool:
+    """Whether an observer gets spans of single layers; see :class:`Observer`."""
+    return not isinstance(observer, Silent) and bool(getattr(observer, "layers", True))
 
 
 class Silent:

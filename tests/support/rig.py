@@ -107,7 +107,7 @@ def _seen(pool: MemoryPool) -> PagedPool:
     if isinstance(pool, PagedPool):
         return pool
     site = pool.site
-    return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, pool.buffers)
+    return PagedPool(site, pool.buffers)
 
 
 def _no_sleep(seconds: float) -> None:
@@ -322,7 +322,7 @@ class Rig:
         memories = [bytes_of(buffer).copy() for buffer in pool.buffers]
         buffers = [Buffer(m.ctypes.data, m.nbytes, owner=m) for m in memories]
         site = pool.site
-        want = PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, buffers)
+        want = PagedPool(site, buffers)
         pages = site.token_groups[0].pages if site.token_groups else 512
         free = [int(p) for p in self.rng.permutation(pages)]
         slots = [int(p) for p in self.rng.permutation(8)]

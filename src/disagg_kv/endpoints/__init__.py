@@ -10,6 +10,8 @@ from .api import (
     Report,
     Sender,
     Step,
+    SupportsUsage,
+    Usage,
 )
 from .decode.endpoint import DecodeEndpoint
 from .expectation import Expectation
@@ -44,6 +46,8 @@ __all__ = [
     "Retry",
     "Sender",
     "Step",
+    "SupportsUsage",
+    "Usage",
     "attempt_id",
     "format_peers",
     "page_sums",

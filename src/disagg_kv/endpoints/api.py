@@ -124,6 +124,39 @@ class PeerInfo:
         return self.ring_bytes + self.page_bytes + self.slot_bytes
 
 
+@frozen
+class Usage:
+    """What an endpoint keeps, at one moment.
+
+    Args:
+        rooms: by phase, the rooms that are not released.
+        ring_bytes: on decode, size of the staging ring; 0 on prefill.
+        ring_used_bytes: bytes of it that are leased, those in quarantine included.
+        slots: on prefill, number of staging slots; 0 on decode.
+        slots_used: slots that are being filled, or that a write may still read.
+        quarantined_bytes: bytes of ring or slots of failed rooms that wait for evidence.
+    """
+
+    rooms: Mapping[Phase, int]
+    ring_bytes: int = 0
+    ring_used_bytes: int = 0
+    slots: int = 0
+    slots_used: int = 0
+    quarantined_bytes: int = 0
+
+
+class SupportsUsage(Protocol):
+    """An endpoint that shows what it keeps. Any thread may call it."""
+
+    def usage(self) -> Usage:
+        """Return rooms by phase, and staging memory."""
+        ...
+
+    def peers(self) -> Sequence[PeerInfo]:
+        """Return every peer that is connected or still holds memory here."""
+        ...
+
+
 class Handle(Protocol):
     """One room on one rank."""
 
@@ -171,13 +204,25 @@ class Delivery(Handle, Protocol):
         """Rows that decode holds already, per group; None: decode has not reported them yet."""
         ...
 
+    def check_chunk(self, stop: int, pages: Sequence[PageTable]) -> None:
+        """Raise what :meth:`send_chunk` and :meth:`Sender.step` would raise for these rows; nothing else happens.
+
+        One room that is refused fails a whole ``step``, so an engine with many requests in a step asks first.
+
+        Raises:
+            GeometryError: as :meth:`send_chunk`.
+            LocalProtocolError: as :meth:`send_chunk`.
+        """
+        ...
+
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
         """Submit the rows up to ``stop`` for sending.
 
         Args:
             stop: one past the last row; grows from call to call, except after ``withdraw``.
             pages: one table per group that covers the rows since the last call; after ``withdraw``, the rows since row
-                0. Rows of a sliding window may lie in the null page; if decode needs one of them, the room fails.
+                0. Rows that decode holds, as ``held`` says, need no pages. Rows of a sliding window may lie in the null
+                page; if decode needs one of them, the room fails.
             ready: fires when the bytes are final; None: they are final now.
 
         Raises:

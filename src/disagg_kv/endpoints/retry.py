@@ -22,6 +22,7 @@ from ..ids import Epoch, GroupId, RoomId, room_name
 from ..protocol import Options, Phase
 from ..protocol.machine import ours
 from ..rendezvous import Source
+from ..trace import Guarded, Observer, Silent
 from .api import PeerInfo, Receiver, Reception, Report
 from .expectation import Expectation
 
@@ -281,6 +282,7 @@ class RecoveringReceiver:
         policy: what to do when an attempt fails.
         options: the endpoint's, for the time that a room has in all.
         clock: the endpoint's.
+        observer: counts the attempts after the first ones, as ``requests.retried``.
     """
 
     def __init__(
@@ -290,6 +292,7 @@ class RecoveringReceiver:
         *,
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
+        observer: Observer | None = None,
     ) -> None:
         arguments.methods(inner, "inner", "a receiver", "open", "poll", "confirm_terminated", "close")
         arguments.methods(policy, "policy", "a policy", "again")
@@ -298,6 +301,9 @@ class RecoveringReceiver:
         self._options = Options() if options is None else arguments.one(options, "options", Options)
         self._clock = clock
         arguments.clock(clock, "clock")
+        if observer is not None:
+            arguments.methods(observer, "observer", "an observer", "span", "count")
+        self._observer = Silent() if observer is None else Guarded(observer)
         self._rooms: dict[RoomId, Recovering] = {}
 
     def open(
@@ -340,7 +346,11 @@ class RecoveringReceiver:
     def poll(self) -> Sequence[Recovering]:
         """See :meth:`Receiver.poll`."""
         reported = {id(one) for one in self._inner.poll()}
+        before = sum(one.attempts for one in self._rooms.values())
         changed = [one for one in list(self._rooms.values()) if one.due(reported) and one.look()]
+        retried = sum(one.attempts for one in self._rooms.values()) - before
+        if retried:
+            self._observer.count("requests.retried", retried)
         for one in changed:
             if one.released:
                 del self._rooms[one.room]

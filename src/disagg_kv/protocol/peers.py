@@ -131,6 +131,7 @@ class _Dial:
         patience_s: seconds after which it fails.
         closed: when the connection broke, or could not be made; None: it is not broken.
         opened: there has been a connection.
+        again: a peer was lost there.
         failed: why it failed; empty: it has not. It goes on for a while, so that an endpoint that starts is found.
     """
 
@@ -141,7 +142,12 @@ class _Dial:
     patience_s: float
     closed: float | None = None
     opened: bool = False
+    again: bool = False
     failed: str = ""
+
+    def grace_s(self, options: Options) -> float:
+        """How long a connection may be broken: an endpoint may be starting, unless a peer was lost there."""
+        return 0.0 if self.again else options.closed_s
 
 
 class PeerTable:
@@ -193,8 +199,9 @@ class PeerTable:
         """Send ``Hello`` to an address until an endpoint answers; does nothing if a peer is known there, or is dialled.
 
         If a peer was lost there, or an earlier dial failed, this dial fails after ``closed_s`` in place of
-        ``silence_s`` where that is shorter: an endpoint that has started meanwhile answers at once. A dial that has
-        failed goes on for ``silence_s``, and as long after each further call, which fails at once.
+        ``silence_s`` where that is shorter: an endpoint that has started meanwhile answers at once. It fails as soon as
+        no connection can be made. A dial that has failed goes on for ``silence_s``, and as long after each further
+        call, which fails at once.
         """
         if self.at(address) is not None:
             return []
@@ -205,10 +212,15 @@ class PeerTable:
                 return []
             still = f"{dial.failed}; still so {now - dial.since:.1f} s after the first attempt"
             return [Unreachable(address, PeerLostError(still))]
-        patience_s = min(o.closed_s, o.silence_s) if address in self._at or address in self._absent else o.silence_s
-        self._dials[address] = _Dial(now, now, now + o.retry_s, o.retry_s, patience_s)
+        there = self._at.get(address)
+        again = there is not None or address in self._absent
+        patience_s = min(o.closed_s, o.silence_s) if again else o.silence_s
+        self._dials[address] = _Dial(now, now, now + o.retry_s, o.retry_s, patience_s, again=again)
         self._idle_until = 0.0
-        return [SendTo(address, self._hello(b""))]
+        hello = SendTo(address, self._hello(b""))
+        if there is not None and self._peers[there].closed is not None:
+            return [Forget(address), hello]  # a fresh connection shows at once whether a process listens there
+        return [hello]
 
     @property
     def addresses(self) -> Mapping[str, Epoch]:
@@ -530,7 +542,7 @@ class PeerTable:
         """Why a dial fails; empty: it does not yet."""
         if seen - dial.since >= dial.patience_s:
             return f"no answer from {address} within {dial.patience_s:g} s"
-        if dial.closed is None or seen - dial.closed < self._options.closed_s:
+        if dial.closed is None or seen - dial.closed < dial.grace_s(self._options):
             return ""
         for_s = f"{now - dial.closed:.1f} s"
         if dial.opened:
@@ -544,7 +556,7 @@ class PeerTable:
         for dial in self._dials.values():
             times += [dial.next_at, dial.wanted_at + o.silence_s if dial.failed else dial.since + dial.patience_s]
             if dial.closed is not None and not dial.failed:
-                times.append(dial.closed + o.closed_s)
+                times.append(dial.closed + dial.grace_s(o))
         for peer in self._peers.values():
             if peer.lost:
                 times.append(peer.last_frame_at + o.silence_s * (FORGET_AFTER if peer.closed is None else 1))

@@ -48,6 +48,21 @@ def test_only_the_rows_after_the_held_prefix_cross(path: str, whole: bool, edges
     rig.quiet()
 
 
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_prefill_gives_no_pages_of_rows_that_decode_holds(path: str) -> None:
+    """Once decode has reported them; fewer rows than decode lacks are refused, as before."""
+    rig = world(path)
+    request = rig.request("room", rig.prefills, rig.decodes, 60).open_decode().expect(60, held=21).open_prefill()
+    with pytest.raises(GeometryError, match="begins at 16"):
+        request.send(60, 16)
+    rig.until(lambda: all(handle.held is not None for handle in request.sends), "what decode holds")
+    with pytest.raises(GeometryError, match="begins at 20"):
+        request.send(60, 20)
+    request.send(30, 16).send(60, 30).finish().landed()
+    assert request.receives[0].report.nbytes == 44 * ROW_BYTES
+    rig.quiet()
+
+
 def test_direct_writes_only_the_pages_that_are_missing() -> None:
     """Page runs after the prefix; with equal layouts."""
     rig = world("direct", 1, 1, page=4)

@@ -371,8 +371,12 @@ def test_arguments_are_checked_before_anything_happens() -> None:
     assert receive.expect(Expectation(8, [table])) == {KV: 0}
     with pytest.raises(LocalProtocolError, match="already"):
         receive.expect(Expectation(8, [table]))
-    with pytest.raises(GeometryError):
-        send.send_chunk(9, [table])
+    for act in (send.check_chunk, send.send_chunk):
+        with pytest.raises(GeometryError):
+            act(9, [table])
+    with pytest.raises(ConfigurationError, match="stop"):
+        send.check_chunk(-1, [table])
+    send.check_chunk(8, [table])
     with pytest.raises(GeometryError, match="of states there are"):
         send.finish(0, state=[table])
     with pytest.raises(ConfigurationError, match="tag must have 0 to 256 bytes, not 300"):

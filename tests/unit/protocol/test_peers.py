@@ -462,6 +462,23 @@ def test_who_asks_again_for_a_lost_peer_is_told_soon() -> None:
     assert unreachable(a.dial("b", 30.0)) == [], "nothing is known of the next life"
 
 
+def test_where_a_peer_was_lost_a_connection_that_cannot_be_made_is_the_answer() -> None:
+    """A fresh connection shows it; one that was never broken is kept."""
+    a = met()
+    a.lose(epoch(2), PeerLostError("its process has ended"))
+    (hello_only,) = a.dial("b", 1.0)
+    assert isinstance(hello_only, SendTo)
+    a.on_closed("b", 1.1)
+    assert unreachable(a.tick(1.1)) == ["peer at b: no process listens there, for 0.0 s"]
+    b = met()
+    b.on_closed("b", 1.0)
+    b.lose(epoch(2), PeerLostError("its process has ended"))
+    assert [type(effect) for effect in b.dial("b", 1.2)] == [Forget, SendTo]
+    assert unreachable(b.tick(1.3)) == []
+    b.on_closed("b", 1.4)
+    assert len(unreachable(b.tick(1.4))) == 1
+
+
 def test_an_address_that_failed_is_dialled_for_as_long_as_it_is_asked_for() -> None:
     """So an endpoint that starts there is found within a heartbeat, and until then nothing waits for it."""
     a, o = table(1, "a"), Options()

@@ -22,6 +22,7 @@ from ...strategies import AUTO, TransferPlanner, paths
 from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import Transport
+from ..api import Usage
 from ..runtime.construction import Parts
 from ..runtime.endpoint import Endpoint
 from ..runtime.environment import Environment
@@ -157,6 +158,15 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
     def leased_bytes(self) -> int:
         """Bytes of the ring that are leased: to segments on their way, or waiting for evidence."""
         return self._ring.live_bytes
+
+    def usage(self) -> Usage:
+        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+        return Usage(
+            self._rooms(),
+            ring_bytes=self._ring_bytes,
+            ring_used_bytes=self.leased_bytes,
+            quarantined_bytes=self.quarantined_bytes,
+        )
 
     @property
     def staging(self) -> Buffer:

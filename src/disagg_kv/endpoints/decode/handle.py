@@ -107,6 +107,10 @@ class ReceptionHandle(RoomHandle):
                 "give them as kept"
             )
         kept = check_kept(where, site, wanted.kept, start) if start and wanted.kept else ()
+        try:
+            site.check_owners([*wanted.pages, *(one.table for one in kept)])
+        except GeometryError as exc:
+            raise GeometryError(f"{where}: {exc}") from exc
         return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, kept)
 
     def abort(self, reason: str) -> None:

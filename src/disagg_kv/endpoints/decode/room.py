@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import define, field
 
 from ...ids import Rank, room_name
-from ...planning import InstancePlans, PairPlan
+from ...planning import InstancePlans, PairPlan, Segment
 from ...protocol import ReceiveRoom, Receiving, RoomKey
 from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
@@ -18,6 +18,7 @@ class DecodeRoom:
     """A room, its prefill ranks, and the pages of its rows.
 
     ``checking``: the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
+    ``queued``: since when segments wait for staging memory, for the observer.
     """
 
     key: RoomKey
@@ -31,6 +32,7 @@ class DecodeRoom:
     wanted: CheckedExpectation | None = None
     checking: CachedPagesCheck | None = None
     pairs: dict[Rank, PairPlan] = field(factory=dict)
+    queued: dict[Segment, float] = field(factory=dict)
 
     def next_at(self) -> float | None:
         """When something is due: a deadline, a repeat, or the end of the search for its prefill ranks."""

@@ -64,7 +64,7 @@ from ...protocol.machine import ours
 from ...protocol.timers import Timers
 from ...protocol.wire import tables_to_wire
 from ...rendezvous import Source
-from ...staging import GrantQueue
+from ...staging import GrantQueue, Lease
 from ...strategies import TransferPlanner
 from ...trace import Span
 from ...transports import Settled, WriteEnded
@@ -76,6 +76,7 @@ from ..runtime.handle import ChangeQueue
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.peer_registry import HeldMemory
 from ..runtime.silence import Silences
+from ..runtime.spans import room_span
 from .cancelled import CancelledBeforeOpen
 from .discovery import Discovery, Found, Unreachable
 from .handle import CheckedExpectation, ReceptionHandle
@@ -424,14 +425,22 @@ class DecodeSide:
         except OversizeError as exc:
             self._handle(room, Cancel(RemoteProtocolError(f"a segment that does not fit: {exc}")))
             return
+        if self._loop.observed:
+            room.queued.setdefault(effect.segment, self._loop.now)
         if lease is not None:
-            self._handle(room, Leased(effect.segment, lease))
+            self._leased(room, effect.segment, lease)
         else:
             self._grant()
 
     def _grant(self) -> None:
         for (key, segment), lease in self._queue.grants():
-            self._handle(self._rooms[key], Leased(segment, lease))  # a room that closes has cancelled its requests
+            self._leased(self._rooms[key], segment, lease)  # a room that closes has cancelled its requests
+
+    def _leased(self, room: DecodeRoom, segment: Segment, lease: Lease) -> None:
+        since = room.queued.pop(segment, None)
+        if since is not None:
+            self._loop.observer.span(Span("queue", room.key.room, since, self._loop.now, labels=segment.labels()))
+        self._handle(room, Leased(segment, lease))
 
     def _store(self, room: DecodeRoom, slot: int, data: bytes) -> None:
         if len(data) > self._pool.aux_bytes:
@@ -489,7 +498,9 @@ class DecodeSide:
             self._discovery.forget(room)
             ended = RoomOutcome.DONE if machine.error is None else RoomOutcome.FAILED
             self._loop.remember(machine.writers, room.key, ended)
-            self._loop.observer.span(Span("room", room.key.room, room.opened, self._loop.now, report.nbytes))
+            if self._loop.observed:
+                span = room_span(room.key.room, room.opened, self._loop.now, report, machine.error)
+                self._loop.observer.span(span)
 
     def _hold(self, room: DecodeRoom) -> None:
         """List the peers whose evidence the room waits for, before its engine learns that it failed."""

@@ -247,7 +247,7 @@ class ScatterQueue:
     def _finish(self, one: _Scattering, error: Exception | None) -> tuple[DecodeRoom, Scattered]:
         now = self._loop.clock()
         one.room.handle.report.spend("scatter", now - one.started - one.comparing)
-        if self._loop.traced:
+        if self._loop.observed:
             labels = one.segment.labels()
             self._loop.observer.span(Span("scatter", one.room.key.room, one.started, now, labels=labels))
         if error is None and one.check is not None:

@@ -21,6 +21,7 @@ from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, auto_paths, paths
 from ...strategies import strategy as named
 from ...trace import Observer
 from ...transports import Transport
+from ..api import Usage
 from ..runtime.construction import Parts
 from ..runtime.endpoint import Endpoint
 from ..runtime.environment import Environment
@@ -100,7 +101,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         device = pool.buffers[0].device
         if slot_bytes is None:
             slot_bytes = 16 << 20 if device == "cpu" else 64 << 20
-        slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
+        self._slot_bytes = slot_bytes = arguments.count(slot_bytes, "slot_bytes", least=1)
         movers = ready_kernels(pool, kernels)
         self._staging = staging = new_staging(transport, staging_slots(self._slots, slot_bytes), device)
         *regions, staged = transport.register([*pool.buffers, staging])
@@ -164,6 +165,11 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     def pinned_slots(self) -> int:
         """Staging slots that are being filled or that a write may still read."""
         return self._transfers.pinned_slots
+
+    def usage(self) -> Usage:
+        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+        stuck = self._side.quarantined_slots * self._slot_bytes
+        return Usage(self._rooms(), slots=self._slots, slots_used=self.pinned_slots, quarantined_bytes=stuck)
 
     @property
     def staging(self) -> Buffer:

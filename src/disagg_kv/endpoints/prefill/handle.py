@@ -129,6 +129,10 @@ class DeliveryHandle(RoomHandle):
         with self._commands.admission.enter(room_name(self.room)):
             self._commands.send(self.taken(stop, tables), ready)
 
+    def check_chunk(self, stop: int, pages: Sequence[PageTable]) -> None:
+        """See :meth:`~disagg_kv.endpoints.api.Delivery.check_chunk`."""
+        self.checked(arguments.count(stop, "stop"), pages)
+
     def checked(self, stop: int, pages: Sequence[PageTable]) -> Mapping[GroupId, PageTable]:
         """The tables of the next rows, or an error; nothing has happened yet.
 
@@ -139,7 +143,8 @@ class DeliveryHandle(RoomHandle):
         if stop <= self._given:
             raise LocalProtocolError(f"{room_name(self.room)}: rows up to {stop}, but up to {self._given} were given")
         site = self._pool.site
-        starts = dict.fromkeys((g.id for g in site.token_groups), self._given)
+        held = self._held or {}
+        starts = {g.id: max(self._given, min(held.get(g.id, 0), stop)) for g in site.token_groups}
         # Where a window ends is not known yet: its rows are checked as they are read.
         tables = check_tables(self.room, site, pages, starts, stop, site.sliding_groups)
         return tables if self._again is None else joined(site, self._again, tables)

@@ -39,7 +39,6 @@ from ...protocol.frames import Abort, Drained, Expect, Expected, words
 from ...protocol.machine import ours
 from ...protocol.tables import Sending
 from ...protocol.timers import Timers
-from ...trace import Span
 from ...transports import Settled, WriteEnded
 from ..runtime.budget import Budget
 from ..runtime.directory import LookupResult
@@ -47,6 +46,7 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue, HostEvent
 from ..runtime.handshake import RemoteEndpoint
 from ..runtime.silence import Silences
+from ..runtime.spans import room_span
 from .early import EarlyArrivals
 from .ended_early import EndedEarly
 from .handle import DeliveryHandle, LayerGroups, SubmittedChunk
@@ -491,7 +491,8 @@ class PrefillSide:
             for expect in self._early.take(name):
                 # It came when the room had failed, and was not yet forgotten: it is answered now.
                 self._on_expect(expect, parked=True)
-        loop.observer.span(Span("room", name, room.opened, loop.now, room.handle.report.nbytes))
+        if loop.observed:
+            loop.observer.span(room_span(name, room.opened, loop.now, room.handle.report, machine.error))
 
     def tick(self) -> None:
         """Deadlines, repeats, silence, and what was parked for too long: of rooms for which something is due."""

@@ -181,7 +181,7 @@ class PostedWrites:
 
     def _span(self, name: str, post: Post, stop: float) -> None:
         """A piece of a transfer's work is over."""
-        if self._loop.traced:
+        if self._loop.observed:
             transfer = post.transfer
             labels = {**transfer.segment.labels(), "peer": transfer.to.hex()}
             room = post.room.key.room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -10,7 +11,7 @@ from typing import Generic, TypeVar
 from ... import arguments
 from ...errors import DisaggKVError
 from ...ids import Epoch, Generation, RoomId
-from ...protocol import RoomKey
+from ...protocol import Phase, RoomKey
 from ..api import PeerInfo
 from .admission import Admission
 from .construction import Parts
@@ -100,6 +101,11 @@ class Endpoint(Generic[H, S]):
     def open_rooms(self) -> int:
         """Rooms that are still kept: open ones, and ended ones that wait for evidence or a last answer."""
         return self._side.open_rooms
+
+    def _rooms(self) -> Counter[Phase]:
+        """By phase, the rooms that are not released. From any thread."""
+        states = (handle.state for handle in self._ids.handles())
+        return Counter(phase for phase, released in states if not released)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""

@@ -49,7 +49,7 @@ from ...protocol.frames import (
     Vote,
 )
 from ...rendezvous import Rendezvous, Source
-from ...trace import Guarded, Observer, Silent
+from ...trace import Guarded, Observer, Silent, wants_layers
 from ...transports import Home, PeerEvent, Settled, WriteEnded
 from .background import Background
 from .budget import MOST, Budget
@@ -96,7 +96,8 @@ class EventLoop:
         self.channel = channel
         self.options = options
         self.observer: Observer = observer if isinstance(observer, Silent) else Guarded(observer)
-        self.traced = not isinstance(observer, Silent)
+        self.observed = not isinstance(observer, Silent)
+        self.traced = wants_layers(observer)
         self.clock = clock
         self.now = clock()
         self.codec = Codec()

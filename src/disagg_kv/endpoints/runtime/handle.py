@@ -242,7 +242,8 @@ def check_tables(
         unneeded: groups of which no row may be needed, so that they may lie in the null page.
 
     Raises:
-        GeometryError: a group twice, unknown or missing, or a table that does not cover the rows; names the room.
+        GeometryError: a group twice, unknown or missing, a table that does not cover the rows, or a page in two groups
+            that are overlaid; names the room.
     """
     given = page_tables(room, "pages", pages)
     tables = {t.group: PageTable(t.group, t.pages.copy(), t.first) for t in given}
@@ -254,6 +255,7 @@ def check_tables(
                 raise GeometryError(f"group {table.group!r} has slots of states, not pages of tokens")
             needed = stop if table.group in unneeded else None
             table.check(site.group(table.group), starts.get(table.group, 0), stop, needed)
+        site.check_owners(tables.values())
         missing = [g for g, start in starts.items() if g not in tables and stop > start]
         if missing:
             raise GeometryError(f"no page table for {missing}")

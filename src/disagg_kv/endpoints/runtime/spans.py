@@ -1,0 +1,16 @@
+"""The span of a whole room."""
+
+from __future__ import annotations
+
+from ...errors import DisaggKVError
+from ...ids import RoomId
+from ...trace import Span
+from ..api import Report
+
+
+def room_span(room: RoomId, opened: float, now: float, report: Report, error: DisaggKVError | None) -> Span:
+    """A room that was opened at one time and is forgotten now; times in seconds of the endpoint's clock."""
+    labels = {"outcome": "done" if error is None else "failed", "path": report.path, "segments": str(report.segments)}
+    if error is not None:
+        labels["error"] = type(error).__name__
+    return Span("room", room, opened, now, report.nbytes, report.descriptors, labels)
