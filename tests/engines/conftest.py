@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from .instances import Instance
+from .instances import Instance, small_model
 
-pytest.importorskip("vllm", reason="vLLM is not installed: nox -s engines installs it")
+if find_spec("vllm") is None and find_spec("sglang") is None:
+    pytest.skip("neither vLLM nor SGLang is installed: nox -s engines installs them", allow_module_level=True)
+
+collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if find_spec(name) is None]
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four KV heads; weights that give varied greedy tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=2048, initializer_range=0.15,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    """See :func:`small_model`."""
+    return small_model(tmp_path_factory.mktemp("model"))
 
 
 Start = Callable[..., Instance]

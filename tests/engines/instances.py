@@ -27,6 +27,21 @@ ENVIRONMENT = {
 }
 
 
+def small_model(folder: Path) -> Path:
+    """A Llama with four KV heads, and weights that give varied greedy tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=2048, initializer_range=0.15,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def transfer(role: str, policy: str = "fail", **options: Any) -> dict[str, Any]:
     """``--kv-transfer-config`` of an instance."""
     return {

@@ -3,6 +3,9 @@
 Its requests, configurations and specs have the attributes that the connector reads. The order of hooks, the states of a
 request and the rules of freeing blocks are those of ``vllm/v1/core/sched/scheduler.py``. Blocks that the engine frees
 are overwritten at once, so a transfer that still reads them gives wrong bytes, and one that still writes them is found.
+
+The cache groups lie in the same bytes, as ``get_kv_cache_config_from_groups`` and ``allocate_kv_cache`` of vLLM 0.32
+allocate them: layer ``i`` of every group is layer ``i`` of one allocation.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +23,8 @@ from attrs import define
 
 from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
+from disagg_kv.engines.opening import decode_name, selecting
 from disagg_kv.engines.vllm.cache import pool_of
-from disagg_kv.engines.vllm.endpoints import decode_name, selecting
 from disagg_kv.engines.vllm.host import EngineFacts, facts
 from disagg_kv.engines.vllm.scheduler import SchedulerSide
 from disagg_kv.engines.vllm.work import StepWork
@@ -31,63 +33,11 @@ from disagg_kv.ids import LayerId
 from disagg_kv.protocol import Options, Verify
 from disagg_kv.rendezvous import RequestRendezvous
 from disagg_kv.transports import transport
+from tests.support.vllm_requests import BlockTables, Request, Status
 
 POISON = -1.0
 BYTES = 1 << 18
 LIMIT_S = 20.0
-
-
-class Status(Enum):
-    """``RequestStatus``."""
-
-    WAITING = 1
-    WAITING_FOR_REMOTE_KVS = 2
-    PREEMPTED = 3
-    RUNNING = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-
-
-@define(eq=False)
-class Request:
-    """``Request``; ``cached`` tokens of the prompt are in the prefix cache when it is scheduled."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int] | None
-    kv_transfer_params: dict[str, Any] | None = None
-    cached: int = 0
-    num_prompt_tokens: int = -1
-    num_computed_tokens: int = 0
-    num_preemptions: int = 0
-    outputs: int = 0
-    status: Status = Status.WAITING
-
-    def __attrs_post_init__(self) -> None:
-        if self.prompt_token_ids is not None:
-            self.num_prompt_tokens = len(self.prompt_token_ids)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Of the prompt and the output."""
-        assert self.prompt_token_ids is not None
-        return [*self.prompt_token_ids, *([1] * self.outputs)]
-
-    @property
-    def over(self) -> bool:
-        """Whether the engine has ended it."""
-        return self.status.name.startswith("FINISHED")
-
-
-@define
-class BlockTables:
-    """``KVConnectorBlockState``."""
-
-    scheduled: set[str]
-    tables: Mapping[str, tuple[list[int], ...]]
-
-    def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None:
-        """All blocks of a request that the step schedules."""
-        return self.tables[req_id] if req_id in self.scheduled else None
 
 
 @define
@@ -130,6 +80,9 @@ class Model:
 
 MLA = Model(heads=1, dim=12, groups=((MLAAttentionSpec, (0, 1), None),))
 TWO_GROUPS = Model(groups=((FullAttentionSpec, (0, 2), None), (SlidingWindowSpec, (1, 3), 6)))
+THREE_GROUPS = Model(
+    groups=((SlidingWindowSpec, (0, 3), 6), (SlidingWindowSpec, (1, 4), 6), (FullAttentionSpec, (2,), None))
+)
 
 
 def layer_name(number: int) -> str:
@@ -148,13 +101,15 @@ def configs(
     """``VllmConfig`` and ``KVCacheConfig``."""
     vllm = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=tp, pipeline_parallel_size=1, decode_context_parallel_size=1
+            tensor_parallel_size=tp, pipeline_parallel_size=1, decode_context_parallel_size=1, use_ubatching=False
         ),
         model_config=SimpleNamespace(
             model="some/model",
             hf_config=SimpleNamespace(to_dict=lambda: {"layers": model.layers, "_name_or_path": instance}),
             dtype=torch.float16,
             quantization=None,
+            revision=None,
+            enable_sleep_mode=False,
             get_total_num_kv_heads=lambda: model.heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=caching),
@@ -168,7 +123,12 @@ def configs(
         )
         for kind, layers, window in model.groups
     ]
-    cache = SimpleNamespace(num_blocks=blocks, kv_cache_groups=groups, transfer_group_ids=list(range(len(groups))))
+    cache = SimpleNamespace(
+        num_blocks=blocks,
+        kv_cache_groups=groups,
+        transfer_group_ids=list(range(len(groups))),
+        has_mixed_precision_kv_cache=False,
+    )
     return vllm, cache
 
 
@@ -191,6 +151,7 @@ class Engine:
         blocks: of the cache; block 0 is the null block.
         budget: most tokens of a step.
         max_tokens: of an output.
+        interleaved: the layers of a group lie side by side in each block, else one after the other.
     """
 
     def __init__(
@@ -208,6 +169,7 @@ class Engine:
         budget: int = 1 << 20,
         max_tokens: int = 1,
         caching: bool = False,
+        interleaved: bool = False,
         strategy: str = "auto",
         carrier: str = "inproc",
         verify: Verify = "off",
@@ -225,7 +187,7 @@ class Engine:
         meetings = [RequestRendezvous() for _ in range(tp)]
         names = {layer.name: LayerId(number) for number, layer in enumerate(self.facts.layers)}
         for rank in range(tp):
-            tensors = {name: self._tensor(blocks, block) for name in names}
+            tensors = self._allocation(blocks, block, interleaved=interleaved)
             pool, shards = pool_of(
                 self.facts.layers, tensors, blocks=blocks, block=block, row=self.facts.row, tp=tp, rank=rank,
                 model=self.facts.model,
@@ -271,11 +233,19 @@ class Engine:
         self.chunks: list[tuple[str, int, bool]] = []
         self._poison_later: list[int] = []
 
-    def _tensor(self, blocks: int, block: int) -> torch.Tensor:
-        shape = (blocks, local_heads(self.model, self.tp), block, self.model.dim)
+    def _allocation(self, blocks: int, block: int, *, interleaved: bool) -> dict[str, torch.Tensor]:
+        """The tensor of each layer; groups share the memory."""
+        shape = [local_heads(self.model, self.tp), block, self.model.dim]
         if self.model.groups[0][0] is MLAAttentionSpec:
-            shape = (blocks, block, self.model.dim)  # type: ignore[assignment]
-        return torch.full(shape, POISON, dtype=torch.float16)
+            shape = shape[1:]
+        deepest = max(len(layers) for _, layers, _ in self.model.groups)
+        outer = [blocks, deepest] if interleaved else [deepest, blocks]
+        memory = torch.full((*outer, *shape), POISON, dtype=torch.float16)
+        return {
+            layer_name(layer): memory.select(1 if interleaved else 0, place)
+            for _, layers, _ in self.model.groups
+            for place, layer in enumerate(layers)
+        }
 
     # The rows in the tensors.
 
@@ -336,19 +306,28 @@ class Engine:
         """Blocks for so many tokens; those before a window are the null block."""
         name, block = request.request_id, self.facts.block
         tables = self.tables.setdefault(name, tuple([] for _ in self.model.groups))
-        skipped = [0 if w is None else max(0, computed - w + 1) // block for _, _, w in self.model.groups]
+        skipped = self._skipped(computed)
         lacking = 0
         for table, skip in zip(tables, skipped, strict=True):
             lacking += max(0, -(-tokens // block) - max(len(table), skip))
         if lacking > len(self.free):
             return False
+        self._free_skipped(name, computed, poison=False)
         for table, skip in zip(tables, skipped, strict=True):
-            gone = [one for one in table[:skip] if one]
-            table[:skip] = [0] * min(skip, len(table))
-            self._free_ids(gone, poison=False)
             while len(table) < -(-tokens // block):
                 table.append(0 if len(table) < skip else self.free.pop())
         return True
+
+    def _skipped(self, computed: int) -> list[int]:
+        """Blocks per group behind the window of the next token."""
+        return [0 if w is None else max(0, computed - w + 1) // self.facts.block for _, _, w in self.model.groups]
+
+    def _free_skipped(self, name: str, computed: int, *, poison: bool) -> None:
+        """``remove_skipped_blocks``: the null block takes their place."""
+        for table, skip in zip(self.tables[name], self._skipped(computed), strict=True):
+            gone = [one for one in table[:skip] if one]
+            table[:skip] = [0] * min(skip, len(table))
+            self._free_ids(gone, poison=poison)
 
     # The scheduler.
 
@@ -395,6 +374,8 @@ class Engine:
             if request in queue:
                 queue.remove(request)
         request.status = status
+        if name in self.tables:  # ``_connector_finished``
+            self._free_skipped(name, request.num_computed_tokens, poison=True)
         keep, self.params[name] = self.side.finished(request)
         self.ended.add(name)
         if not waits and not keep:
@@ -558,8 +539,10 @@ class Engine:
 
     def close(self) -> None:
         """End the endpoints."""
-        for rank in self.ranks:
-            rank.close()
+        for sender in self.senders:
+            sender.close()
+        for receiver in self.receivers:
+            receiver.close()
 
 
 Pair = Callable[..., tuple[Engine, Engine]]

@@ -4,15 +4,13 @@ vLLM gives each layer one tensor ``[blocks, heads, tokens, content]``, with stri
 of heads. ``content`` is all that a layer keeps of one token and head: K and V, or the latent. On GPUs a row is a token.
 The attention of vLLM's CPU backend stores the K of a whole block before its V, so there a row is a block, which is
 never cut; see ``csrc/cpu`` of vLLM 0.32.
+
+The cache groups share one pool of blocks. A block belongs to one group at a time, and the groups lie in the same bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import frozen
@@ -83,7 +81,7 @@ def pool_of(
         components[at], views[at], groups[at] = [component], {"kv": view}, layer.group
     spec = CacheSpec(components, model)
     shards = [shard(spec, tp=tp, rank=one) for one in range(tp)]
-    pool = PagedPool.from_tensors(spec, shards[rank], views, layout="HND", group=groups, null_page=0)
+    pool = PagedPool.from_tensors(spec, shards[rank], views, layout="HND", group=groups, null_page=0, overlaid=True)
     return pool, shards
 
 
@@ -113,23 +111,3 @@ def _joined(where: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
         raise UnsupportedError(f"{where}: {parts} kernel blocks make a block, with strides {step}; use one per block")
     shape = (blocks, tensor.shape[1], parts * kernel, tensor.shape[3])
     return tensor.as_strided(shape, (parts * step[0], *step[1:]))
-
-
-def model_digest(model: str, config: Mapping[str, Any], *facts: object) -> bytes:
-    """Identifies the model: its configuration and weights, and what else both sides must share.
-
-    Weights in a local directory count by the size and the last bytes of each file, so that the directory's name does
-    not.
-    """
-    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.blake2b(json.dumps([kept, *map(str, facts)], sort_keys=True, default=str).encode(), digest_size=16)
-    folder = Path(model)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    for file in files:
-        with file.open("rb") as content:
-            size = content.seek(0, 2)
-            content.seek(max(0, size - 4096))
-            digest.update(f"{file.name} {size}".encode() + content.read())
-    if not files:
-        digest.update(model.encode())
-    return digest.digest()

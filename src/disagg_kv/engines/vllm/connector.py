@@ -2,17 +2,20 @@
 
 vLLM makes one connector in the scheduler's process and one in each worker's. Each hook calls one method of that
 process' side. What a hook raises is logged, and the hook returns what does least harm: an exception in one worker's
-hook would hang the other workers.
+hook would hang the other workers. One error ends the engine: if an endpoint is broken, a peer may still read or write
+blocks that vLLM would use again.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,9 +29,11 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from ...errors import EndpointBrokenError
+from ..opening import Opened
 from ..versions import require
 from .endpoints import open_worker
-from .host import facts
+from .host import facts, refuse_layered
 from .options import ConnectorOptions
 from .scheduler import SchedulerSide
 from .stats import COUNTERS
@@ -44,25 +49,35 @@ KVConnectorHandshakeMetadata.register(RankAddress)
 _T = TypeVar("_T")
 
 
-def guarded(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """A hook that never raises: the error is logged, and ``default()`` returned."""
+def guarded(default: Callable[..., Any]) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """A hook that fails alone: the error is logged, and ``default`` of the hook's arguments returned."""
 
     def decorate(hook: Callable[..., _T]) -> Callable[..., _T]:
         @functools.wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(*args, **kwargs)
+            except EndpointBrokenError as exc:
+                _end_rank(exc)
+                raise
             except Exception:
                 log.exception("disagg_kv: %s failed", hook.__name__)
-                return default()
+                return default(*args, **kwargs)
 
         return call
 
     return decorate
 
 
-def _none() -> None:
+def _none(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _end_rank(exc: EndpointBrokenError) -> None:
+    """End a worker of which vLLM awaits no result, by which it would learn of the error. It notices the exit."""
+    log.critical("the engine ends, since blocks cannot be used again: %s", exc)
+    if get_tensor_model_parallel_rank():
+        os._exit(1)
 
 
 class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -85,10 +100,12 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
         self._facts = facts(vllm_config, kv_cache_config, tiles=current_platform.is_cpu())
         self._options.check(self._facts.prefix_caching and transfer.is_kv_consumer)
+        if self._options.layered:
+            refuse_layered(vllm_config)
         self._produces, self._consumes = transfer.is_kv_producer, transfer.is_kv_consumer
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._rank_address: RankAddress | None = None
+        self._opened: Opened | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 self._facts.instance, self._facts.groups, produces=self._produces, consumes=self._consumes
@@ -114,17 +131,19 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, RankAddress]) -> None:
-        """The addresses of the prefill ranks, which the responses carry."""
-        if self._produces:
-            self._side.meet([metadata[rank].address for rank in sorted(metadata)])
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The addresses of the prefill ranks, which the responses carry. Other connectors' values are passed over."""
+        of_ranks = [metadata[rank] for rank in sorted(metadata)]
+        addresses = [one.address for one in of_ranks if isinstance(one, RankAddress)]
+        if addresses:
+            self._side.meet(addresses)
 
     @guarded(_none)
     def on_new_request(self, request: Any) -> None:
         """See :meth:`SchedulerSide.on_new_request`."""
         self._side.on_new_request(request)
 
-    @guarded(lambda: (0, False))
+    @guarded(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """See :meth:`SchedulerSide.matched_tokens`."""
         return self._side.matched_tokens(request, num_computed_tokens)
@@ -138,7 +157,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`SchedulerSide.on_allocated`."""
         self._side.on_allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    @guarded(StepWork)
+    @guarded(lambda *_: StepWork())
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         """See :meth:`SchedulerSide.build`."""
         return self._side.build(scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state)
@@ -150,7 +169,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
             set(connector_output.finished_sending or ()), set(connector_output.finished_recving or ())
         )
 
-    @guarded(lambda: (False, None))
+    @guarded(lambda self, request, _: (self._side.sends(request.request_id), None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -184,7 +203,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             UnsupportedError: a tensor whose memory cannot be described.
         """
-        self._worker, address = open_worker(
+        self._worker, self._opened = open_worker(
             self._options,
             self._facts,
             kv_caches,
@@ -193,11 +212,10 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
             produces=self._produces,
             consumes=self._consumes,
         )
-        self._rank_address = RankAddress(address)
 
     def get_handshake_metadata(self) -> RankAddress | None:
-        """This rank's address, for the scheduler."""
-        return self._rank_address
+        """This rank's address, for the scheduler; None: it prefills for no other instance."""
+        return RankAddress(self._opened.address) if self._opened is not None and self._opened.address else None
 
     @guarded(_none)
     def handle_preemptions(self, kv_connector_metadata: StepWork) -> None:
@@ -231,7 +249,7 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`WorkerSide.end`."""
         self._rank.end()
 
-    @guarded(KVConnectorTransferResults)
+    @guarded(lambda *_: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See :meth:`WorkerSide.results`."""
         results = self._rank.results(finished_req_ids)
@@ -239,8 +257,8 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Close the endpoints."""
-        if self._worker is not None:
-            self._worker.close()
+        if self._opened is not None:
+            self._opened.close()
 
     # Statistics.
 
@@ -264,6 +282,10 @@ class DisaggKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorPromMetrics:
         """Counters on vLLM's Prometheus endpoint."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# ``MultiConnector`` makes the statistics of its parts by name, in a process that has none of them.
+KVConnectorFactory.register_connector("DisaggKVConnector", "disagg_kv.engines.vllm", "DisaggKVConnector")
 
 
 class TransferStats(KVConnectorStats):

@@ -13,7 +13,8 @@ from attrs import frozen
 
 from ...errors import UnsupportedError
 from ...ids import GroupId
-from .cache import LayerShape, model_digest
+from ..model import model_digest
+from .cache import LayerShape
 from .scheduler import BlockGroup
 
 ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
@@ -63,13 +64,16 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool) -> EngineFacts
     specs = _layer_specs(kv_cache_config)
     if not specs:
         raise UnsupportedError("the model has no KV cache that is transferred")
+    if kv_cache_config.has_mixed_precision_kv_cache:
+        # VLLM clears new blocks within a step, after transfers into them have begun.
+        raise UnsupportedError("DisaggKVConnector does not support caches of several precisions yet")
     blocks = {spec.block_size for _, _, spec in specs}
     if len(blocks) > 1:
         raise UnsupportedError(f"cache groups with blocks of {sorted(blocks)} tokens are not supported yet")
     block = blocks.pop()
     row = block if tiles and any(type(spec).__name__ != "MLAAttentionSpec" for _, _, spec in specs) else 1
     layers = tuple(
-        LayerShape(name, group, _heads(name, spec, model, parallel), _window(name, spec, row), _format(spec, row))
+        LayerShape(name, group, _heads(name, spec, model, parallel), _window(spec), _format(spec, row))
         for group, name, spec in specs
     )
     groups = tuple(
@@ -82,6 +86,7 @@ def facts(vllm_config: Any, kv_cache_config: Any, *, tiles: bool) -> EngineFacts
         model.dtype,
         vllm_config.cache_config.cache_dtype,
         model.quantization,
+        model.revision,
     )
     return EngineFacts(
         str(vllm_config.kv_transfer_config.engine_id),
@@ -104,10 +109,17 @@ def refuse(vllm_config: Any) -> None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "sleep mode": vllm_config.model_config.enable_sleep_mode,
     }
     for feature, used in wanted.items():
         if used:
             raise UnsupportedError(f"DisaggKVConnector does not support vLLM's {feature} yet")
+
+
+def refuse_layered(vllm_config: Any) -> None:
+    """Raise an :class:`UnsupportedError` where vLLM computes a layer in several parts, each announced as the layer."""
+    if vllm_config.parallel_config.use_ubatching:
+        raise UnsupportedError("a strategy that sends layers cannot be used with vLLM's dual-batch overlap")
 
 
 def _group(index: int) -> GroupId:
@@ -148,13 +160,13 @@ def _heads(name: str, spec: Any, model: Any, parallel: Any) -> int:
     return total
 
 
-def _window(name: str, spec: Any, row: int) -> int | None:
-    window = getattr(spec, "sliding_window", None)
-    if window is None:
-        return None
-    if row > 1:
-        raise UnsupportedError(f"layer {name}: a sliding window over blocks that are never cut is not supported yet")
-    return int(window)
+def _window(spec: Any) -> int | None:
+    """Tokens of a sliding window behind which vLLM frees blocks.
+
+    A ``FullAttentionSpec`` has all rows, whatever its ``sliding_window``. Without its hybrid cache manager vLLM merges
+    the specs of all layers into one, which carries the window of those that slide.
+    """
+    return int(spec.sliding_window) if type(spec).__name__ == "SlidingWindowSpec" else None
 
 
 def _window_of(group: GroupId, layers: Sequence[LayerShape]) -> int | None:

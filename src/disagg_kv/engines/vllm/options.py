@@ -4,65 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import attrs
-from attrs import field, frozen
+from attrs import frozen
 
-from ... import arguments
-from ...errors import ConfigurationError, UnknownNameError
-from ...protocol import Verify, check_verify
-from ...strategies import strategy
-
-CHANNELS = ("unix", "zmq")
-
-
-def _seconds(value: object) -> float:
-    return arguments.seconds(value, "silence_s")
+from ...errors import ConfigurationError
+from ..options import EngineOptions
 
 
 @frozen(kw_only=True)
-class ConnectorOptions:
-    """Options of the connector; each default works between instances on one host.
-
-    Args:
-        strategy: path and schedule, as for :func:`~disagg_kv.strategies.strategy`; the selection is ``incremental``.
-        transport: name of a transport; "": ``shm`` for CPU memory, ``cuda_ipc`` for GPUs.
-        channel: ``unix`` (processes of one user on one host) or ``zmq``.
-        listen: where the channel listens: a directory of socket files for ``unix``, an address such as
-            ``tcp://10.0.0.1:0`` for ``zmq``; "": a fresh directory, ``tcp://127.0.0.1:0``.
-        rendezvous: "": addresses travel in ``kv_transfer_params``; ``tcp://HOST:PORT``: a torch ``TCPStore`` there.
-        keys: for ``zmq`` beyond one host: ``SECRET_FILE,ALLOWED_DIRECTORY``, as ``disagg-kv keys`` writes them.
-        staging_bytes: bytes of the staging ring of a decode rank, and of all staging slots of a prefill rank; None: 64
-            MiB for CPU memory, the endpoints' own sizes for GPUs.
-        verify: which segments decode compares with checksums: ``off``, ``sampled`` or ``full``.
-        silence_s: seconds without a frame after which a peer is lost.
-
-    Raises:
-        ConfigurationError: a value that cannot be.
-    """
-
-    strategy: str = "auto"
-    transport: str = ""
-    channel: str = "unix"
-    listen: str = ""
-    rendezvous: str = ""
-    keys: str = ""
-    staging_bytes: int | None = None
-    verify: Verify = "off"
-    silence_s: float = field(default=30.0, converter=_seconds)
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("strategy", "transport", "channel", "listen", "rendezvous", "keys"):
-            arguments.text(getattr(self, name), name)
-        strategy(self.strategy)
-        check_verify(self.verify)
-        if self.channel not in CHANNELS:
-            raise UnknownNameError("channel", self.channel, CHANNELS)
-        if self.keys and (self.channel != "zmq" or self.keys.count(",") != 1):
-            raise ConfigurationError(f"keys {self.keys!r}: needs channel 'zmq' and SECRET_FILE,ALLOWED_DIRECTORY")
-        if self.rendezvous and not self.rendezvous.startswith("tcp://"):
-            raise ConfigurationError(f"rendezvous {self.rendezvous!r}: not tcp://HOST:PORT")
-        if self.staging_bytes is not None:
-            arguments.count(self.staging_bytes, "staging_bytes", least=1 << 16)
+class ConnectorOptions(EngineOptions):
+    """Options of the connector; see :class:`~disagg_kv.engines.options.EngineOptions`."""
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> ConnectorOptions:
@@ -72,16 +22,7 @@ class ConnectorOptions:
             UnknownNameError: an option of another name; lists those that there are.
             ConfigurationError: a value that cannot be.
         """
-        known = [one.name for one in attrs.fields(cls)]
-        for name in given:
-            if name not in known:
-                raise UnknownNameError("option of kv_connector_extra_config", str(name), known)
-        return cls(**given)  # type: ignore[arg-type]
-
-    @property
-    def layered(self) -> bool:
-        """Whether layers are sent while others are computed."""
-        return strategy(self.strategy).schedule.name != "per_chunk"
+        return cls.read("kv_connector_extra_config", given)
 
     def check(self, prefix_caching: bool) -> None:
         """Raise a :class:`ConfigurationError` for options that vLLM's own ones contradict.

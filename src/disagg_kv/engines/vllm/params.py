@@ -12,6 +12,9 @@ from attrs import frozen
 from ...errors import ConfigurationError, RemoteProtocolError
 from ...rendezvous import Source
 
+MAX_ADDRESSES = 128
+"""Prefill ranks of an instance; each costs decode a connection."""
+
 REMOTE_PREFILL, REMOTE_DECODE = "do_remote_prefill", "do_remote_decode"
 """vLLM's own keys: another instance prefills this request; another instance decodes it."""
 
@@ -51,6 +54,8 @@ class Origin:
         given = params.get("addresses") or ()
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise RemoteProtocolError(f"kv_transfer_params: addresses {given!r:.200} is no list")
+        if len(given) > MAX_ADDRESSES:
+            raise RemoteProtocolError(f"kv_transfer_params: {len(given)} addresses, at most {MAX_ADDRESSES}")
         try:
             return cls(transfer, Source(params.get("instance", ""), tuple(given)))
         except ConfigurationError as exc:
@@ -74,8 +79,14 @@ def _encodable(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def prompt_tag(token_ids: Sequence[int] | None) -> bytes:
-    """A digest of the prompt, which both sides must agree on; empty: the prompt has no token ids."""
-    if token_ids is None:
-        return b""
-    return hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16).digest()
+def prompt_tag(token_ids: Sequence[int], *others: str) -> bytes:
+    """A digest of the prompt, which both sides must agree on.
+
+    Args:
+        token_ids: of the prompt.
+        others: what else its rows depend on: images, an adapter.
+    """
+    digest = hashlib.blake2b(np.asarray(token_ids, np.int64).tobytes(), digest_size=16)
+    for one in others:
+        digest.update(f"\0{one}".encode(errors="surrogatepass"))
+    return digest.digest()

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import define, frozen
 
+from ...errors import RemoteProtocolError
+from ...geometry import window_rows
 from ...ids import GroupId
 from ...rendezvous import Source
 from .params import REMOTE_DECODE, REMOTE_PREFILL, Origin, prompt_tag, transfer_id
@@ -24,8 +27,11 @@ from .work import Chunk, Declined, Load, Pages, StepWork
 
 log = logging.getLogger("vllm.disagg_kv")
 
-ABORTED = "FINISHED_ABORTED"
-"""Of vLLM's ``RequestStatus``: the client has gone, so no router gets the response."""
+ANSWERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+"""Of vLLM's ``RequestStatus``: the response goes to the router. It does not once the client has gone."""
+
+MAX_LOADED = 1 << 16
+"""Transfers that a decode instance remembers, to notice further requests for the same rows."""
 
 
 class EngineRequest(Protocol):
@@ -36,6 +42,9 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
     num_preemptions: int
     prompt_token_ids: Sequence[int] | None
+    prompt_embeds: Any
+    mm_features: Sequence[Any]
+    lora_request: Any
     kv_transfer_params: dict[str, Any] | None
     status: Any
 
@@ -70,6 +79,16 @@ class BlockGroup:
     def page_rows(self) -> int:
         """Rows of a page."""
         return self.block // self.row
+
+    def first_needed(self, prompt: int) -> int:
+        """The first row that decode awaits of a prompt."""
+        stop = rows(prompt, self, whole=True)
+        return 0 if self.window is None else max(0, stop - window_rows(self.window, self.row))
+
+    def freed(self, prompt: int) -> int:
+        """Leading rows whose blocks vLLM has freed once a prompt is computed."""
+        behind = 0 if self.window is None else max(0, prompt - self.window + 1)
+        return behind // self.block * self.page_rows
 
 
 @define
@@ -115,6 +134,7 @@ class SchedulerSide:
         self._addresses: tuple[str, ...] = ()
         self._sending: dict[str, Sending] = {}
         self._loading: set[str] = set()
+        self._loaded: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._work = StepWork()
 
     def meet(self, addresses: Sequence[str]) -> None:
@@ -128,9 +148,18 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if not params.get(REMOTE_DECODE) or not self._produces:
             return
-        given = transfer_id(params)
-        transfer = given if given is not None else f"{request.request_id}-{uuid.uuid4().hex[:12]}"
-        self._sending[request.request_id] = Sending(request, transfer, prompt_tag(request.prompt_token_ids))
+        given, tag = transfer_id(params), tag_of(request)
+        if given is not None and any(one.transfer == given for one in self._sending.values()):
+            log.warning("request %s is not sent: transfer %s is another request's", request.request_id, given)
+        elif tag is None:
+            log.warning("request %s is not sent: its prompt has embeddings", request.request_id)
+            self._work.unsent += [] if given is None else [given]
+        elif self._outruns(request.num_prompt_tokens):
+            log.warning("request %s is not sent: vLLM frees a row of its sliding window as it ends", request.request_id)
+            self._work.unsent += [] if given is None else [given]
+        else:
+            transfer = given if given is not None else f"{request.request_id}-{uuid.uuid4().hex[:12]}"
+            self._sending[request.request_id] = Sending(request, transfer, tag)
 
     def _chunks(self, scheduled: Mapping[str, int], blocks: BlockState | None) -> None:
         for name, one in self._sending.items():
@@ -167,7 +196,7 @@ class SchedulerSide:
     def _finished_sending(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         one = self._sending[name]
         self._note_preemption(name, one)
-        if one.complete and one.request.status.name != ABORTED:
+        if one.complete and one.request.status.name in ANSWERED:
             return True, Origin(one.transfer, Source(self._instance, self._addresses)).params()
         if one.opened:
             self._work.aborted.append(name)
@@ -184,17 +213,32 @@ class SchedulerSide:
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return 0, False
         lacking = request.num_prompt_tokens - computed
-        if lacking <= 0 or self._outruns(request.num_prompt_tokens):
+        if lacking <= 0 or self._outruns(request.num_prompt_tokens, computed) or tag_of(request) is None:
+            return 0, False
+        if self._is_sibling(request):
+            log.warning("request %s computes its prompt: another request has loaded its transfer", request.request_id)
             return 0, False
         return lacking, True
 
-    def _outruns(self, prompt: int) -> bool:
-        """Whether vLLM frees the block of the first row to which the last token of a loaded prompt attends.
+    def _is_sibling(self, request: EngineRequest) -> bool:
+        """Whether another request of this prompt has the transfer: vLLM makes several of one with ``n`` > 1."""
+        given, tag = (request.kv_transfer_params or {}).get("transfer_id"), tag_of(request)
+        if not isinstance(given, str) or tag is None:
+            return False
+        return self._loaded.get((given, tag), request.request_id) != request.request_id
 
-        VLLM computes that token anew, after it has freed the blocks behind the window of the token that follows.
+    def _outruns(self, prompt: int, computed: int = 0) -> bool:
+        """Whether a row that decode needs for the last token of a prompt lies before those that can be transferred.
+
+        Decode computes that token anew, over the window that ends with it. Both sides free the blocks behind the window
+        of the token that follows: decode as it allocates, prefill as the request ends. Rows of a window that decode has
+        ``computed`` lie in blocks that other requests may read.
         """
-        windows = [(group.window, group.block) for group in self._groups if group.window is not None]
-        return any(prompt >= window and (prompt - window + 1) % block == 0 for window, block in windows)
+        return any(
+            max(group.freed(prompt), rows(computed, group, whole=False)) > group.first_needed(prompt)
+            for group in self._groups
+            if group.window is not None
+        )
 
     def on_allocated(self, request: EngineRequest, blocks: tuple[list[int], ...], lacking: int) -> None:
         """VLLM has given a request its blocks, to load ``lacking`` tokens."""
@@ -202,13 +246,16 @@ class SchedulerSide:
         if not params.get(REMOTE_PREFILL) or not self._consumes:
             return
         params[REMOTE_PREFILL] = False  # vLLM calls again once the rows are there
-        name = request.request_id
+        name, tag = request.request_id, tag_of(request)
+        if self._is_sibling(request):
+            return
         try:
             origin = Origin.of(params)
-            if lacking:
-                self._work.loads[name] = self._load(request, origin, blocks, request.num_prompt_tokens - lacking)
+            if lacking and tag is not None:
+                self._work.loads[name] = self._load(request, origin, blocks, request.num_prompt_tokens - lacking, tag)
+                self._remember(name, origin.transfer, tag)
             else:
-                self._work.declined.append(Declined(origin, prompt_tag(request.prompt_token_ids)))
+                self._work.declined.append(Declined(origin, tag or b""))
         except Exception as exc:
             log.warning("request %s cannot be loaded: %s", name, exc)
             if lacking:
@@ -216,11 +263,18 @@ class SchedulerSide:
         if lacking:
             self._loading.add(name)
 
-    def _load(self, request: EngineRequest, origin: Origin, blocks: tuple[list[int], ...], held: int) -> Load:
+    def _remember(self, name: str, transfer: str, tag: bytes) -> None:
+        self._loaded[transfer, tag] = name
+        while len(self._loaded) > MAX_LOADED:
+            self._loaded.popitem(last=False)
+
+    def _load(
+        self, request: EngineRequest, origin: Origin, blocks: tuple[list[int], ...], held: int, tag: bytes
+    ) -> Load:
         stop = rows(request.num_prompt_tokens, self._groups[0], whole=True)
         first = rows(held, self._groups[0], whole=False)
         known = {group.id: first for group in self._groups} if first else {}
-        return Load(origin, stop, self._pages(blocks, first, stop), known, prompt_tag(request.prompt_token_ids))
+        return Load(origin, stop, self._pages(blocks, first, stop), known, tag)
 
     # Both.
 
@@ -234,16 +288,29 @@ class SchedulerSide:
     def finished(self, request: EngineRequest) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether vLLM must keep its blocks, and what its response carries."""
         name = request.request_id
-        if name in self._sending:
-            return self._finished_sending(name)
         if name in self._loading:
-            self._work.aborted.append(name)
-            return False, None  # vLLM keeps the blocks of a request that waits for rows
+            self._work.aborted.append(name)  # vLLM keeps the blocks of a request that waits for rows
+        else:
+            self._decline(request)
+        return self._finished_sending(name) if name in self._sending else (False, None)
+
+    def _decline(self, request: EngineRequest) -> None:
+        """A request has ended before it had blocks: prefill may free its own.
+
+        VLLM announces a request that it has rejected by a stand-in with another prompt, so the tag is not compared.
+        """
         params = request.kv_transfer_params or {}
-        if params.get(REMOTE_PREFILL) and self._consumes:
-            params[REMOTE_PREFILL] = False
-            self._work.declined.append(Declined(Origin.of(params), prompt_tag(request.prompt_token_ids)))
-        return False, None
+        if not params.get(REMOTE_PREFILL) or not self._consumes or self._is_sibling(request):
+            return
+        params[REMOTE_PREFILL] = False
+        try:
+            self._work.declined.append(Declined(Origin.of(params), b""))
+        except RemoteProtocolError as exc:
+            log.warning("request %s: %s", request.request_id, exc)
+
+    def sends(self, name: str) -> bool:
+        """Whether ranks may read the blocks of a request."""
+        return name in self._sending
 
     def on_results(self, sent: set[str], received: set[str]) -> None:
         """All ranks have reported these requests."""
@@ -263,6 +330,17 @@ class SchedulerSide:
             first, end = start // group.page_rows, -(-stop // group.page_rows)
             out.append((group.id, tuple(ids[group.index][first:end]), first * group.page_rows))
         return tuple(out)
+
+
+def tag_of(request: EngineRequest) -> bytes | None:
+    """A digest of what the rows of a prompt depend on; None: it has embeddings, of which there is none."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return None
+    adapter = [] if request.lora_request is None else [f"adapter {request.lora_request.lora_name}"]
+    inputs = [
+        f"{one.modality} {one.mm_hash or one.identifier} at {one.mm_position.offset}" for one in request.mm_features
+    ]
+    return prompt_tag(request.prompt_token_ids, *adapter, *inputs)
 
 
 def rows(tokens: int, group: BlockGroup, *, whole: bool) -> int:

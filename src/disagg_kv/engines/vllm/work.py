@@ -63,7 +63,7 @@ class Declined:
 
     Args:
         origin: where it would come from.
-        tag: digest of the prompt. A transfer of another prompt is another request's, and goes on.
+        tag: digest of the prompt. A transfer of another prompt is another request's, and goes on. Empty: any.
     """
 
     origin: Origin

@@ -15,8 +15,6 @@ from functools import partial
 from attrs import define, field
 
 from ...endpoints import DecodeEndpoint, Delivery, Expectation, PrefillEndpoint, Reception, Step, room_id
-from ...endpoints.prefill.handle import DeliveryHandle
-from ...errors import EndpointBrokenError
 from ...ids import LayerId, RoomId
 from ...memory import Event
 from ...protocol import Phase
@@ -48,7 +46,7 @@ class Results:
 class Outgoing:
     """A prefill request. ``ended``: vLLM has ended the request, so it may be reported."""
 
-    delivery: DeliveryHandle
+    delivery: Delivery
     finished: bool = False
     ended: bool = False
 
@@ -96,10 +94,14 @@ class WorkerSide:
     # A step.
 
     def preempt(self, work: StepWork) -> None:
-        """The engine takes pages back: return once nothing reads them."""
+        """The engine takes pages back: return once nothing reads them.
+
+        Raises:
+            EndpointBrokenError: something may still read them, so they must not be used again.
+        """
         for name in work.preempted:
             if name in self._outgoing:
-                self._attempt(name, partial(self._withdraw, name))
+                self._outgoing[name].delivery.withdraw().synchronize()
 
     def begin(self, work: StepWork) -> None:
         """Before the forward pass: prefill announces the rows, decode names the pages."""
@@ -142,6 +144,10 @@ class WorkerSide:
 
         vLLM steps without a pause while transfers run. A step that computes nothing sleeps here for a moment,
         so that the endpoints' threads get the interpreter.
+
+        Raises:
+            EndpointBrokenError: an endpoint has failed as a whole. A peer may still read or write pages of its rooms,
+                so vLLM must not use them again: the rank has to end.
         """
         if self._idle and (self._outgoing or self._incoming or self._closing):
             time.sleep(IDLE_S)
@@ -164,12 +170,6 @@ class WorkerSide:
         results, self._results = self._results, Results()
         return results
 
-    def close(self) -> None:
-        """End both endpoints."""
-        for endpoint in (self._sender, self._receiver):
-            if endpoint is not None:
-                endpoint.close()
-
     # Prefill.
 
     def _announce(self, chunks: Mapping[str, Chunk]) -> None:
@@ -186,9 +186,6 @@ class WorkerSide:
                 self._step = self._sender.step(rooms)
             except Exception as exc:
                 self._abort_pass(chunks, exc)
-
-    def _withdraw(self, name: str) -> None:
-        self._outgoing[name].delivery.withdraw().synchronize()
 
     def _abort_pass(self, names: Collection[str], exc: Exception) -> None:
         """A forward pass cannot be sent: its requests fail."""
@@ -208,7 +205,8 @@ class WorkerSide:
             self._unopened.remove(name)
         delivery = self._outgoing[name].delivery
         if delivery.phase not in (Phase.FAILED, Phase.DONE):
-            delivery.checked(chunk.stop, tables(chunk.pages))  # a chunk that is refused must not fail the whole pass
+            # A chunk that is refused would fail the whole pass.
+            delivery.check_chunk(chunk.stop, tables(chunk.pages))
             self._computing[name] = chunk
 
     def _finish(self, name: str, chunk: Chunk, ready: Event | None) -> None:
@@ -292,15 +290,10 @@ class WorkerSide:
 
 
 def _closed(endpoint: PrefillEndpoint | DecodeEndpoint | None) -> bool:
-    """Take an endpoint's changes; True: it is closed, so nothing of it moves any more. A broken one is closed here."""
+    """Take an endpoint's changes; True: it is closed, so nothing of it moves any more."""
     if endpoint is None:
         return False
     if endpoint.admission.ended:
         return True
-    try:
-        endpoint.poll()
-    except EndpointBrokenError as exc:
-        log.error("%s", exc)
-        endpoint.close()
-        return True
+    endpoint.poll()
     return False

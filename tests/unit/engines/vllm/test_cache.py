@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from disagg_kv.engines.vllm.cache import LayerShape, model_digest, pool_of
+from disagg_kv.engines.model import model_digest
+from disagg_kv.engines.vllm.cache import LayerShape, pool_of
 from disagg_kv.errors import GeometryError, UnsupportedError
 from disagg_kv.ids import GroupId
 from disagg_kv.memory import PagedPool
@@ -96,7 +97,7 @@ def folder(at: Path, **files: bytes) -> str:
     return str(at)
 
 
-def test_weights_count_by_their_tails_not_by_their_directory(tmp_path: Path) -> None:
+def test_weights_count_wherever_they_differ_not_by_their_directory(tmp_path: Path) -> None:
     a = folder(tmp_path / "a", one=b"x" * 9000 + b"1", two=b"2")
     b = folder(tmp_path / "b", one=b"x" * 9000 + b"1", two=b"2")
     digest = model_digest(a, {"layers": 2, "_name_or_path": "a", "transformers_version": "5"}, "float16")
@@ -106,6 +107,7 @@ def test_weights_count_by_their_tails_not_by_their_directory(tmp_path: Path) -> 
         (folder(tmp_path / "d", one=b"x" * 9001 + b"1", two=b"2"), {"layers": 2}, "float16"),
         (folder(tmp_path / "e", one=b"x" * 9000 + b"1", three=b"2"), {"layers": 2}, "float16"),
         (folder(tmp_path / "f", one=b"x" * 9000 + b"1"), {"layers": 2}, "float16"),
+        (folder(tmp_path / "g", one=b"x" * 4500 + b"0" + b"x" * 4499 + b"1", two=b"2"), {"layers": 2}, "float16"),
         (a, {"layers": 3}, "float16"),
         (a, {"layers": 2}, "bfloat16"),
         (a, {"layers": 2}, "float16", None),
@@ -121,4 +123,7 @@ def test_a_model_without_local_weights_counts_by_its_name(tmp_path: Path) -> Non
 
 
 def test_a_configuration_may_hold_what_json_does_not() -> None:
+    """A set has another order in each process."""
+    assert model_digest("m", {"a": {"b", "c", "d"}}) == model_digest("m", {"a": frozenset(["d", "c", "b"])})
+    assert model_digest("m", {"a": {"b", "c"}}) != model_digest("m", {"a": {"b", "d"}})
     assert model_digest("m", {"dtype": torch.float16}) != model_digest("m", {"dtype": torch.float32})

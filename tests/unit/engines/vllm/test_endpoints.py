@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from disagg_kv.cli.main import run
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
-from disagg_kv.engines.vllm.endpoints import CPU_STAGING_BYTES, SLOTS, decode_name, open_worker, selecting
+from disagg_kv.engines.opening import CPU_STAGING_BYTES, SLOTS, Opened, decode_name, selecting
+from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
 from disagg_kv.engines.vllm.options import ConnectorOptions
 from disagg_kv.engines.vllm.params import Origin
@@ -34,8 +35,13 @@ class Instance:
     """One rank, which is all of its instance."""
 
     worker: WorkerSide
-    address: str
+    ends: Opened
     tensors: dict[str, torch.Tensor]
+
+    @property
+    def address(self) -> str:
+        """Of its prefill endpoint."""
+        return self.ends.address
 
     @property
     def sender(self) -> PrefillEndpoint:
@@ -63,15 +69,15 @@ def opened() -> Iterator[Open]:
         vllm, cache = configs(Model(), name, caching=caching)
         tensors = {layer_name(n): torch.full((33, 4, 4, 8), -1.0, dtype=torch.float16) for n in range(3)}
         options = ConnectorOptions.of({"staging_bytes": STAGING, **given})
-        worker, address = open_worker(
+        worker, ends = open_worker(
             options, facts(vllm, cache, tiles=True), tensors, rank=0, group=None, produces=produces, consumes=consumes
         )
-        made.append(Instance(worker, address, tensors))
+        made.append(Instance(worker, ends, tensors))
         return made[-1]
 
     yield make
     for one in made:
-        one.worker.close()
+        one.ends.close()
 
 
 def transfer(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0) -> set[str]:
@@ -118,7 +124,10 @@ def test_instances_find_each_other_by_the_address_in_the_request(opened: Open, c
 def test_without_a_directory_each_rank_makes_one(opened: Open) -> None:
     first, second = opened("P", {}, consumes=False), opened("Q", {}, consumes=False)
     assert first.address != second.address
-    assert Path(first.address.removeprefix("unix://")).exists()
+    file = Path(first.address.removeprefix("unix://"))
+    assert file.exists()
+    first.ends.close()
+    assert not file.parent.exists()
 
 
 def test_an_instance_for_both_is_two_to_the_library(opened: Open) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -10,9 +9,11 @@ import pytest
 
 from disagg_kv.engines.vllm.work import StepWork
 from disagg_kv.engines.vllm.worker import WorkerSide
+from disagg_kv.errors import EndpointBrokenError
 from disagg_kv.protocol import Options
 from tests.support.processes import wait
 from tests.support.vllm_like import Engine, Pair, prefilled, prompt, run
+from tests.support.vllm_requests import Status
 
 SHORT = Options(silence_s=0.3, total_s=0.5, heartbeat_s=0.05, closed_s=0.2, retry_s=0.02)
 """For requests that can only fail by time."""
@@ -61,24 +62,62 @@ def test_another_request_is_not_taken_for_this_one(pair: Pair, tps: tuple[int, i
 
 
 def test_a_transfer_is_used_once(pair: Pair) -> None:
-    """Two requests of decode name one transfer: the first gets the rows. The same for two requests of prefill."""
+    """Several requests of one prompt name one transfer, as vLLM's ``n`` makes them: the first gets the rows."""
     p, d = pair((2, 2))
     p.prefill("p", prompt(9), "t")
     p.prefill("again", prompt(9), "t")
     d.decode("d", prompt(9), origin(p))
     d.decode("e", prompt(9), origin(p))
+    d.decode("aborted", prompt(9), origin(p))
+    d.step()
+    d.abort("aborted")
+    run(p, d)
+    d.decode("late", prompt(9), origin(p))
     run(p, d)
     assert d.loaded == ["d"]
-    assert computed(d, "e")
-    assert p.reports == {("sent", "p"): 2, ("sent", "again"): 2}
+    assert d.not_loaded == [], "the others compute the prompt"
+    assert d.params.keys() == {"d", "e", "aborted", "late"}
+    assert p.reports == {("sent", "p"): 2}
     p.check_quiet()
     d.check_quiet()
 
 
+def test_a_rejected_request_frees_the_blocks_of_prefill(pair: Pair) -> None:
+    """VLLM announces it by a stand-in with one token, which it has aborted already."""
+    p, d = pair(options=Options(claim_s=60.0))
+    rejected = prefilled(p, "p", prompt(9))
+    d.decode("d", [0], rejected)
+    d.abort("d")
+    run(p, d, within_s=20.0)
+    assert p.ranks[0].counters.take() == {"sent_failed": 1}
+    p.check_quiet()
+
+
+def test_a_request_for_both_that_is_aborted_while_it_is_loaded(pair: Pair) -> None:
+    p, d = pair()
+    d.submit("d", prompt(9), {**origin(p), "do_remote_decode": True})
+    d.step()
+    d.abort("d")
+    run(p, d, within_s=20.0)
+    assert d.reports["received", "d"] == 1
+    d.check_quiet()
+
+
+def test_a_response_that_no_router_gets_has_no_params(pair: Pair) -> None:
+    p, _ = pair()
+    p.prefill("p", prompt(9))
+    p.step()
+    p._end(p.requests["p"], Status.FINISHED_ERROR)
+    run(p)
+    assert p.params["p"] is None
+    p.check_quiet()
+
+
 def test_a_transfer_that_could_not_be_opened_stays_so(pair: Pair) -> None:
-    """Chunks, preemption and abort of a request whose transfer id was used before do nothing to the first one."""
+    """Chunks, preemption and abort of a request whose transfer id was used before are reported once."""
     p, d = pair((2, 1), prefill={"budget": 8})
-    first = prefilled(p, "p", prompt(7), transfer="t")
+    d.decode("d", prompt(7), prefilled(p, "p", prompt(7), transfer="t"))
+    run(p, d)
     p.prefill("again", prompt(30), "t")
     p.step()
     p.step()
@@ -86,7 +125,6 @@ def test_a_transfer_that_could_not_be_opened_stays_so(pair: Pair) -> None:
     p.step()
     p.step()
     p.abort("again")
-    d.decode("d", prompt(7), first)
     run(p, d)
     assert d.loaded == ["d"]
     assert p.reports == {("sent", "p"): 2, ("sent", "again"): 2}
@@ -238,13 +276,10 @@ def test_a_prefill_endpoint_that_is_closed_ends_its_requests(pair: Pair) -> None
     p.check_quiet()
 
 
-def test_broken_endpoints_end_what_they_had(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing waits for them, new requests fail at once, and the log has one line per endpoint."""
+def test_a_broken_endpoint_ends_its_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may still read or write its pages, so no request is reported, and no preemption goes on."""
     p, d = pair()
     d.decode("d", prompt(9), origin(p))
-    d.decode("declined", prompt(4), origin(p, "w"))
     d.step()
     p.prefill("p", prompt(30), "u")
     p.budget = 8
@@ -254,21 +289,13 @@ def test_broken_endpoints_end_what_they_had(
         endpoint.driver.loop.post(_raise)
     wait(lambda: p.senders[0].driver.broken is not None, lambda: "prefill to break")
     wait(lambda: d.receivers[0].driver.broken is not None, lambda: "decode to break")
-    p.preempt("p")
-    with caplog.at_level(logging.ERROR):
-        run(p, d)
-        assert p.reports == {("sent", "p"): 1}
-        assert d.reports == {("received", "d"): 1, ("received", "declined"): 1}
-        p.prefill("q", prompt(9))
-        p.prefill("r", prompt(9), "never")
-        p.abort("r")
-        d.decode("e", prompt(9), origin(p))
-        d.decode("f", prompt(9), origin(p))
-        d.abort("f")
-        run(p, d)
-    assert p.reports["sent", "q"] == 1
-    assert computed(d, "e")
-    assert len([one for one in caplog.records if "is broken" in one.message and not one.exc_info]) == 2
+    with pytest.raises(EndpointBrokenError):
+        p.ranks[0].preempt(StepWork(preempted=["p"]))
+    for engine in (p, d):
+        with pytest.raises(EndpointBrokenError):
+            engine.step()
+    assert not p.reports
+    assert not d.reports
 
 
 class Fires:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg_kv.engines.vllm.host import facts
+from disagg_kv.engines.vllm.host import facts, refuse_layered
 from disagg_kv.errors import UnsupportedError
 from disagg_kv.ids import GroupId
 from tests.support.vllm_like import (
@@ -83,6 +83,25 @@ def test_a_group_may_have_a_spec_per_layer() -> None:
     assert found.layers[2].format == "vllm kv fp8_per_tensor"
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+def test_full_attention_is_full_whatever_window_its_merged_spec_carries(tiles: bool) -> None:
+    """Without the hybrid cache manager vLLM makes sliding layers full ones, and merges them with those that are.
+
+    The spec of the one group then has the window of the sliding layers; see ``unify_hybrid_kv_cache_specs``.
+    """
+    found = facts(*configs(Model(groups=((FullAttentionSpec, (0, 1, 2, 3), 6),)), "P"), tiles=tiles)
+    assert {layer.window for layer in found.layers} == {None}
+    assert [group.window for group in found.groups] == [None]
+
+
+def test_a_window_over_rows_of_a_block() -> None:
+    found = facts(*configs(TWO_GROUPS, "P"), tiles=True)
+    assert [(layer.window, layer.format) for layer in found.layers] == [
+        (None, "vllm kv of a block none"),
+        (6, "vllm kv of a block none"),
+    ] * 2
+
+
 def _set(path: str, value: Any) -> Any:
     def change(vllm: Any, cache: Any) -> None:
         owner, _, name = path.rpartition(".")
@@ -111,10 +130,11 @@ def _no_groups(vllm: Any, cache: Any) -> None:
         (_set("parallel_config.prefill_context_parallel_size", 2), False, "prefill context parallelism"),
         (_spec(MambaSpec(4, 4)), False, "layer model.layers.0.*MambaSpec.*FullAttentionSpec"),
         (_spec(SimpleNamespace(block_size=4)), False, "SimpleNamespace"),
-        (_spec(SlidingWindowSpec(4, 4, 6), 1), True, "sliding window over blocks"),
         (_spec(FullAttentionSpec(4, 3)), False, "3 KV heads on a rank of 1, of 4 in all"),
         (_spec(FullAttentionSpec(8, 4)), False, r"blocks of \[4, 8\] tokens"),
         (_no_groups, False, "no KV cache"),
+        (_set("model_config.enable_sleep_mode", True), False, "sleep mode"),
+        (lambda _, cache: setattr(cache, "has_mixed_precision_kv_cache", True), False, "several precisions"),
     ],
 )
 def test_what_is_not_moved_is_refused_by_name(change: Any, tiles: bool, message: str) -> None:
@@ -122,6 +142,14 @@ def test_what_is_not_moved_is_refused_by_name(change: Any, tiles: bool, message:
     change(vllm, cache)
     with pytest.raises(UnsupportedError, match=message):
         facts(vllm, cache, tiles=tiles)
+
+
+def test_layers_that_are_computed_in_parts_are_not_sent_one_by_one() -> None:
+    vllm, _ = configs(Model(), "P")
+    refuse_layered(vllm)
+    vllm.parallel_config.use_ubatching = True
+    with pytest.raises(UnsupportedError, match="dual-batch overlap"):
+        refuse_layered(vllm)
 
 
 def test_context_parallelism_of_one_is_none() -> None:

@@ -55,6 +55,7 @@ def test_addresses_may_be_left_to_the_rendezvous(addresses: list[str] | None) ->
         {"addresses": [None]},
         {"addresses": [""]},
         {"addresses": ["x" * 1025]},
+        {"addresses": ["x"] * 129},
         {"addresses": ["x"] * 100_000},
     ],
     ids=str,
@@ -84,9 +85,9 @@ def test_a_transfer_may_have_no_id_yet() -> None:
 
 
 def test_a_tag_names_a_prompt() -> None:
-    """Equal for equal tokens, in whatever container; empty for a prompt of embeddings."""
+    """Equal for equal tokens, in whatever container."""
     tag = prompt_tag([1, 2, 3])
     assert len(tag) == 16
     assert tag == prompt_tag((1, 2, 3)) == prompt_tag(list(np.array([1, 2, 3], np.int32)))
-    assert len({tag, prompt_tag([1, 2]), prompt_tag([1, 3, 2]), prompt_tag([]), prompt_tag(None)}) == 5
-    assert prompt_tag(None) == b""
+    others = [prompt_tag([1, 2]), prompt_tag([1, 3, 2]), prompt_tag([]), prompt_tag([1, 2, 3], "image a at 1")]
+    assert len({tag, *others, prompt_tag([1, 2, 3], "image b at 1"), prompt_tag([1, 2, 3], "\ud800")}) == 7

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from disagg_kv.engines.vllm import scheduler
 from disagg_kv.engines.vllm.params import Origin, prompt_tag
-from disagg_kv.engines.vllm.scheduler import BlockGroup, SchedulerSide, rows
+from disagg_kv.engines.vllm.scheduler import BlockGroup, SchedulerSide, rows, tag_of
 from disagg_kv.engines.vllm.work import Declined, StepWork
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.ids import GroupId
 from disagg_kv.rendezvous import Source
-from tests.support.vllm_like import BlockTables, Request, Status, prompt
+from tests.support.vllm_like import prompt
+from tests.support.vllm_requests import BlockTables, Request, Status
 
 A = BlockGroup(GroupId("group 0"), 0, 4, 1)
 B = BlockGroup(GroupId("group 2"), 2, 4, 1)
@@ -268,7 +271,7 @@ def test_rows_that_decode_has_are_declined() -> None:
     request = remote()
     one.on_allocated(request, ([7, 8, 9],), 0)
     assert one.pending
-    assert one.build({"d": 1}, None) == StepWork(declined=[Declined(ORIGIN, prompt_tag(request.prompt_token_ids))])
+    assert one.build({"d": 1}, None) == StepWork(declined=[Declined(ORIGIN, prompt_tag(prompt(10)))])
     assert one.finished(request) == (False, None)
 
 
@@ -298,14 +301,61 @@ def test_a_request_that_ends_before_it_has_blocks_is_declined() -> None:
     one = side()
     request = remote()
     assert one.finished(request) == (False, None)
-    assert one.build({}, None) == StepWork(declined=[Declined(ORIGIN, prompt_tag(request.prompt_token_ids))], idle=True)
+    assert one.build({}, None) == StepWork(declined=[Declined(ORIGIN, b"")], idle=True)
     assert one.finished(request) == (False, None)
     assert not one.pending
 
 
 def test_a_request_with_changed_params_that_ends_early_harms_nothing() -> None:
-    """The connector logs what this raises; vLLM frees the request, which has no blocks."""
     one = side()
-    with pytest.raises(RemoteProtocolError):
-        one.finished(remote(transfer_id=None))
+    assert one.finished(remote(transfer_id=None)) == (False, None)
     assert not one.pending
+
+
+def test_a_tag_names_what_the_rows_depend_on() -> None:
+    """Two images of one size have the same tokens."""
+
+    def image(name: str | None, identifier: str = "i", offset: int = 1) -> SimpleNamespace:
+        at = SimpleNamespace(offset=offset)
+        return SimpleNamespace(modality="image", mm_hash=name, identifier=identifier, mm_position=at)
+
+    def tag(**other: Any) -> bytes | None:
+        return tag_of(Request("r", prompt(9), None, **other))
+
+    adapter = SimpleNamespace(lora_name="a")
+    tags = [
+        tag(), tag(lora_request=adapter), tag(mm_features=[image("a")]), tag(mm_features=[image("b")]),
+        tag(mm_features=[image("a", offset=2)]), tag(mm_features=[image(None)]), tag(mm_features=[image(None, "j")]),
+    ]  # fmt: skip
+    assert len(set(tags)) == len(tags)
+    assert tag(mm_features=[image("a", "adapter i")]) == tags[2]
+    assert tag(prompt_embeds=object()) is None
+    assert tag_of(Request("r", None, None)) is None
+
+
+def test_a_prompt_with_embeddings_is_computed_by_decode() -> None:
+    one = side()
+    named, unnamed = (Request(name, None, {**DECODE, "transfer_id": of}) for name, of in (("r", "t"), ("s", None)))
+    one.on_new_request(named)
+    one.on_new_request(unnamed)
+    assert one.build({}, None) == StepWork(unsent=["t"], idle=True)
+    request = remote()
+    request.prompt_embeds = object()
+    assert one.matched_tokens(request, 0) == (0, False)
+    one.on_allocated(request, ([1, 2, 3],), 0)
+    assert one.build({}, None) == StepWork(declined=[Declined(ORIGIN, b"")], idle=True)
+
+
+def test_transfers_that_were_loaded_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_LOADED", 2)
+    one = side()
+    for number in range(3):
+        first = remote(transfer_id=f"t{number}")
+        one.on_allocated(first, ([1, 2, 3],), first.num_prompt_tokens)
+    again = [remote(transfer_id=f"t{number}") for number in range(3)]
+    for request in again:
+        request.request_id = "e"
+    assert [one.matched_tokens(request, 0)[1] for request in again] == [True, False, False]
+    one.build({}, None)
+    one.finished(again[1])
+    assert not one.pending, "the transfer is not declined"

@@ -6,7 +6,18 @@ import pytest
 
 from disagg_kv.channels import Hub
 from tests.support.processes import wait
-from tests.support.vllm_like import MLA, TWO_GROUPS, Engine, Model, Pair, prefilled, prompt, run
+from tests.support.vllm_like import (
+    MLA,
+    THREE_GROUPS,
+    TWO_GROUPS,
+    Engine,
+    Model,
+    Pair,
+    SlidingWindowSpec,
+    prefilled,
+    prompt,
+    run,
+)
 
 
 @pytest.mark.parametrize("tiles", [False, True])
@@ -44,16 +55,85 @@ def test_a_latent_cache_which_every_rank_holds_whole(pair: Pair) -> None:
     d.check_quiet()
 
 
-@pytest.mark.parametrize("count", [5, 8, 9, 20, 21, 22, 23, 30])
-def test_a_sliding_window_beside_full_attention(pair: Pair, count: int) -> None:
-    """The prefill engine frees blocks behind the window while the prompt is computed.
+SLIDING = [TWO_GROUPS, THREE_GROUPS, Model(groups=((SlidingWindowSpec, (0, 1), 6),))]
 
-    Decode computes a prompt itself if vLLM frees a row there to which the last token attends.
+
+def outrun(count: int, block: int, window: int = 6) -> bool:
+    """Whether vLLM frees the block of the first row to which the last of ``count`` tokens attends."""
+    return count >= window and (count - window + 1) % block == 0
+
+
+@pytest.mark.parametrize("model", SLIDING)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("blocks", [(4, 4), (4, 8), (8, 4), (2, 4)])
+def test_sliding_windows_whatever_the_block_sizes(
+    pair: Pair, model: Model, interleaved: bool, blocks: tuple[int, int]
+) -> None:
+    """Prefill frees blocks behind the window while a prompt is computed, and once more as the request ends.
+
+    A prompt is not sent if prefill frees a row then to which the last token attends, and decode computes a prompt
+    itself if vLLM frees such a row there.
     """
-    p, d = pair((1, 2), TWO_GROUPS, prefill={"budget": 8})
-    d.decode("r", prompt(count), prefilled(p, "r", prompt(count)))
+    each = [{"block": block, "blocks": 65} for block in blocks]
+    p, d = pair((1, 2), model, interleaved=interleaved, verify="full", prefill={**each[0], "budget": 8}, decode=each[1])
+    for count in range(1, 30):
+        sends(p, d, count)
+        assert (p.params[f"p{count}"] is None) == outrun(count, blocks[0])
+        assert (f"d{count}" not in d.loaded) == (outrun(count, blocks[0]) or outrun(count, blocks[1]))
+    assert d.not_loaded == []
+    p.check_quiet()
+    d.check_quiet()
+
+
+def sends(p: Engine, d: Engine, count: int) -> None:
+    """A prompt of ``count`` tokens, prefilled and then decoded; prefill may have nothing for decode."""
+    p.prefill(f"p{count}", prompt(count, count))
+    run(p, until=lambda: f"p{count}" in p.params)
+    d.decode(f"d{count}", prompt(count, count), p.params[f"p{count}"])
     run(p, d)
-    assert d.loaded == ([] if count in (9, 21) else ["r"])
+
+
+@pytest.mark.parametrize("model", SLIDING)
+@pytest.mark.parametrize(("window", "kept"), [(4, 2), (8, 2), (5, 3), (6, 0)])
+def test_sliding_windows_over_rows_of_a_block(pair: Pair, model: Model, window: int, kept: int) -> None:
+    """A window is rounded outwards to blocks. A prompt is computed by decode if vLLM frees such a block.
+
+    ``kept``: of four consecutive lengths, the number that cross.
+    """
+    groups = tuple((kind, layers, window if old else None) for kind, layers, old in model.groups)
+    p, d = pair((2, 1), Model(groups=groups), tiles=True, verify="full", prefill={"budget": 8, "blocks": 65})
+    for count in range(1, 33):
+        sends(p, d, count)
+    long = [count for count in range(17, 33) if f"d{count}" in d.loaded]
+    assert len(long) == 4 * kept
+    assert d.not_loaded == []
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_decode_that_waits_for_a_prompt_that_is_not_sent_is_answered(pair: Pair) -> None:
+    """Prefill frees a row of its window as the request ends; decode has blocks of another size and would load it."""
+    p, d = pair((1, 1), TWO_GROUPS, decode={"block": 8})
+    origin = {"do_remote_prefill": True, "transfer_id": "t", "instance": "P", "addresses": p.addresses}
+    d.decode("d", prompt(9), origin)
+    d.step()
+    assert not d.not_loaded
+    p.prefill("p", prompt(9), "t")
+    run(p, d)
+    assert p.params["p"] is None
+    assert p.reports == {}
+    assert d.not_loaded == ["d"]
+    p.check_quiet()
+    d.check_quiet()
+
+
+def test_rows_of_a_window_in_the_prefix_cache_of_decode_are_not_written_again(pair: Pair) -> None:
+    """Other requests may read those blocks: decode computes the rest of such a prompt itself."""
+    p, d = pair((1, 1), TWO_GROUPS, caching=True)
+    for name, cached in (("before", 12), ("within", 20)):
+        d.decode(name, prompt(22), prefilled(p, name, prompt(22)), cached=cached)
+    run(p, d)
+    assert d.loaded == ["before"]
     assert d.not_loaded == []
     p.check_quiet()
     d.check_quiet()

@@ -1,0 +1,225 @@
+"""A rank's endpoints over an engine's cache, from the options that all adapters have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from torch import distributed
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
+
+from ..channels import Channel, Keys, UnixChannel, ZmqChannel
+from ..endpoints import DecodeEndpoint, PrefillEndpoint, threads_on
+from ..errors import ConfigurationError
+from ..geometry import Shard
+from ..memory import Event, MemoryPool
+from ..protocol import Options
+from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
+from ..transports import default_transport, transport
+from .options import EngineOptions
+
+CPU_STAGING_BYTES = 64 << 20
+SLOTS = 8
+GATHERED_BYTES = 4096
+"""Bytes that each rank sends to the others at the start: two addresses, or an error."""
+
+
+@frozen
+class Opened:
+    """A rank's endpoints.
+
+    Args:
+        sender: prefill's; None: the instance does not prefill for others.
+        receiver: decode's; None: the instance does not decode for others.
+        address: of ``sender``; "": there is none.
+        addresses: of all prefill ranks, in order; empty: the rendezvous knows them.
+        on_cpu: the cache is in CPU memory.
+        scratch: a directory of socket files that :meth:`close` removes; None: the user's own.
+    """
+
+    sender: PrefillEndpoint | None
+    receiver: DecodeEndpoint | None
+    address: str
+    addresses: tuple[str, ...]
+    on_cpu: bool
+    scratch: Path | None
+
+    def close(self) -> None:
+        """End both endpoints."""
+        for endpoint in (self.sender, self.receiver):
+            if endpoint is not None:
+                endpoint.close()
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def open_endpoints(
+    options: EngineOptions,
+    pool_of: Callable[[], tuple[MemoryPool, Sequence[Shard]]],
+    *,
+    instance: str,
+    strategy: str,
+    tp: int,
+    rank: int,
+    group: Any,
+    produces: bool,
+    consumes: bool,
+) -> Opened:
+    """Open the endpoints of a rank. All ranks of the instance call; none waits for one that cannot.
+
+    Args:
+        options: of the adapter.
+        pool_of: makes the rank's cache, and the shards of all ranks.
+        instance: name of the instance, equal on all ranks.
+        strategy: path, schedule and selection.
+        tp: number of tensor-parallel ranks.
+        rank: this one.
+        group: the engine's group of the tensor-parallel ranks on the CPU; not used by a single rank.
+        produces: the instance prefills for others.
+        consumes: the instance decodes for others.
+
+    Raises:
+        ConfigurationError: an option that does not fit, or another rank has failed. What ``pool_of`` raises, too.
+    """
+    with ExitStack() as undo:
+        opened, meeting, failed = None, None, None
+        try:
+            meeting = _rendezvous(options)
+            opened = _open(undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes)
+        except Exception as exc:
+            failed = exc
+        own = {"addresses": opened.addresses} if opened else {"error": f"{type(failed).__name__}: {failed}"[:500]}
+        everyone = gathered(own, tp, group)
+        if failed is not None:
+            raise failed
+        for other, one in enumerate(everyone):
+            if "error" in one:
+                raise ConfigurationError(f"rank {other} of {instance} cannot start: {one['error']}")
+        assert opened is not None
+        addresses: tuple[str, ...] = ()
+        if isinstance(meeting, RequestRendezvous):
+            if produces:
+                addresses = tuple(one["addresses"][0] for one in everyone)
+                meeting.learn(instance, addresses)
+            if consumes:
+                meeting.learn(decode_name(instance), [one["addresses"][1] for one in everyone])
+        undo.pop_all()
+    return attrs.evolve(opened, addresses=addresses)
+
+
+def _open(
+    undo: ExitStack,
+    options: EngineOptions,
+    pool: MemoryPool,
+    shards: Sequence[Shard],
+    meeting: Rendezvous,
+    instance: str,
+    strategy: str,
+    rank: int,
+    produces: bool,
+    consumes: bool,
+) -> Opened:
+    """This rank's part; ``addresses`` are those of its own prefill and decode endpoint, "" where there is none."""
+    device = str(pool.buffers[0].device)
+    on_cpu = device == "cpu"
+    staging = options.staging_bytes or (CPU_STAGING_BYTES if on_cpu else None)
+    scratch = None if options.listen or options.channel != "unix" else Path(tempfile.mkdtemp(prefix="disagg_kv-"))
+    if scratch is not None:
+        undo.callback(shutil.rmtree, scratch, ignore_errors=True)
+    common = {"rank": rank, "shards": shards, "rendezvous": meeting, "verify": options.verify, "strategy": strategy}
+    common["options"] = Options(silence_s=options.silence_s, claim_s=options.claim_s, total_s=options.total_s)
+    own, sender, receiver = ["", ""], None, None
+
+    def connections(role: str) -> dict[str, Any]:
+        carrier = transport(options.transport or default_transport(device))
+        channel = _channel(options, scratch, f"{role}{rank}")
+        own[role == "decode"] = channel.address
+        return {"transport": carrier, "channel": channel, **common}
+
+    with _other_cores():
+        if produces:
+            slot = None if staging is None else max(1 << 12, staging // SLOTS)
+            sender = PrefillEndpoint(pool, instance=instance, slot_bytes=slot, slots=SLOTS, **connections("prefill"))
+            undo.callback(sender.close)
+        if consumes:
+            receiver = DecodeEndpoint(
+                pool, instance=decode_name(instance), ring_bytes=staging, **connections("decode")
+            )  # fmt: skip
+            undo.callback(receiver.close)
+    return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch)
+
+
+def gathered(own: dict[str, Any], tp: int, group: Any) -> list[dict[str, Any]]:
+    """What all ranks give. It crosses as JSON in tensors: ``all_gather_object`` would unpickle it."""
+    if tp == 1:
+        return [own]
+    mine = torch.zeros(GATHERED_BYTES, dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    mine[: len(text)] = text
+    every = [torch.empty_like(mine) for _ in range(tp)]
+    distributed.all_gather(every, mine, group=group)
+    return [json.loads(bytes(one.tolist()).rstrip(b"\0")) for one in every]
+
+
+def decode_name(instance: str) -> str:
+    """An instance that does both is two to this library."""
+    return f"{instance}/decode"
+
+
+def selecting(strategy: str) -> str:
+    """The strategy with the selection ``incremental``.
+
+    An engine shares the pages of its prefix cache between requests, so rows that decode holds are never written again.
+    Without a prefix cache decode holds none.
+    """
+    return strategy if "incremental" in strategy.split("+") else f"{strategy}+incremental"
+
+
+def queued_work() -> Event:
+    """An event that fires when the current stream of the GPU has done what is queued now."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _rendezvous(options: EngineOptions) -> Rendezvous:
+    if not options.rendezvous:
+        return RequestRendezvous()
+    host, _, port = options.rendezvous.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigurationError(f"rendezvous {options.rendezvous!r}: not tcp://HOST:PORT")
+    return StoreRendezvous(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30)))
+
+
+def _channel(options: EngineOptions, scratch: Path | None, name: str) -> Channel:
+    if options.channel == "unix":
+        folder = scratch or Path(options.listen)
+        folder.mkdir(parents=True, exist_ok=True)
+        return UnixChannel(f"unix://{folder}/{name}-{os.getpid()}.sock")
+    keys = None
+    if options.keys:
+        secret, allowed = options.keys.split(",")
+        keys = Keys.load(secret, allowed)
+    return ZmqChannel(options.listen or "tcp://127.0.0.1:0", keys=keys)
+
+
+@contextmanager
+def _other_cores() -> Iterator[None]:
+    """Place the endpoints' threads beside the cores to which an engine pins a worker's computation."""
+    own = os.sched_getaffinity(0)
+    others = set(range(os.cpu_count() or 1)) - own
+    if not others:
+        yield
+        return
+    with threads_on(others):
+        yield

@@ -1,0 +1,88 @@
+"""Options that the adapters of all engines have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import attrs
+from attrs import frozen
+
+from .. import arguments
+from ..errors import ConfigurationError, UnknownNameError
+from ..protocol import Verify, check_verify
+from ..strategies import strategy
+
+CHANNELS = ("unix", "zmq")
+
+
+@frozen(kw_only=True)
+class EngineOptions:
+    """Options of an adapter; each default works between instances on one host.
+
+    Args:
+        strategy: path and schedule, as for :func:`~disagg_kv.strategies.strategy`; the selection is ``incremental``.
+        transport: name of a transport; "": ``shm`` for CPU memory, ``cuda_ipc`` for GPUs.
+        channel: ``unix`` (processes of one user on one host) or ``zmq``.
+        listen: where the channel listens: a directory of socket files for ``unix``, an address such as
+            ``tcp://10.0.0.1:0`` for ``zmq``; "": a fresh directory, ``tcp://127.0.0.1:0``.
+        rendezvous: "": addresses travel in the engine's own messages; ``tcp://HOST:PORT``: a torch ``TCPStore`` there.
+        keys: for ``zmq`` beyond one host: ``SECRET_FILE,ALLOWED_DIRECTORY``, as ``disagg-kv keys`` writes them.
+        staging_bytes: bytes of the staging ring of a decode rank, and of all staging slots of a prefill rank; None: 64
+            MiB for CPU memory, the endpoints' own sizes for GPUs.
+        verify: which segments decode compares with checksums: ``off``, ``sampled`` or ``full``.
+        silence_s: seconds without a frame after which a peer is lost.
+        claim_s: seconds for which prefill keeps the pages of a request that no decode instance has asked for. A request
+            that waits in decode's queue for longer is not loaded.
+        total_s: seconds after which a transfer fails.
+
+    Raises:
+        ConfigurationError: a value that cannot be.
+    """
+
+    strategy: str = "auto"
+    transport: str = ""
+    channel: str = "unix"
+    listen: str = ""
+    rendezvous: str = ""
+    keys: str = ""
+    staging_bytes: int | None = None
+    verify: Verify = "off"
+    silence_s: float = 30.0
+    claim_s: float = 30.0
+    total_s: float = 300.0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("strategy", "transport", "channel", "listen", "rendezvous", "keys"):
+            arguments.text(getattr(self, name), name)
+        for name in ("silence_s", "claim_s", "total_s"):
+            arguments.seconds(getattr(self, name), name)
+        strategy(self.strategy)
+        check_verify(self.verify)
+        if self.channel not in CHANNELS:
+            raise UnknownNameError("channel", self.channel, CHANNELS)
+        if self.keys and (self.channel != "zmq" or self.keys.count(",") != 1):
+            raise ConfigurationError(f"keys {self.keys!r}: needs channel 'zmq' and SECRET_FILE,ALLOWED_DIRECTORY")
+        if self.rendezvous and not self.rendezvous.startswith("tcp://"):
+            raise ConfigurationError(f"rendezvous {self.rendezvous!r}: not tcp://HOST:PORT")
+        if self.staging_bytes is not None:
+            arguments.count(self.staging_bytes, "staging_bytes", least=1 << 16)
+
+    @classmethod
+    def read(cls, where: str, given: Mapping[str, object]) -> Self:
+        """From what a user has set at ``where``.
+
+        Raises:
+            UnknownNameError: an option of another name; lists those that there are.
+            ConfigurationError: a value that cannot be.
+        """
+        known = [one.name for one in attrs.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise UnknownNameError(f"option of {where}", str(name), known)
+        return cls(**given)  # type: ignore[arg-type]
+
+    @property
+    def layered(self) -> bool:
+        """Whether layers are sent while others are computed."""
+        return strategy(self.strategy).schedule.name != "per_chunk"

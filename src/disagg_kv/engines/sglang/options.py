@@ -1,0 +1,73 @@
+"""What the environment variable ``DISAGG_KV_SGLANG`` may hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from ...errors import ConfigurationError
+from ...strategies import AUTO, PER_CHUNK, paths, strategy
+from ..opening import selecting
+from ..options import EngineOptions
+
+VARIABLE = "DISAGG_KV_SGLANG"
+"""A JSON object; unset: all defaults."""
+
+
+@frozen(kw_only=True)
+class SGLangOptions(EngineOptions):
+    """Options of the plug-in; see :class:`~disagg_kv.engines.options.EngineOptions`.
+
+    SGLang frees pages by its own clock. So only paths are accepted under which no peer writes into pages.
+    """
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        chosen = strategy(self.strategy)
+        if chosen.path != AUTO and paths()[chosen.path].exposes_pages:
+            raise ConfigurationError(
+                f"strategy {self.strategy!r}: with path {chosen.path!r} peers write into pages, which SGLang frees "
+                "without waiting for them; take 'staged'"
+            )
+        if chosen.schedule.name != PER_CHUNK:
+            raise ConfigurationError(
+                f"strategy {self.strategy!r}: SGLang reports rows once all layers are computed, so the schedule "
+                f"{chosen.schedule.name!r} is not supported"
+            )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> SGLangOptions:
+        """From the variable :data:`VARIABLE`.
+
+        Raises:
+            UnknownNameError: an option of another name; lists those that there are.
+            ConfigurationError: no JSON object, or a value that cannot be.
+        """
+        text = environment.get(VARIABLE, "")
+        try:
+            given = json.loads(text or "{}")
+        except ValueError as exc:
+            raise ConfigurationError(f"{VARIABLE}: no JSON: {exc}: {text:.200}") from exc
+        if not isinstance(given, dict):
+            raise ConfigurationError(f"{VARIABLE}: no JSON object: {text:.200}")
+        return cls.read(VARIABLE, given)
+
+    @property
+    def names(self) -> str:
+        """The strategy as the endpoints take it."""
+        parts = [part.strip() for part in self.strategy.split("+")]
+        return selecting("+".join("staged" if part == AUTO else part for part in parts))
+
+    def check(self, radix_cache: bool) -> None:
+        """Raise a :class:`ConfigurationError` for options that SGLang's own ones contradict.
+
+        Args:
+            radix_cache: whether this is a decode server that keeps the pages of earlier prompts.
+        """
+        if radix_cache and self.verify == "full":
+            raise ConfigurationError(
+                "verify 'full' compares every row, and there are no checksums of SGLang's own radix cache: start decode"
+                " servers without --disaggregation-decode-enable-radix-cache, or take verify 'sampled'"
+            )

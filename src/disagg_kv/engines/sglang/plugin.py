@@ -1,0 +1,165 @@
+"""The transfer backend ``disagg_kv`` in SGLang's own classes (SGLang 0.5.23, ``sglang.srt.disaggregation.base.conn``).
+
+SGLang's list of backends is closed. So the plug-in adds a member to it, and answers for this member when SGLang asks
+for a backend's classes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, TransferBackend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.server_args import add_disagg_transfer_backend_choices
+
+from ...errors import UnsupportedError
+from ..model import model_digest
+from .bootstrap import BootstrapServer
+from .host import ServerFacts, announce, cache_dtype, open_side, refuse
+from .options import SGLangOptions
+from .rooms import ReceiverRoom, SenderRoom
+
+NAME = "disagg_kv"
+
+
+@frozen
+class PrefillInfo:
+    """What SGLang's decode queue reads of a prefill instance."""
+
+    dp_size: int = 1
+    follow_bootstrap_room: bool = True
+
+
+class DisaggKVManager(BaseKVManager):
+    """A rank's endpoint."""
+
+    def __init__(
+        self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        """SGLang calls this on every rank, once the cache is allocated.
+
+        Raises:
+            UnknownNameError: an option of another name.
+            ConfigurationError: an option's value that cannot be.
+            UnsupportedError: a feature of SGLang that the plug-in does not support.
+        """
+        self.kv_args = args
+        parallel, produces = get_parallel(), disaggregation_mode == DisaggregationMode.PREFILL
+        refuse(
+            args,
+            {
+                "pipeline parallelism": parallel.pp_size > 1,
+                "data parallelism": server_args.dp_size > 1,
+                "context parallelism": parallel.attn_cp_size > 1 or server_args.dcp_size > 1,
+                "speculative decoding": server_args.speculative_algorithm is not None,
+                "hierarchical cache": server_args.enable_hierarchical_cache,
+                "KV checksums (set verify instead)": get_disagg().disaggregation_enable_kv_checksum,
+                "role switch": get_disagg().enable_pd_role_switch,
+            },
+        )
+        options = SGLangOptions.from_environment(os.environ)
+        options.check(not produces and get_disagg().disaggregation_decode_enable_radix_cache)
+        model = ModelConfig.from_server_args(server_args)
+        dtype = str(model.dtype).removeprefix("torch.")
+        facts = ServerFacts(
+            tp=parallel.tp_size,
+            rank=parallel.tp_rank,
+            heads=model.get_total_num_kv_heads(),
+            latent=bool(is_mla_backend),
+            dtype=cache_dtype(args.kv_cache_dtype_str, dtype),
+            model=model_digest(server_args.model_path, model.hf_config.to_dict(), model.dtype, model.quantization),
+            device="cpu" if server_args.device == "cpu" else f"cuda:{torch.cuda.current_device()}",
+        )
+        self.side, self._source = open_side(
+            options, args, facts, produces=produces, group=parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
+        )
+        self.prefill_info_table = self
+        if produces and facts.rank == 0:
+            self._host, self._port = server_args.host, get_disagg().disaggregation_bootstrap_port
+            self.register_to_bootstrap()
+
+    def register_to_bootstrap(self) -> None:
+        """Describe this instance to its bootstrap server."""
+        announce(self._host, self._port, self._source)
+
+    def get(self, bootstrap_addr: str) -> PrefillInfo | None:
+        """As SGLang's table of prefill instances: the one of a bootstrap server, if it is known and alive."""
+        return None if self.side.source_at(bootstrap_addr) is None else PrefillInfo()
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Ask a bootstrap server; False: it has not answered yet."""
+        return self.side.directory.ensure(bootstrap_addr)
+
+    def submit_prefill_recompute(self, kv_receiver: DisaggKVReceiver, payload: Any) -> None:
+        """SGLang has retracted a request, to compute it again on prefill under the same room: it fails by name."""
+        kv_receiver.refuse(UnsupportedError("a retracted request that prefill computes again is not supported yet"))
+
+
+class DisaggKVSender(SenderRoom, BaseKVSender):
+    """A request of a prefill rank."""
+
+    def __init__(
+        self,
+        mgr: DisaggKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        super().__init__(mgr.side, bootstrap_room)
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        """For SGLang's metrics."""
+        return KVTransferMetric(
+            transfer_latency_s=self.report.seconds.get("wire"), transfer_total_bytes=self.report.nbytes
+        )
+
+
+class DisaggKVReceiver(ReceiverRoom, BaseKVReceiver):
+    """A request of a decode rank."""
+
+    require_staging = False
+    abort_notified = False
+
+    def __init__(self, mgr: DisaggKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        super().__init__(mgr.side, bootstrap_addr, bootstrap_room)
+
+
+class DisaggKVBootstrapServer(BootstrapServer, BaseKVBootstrapServer):
+    """Where decode finds this server."""
+
+
+def register_backend() -> None:
+    """Make the backend known to SGLang."""
+    member = object.__new__(TransferBackend)
+    member._name_, member._value_ = NAME.upper(), NAME
+    TransferBackend._member_names_.append(member._name_)
+    TransferBackend._member_map_[member._name_] = member
+    TransferBackend._value2member_map_[NAME] = member
+    add_disagg_transfer_backend_choices([NAME])
+    classes = {
+        KVClassType.MANAGER: DisaggKVManager,
+        KVClassType.SENDER: DisaggKVSender,
+        KVClassType.RECEIVER: DisaggKVReceiver,
+        KVClassType.BOOTSTRAP_SERVER: DisaggKVBootstrapServer,
+    }
+
+    def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+        ours = transfer_backend is member and class_type in classes
+        return classes[class_type] if ours else original(transfer_backend, class_type)
+
+    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", kv_class, HookType.AROUND)

@@ -1,0 +1,376 @@
+"""A request on one rank, as SGLang's scheduler drives it: a sender on prefill, a receiver on decode.
+
+SGLang polls every request in each step of its scheduler, takes the lowest state of all ranks, and frees pages when it
+sees ``FAILED``, or right after it has called ``abort`` or ``failure_exception``. So ``FAILED`` is reported once nothing
+touches the pages any more, and those two calls return only then. That is soon: no peer writes into pages, so only
+copies on this host are awaited.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, Report, room_id
+from ...endpoints.decode.handle import ReceptionHandle
+from ...endpoints.prefill.handle import DeliveryHandle
+from ...errors import AbortedError, DisaggKVError, PeerLostError
+from ...geometry import PageTable
+from ...ids import RoomId
+from ...memory import Event
+from ...protocol import Phase
+from ...rendezvous import Source
+from ..opening import Opened
+from .bootstrap import Directory
+from .cache import KV
+
+log = logging.getLogger("disagg_kv.sglang")
+
+I32 = npt.NDArray[np.int32]
+
+YIELD_S = 0.0001
+BETWEEN_S = 0.0003
+"""SGLang's scheduler steps without a pause. At most every ``BETWEEN_S`` a poll sleeps for ``YIELD_S``, so that the
+endpoint's thread gets the interpreter."""
+SLOW_S = 5.0
+"""Seconds after which a wait for copies on this host is logged."""
+
+
+class Poll(IntEnum):
+    """States of a request; the numbers are those of SGLang's ``KVPoll``."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+class Side:
+    """A rank's endpoint, and what its rooms need of the host.
+
+    Args:
+        endpoint: prefill's or decode's.
+        page: tokens of a page.
+        mark: an event that fires once the rows that are computed now are final; None: they are final.
+        opened: what else ends with the endpoint; None: nothing.
+    """
+
+    def __init__(
+        self,
+        endpoint: PrefillEndpoint | DecodeEndpoint,
+        page: int,
+        mark: Callable[[], Event] | None = None,
+        opened: Opened | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.page = page
+        self.mark = mark
+        self._opened = opened
+        self.directory = Directory()
+        self._met: dict[str, int] = {}
+        self._doubted: set[str] = set()
+        self._yielded = 0.0
+
+    def give_way(self) -> None:
+        """A room waits: let the endpoint's thread have the interpreter for a moment."""
+        if time.monotonic() - self._yielded > BETWEEN_S:
+            time.sleep(YIELD_S)
+            self._yielded = time.monotonic()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the endpoint moves nothing any more.
+
+        Raises:
+            EndpointBrokenError: it has failed as a whole, and may still read or write pages that SGLang would use
+                again: the server has to end.
+        """
+        if self.endpoint.admission.ended:
+            return True
+        self.endpoint.poll()
+        return False
+
+    def source_at(self, address: str) -> Source | None:
+        """The prefill instance at a bootstrap address; None: it is not known.
+
+        Once a process of it is lost, the bootstrap server is asked again, once: another instance may be there.
+        """
+        source = self.directory.get(address)
+        if source is None:
+            return None
+        if self._connected(source) >= self._met.get(source.instance, 0):
+            self._doubted.discard(source.instance)
+        elif source.instance not in self._doubted:
+            self._doubted.add(source.instance)
+            self.directory.forget(source.instance)
+            return None
+        return source
+
+    def met(self, source: Source) -> None:
+        """A request of this instance has succeeded: its ranks are connected now."""
+        self._met[source.instance] = self._connected(source)
+
+    def _connected(self, source: Source) -> int:
+        """Ranks of an instance that are connected."""
+        here = ("connected", "silent")
+        return sum(peer.instance == source.instance and peer.state in here for peer in self.endpoint.peers())
+
+    def close(self) -> None:
+        """End the endpoint."""
+        self.directory.close()
+        (self.endpoint if self._opened is None else self._opened).close()
+
+
+def room_of(number: int | None) -> RoomId:
+    """The room of SGLang's ``bootstrap_room``. It is used once: a router that sends a request again takes another."""
+    return room_id(f"sglang {number}")
+
+
+class Room:
+    """What both sides have in common.
+
+    Args:
+        side: of this rank.
+        number: SGLang's ``bootstrap_room``.
+    """
+
+    _ended = ""
+
+    def __init__(self, side: Side, number: int | None) -> None:
+        self._side = side
+        self._number = number
+        self._handle: DeliveryHandle | ReceptionHandle | None = None
+        self._told = False
+        self._error: DisaggKVError | None = None
+
+    @property
+    def report(self) -> Report:
+        """What it cost so far."""
+        return Report() if self._handle is None else self._handle.report
+
+    def _attempt(self, act: Callable[[], Any]) -> None:
+        """What cannot be done fails the request, and harms no other."""
+        try:
+            act()
+        except DisaggKVError as exc:
+            self._fail(exc)
+
+    def _fail(self, error: DisaggKVError) -> None:
+        if self._error is None:
+            self._error = error
+        if self._handle is not None:
+            self._handle.abort(str(error))
+
+    def _outcome(self) -> Poll | None:
+        """``SUCCESS`` or ``FAILED`` once nothing touches the pages any more; else None."""
+        closed = self._side.closed
+        if self._handle is None:
+            return None if self._error is None else Poll.FAILED
+        phase, released = self._handle.phase, self._handle.released
+        if phase is Phase.DONE and released and self._error is None:
+            if not self._told:
+                log.info("room %s is %s: %s bytes", self._number, self._ended, self._handle.report.nbytes)
+                self._told = True
+            return Poll.SUCCESS
+        if phase in (Phase.DONE, Phase.FAILED) and (released or closed):
+            return Poll.FAILED
+        self._side.give_way()
+        return None
+
+    def _settle(self) -> None:
+        """Wait until nothing touches the pages any more."""
+        handle, began, told = self._handle, time.monotonic(), False
+        while handle is not None and not self._side.closed and not handle.released:
+            time.sleep(YIELD_S)
+            if not told and time.monotonic() - began > SLOW_S:
+                log.warning("room %s: copies of its pages have not ended after %s s", self._number, SLOW_S)
+                told = True
+
+    def abort(self) -> None:
+        """SGLang has ended the request; its pages are free on return."""
+        self._fail(AbortedError(f"room {self._number}: SGLang has ended the request"))
+        self._settle()
+
+    def failure_exception(self) -> None:
+        """Raise why the request failed; its pages are free then. Another rank may have failed, and this one not yet."""
+        error = self._error or (None if self._handle is None else self._handle.error)
+        if error is None:
+            self._fail(AbortedError(f"room {self._number}: the request failed on another rank"))
+            error = self._error
+        self._settle()
+        if isinstance(error, PeerLostError):
+            self._lost()
+        assert error is not None
+        raise error
+
+    def refuse(self, error: DisaggKVError) -> None:
+        """The request cannot be served."""
+        self._fail(error)
+
+    def clear(self) -> None:
+        """SGLang forgets the request."""
+        if self._handle is not None and self._handle.phase not in (Phase.DONE, Phase.FAILED):
+            self.abort()
+
+    def _lost(self) -> None:
+        """The other side was lost."""
+
+
+class SenderRoom(Room):
+    """A request of a prefill rank.
+
+    Args:
+        side: of this rank.
+        number: SGLang's ``bootstrap_room``.
+    """
+
+    _ended = "sent"
+    _handle: DeliveryHandle | None
+    _early_send_wait_event: Event | None = None
+    """SGLang sets this before it sends rows of its prefix cache that an earlier pass may still write."""
+
+    def __init__(self, side: Side, number: int | None) -> None:
+        super().__init__(side, number)
+        self._first = 0
+        self._pages: int | None = None
+        self._sent = 0
+        self._stop = 0
+        self._aux: int | None = None
+        self._attempt(self._open)
+
+    def _open(self) -> None:
+        assert isinstance(self._side.endpoint, PrefillEndpoint)
+        self._handle = self._side.endpoint.open(room_of(self._number))
+
+    def poll(self) -> Poll:
+        """The request's state on this rank."""
+        found = self._outcome()
+        if found is not None:
+            return found
+        if self._stop:
+            return Poll.TRANSFERRING
+        assert self._handle is not None
+        ready = self._handle.phase in (Phase.READY, Phase.MOVING) and self._handle.held is not None
+        return Poll.WAITING_FOR_INPUT if self._pages is not None or ready else Poll.BOOTSTRAPPING
+
+    def pop_decode_prefix_len(self) -> int:
+        """Leading tokens that prefill need not send: those that decode holds, in whole pages of prefill."""
+        held = {} if self._handle is None else self._handle.held or {}
+        self._first = held.get(KV, 0) // self._side.page * self._side.page
+        return self._first
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """How many pages will follow, and the metadata row that goes with the last one.
+
+        A second call: SGLang has retracted the request, and computes it again in other pages.
+        """
+        if self._stop and self._handle is not None:
+            self._attempt(self._handle.withdraw().synchronize)
+        self._pages, self._aux, self._sent, self._stop = num_kv_indices, aux_index, 0, 0
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """Whether there is anything to send: the last chunk has the metadata row, even without pages."""
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self, kv_indices: I32, state_indices: Sequence[Any] | None = None, num_kv_tokens: int | None = None
+    ) -> None:
+        """Send the rows of some pages; they follow those of the last call."""
+        self._attempt(lambda: self._send(kv_indices, num_kv_tokens))
+
+    def _send(self, pages: I32, tokens: int | None) -> None:
+        handle, side = self._handle, self._side
+        if handle is None or handle.phase in (Phase.DONE, Phase.FAILED) or self._error is not None:
+            return
+        first = self._first + self._sent * side.page
+        stop = first + (len(pages) * side.page if tokens is None else tokens)
+        ready, self._early_send_wait_event = self._early_send_wait_event, None
+        if ready is None and side.mark is not None:
+            ready = side.mark()
+        if stop > self._stop:
+            handle.send_chunk(stop, [PageTable(KV, pages, first)], ready)
+        self._sent, self._stop = self._sent + len(pages), stop
+        if self._sent == self._pages:
+            handle.finish(stop, aux=self._aux, ready=ready)
+
+
+class ReceiverRoom(Room):
+    """A request of a decode rank.
+
+    Args:
+        side: of this rank.
+        address: host and port of prefill's bootstrap server.
+        number: SGLang's ``bootstrap_room``.
+    """
+
+    _ended = "loaded"
+    _handle: ReceptionHandle | None
+
+    def __init__(self, side: Side, address: str, number: int | None) -> None:
+        super().__init__(side, number)
+        self._address = address
+        self._source: Source | None = None
+        self._expects = False
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """The prefill instance is known."""
+        self._attempt(self._open)
+
+    def _open(self) -> None:
+        if self._error is not None:
+            return
+        self._source = self._side.directory.get(self._address)
+        if self._source is None:
+            raise PeerLostError(f"room {self._number}: no prefill instance at bootstrap server {self._address}")
+        assert isinstance(self._side.endpoint, DecodeEndpoint)
+        self._handle = self._side.endpoint.open(room_of(self._number), self._source)
+
+    def poll(self) -> Poll:
+        """The request's state on this rank."""
+        found = self._outcome()
+        if found is not None:
+            return found
+        if self._expects:
+            return Poll.TRANSFERRING
+        return Poll.BOOTSTRAPPING if self._handle is None else Poll.WAITING_FOR_INPUT
+
+    def send_metadata(
+        self,
+        kv_indices: I32,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **others: Any,
+    ) -> None:
+        """Name the pages of the rows after the prefix that decode holds, and the metadata row."""
+        self._expects = True
+        self._attempt(lambda: self._expect(kv_indices, aux_index, decode_prefix_len or 0))
+
+    def _expect(self, pages: I32, aux: int | None, prefix: int) -> None:
+        assert self._handle is not None
+        held = {KV: prefix} if prefix else {}
+        self._handle.expect(Expectation(None, [PageTable(KV, pages, prefix)], held=held, aux=aux))
+
+    def abort(self) -> None:
+        """SGLang has ended the request, or found no bootstrap server; its pages are free on return."""
+        problem = self._side.directory.problem(self._address)
+        if self._handle is None and problem is not None:
+            self._fail(PeerLostError(f"room {self._number}: {problem}"))
+        super().abort()
+
+    def clear(self) -> None:
+        """SGLang forgets the request."""
+        if self._source is not None and self._told:
+            self._side.met(self._source)
+        super().clear()
+
+    def _lost(self) -> None:
+        if self._source is not None:
+            self._side.directory.forget(self._source.instance)

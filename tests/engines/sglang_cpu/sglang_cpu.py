@@ -1,0 +1,70 @@
+"""What SGLang 0.5.23 asks of CUDA although it runs on a CPU: a plug-in that every process of SGLang loads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+class DoneEvent:
+    """On a CPU work is done when it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._at = 0.0
+
+    def record(self, *args: Any) -> None:
+        """Note the time."""
+        self._at = time.perf_counter()
+
+    def wait(self, *args: Any) -> None:
+        """Nothing is awaited."""
+
+    def synchronize(self) -> None:
+        """Nothing is awaited."""
+
+    def query(self) -> bool:
+        """It is done."""
+        return True
+
+    def elapsed_time(self, other: DoneEvent) -> float:
+        """Milliseconds between two."""
+        return (other._at - self._at) * 1e3
+
+
+def install() -> None:
+    """Replace them; with ``SGLANG_CPU_SWAP`` the negative control is on."""
+    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
+    torch.cuda.Event = DoneEvent  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = lambda *args: None  # type: ignore[assignment]
+    empty = torch.empty
+    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+    kernels = ModuleType("vllm._custom_ops")
+    kernels.rotary_embedding = None  # type: ignore[attr-defined]
+    sys.modules["vllm"], sys.modules["vllm._custom_ops"] = ModuleType("vllm"), kernels
+    if os.environ.get("SGLANG_CPU_SWAP"):
+        swap_heads()
+
+
+def swap_heads() -> None:
+    """Everything arrives, and is wrong: heads 0 and 1 of all rows are swapped when a request has arrived."""
+    from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom
+
+    poll = ReceiverRoom.poll
+    swapped: set[int] = set()
+
+    def swap(self: ReceiverRoom) -> Poll:
+        state = poll(self)
+        if state is Poll.SUCCESS and id(self) not in swapped:
+            swapped.add(id(self))
+            pool: Any = self._side.endpoint._pool
+            for plane in range(len(pool.site.planes)):
+                view = pool.view(plane)
+                view[:, :, [0, 1]] = view[:, :, [1, 0]]
+        return state
+
+    ReceiverRoom.poll = swap  # type: ignore[method-assign]

@@ -1,0 +1,193 @@
+"""Servers of SGLang serve through the plug-in: the tokens are those of one server, or there is a named error."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .sglang_servers import Server, serve
+
+pytest.importorskip("sglang", reason="SGLang is not installed: nox -s engines_sglang installs it")
+pytestmark = pytest.mark.timeout(900)
+
+LENGTHS = (5, 16, 33, 150, 400)
+COUNT = 12
+ROW_BYTES = 4 * 2 * 4 * 32 * 4
+"""Layers, K and V, heads, head dimension, bytes of a float."""
+
+Start = Callable[..., Server]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(f"{length} {seed}")
+    return [draw.randrange(3, 512) for _ in range(length)]
+
+
+@pytest.fixture
+def servers(model: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start a server; its log is in the test's folder."""
+    with ExitStack() as ends:
+
+        def begin(name: str, mode: str = "null", **given: Any) -> Server:
+            server = Server(tmp_path / f"{name}.log", model, mode, **given)
+            ends.callback(server.close)
+            return server
+
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def tokens_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[int]], list[int]]]:
+    """What one server without any transfer answers; asked once for each prompt."""
+    known: dict[tuple[int, ...], list[int]] = {}
+    alone: list[Server] = []
+
+    def ask(tokens: list[int]) -> list[int]:
+        if tuple(tokens) not in known:
+            if not alone:
+                alone.append(Server(tmp_path_factory.mktemp("alone") / "alone.log", model).ready())
+            known[tuple(tokens)] = alone[0].begin(tokens, COUNT).result()["output_ids"]
+        return known[tuple(tokens)]
+
+    yield ask
+    for server in alone:
+        server.close()
+
+
+TokensOf = Callable[[list[int]], list[int]]
+
+
+def pair(start: Start, prefill: dict[str, Any], decode: dict[str, Any]) -> tuple[Server, Server]:
+    both = start("prefill", "prefill", **prefill), start("decode", "decode", **decode)
+    return both[0].ready(), both[1].ready()
+
+
+def all_free(*servers: Server) -> None:
+    """SGLang's own count of used tokens returns to zero."""
+    deadline = time.monotonic() + 60
+    while any(server.used_tokens() for server in servers):
+        assert time.monotonic() < deadline, [server.used_tokens() for server in servers]
+        time.sleep(0.2)
+
+
+def sent_bytes(server: Server) -> list[int]:
+    """Bytes of each request, from the prefill server's log."""
+    return [int(found) for found in re.findall(r"room \d+ is sent: (\d+) bytes", server.log.read_text())]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("prefill_page", "decode_page"), [(1, 1), (16, 16), (16, 1)])
+def test_tokens_are_those_of_one_server(
+    servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, prefill_page: int, decode_page: int
+) -> None:
+    """Chunked prefill of 64 tokens, and a checksum of every byte."""
+    wanted = {length: tokens_of(prompt(length)) for length in LENGTHS}
+    options = {"verify": "full"}
+    prefill, decode = pair(
+        servers,
+        {"tp_size": prefill_tp, "page_size": prefill_page, "options": options, "chunked_prefill_size": 64},
+        {"tp_size": decode_tp, "page_size": decode_page, "options": options},
+    )
+    for room, length in enumerate(LENGTHS, 1):
+        first, second = serve(prefill, decode, room, prompt(length), COUNT)
+        assert second.get("output_ids") == wanted[length], (length, first, second)
+        assert first["output_ids"] == wanted[length][:1]
+    all_free(decode)
+
+
+def test_swapped_heads_give_other_tokens(servers: Start, tokens_of: TokensOf) -> None:
+    """The comparison above can fail."""
+    prefill, decode = pair(servers, {}, {"environment": {"SGLANG_CPU_SWAP": "1"}})
+    _, answer = serve(prefill, decode, 1, prompt(150), COUNT)
+    assert len(answer["output_ids"]) == COUNT
+    assert answer["output_ids"] != tokens_of(prompt(150))
+
+
+def test_rows_in_the_radix_cache_of_decode_are_not_sent_again(servers: Start, tokens_of: TokensOf) -> None:
+    """A conversation of three turns: the bytes on the wire are those of the suffix."""
+    prefill, decode = pair(servers, {}, {"disaggregation_decode_enable_radix_cache": True})
+    turns = [prompt(100)]
+    for room in range(1, 4):
+        _, answer = serve(prefill, decode, room, turns[-1], COUNT)
+        assert answer["output_ids"] == tokens_of(turns[-1])
+        turns.append([*turns[-1], *answer["output_ids"], *prompt(20, seed=room)])
+    held = [0, 100 + COUNT - 1, 132 + COUNT - 1]  # the last token of an answer has no rows
+    assert sent_bytes(prefill) == [(len(turn) - known) * ROW_BYTES for turn, known in zip(turns, held, strict=False)]
+
+
+def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf) -> None:
+    """50 requests, a third of which the client aborts at any time.
+
+    An abort that overtakes its request is lost in SGLang. If the other side has ended, the request ends at ``total_s``.
+    """
+    options = {"options": {"total_s": 20}}
+    prefill, decode = pair(servers, {"disable_radix_cache": True, "chunked_prefill_size": 64, **options}, options)
+    draw, asked = random.Random(5), []
+    for room in range(1, 51):
+        tokens, rid = prompt(draw.randrange(20, 400), room), f"request {room}"
+        first, second = prefill.begin(tokens, 1, prefill, room, rid), decode.begin(tokens, COUNT, prefill, room, rid)
+        gone = draw.random() < 0.33
+        if gone:
+            time.sleep(draw.uniform(0, 0.05))
+            for server in draw.sample([prefill, decode], 2):
+                server.abort(rid)
+        elif draw.random() < 0.3:
+            second.result()
+        asked.append((tokens, gone, first, second))
+    kept = 0
+    for tokens, gone, first, second in asked:
+        first.result()
+        answer = second.result()
+        if not gone:
+            kept += 1
+            assert answer["output_ids"] == tokens_of(tokens)
+    assert kept > 20
+    all_free(prefill, decode)
+
+
+def test_prefill_is_killed_and_started_again(servers: Start, tokens_of: TokensOf) -> None:
+    """At the same bootstrap address. Requests in between end with an error; later ones are served."""
+    prefill, decode = pair(servers, {}, {})
+    assert serve(prefill, decode, 1, prompt(50), COUNT)[1]["output_ids"] == tokens_of(prompt(50))
+    prefill.kill()
+    waiting = decode.begin(prompt(60), COUNT, prefill, 2)
+    answer = waiting.result()
+    assert "error" in answer, answer
+    assert "bootstrap" in str(answer)
+    again = servers("again", "prefill", bootstrap=prefill.bootstrap).ready()
+    assert serve(again, decode, 3, prompt(70), COUNT)[1]["output_ids"] == tokens_of(prompt(70))
+    all_free(decode)
+
+
+def test_bad_requests_end_in_a_named_error(servers: Start, tokens_of: TokensOf) -> None:
+    """A room that was used before; a bootstrap server that is not there."""
+    prefill, decode = pair(servers, {}, {})
+    assert serve(prefill, decode, 1, prompt(50), COUNT)[1]["output_ids"] == tokens_of(prompt(50))
+    first, second = serve(prefill, decode, 1, prompt(50), COUNT)
+    assert "was used already" in str(first)
+    assert "was used already" in str(second)
+    assert serve(prefill, decode, 2, prompt(51), COUNT)[1]["output_ids"] == tokens_of(prompt(51))
+    all_free(decode)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        ({"strategy": "direct"}, {}, "peers write into pages"),
+        ({"stratgy": "auto"}, {}, "stratgy"),
+    ],
+)
+def test_a_wrong_option_is_named_at_the_start(
+    servers: Start, options: dict[str, Any], args: dict[str, Any], message: str
+) -> None:
+    server = servers("wrong", "prefill", options=options, **args)
+    with pytest.raises(AssertionError, match="has ended"):
+        server.ready()
+    assert server.logged(message)

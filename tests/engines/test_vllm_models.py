@@ -1,0 +1,199 @@
+"""Models whose caches are not one group of full attention: instances serve them, or refuse them by name at start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .instances import PREFILL, Instance, transfer
+
+pytestmark = pytest.mark.timeout(900)
+
+COUNT = 12
+WINDOW = 64
+LENGTHS = (33, 64, 65, 95, 96, 150, 191, 400)
+"""Shorter and longer than the window."""
+
+OUTRUN = {95, 96, 191}
+"""Lengths of which decode computes the whole prompt: vLLM has freed a block of 32 tokens that decode would need."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.15, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def gemma() -> Any:
+    """Two groups of sliding layers and one of full attention, in the same bytes."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(
+        **SIZES, num_hidden_layers=6, layer_types=kinds, sliding_window=WINDOW, query_pre_attn_scalar=32
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def mistral() -> Any:
+    """Sliding layers alone."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**SIZES, num_hidden_layers=4, sliding_window=WINDOW))
+
+
+def deepseek() -> Any:
+    """MLA; vLLM's kernels for CPUs have latents of 512 and 64 elements only."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    latent: dict[str, Any] = {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": 64,
+    }
+    experts: dict[str, Any] = {
+        "first_k_dense_replace": 3, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }  # fmt: skip
+    sizes: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4}
+    del sizes["head_dim"]
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, **experts, num_hidden_layers=3))
+
+
+def falcon() -> Any:
+    """Attention and Mamba in every layer."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    mamba: dict[str, Any] = {
+        "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    }  # fmt: skip
+    sizes: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return FalconH1ForCausalLM(FalconH1Config(**sizes, **mamba, num_hidden_layers=2))
+
+
+MODELS: Mapping[str, Callable[[], Any]] = {"gemma": gemma, "mistral": mistral, "deepseek": deepseek, "falcon": falcon}
+
+Begin = Callable[..., Instance]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models with random weights, each made once."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            torch.manual_seed(0)
+            made[kind] = tmp_path_factory.mktemp(kind)
+            MODELS[kind]().save_pretrained(made[kind])
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture
+def begin(folders: Callable[[str], Path], tmp_path: Path) -> Iterator[Begin]:
+    """Start an instance of a model; its log is in the test's folder."""
+    with ExitStack() as ends:
+
+        def of(kind: str, name: str, kv: Mapping[str, Any] | None, **config: Any) -> Instance:
+            instance = Instance(tmp_path / f"{name}.log", folders(kind), kv, **config)
+            ends.callback(instance.close)
+            return instance
+
+        yield of
+
+
+def prompt(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(3, 512) for _ in range(length)]
+
+
+def answers(
+    prefill: Instance, decode: Instance, prompts: Sequence[list[int]], params: Mapping[str, Any] = PREFILL
+) -> list[list[int]]:
+    """The tokens after each prompt."""
+    found = []
+    for tokens in prompts:
+        first = prefill.ask(f"p-{len(tokens)}", tokens, 1, params)
+        answer = decode.ask(f"d-{len(tokens)}", tokens, COUNT, first["params"])
+        assert answer["reason"] == "length", len(tokens)
+        found.append(answer["tokens"])
+    return found
+
+
+def alone(begin: Begin, kind: str, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """The tokens of one instance without any transfer."""
+    instance = begin(kind, "alone", None).ready()
+    found: list[list[int]] = [instance.ask(str(len(tokens)), tokens, COUNT)["tokens"] for tokens in prompts]
+    instance.close()
+    return found
+
+
+def by_nixl(
+    begin: Begin, kind: str, tps: tuple[int, int], prompts: Sequence[list[int]], patch: pytest.MonkeyPatch
+) -> list[list[int]]:
+    """The tokens of two instances with vLLM's own ``NixlConnector``."""
+    instances = []
+    patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    ports = random.SystemRandom().sample(range(12_000, 32_000), 2)  # below those that other listeners are given
+    for role, tp, port in zip(("kv_producer", "kv_consumer"), tps, ports, strict=True):
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        instances.append(begin(kind, f"nixl {role}", {"kv_connector": "NixlConnector", "kv_role": role}, tp=tp))
+    names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+    found = answers(instances[0].ready(), instances[1].ready(), prompts, {**PREFILL, **dict.fromkeys(names)})
+    for one in instances:
+        one.close()
+    return found
+
+
+def transferred(
+    begin: Begin, kind: str, tps: tuple[int, int], prompts: Sequence[list[int]], loaded: int, **more: Any
+) -> list[list[int]]:
+    """The tokens of two instances, with a checksum of every byte.
+
+    ``loaded``: the number of prompts that are transferred, not computed by decode. ``more``: of the prefill instance.
+    """
+    kv = [transfer(role, verify="full") for role in ("kv_producer", "kv_consumer")]
+    prefill, decode = begin(kind, "prefill", kv[0], tp=tps[0], **more), begin(kind, "decode", kv[1], tp=tps[1])
+    found = answers(prefill.ready(), decode.ready(), prompts)
+    assert decode.metric("vllm:disagg_kv_loaded_total") == loaded * tps[1]
+    assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mistral"])
+@pytest.mark.parametrize("tps", [(1, 1), (1, 2), (2, 1)])
+def test_tokens_of_models_with_sliding_windows(begin: Begin, kind: str, tps: tuple[int, int]) -> None:
+    """Chunked prefill of 64 tokens."""
+    prompts = [prompt(length) for length in LENGTHS]
+    wanted = alone(begin, kind, prompts)
+    chunked = {"max_num_batched_tokens": 64}
+    assert transferred(begin, kind, tps, prompts, len(LENGTHS) - len(OUTRUN), args=chunked) == wanted
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (1, 2)])
+def test_tokens_of_a_model_with_latents(begin: Begin, tps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with vLLM's ``NixlConnector``, which takes half a minute for a prompt here.
+
+    One instance is no oracle: vLLM's backend for CPUs gives other tokens after a prompt that it computes at once than
+    after one whose last token it computes alone, as decode does whatever carries the rows.
+    """
+    prompts = [prompt(150)]
+    wanted = by_nixl(begin, "deepseek", tps, prompts, monkeypatch)
+    assert transferred(begin, "deepseek", tps, prompts, len(prompts)) == wanted
+
+
+def test_a_model_with_mamba_layers_is_refused_by_name_at_start(begin: Begin) -> None:
+    instance = begin("falcon", "prefill", transfer("kv_producer"))
+    with pytest.raises(AssertionError, match="the instance has ended"):
+        instance.ready()
+    assert "DisaggKVConnector does not move vLLM's MambaSpec yet" in instance.log.read_text()

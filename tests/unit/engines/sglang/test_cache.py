@@ -1,0 +1,95 @@
+"""SGLang's buffers as a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from disagg_kv.engines.sglang.cache import KV, Buffers, SGLangPool, pool_of
+from disagg_kv.errors import GeometryError, UnsupportedError
+from disagg_kv.ids import LayerId
+from tests.support.sglang_like import described
+
+PAGE, HEADS, DIM = 4, 2, 8
+
+
+def arrays(count: int = 4, slots: int = 20) -> list[npt.NDArray[np.uint16]]:
+    return [np.full((slots, HEADS, DIM), number, np.uint16) for number in range(count)]
+
+
+def metadata() -> list[npt.NDArray[Any]]:
+    return [np.zeros((3, 4), np.int32), np.zeros((3, 2), np.uint64)]
+
+
+def made(kv: list[npt.NDArray[np.uint16]], rows: list[npt.NDArray[Any]], **given: Any) -> SGLangPool:
+    item = given.pop("item", PAGE * HEADS * DIM * 2)
+    what = {"page": PAGE, "heads": HEADS, "latent": False, "dtype": "float16", "tp": 1, "rank": 0, **given}
+    pool, _ = pool_of(described(kv, item), described(rows), model=b"m", device="cpu", **what)
+    return pool
+
+
+def test_keys_come_before_values() -> None:
+    """K of layers 0 and 1, then V of layers 0 and 1; pages of 4 slots."""
+    kv = arrays()
+    pool = made(kv, metadata())
+    names = [(plane.layer, plane.component) for plane in pool.site.planes]
+    assert names == [(0, "k"), (1, "k"), (0, "v"), (1, "v")]
+    assert (pool.site.group(KV).pages, pool.site.group(KV).rows_per_page) == (5, PAGE)
+    for number in range(4):
+        view = pool.view(number)
+        assert view.shape == (5, PAGE, HEADS, DIM * 2)
+        view[3, 1, 1] = 255
+        assert (kv[number][13, 1] == 0xFFFF).all()
+        assert (kv[number][13, 0] == number).all()
+
+
+def test_latents_have_one_buffer_a_layer() -> None:
+    pool = made(arrays(3), metadata(), latent=True, tp=2, rank=1)
+    assert [plane.component for plane in pool.site.planes] == ["latent"] * 3
+    assert pool.site.spec.component(LayerId(0), "latent").unit_bytes == HEADS * DIM * 2
+
+
+def test_metadata_rows_are_aux_rows() -> None:
+    rows, others = metadata(), metadata()
+    one, two = made(arrays(), rows), made(arrays(), others)
+    rows[0][1], rows[1][1] = [1, 2, 3, 4], [5, 6]
+    assert one.aux_bytes == 32
+    two.write_aux(2, one.read_aux(1))
+    assert others[0].tolist() == [[0] * 4, [0] * 4, [1, 2, 3, 4]]
+    assert others[1].tolist() == [[0] * 2, [0] * 2, [5, 6]]
+
+
+def test_metadata_rows_that_do_not_fit_are_refused() -> None:
+    pool = made(arrays(), metadata())
+    with pytest.raises(GeometryError, match="metadata row 3: there are 3"):
+        pool.read_aux(3)
+    with pytest.raises(GeometryError, match="metadata row -1"):
+        pool.write_aux(-1, bytes(32))
+    with pytest.raises(GeometryError, match="have 31 bytes, decode's 32"):
+        pool.write_aux(0, bytes(31))
+
+
+def test_buffers_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(GeometryError, match="1 addresses, 2 lengths and 1 sizes"):
+        Buffers([1], [2, 2], [1])
+    with pytest.raises(GeometryError, match=r"\[5, 6\] pages"):
+        made([*arrays(3), *arrays(1, 24)], metadata())
+    with pytest.raises(GeometryError, match="metadata rows"):
+        made(arrays(), [np.zeros((3, 4), np.int32), np.zeros((4, 2), np.int32)])
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "message"),
+    [
+        (3, {}, "3 KV buffers"),
+        (0, {}, "0 KV buffers"),
+        (4, {"heads": 6, "tp": 4}, "6 heads on 4 ranks"),
+        (4, {"heads": 3, "item": PAGE * HEADS * DIM * 2}, "128 bytes of a page of 4 tokens of 3 heads"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(count: int, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        made(arrays(count), metadata(), **given)

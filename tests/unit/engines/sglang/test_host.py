@@ -1,0 +1,107 @@
+"""What is read of SGLang's server, and what is refused; two servers over Unix sockets."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg_kv.engines.sglang.bootstrap import BootstrapServer
+from disagg_kv.engines.sglang.host import ServerFacts, announce, cache_dtype, open_side, refuse
+from disagg_kv.engines.sglang.options import SGLangOptions
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.errors import UnsupportedError
+from tests.support.processes import wait
+
+FACTS = ServerFacts(tp=1, rank=0, heads=2, latent=False, dtype="float16", model=b"m", device="cpu")
+
+
+class StateType(Enum):
+    """Of SGLang."""
+
+    MAMBA = "mamba"
+
+
+class Memory:
+    """``KVArgs`` over arrays of 6 pages of 4 tokens."""
+
+    def __init__(self) -> None:
+        self.kv = [np.zeros((24, 2, 8), np.uint16) for _ in range(4)]
+        self.rows = np.zeros((3, 8), np.uint64)
+        item = 4 * 2 * 8 * 2
+        self.args: Any = SimpleNamespace(
+            kv_data_ptrs=[one.ctypes.data for one in self.kv],
+            kv_data_lens=[one.nbytes for one in self.kv],
+            kv_item_lens=[item] * 4,
+            aux_data_ptrs=[self.rows.ctypes.data],
+            aux_data_lens=[self.rows.nbytes],
+            aux_item_lens=[64],
+            page_size=4,
+            state_types=[],
+            num_draft_entries=0,
+            kv_layout=None,
+        )
+
+    def side(self, options: SGLangOptions, *, produces: bool) -> tuple[Side, Any]:
+        return open_side(options, self.args, FACTS, produces=produces, group=None)
+
+
+@pytest.mark.parametrize("given", [{}, {"channel": "zmq", "staging_bytes": 1 << 18, "verify": "full"}])
+def test_servers_find_each_other_through_the_bootstrap_server(given: dict[str, Any]) -> None:
+    options = SGLangOptions.read("options", given)
+    p, d = Memory(), Memory()
+    prefill, source = p.side(options, produces=True)
+    decode, _ = d.side(options, produces=False)
+    server = BootstrapServer("127.0.0.1", 0)
+    address = f"127.0.0.1:{server.port}"
+    try:
+        announce("0.0.0.0", server.port, source)
+        wait(lambda: decode.directory.ensure(address), lambda: str(decode.directory.problem(address)))
+        assert decode.source_at(address) == source
+        sender, receiver = SenderRoom(prefill, 1), ReceiverRoom(decode, address, 1)
+        receiver.init(0)
+        receiver.send_metadata(np.array([4, 2], np.int32), 2)
+        wait(lambda: sender.poll() is Poll.WAITING_FOR_INPUT, lambda: "decode's request")
+        for number, array in enumerate(p.kv):
+            array[4:12] = np.arange(8 * 16).reshape(8, 2, 8) + number
+        p.rows[1] = 77
+        assert sender.pop_decode_prefix_len() == 0
+        sender.init(2, 1)
+        sender.send(np.array([1, 2], np.int32), None, 7)
+        wait(lambda: {sender.poll(), receiver.poll()} == {Poll.SUCCESS}, lambda: f"{sender.poll()} {receiver.poll()}")
+        for ours, theirs in zip(p.kv, d.kv, strict=True):
+            assert np.array_equal(theirs[16:20], ours[4:8])
+            assert np.array_equal(theirs[8:11], ours[8:11])
+        assert (d.rows[2] == 77).all()
+        assert sender.report.nbytes == receiver.report.nbytes == 7 * 4 * 2 * 16
+    finally:
+        server.close()
+        prefill.close()
+        decode.close()
+
+
+def test_the_bootstrap_server_of_its_own_host() -> None:
+    for host in ("127.0.0.1", "::", ""):
+        announce(host, 1, SimpleNamespace(instance="a", addresses=())).set()  # type: ignore[arg-type]
+
+
+def test_types_of_caches() -> None:
+    assert cache_dtype("auto", "bfloat16") == "bfloat16"
+    assert cache_dtype("fp8_e4m3", "bfloat16") == "float8_e4m3fn"
+    with pytest.raises(UnsupportedError, match="'mxfp8'"):
+        cache_dtype("mxfp8", "bfloat16")
+    with pytest.raises(UnsupportedError, match="'auto'"):
+        cache_dtype("auto", "int3")
+
+
+def test_what_is_not_moved_is_refused_by_name() -> None:
+    args = Memory().args
+    refuse(args, {"pipeline parallelism": False})
+    args.state_types, args.num_draft_entries, args.kv_layout = [StateType.MAMBA, "swa"], 4, "v4"
+    with pytest.raises(UnsupportedError) as found:
+        refuse(args, {"pipeline parallelism": True})
+    for text in ("pipeline parallelism", "mamba states", "swa states", "draft model", "layout v4"):
+        assert text in str(found.value)

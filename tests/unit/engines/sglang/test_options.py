@@ -1,0 +1,114 @@
+"""What the environment variable may hold, and the names of SGLang that must exist."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from disagg_kv.engines import sglang
+from disagg_kv.engines.sglang import names
+from disagg_kv.engines.sglang.options import VARIABLE, SGLangOptions
+from disagg_kv.errors import ConfigurationError, UnknownNameError, UnsupportedError
+
+ROOT = Path(__file__).parents[4]
+
+
+def read(given: object) -> SGLangOptions:
+    return SGLangOptions.from_environment({VARIABLE: json.dumps(given)})
+
+
+def test_the_defaults_need_no_variable() -> None:
+    options = SGLangOptions.from_environment({})
+    assert options == SGLangOptions.from_environment({VARIABLE: ""}) == read({}) == SGLangOptions()
+    assert options.names == "staged+incremental"
+    options.check(radix_cache=True)
+
+
+def test_every_option_is_taken() -> None:
+    given = {"strategy": "auto+per_chunk", "channel": "zmq", "staging_bytes": 1 << 20, "silence_s": 5}
+    options = read(given)
+    assert {name: getattr(options, name) for name in given} == given
+    assert options.names == "staged+per_chunk+incremental"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", f"{VARIABLE}: no JSON"),
+        ("[]", f"{VARIABLE}: no JSON object"),
+        ('{"strategy": "direct"}', "'direct' peers write into pages"),
+        ('{"strategy": "slice+incremental"}', "'slice' peers write into pages"),
+        ('{"strategy": "staged+layer_pipelined"}', "'layer_pipelined' is not supported"),
+        ('{"channel": "pigeon"}', "channel 'pigeon'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        SGLangOptions.from_environment({VARIABLE: text})
+
+
+def test_an_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match=f"{VARIABLE}.*silence_s"):
+        read({"silence": 3})
+
+
+def test_sglangs_radix_cache_has_no_checksums() -> None:
+    options = read({"verify": "full"})
+    options.check(radix_cache=False)
+    with pytest.raises(ConfigurationError, match="disaggregation-decode-enable-radix-cache"):
+        options.check(radix_cache=True)
+
+
+def test_names_that_are_not_there_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("engine_of_tests")
+    module.Kind = SimpleNamespace(A=1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "engine_of_tests", module)
+    names.check({"engine_of_tests": ("Kind", "Kind.A")})
+    wanted = {"engine_of_tests": ("Kind.A", "Kind.B", "moved"), "engine_of_tests.gone": ("name",)}
+    missing = "engine_of_tests.Kind.B, engine_of_tests.moved, engine_of_tests.gone.name$"
+    with pytest.raises(UnsupportedError, match=missing):
+        names.check(wanted)
+
+
+def test_a_module_that_cannot_be_imported_is_no_missing_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The error of what the engine itself lacks is more useful."""
+    folder = tmp_path_factory.mktemp("engine")
+    (folder / "engine_of_tests_2.py").write_text("import there_is_no_such_module\n")
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(ModuleNotFoundError, match="there_is_no_such_module"):
+        names.check({"engine_of_tests_2": ("name",)})
+
+
+def test_modules_are_those_of_sglang() -> None:
+    assert all(module.startswith("sglang.srt.") for module in names.NAMES)
+
+
+def test_sglang_calls_install_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version and the names are checked before SGLang is imported."""
+    calls: list[str] = []
+    plugin = ModuleType("disagg_kv.engines.sglang.plugin")
+    plugin.register_backend = lambda: calls.append("register")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    monkeypatch.setattr("disagg_kv.engines.versions.require", lambda name: calls.append(name))
+    monkeypatch.setattr(names, "check", lambda: calls.append("names"))
+    level = logging.getLogger("disagg_kv").level
+    try:
+        sglang.install()
+    finally:
+        logging.getLogger("disagg_kv").setLevel(level)
+    assert calls == ["sglang", "names", "register"]
+
+
+def test_the_entry_point_is_the_function_that_sglang_calls() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["sglang.srt.plugins"]["disagg_kv"].partition(":")
+    assert getattr(import_module(module), name) is sglang.install

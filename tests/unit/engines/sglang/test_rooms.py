@@ -1,0 +1,338 @@
+"""Requests between two small servers that call the plug-in in SGLang's order."""
+
+from __future__ import annotations
+
+import random
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from disagg_kv.engines.sglang import rooms
+from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
+from disagg_kv.errors import ConfigurationError, EndpointBrokenError, UnsupportedError
+from disagg_kv.protocol import Options, Phase
+from tests.support.processes import wait
+from tests.support.rig_parts import Flag
+from tests.support.sglang_like import BOOTSTRAP, DIM, LAYERS, Decode, Prefill, settled
+
+from .conftest import Pair
+
+ROW_BYTES = LAYERS * 2 * 4 * DIM * 2
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(f"{length} {seed}")
+    return [draw.randrange(3, 500) for _ in range(length)]
+
+
+def serve(prefill: Prefill, decode: Decode, room: int, tokens: list[int], computed: int = 0) -> tuple[str, str]:
+    """A request as a router sends it: to both servers at once."""
+    prefill.add(room, tokens, computed)
+    decode.add(room, tokens)
+    wait(lambda: settled(prefill, decode, room), lambda: f"{prefill.ended} {decode.ended}")
+    return prefill.ended[room], decode.ended[room]
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("pages", [(1, 1), (4, 4), (4, 1), (1, 4)])
+@pytest.mark.parametrize("budget", [7, 1 << 20])
+def test_rows_and_metadata_arrive(pair: Pair, tps: tuple[int, int], pages: tuple[int, int], budget: int) -> None:
+    """Whatever the page sizes of both sides; a budget of 7 tokens makes chunks that end within pages."""
+    sizes = [{"page": page, "pages": 160 // page} for page in pages]
+    p, d = pair(tps, prefill={**sizes[0], "budget": budget}, decode=sizes[1], verify="full")
+    free = len(p.free), len(d.free)
+    for room, length in enumerate((1, 4, 5, 30), 1):
+        assert serve(p, d, room, prompt(length)) == ("done", "done")
+    assert (len(p.free), len(d.free)) == free
+    assert sorted(p.rows) == sorted(d.rows) == list(range(6))
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
+def test_replicated_heads_and_latents(pair: Pair, tps: tuple[int, int]) -> None:
+    for given in ({"latent": True}, {"heads": 1}):
+        p, d = pair(tps, **given)
+        assert serve(p, d, 1, prompt(21)) == ("done", "done")
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
+def test_rows_in_decodes_radix_cache_are_not_sent(pair: Pair, tps: tuple[int, int], page: int) -> None:
+    """Prefill's pages have 4 tokens, so it begins within decode's prefix; the bytes are those of the suffix."""
+    p, d = pair(tps, decode={"radix": True, "page": page, "pages": 200 // page}, budget=9)
+    first, second = prompt(40), [*prompt(40)[:33], *prompt(12, seed=1)]
+    assert serve(p, d, 1, first) == ("done", "done")
+    assert serve(p, d, 2, second, computed=20) == ("done", "done")
+    held = 33 // page * page
+    assert d.nbytes == {1: 40 * ROW_BYTES, 2: (45 - held) * ROW_BYTES}
+
+
+def test_decode_holds_the_whole_prompt(pair: Pair) -> None:
+    """Only the metadata row crosses."""
+    p, d = pair(decode={"radix": True})
+    assert serve(p, d, 1, prompt(24)) == ("done", "done")
+    assert serve(p, d, 2, prompt(24)) == ("done", "done")
+    assert d.nbytes[2] == 0
+
+
+def test_requests_in_flight_together(pair: Pair) -> None:
+    """More than there are pages and metadata rows."""
+    p, d = pair((2, 1), budget=5)
+    names = range(1, 15)
+    for room in names:
+        p.add(room, prompt(10 + room))
+        d.add(room, prompt(10 + room))
+    wait(lambda: settled(p, d, *names), lambda: f"{p.ended} {d.ended}")
+    assert {*p.ended.values(), *d.ended.values()} == {"done"}
+
+
+def test_a_room_that_is_used_twice_is_refused_by_name(pair: Pair) -> None:
+    p, d = pair()
+    assert serve(p, d, 7, prompt(9)) == ("done", "done")
+    for ended in (p.ended, d.ended):
+        ended.clear()
+    of_prefill, of_decode = serve(p, d, 7, prompt(9))
+    assert "sglang 7" in of_prefill
+    assert "was used already" in of_prefill
+    assert "was used already" in of_decode
+
+
+@pytest.mark.parametrize(
+    ("prefill", "message"),
+    [({"model": b"another"}, "model"), ({"heads": 8}, "units"), ({"latent": True}, "latent")],
+)
+def test_another_model_is_refused_by_name(pair: Pair, prefill: dict[str, object], message: str) -> None:
+    p, d = pair(prefill=prefill)
+    p.add(1, prompt(9))
+    d.add(1, prompt(9))
+
+    def over() -> bool:
+        p.step()
+        d.step()
+        return 1 in d.ended
+
+    wait(over, lambda: str(d.ended))
+    assert message in d.ended[1]
+    p.abort(1)
+    wait(lambda: p.over(1), lambda: str(p.ended))
+
+
+def test_the_failure_of_a_rank_is_that_of_all(pair: Pair) -> None:
+    """``FAILED`` is the lowest state, so the other rank has to stop before its pages are freed."""
+    p, d = pair((2, 2), budget=4)
+    p.add(1, prompt(30))
+    request = d.add(1, prompt(30))
+    wait(lambda: settled(p, d, 1) or bool(d.transfer), lambda: "the transfer")
+    request.rooms[1].abort()
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    assert "SGLang has ended the request" in d.ended[1]
+    assert len(p.free) == len(d.free) == 39
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("steps", range(8))
+def test_aborts_at_any_time_free_all_pages(pair: Pair, side: str, steps: int) -> None:
+    p, d = pair((2, 1), budget=4)
+    p.add(1, prompt(30))
+    d.add(1, prompt(30))
+    for _ in range(steps):
+        p.step()
+        d.step()
+    (p if side == "prefill" else d).abort(1)
+    if not steps:
+        (d if side == "prefill" else p).abort(1)  # the sides have not met
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    assert serve(p, d, 2, prompt(20)) == ("done", "done")
+    assert len(p.free) == len(d.free) == 39
+    assert len(p.rows) == len(d.rows) == 6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_aborts(pair: Pair, seed: int) -> None:
+    """Rows that arrive are right, and no page is lost, whatever is aborted when."""
+    draw = random.Random(seed)
+    p, d = pair(draw.choice([(1, 1), (1, 2), (2, 1)]), budget=draw.choice([3, 8, 99]), decode={"radix": False})
+    names = range(1, 31)
+    alive: list[int] = []
+    for room in names:
+        tokens = prompt(draw.randrange(1, 40), room)
+        p.add(room, tokens)
+        d.add(room, tokens)
+        alive.append(room)
+        for _ in range(draw.randrange(6)):
+            p.step()
+            d.step()
+            if draw.random() < 0.1:
+                gone = draw.choice(alive)
+                for server in draw.sample((p, d), 2):  # a client that goes away does so on both
+                    server.abort(gone)
+    wait(lambda: settled(p, d, *names), lambda: f"{p.ended} {d.ended}")
+    assert len(p.free) == len(d.free) == 39
+    assert "done" in d.ended.values()
+
+
+def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair) -> None:
+    """A restarted prefill server has another name, at the same bootstrap server. The same answer is believed."""
+    p, d = pair(options=Options(closed_s=0.2))
+    side = d.sides[0]
+    assert serve(p, d, 1, prompt(9)) == ("done", "done")
+    for one in p.sides:
+        one.close()
+    wait(lambda: side.source_at(BOOTSTRAP) is None, lambda: str(side.endpoint.peers()))
+    d.knows(p)
+    assert side.source_at(BOOTSTRAP) == p.source
+    d.add(2, prompt(9))
+    wait(lambda: d.over(2), lambda: str(d.ended))
+    assert side.directory.get(BOOTSTRAP) is None
+
+
+def test_a_broken_endpoint_ends_its_server(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still read or write pages, so no request is reported: SGLang ends with the error."""
+    p, d = pair()
+    p.add(1, prompt(9))
+    d.add(1, prompt(9))
+
+    def broken() -> None:
+        raise EndpointBrokenError("it cannot go on")
+
+    for server in (p, d):
+        monkeypatch.setattr(server.sides[0].endpoint, "poll", broken)
+        with pytest.raises(EndpointBrokenError):
+            wait(partial(server.over, 1), lambda: "an error")
+
+
+def test_a_room_that_sglang_forgets_early_is_ended(pair: Pair) -> None:
+    p, d = pair()
+    sender = SenderRoom(p.sides[0], 1)
+    sender.clear()
+    wait(lambda: sender.poll() is Poll.FAILED, lambda: str(sender.poll()))
+    ReceiverRoom(d.sides[0], BOOTSTRAP, 1).clear()
+
+
+def test_copies_that_do_not_end_are_logged(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rows of a chunk are final at an event that comes late; the pages are not free before."""
+    monkeypatch.setattr(rooms, "SLOW_S", 0.01)
+    p, _ = pair()
+    sender = SenderRoom(p.sides[0], 1)
+    handle = sender._handle
+    assert handle is not None
+
+    class Late:
+        released = False
+        phase = Phase.MOVING
+
+        def abort(self, reason: str) -> None:
+            """Released a moment later."""
+            threading.Timer(0.1, lambda: setattr(self, "released", True)).start()
+
+    late = Late()
+    monkeypatch.setattr(sender, "_handle", late)
+    sender.abort()
+    assert late.released
+    assert "room 1: copies of its pages have not ended" in caplog.text
+    handle.abort("the test is over")
+
+
+def test_rows_wait_for_sglangs_event(pair: Pair) -> None:
+    """SGLang gives one where an earlier pass may still write; else the plug-in marks the stream."""
+    p, d = pair()
+    marks: list[Flag] = []
+
+    def mark() -> Flag:
+        marks.append(Flag())
+        return marks[-1]
+
+    p.sides[0].mark = mark
+    request = p.add(1, prompt(9))
+    early = Flag()
+    request.rooms[0]._early_send_wait_event = early
+    d.add(1, prompt(9))
+    wait(lambda: settled(p, d, 1) or bool(p.inflight), lambda: "the chunk")
+    for _ in range(50):
+        assert not settled(p, d, 1)
+    assert not marks
+    early.fired = True
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    p.add(2, prompt(9))
+    d.add(2, prompt(9))
+    wait(lambda: settled(p, d, 2) or bool(marks), lambda: "the mark")
+    marks[0].fired = True
+    wait(lambda: settled(p, d, 2), lambda: f"{p.ended} {d.ended}")
+    assert len(marks) == 1
+
+
+def test_a_request_that_prefill_would_compute_again_is_refused(pair: Pair) -> None:
+    _, d = pair()
+    room = ReceiverRoom(d.sides[0], BOOTSTRAP, 1)
+    room.refuse(UnsupportedError("not supported"))
+    assert room.poll() is Poll.FAILED
+    with pytest.raises(UnsupportedError):
+        room.failure_exception()
+
+
+def test_no_bootstrap_server_is_named(pair: Pair) -> None:
+    _, d = pair()
+    address = "127.0.0.1:1"
+    room = ReceiverRoom(d.sides[0], address, 5)
+    assert room.poll() is Poll.BOOTSTRAPPING
+    assert not d.sides[0].directory.ensure(address)
+    room.abort()
+    assert room.poll() is Poll.FAILED
+    with pytest.raises(Exception, match=f"bootstrap server {address} does not answer"):
+        room.failure_exception()
+    assert room.report.nbytes == 0
+    room.init(0)
+    unknown = ReceiverRoom(d.sides[0], address, 6)
+    unknown.init(0)
+    with pytest.raises(Exception, match=f"no prefill instance at bootstrap server {address}"):
+        unknown.failure_exception()
+
+
+def test_a_request_that_cannot_be_sent_fails_alone(pair: Pair) -> None:
+    """Pages out of range are a bug of an engine; the scheduler must not see an exception."""
+    p, d = pair()
+    p.add(1, prompt(9))
+    request = d.add(1, prompt(9))
+    wait(lambda: settled(p, d, 1) or bool(p.inflight) or bool(p.waiting) or bool(d.transfer), lambda: "the transfer")
+    other = ReceiverRoom(d.sides[0], "127.0.0.1:8998", 2)
+    other.init(0)
+    other.send_metadata(np.array([4, 4], np.int32), 99)
+    wait(lambda: other.poll() is Poll.FAILED, lambda: str(other.poll()))
+    with pytest.raises(ConfigurationError, match="2"):
+        other.failure_exception()
+    assert request.rooms[0].report.nbytes >= 0
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    assert d.ended[1] == "done"
+
+
+def test_a_retracted_request_is_sent_again_from_other_pages(pair: Pair) -> None:
+    p, d = pair(budget=8)
+    request = p.add(1, prompt(30))
+    d.add(1, prompt(30))
+    wait(lambda: settled(p, d, 1) or request.sent > 0, lambda: "the first chunk")
+    p.waiting.remove(request)
+    row, request.row = request.row, -1
+    assert request.rooms[0].poll() in (Poll.TRANSFERRING, Poll.WAITING_FOR_INPUT)
+    request.rooms[0].init(8, row)
+    p.give_back(request)
+    request.row, request.computed, request.sent = row, 0, 0
+    p.waiting.append(request)
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    assert (p.ended[1], d.ended[1]) == ("done", "done")
+
+
+def test_a_closed_endpoint_fails_its_rooms(pair: Pair) -> None:
+    p, d = pair()
+    p.add(1, prompt(9))
+    d.add(1, prompt(9))
+    p.sides[0].close()
+    p.step()
+    assert "failed" in p.ended[1]
+    sender = SenderRoom(p.sides[0], 2)
+    assert sender.poll() is Poll.FAILED
+    sender.send(None, None)  # type: ignore[arg-type]
+    d.sides[0].close()
+    wait(lambda: d.over(1), lambda: str(d.ended))
