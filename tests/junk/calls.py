@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from attrs import evolve
 
 import disagg_kv
 from disagg_kv import endpoints, prefix
@@ -280,9 +281,11 @@ def _close_recovering(bench: Bench) -> Ready:
     return RecoveringReceiver(inner, Fail()).close, {"drain_s": 0.0}
 
 
-@covers("RecoveringReceiver.__init__", inner="thing", policy="thing", options="thing or none", clock="function")
+@covers("RecoveringReceiver.__init__", inner="thing", policy="thing", options="thing or none", clock="function",
+        observer="thing or none")  # fmt: skip
 def _recovering(bench: Bench) -> Ready:
-    return RecoveringReceiver, {"inner": bench.decode, "policy": Fail(), "options": None, "clock": bench.rig.clock}
+    good = {"inner": bench.decode, "policy": Fail(), "options": None, "clock": bench.rig.clock, "observer": None}
+    return RecoveringReceiver, good
 
 
 plain("Retry.__init__", Retry, {"place": lambda attempt: None, "attempts": 2}, place="function", attempts="count")
@@ -291,6 +294,11 @@ plain("Retry.__init__", Retry, {"place": lambda attempt: None, "attempts": 2}, p
 @covers("DeliveryHandle.send_chunk", stop="count", pages="tables", ready="event")
 def _send_chunk(bench: Bench) -> Ready:
     return _victim_of_prefill(bench).send_chunk, {"stop": ROWS, "pages": [bench.table], "ready": None}
+
+
+@covers("DeliveryHandle.check_chunk", stop="count", pages="tables")
+def _check_chunk(bench: Bench) -> Ready:
+    return _victim_of_prefill(bench).check_chunk, {"stop": ROWS, "pages": [bench.table]}
 
 
 @covers("DeliveryHandle.finish", stop="count", state="tables", aux="count or none", ready="event")
@@ -542,8 +550,12 @@ PLANE = {"layer": 0, "component": "k", "group": KV, "buffer": 0, "offset": 0, "p
          "unit_stride": 1}  # fmt: skip
 plain("Plane.__init__", Plane, PLANE, **{n: "text" if n in ("component", "group") else "integer" for n in PLANE})
 SITE = {"spec": SPEC, "shard": shard(SPEC), "groups": [Group(KV, 4, 4)], "planes": _pool().site.planes,
-        "buffers": [4096]}  # fmt: skip
-plain("Site.__init__", Site, SITE, spec="thing", shard="thing", groups="things", planes="things", buffers="ids")
+        "buffers": [4096], "overlaid": False}  # fmt: skip
+plain("Site.__init__", Site, SITE, spec="thing", shard="thing", groups="things", planes="things", buffers="ids",
+      overlaid="flag")  # fmt: skip
+covers("Site.check_owners", tables="tables")(
+    lambda bench: (evolve(_pool().site, overlaid=True).check_owners, {"tables": [PageTable(KV, [0, 1])]})
+)
 covers("Site.group", group="any text")(lambda bench: (_pool().site.group, {"group": KV}))
 covers("Site.first_rows", start="count", stop="count or none")(
     lambda bench: (_pool().site.first_rows, {"start": 0, "stop": None})
@@ -602,11 +614,12 @@ covers("PagedPool.__init__", site="thing", buffers="things", aux_slots="count", 
 def _tensors() -> dict[str, object]:
     tensors = {layer: {n: torch.zeros(2, 4, 2, 8, dtype=torch.float16) for n in "kv"} for layer in SPEC.layers}
     return {"spec": SPEC, "shard": shard(SPEC), "tensors": tensors, "layout": "NHD", "group": KV,
-            "state_group": GroupId("state"), "null_page": None, "aux_slots": 1, "aux_bytes": 8}  # fmt: skip
+            "state_group": GroupId("state"), "null_page": None, "aux_slots": 1, "aux_bytes": 8,
+            "overlaid": False}  # fmt: skip
 
 
 covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing", group="text",
-       state_group="text", null_page="count or none", aux_slots="count", aux_bytes="count")(
+       state_group="text", null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
     lambda bench: (PagedPool.from_tensors, _tensors())
 )  # fmt: skip
 covers("PagedPool.view", plane="count")(lambda bench: (_pool().view, {"plane": 0}))

@@ -30,7 +30,7 @@ def test_every_public_call_and_each_of_its_arguments_is_covered() -> None:
     assert missing() == []
 
 
-ONE = st.sampled_from(list(CALLS)).flatmap(
+ONE = st.sampled_from([name for name in CALLS if CALLS[name].kinds]).flatmap(
     lambda name: st.tuples(st.just(name), st.sampled_from(list(CALLS[name].kinds)), st.sampled_from(list(JUNK)))
 )
 

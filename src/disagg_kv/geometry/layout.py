@@ -263,11 +263,12 @@ class Site:
             nbytes[plane.group] += self.page_rows(plane) * units * unit_bytes
         return nbytes
 
-    def check_owners(self, tables: Iterable[PageTable]) -> None:
+    def check_owners(self, tables: Sequence[PageTable]) -> None:
         """Raise a :class:`GeometryError` if a room's tables name one page in two groups that are overlaid.
 
         Null pages have no data, so every group may name them.
         """
+        tables = arguments.several(tables, "tables", PageTable, GeometryError)
         if not self.overlaid:
             return
         given = [(table.group, table.pages[table.pages != self.group(table.group).null_page]) for table in tables]

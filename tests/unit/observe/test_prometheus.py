@@ -120,6 +120,14 @@ def move(sender: PrefillEndpoint, receiver: DecodeEndpoint, name: str) -> None:
     assert reception.phase is Phase.DONE, reception.error
 
 
+def _ended(found: Samples) -> dict[str, float]:
+    """How many rooms of each side have been counted."""
+    counts = {name: value for name, value in found.items() if name.startswith("disagg_kv_room_seconds_count{")}
+    return {
+        side: sum(value for name, value in counts.items() if f'side="{side}"' in name) for side in ("prefill", "decode")
+    }
+
+
 def test_what_rooms_moved_is_shown(registry: CollectorRegistry, metrics: PrometheusMetrics) -> None:
     """Three rooms arrive, a fourth is aborted: bytes and segments are exact, and every histogram has every segment."""
     with (
@@ -136,6 +144,8 @@ def test_what_rooms_moved_is_shown(registry: CollectorRegistry, metrics: Prometh
         until(lambda: aborted.released)
         waiting = receiver.open(RoomId(b"waits"), Source("P"))
         until(lambda: not sender.open_rooms and receiver.open_rooms == 1)
+        # A room's end is counted after its handle says so.
+        until(lambda: _ended(samples(registry)) == {"prefill": 3, "decode": 4})
         found = samples(registry)
         assert waiting.phase is Phase.READY
         for side in ("prefill", "decode"):

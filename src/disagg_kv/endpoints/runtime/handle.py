@@ -255,7 +255,7 @@ def check_tables(
                 raise GeometryError(f"group {table.group!r} has slots of states, not pages of tokens")
             needed = stop if table.group in unneeded else None
             table.check(site.group(table.group), starts.get(table.group, 0), stop, needed)
-        site.check_owners(tables.values())
+        site.check_owners(tuple(tables.values()))
         missing = [g for g, start in starts.items() if g not in tables and stop > start]
         if missing:
             raise GeometryError(f"no page table for {missing}")
