@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -91,6 +92,7 @@ def measure(model: Path, tp: str, tokens: int, requests: int, port: int) -> list
                 **compared(times["disagg_kv"], times["NixlConnector"]), "load_ms": round(seconds / loads * 1e3, 2),
                 **{f"{name}_ms": _milliseconds(values) for name, values in times.items()},
             })  # fmt: skip
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 

@@ -59,7 +59,13 @@ class Router:
             decoded.cancel()  # it would wait for rows that never come
             raise error
         computed.add_done_callback(lambda done: done.cancelled() or done.exception())
-        answer = await decoded
+        try:
+            answer = await decoded
+        except aiohttp.ClientError:
+            computed.cancel()  # prefill would keep its rows for a decode that never comes
+            raise
+        if answer.status >= 400:
+            computed.cancel()
         if not body.get("stream"):
             async with answer:
                 return JSONResponse(await answer.json(), answer.status)

@@ -105,7 +105,10 @@ class Instance:
 
     def answer(self, name: str, seconds: float = ANSWER_S) -> dict[str, Any]:
         """The answer to a request."""
-        found = self._of(name).get(timeout=seconds)
+        try:
+            found = self._of(name).get(timeout=seconds)
+        except queue.Empty:
+            raise AssertionError(f"{name}: no answer after {seconds} s:\n{self.log.read_text()[-4000:]}") from None
         assert found is not None, f"the instance has ended:\n{self.log.read_text()[-4000:]}"
         return found
 

@@ -83,7 +83,7 @@ def sent_bytes(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize(("prefill_page", "decode_page"), [(1, 1), (16, 16), (16, 1)])
+@pytest.mark.parametrize(("prefill_page", "decode_page"), [(1, 1), (16, 16), (16, 1), (1, 16)])
 def test_tokens_are_those_of_one_server(
     servers: Start, tokens_of: TokensOf, prefill_tp: int, decode_tp: int, prefill_page: int, decode_page: int
 ) -> None:
@@ -160,7 +160,7 @@ def test_prefill_is_killed_and_started_again(servers: Start, tokens_of: TokensOf
     waiting = decode.begin(prompt(60), COUNT, prefill, 2)
     answer = waiting.result()
     assert "error" in answer, answer
-    assert "bootstrap" in str(answer)
+    assert f"127.0.0.1:{prefill.bootstrap}" in str(answer)
     again = servers("again", "prefill", bootstrap=prefill.bootstrap).ready()
     assert serve(again, decode, 3, prompt(70), COUNT)[1]["output_ids"] == tokens_of(prompt(70))
     all_free(decode)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -75,8 +77,11 @@ class BootstrapServer:
             def log_message(self, *args: Any) -> None:
                 log.debug("bootstrap server: %s", args)
 
+        class Listener(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = Listener((host, port), Handler)
         except OSError as exc:
             raise ConfigurationError(f"no bootstrap server at {host}:{port}: {exc}") from exc
         self.port: int = self._server.server_address[1]
@@ -97,15 +102,13 @@ def _ask(address: str, method: str, body: bytes | None = None) -> bytes:
         PeerLostError: it does not answer, or has no instance.
     """
     host, _, port = address.rpartition(":")
-    connection = HTTPConnection(host.strip("[]"), int(port), timeout=ANSWER_S)
     try:
-        connection.request(method, PLACE, body)
-        response = connection.getresponse()
-        content = response.read(MOST_BYTES)
-    except (OSError, HTTPException) as exc:
+        with closing(HTTPConnection(host.strip("[]"), int(port), timeout=ANSWER_S)) as connection:
+            connection.request(method, PLACE, body)
+            response = connection.getresponse()
+            content = response.read(MOST_BYTES)
+    except (OSError, HTTPException, ValueError, OverflowError) as exc:
         raise PeerLostError(f"bootstrap server {address} does not answer: {exc}") from exc
-    finally:
-        connection.close()
     if response.status == 404:
         raise PeerLostError(f"bootstrap server {address}: no prefill instance of disagg_kv has registered")
     if response.status >= 300:
@@ -163,7 +166,7 @@ class Directory:
         del self._asked[address]
         try:
             self._known[address] = _source(address, asked.result())
-        except (PeerLostError, RemoteProtocolError, ValueError) as exc:
+        except (PeerLostError, RemoteProtocolError) as exc:
             self._problems[address] = str(exc)
             return False
         self._problems.pop(address, None)
@@ -182,5 +185,5 @@ def _source(address: str, content: bytes) -> Source:
     try:
         given = json.loads(content)
         return Source(given["instance"], given["addresses"])
-    except (ConfigurationError, ValueError, TypeError, KeyError) as exc:
+    except (ConfigurationError, ValueError, TypeError, KeyError, RecursionError) as exc:
         raise RemoteProtocolError(f"bootstrap server {address}: {content[:200]!r} describes no instance") from exc

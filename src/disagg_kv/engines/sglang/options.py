@@ -21,7 +21,10 @@ class SGLangOptions(EngineOptions):
     """Options of the plug-in; see :class:`~disagg_kv.engines.options.EngineOptions`.
 
     SGLang frees pages by its own clock. So only paths are accepted under which no peer writes into pages.
+    ``claim_s`` is the time for which decode waits until prefill opens a request, which it does between two steps.
     """
+
+    claim_s: float = 300.0
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -57,8 +60,9 @@ class SGLangOptions(EngineOptions):
     @property
     def names(self) -> str:
         """The strategy as the endpoints take it."""
-        parts = [part.strip() for part in self.strategy.split("+")]
-        return selecting("+".join("staged" if part == AUTO else part for part in parts))
+        chosen = strategy(self.strategy)
+        path = "staged" if chosen.path == AUTO else chosen.path
+        return selecting(f"{path}+{chosen.schedule.name}")
 
     def check(self, radix_cache: bool) -> None:
         """Raise a :class:`ConfigurationError` for options that SGLang's own ones contradict.

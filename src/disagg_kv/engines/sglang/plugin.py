@@ -68,6 +68,8 @@ class DisaggKVManager(BaseKVManager):
                 "hierarchical cache": server_args.enable_hierarchical_cache,
                 "KV checksums (set verify instead)": get_disagg().disaggregation_enable_kv_checksum,
                 "role switch": get_disagg().enable_pd_role_switch,
+                "several tokenizer workers": server_args.tokenizer_worker_num > 1,
+                "vectorized cache layout": os.environ.get("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd") != "nhd",
             },
         )
         options = SGLangOptions.from_environment(os.environ)

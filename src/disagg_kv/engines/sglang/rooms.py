@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, Report, room_id
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
-from ...errors import AbortedError, DisaggKVError, PeerLostError
+from ...errors import AbortedError, DisaggKVError, IncompatiblePeerError, PeerLostError
 from ...geometry import PageTable
 from ...ids import RoomId
 from ...memory import Event
@@ -205,7 +205,7 @@ class Room:
             self._fail(AbortedError(f"room {self._number}: the request failed on another rank"))
             error = self._error
         self._settle()
-        if isinstance(error, PeerLostError):
+        if isinstance(error, PeerLostError | IncompatiblePeerError):
             self._lost()
         assert error is not None
         raise error
@@ -220,7 +220,7 @@ class Room:
             self.abort()
 
     def _lost(self) -> None:
-        """The other side was lost."""
+        """The other side was lost, or another process is at its address."""
 
 
 class SenderRoom(Room):
@@ -324,13 +324,13 @@ class ReceiverRoom(Room):
         self._attempt(self._open)
 
     def _open(self) -> None:
-        if self._error is not None:
-            return
         self._source = self._side.directory.get(self._address)
         if self._source is None:
             raise PeerLostError(f"room {self._number}: no prefill instance at bootstrap server {self._address}")
         assert isinstance(self._side.endpoint, DecodeEndpoint)
         self._handle = self._side.endpoint.open(room_of(self._number), self._source)
+        if self._error is not None:  # SGLang ended it before the instance was known, and prefill waits
+            self._handle.abort(str(self._error))
 
     def poll(self) -> Poll:
         """The request's state on this rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
@@ -104,6 +105,19 @@ def test_a_port_in_use_is_named(server: BootstrapServer) -> None:
         BootstrapServer("127.0.0.1", server.port)
 
 
+def test_an_address_of_ip_6(directory: Directory) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as exc:
+        pytest.skip(f"this host has no IPv6: {exc}")
+    server = BootstrapServer("::1", 0)
+    address = f"[::1]:{server.port}"
+    register(address, SOURCE, threading.Event()).join(5)
+    wait(lambda: directory.ensure(address), lambda: str(directory.problem(address)))
+    assert directory.get(address) == SOURCE
+    server.close()
+
+
 def test_requests_that_make_no_sense(server: BootstrapServer) -> None:
     assert ask(server, "GET", "/health") == 200
     assert ask(server, "GET", "/instance") == 404
@@ -115,7 +129,15 @@ def test_requests_that_make_no_sense(server: BootstrapServer) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b"\xff", b'{"instance": "", "addresses": []}', b'{"instance": "a", "addresses": "unix:///a"}'],
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"instance": "", "addresses": []}',
+        b'{"instance": "a", "addresses": "unix:///a"}',
+        b"[" * 100_000,
+    ],
 )
 def test_an_answer_that_describes_no_instance(server: BootstrapServer, directory: Directory, content: bytes) -> None:
     address = f"127.0.0.1:{server.port}"
@@ -135,7 +157,20 @@ def test_another_server_at_that_address(directory: Directory) -> None:
         server.shutdown()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:port", "127.0.0.1:", "nothing"])
+NOWHERE = (
+    "127.0.0.1:1",
+    "127.0.0.1:port",
+    "127.0.0.1:",
+    "nothing",
+    "a b:1",
+    "a\x00b:1",
+    "127.0.0.1:99999999999",
+    "[:1",
+    ":1",
+)
+
+
+@pytest.mark.parametrize("address", NOWHERE)
 def test_addresses_at_which_nothing_answers(directory: Directory, address: str) -> None:
     wait(lambda: directory.ensure(address) or directory.problem(address) is not None, lambda: address)
     assert directory.get(address) is None

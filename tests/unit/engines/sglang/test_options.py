@@ -27,7 +27,7 @@ def read(given: object) -> SGLangOptions:
 def test_the_defaults_need_no_variable() -> None:
     options = SGLangOptions.from_environment({})
     assert options == SGLangOptions.from_environment({VARIABLE: ""}) == read({}) == SGLangOptions()
-    assert options.names == "staged+incremental"
+    assert options.names == "staged+per_chunk+incremental"
     options.check(radix_cache=True)
 
 
@@ -35,6 +35,8 @@ def test_every_option_is_taken() -> None:
     given = {"strategy": "auto+per_chunk", "channel": "zmq", "staging_bytes": 1 << 20, "silence_s": 5}
     options = read(given)
     assert {name: getattr(options, name) for name in given} == given
+    assert options.names == "staged+per_chunk+incremental"
+    options = read({"strategy": "per_chunk"})
     assert options.names == "staged+per_chunk+incremental"
 
 

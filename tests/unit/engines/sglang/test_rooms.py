@@ -13,6 +13,7 @@ from disagg_kv.engines.sglang import rooms
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
 from disagg_kv.errors import ConfigurationError, EndpointBrokenError, UnsupportedError
 from disagg_kv.protocol import Options, Phase
+from disagg_kv.rendezvous import Source
 from tests.support.processes import wait
 from tests.support.rig_parts import Flag
 from tests.support.sglang_like import BOOTSTRAP, DIM, LAYERS, Decode, Prefill, settled
@@ -185,6 +186,33 @@ def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair) -> None:
     d.add(2, prompt(9))
     wait(lambda: d.over(2), lambda: str(d.ended))
     assert side.directory.get(BOOTSTRAP) is None
+
+
+def test_another_instance_at_an_address_is_asked_for(pair: Pair) -> None:
+    """Prefill was started again at its address before a request of the earlier one has succeeded."""
+    p, d = pair()
+    side = d.sides[0]
+    earlier = Source("sglang earlier", p.source.addresses)
+    side.directory._known[BOOTSTRAP] = earlier
+    d.add(1, prompt(9))
+    wait(lambda: d.over(1), lambda: str(d.ended))
+    assert "sglang earlier" in d.ended[1]
+    assert side.directory.get(BOOTSTRAP) is None
+    d.knows(p)
+    assert serve(p, d, 2, prompt(9)) == ("done", "done")
+
+
+def test_an_abort_before_the_instance_is_known_ends_the_room_on_prefill(pair: Pair) -> None:
+    """SGLang aborts the receiver, and calls ``init`` in the same step when the bootstrap server has answered."""
+    p, d = pair()
+    p.add(1, prompt(9))
+    room = ReceiverRoom(d.sides[0], BOOTSTRAP, 1)
+    room.abort()
+    room.init(0)
+    wait(lambda: p.over(1), lambda: str(p.ended))
+    assert "SGLang has ended the request" in p.ended[1]
+    assert room.poll() is Poll.FAILED
+    assert serve(p, d, 2, prompt(20)) == ("done", "done")
 
 
 def test_a_broken_endpoint_ends_its_server(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
