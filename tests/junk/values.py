@@ -104,6 +104,7 @@ LEGAL: Mapping[str, frozenset[str]] = {
         "array": {name for name in JUNK if name.startswith("np ")},
         "epoch": {"16 bytes"},
         "text": {"text", "no text", "long text"},
+        "text by layer": {"text", "no text", "long text", "{}"},
         "name": {"text"},
         "name or long": {"text", "long text"},
         "any text": {"text", "no text", "long text", "surrogate"},
