@@ -24,23 +24,141 @@
     ├── EndpointBrokenError           the endpoint itself has failed, and rejects every call
     ├── SupersededError               another process has replaced this rank
     └── IntegrityError                received data differ from the sent data
-        └── PrefixChangedError        the pages of a held prefix changed; has the number of rows that are still right
+        └── PrefixChangedError        the pages of a held prefix changed; has the number of right rows
 
-Messages name the room, the peer, the field and the numbers. Errors of other libraries are wrapped where the library
-calls them; the original is ``__cause__``.
+Messages are for people: they name the room, the peer, the field and the numbers. Programs read ``code`` and the other
+attributes of :class:`DisaggKVError`. Errors of other libraries are wrapped where the library calls them; the original
+is ``__cause__``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
+from typing import ClassVar, Self, TypedDict, Unpack
+
+__all__ = [
+    "AbortedError",
+    "CapacityError",
+    "ConfigurationError",
+    "DeadlineError",
+    "DisaggKVError",
+    "EndpointBrokenError",
+    "GeometryError",
+    "IncompatiblePeerError",
+    "InstanceClosedError",
+    "IntegrityError",
+    "LocalProtocolError",
+    "MissingDependencyError",
+    "OversizeError",
+    "PeerLostError",
+    "PrefixChangedError",
+    "ProtocolError",
+    "QuarantineFullError",
+    "RegistrationError",
+    "RemoteProtocolError",
+    "SupersededError",
+    "TransportError",
+    "UnknownNameError",
+    "UnsupportedError",
+]
+
+
+class About(TypedDict, total=False):
+    """What an error concerns; see :class:`DisaggKVError`."""
+
+    instance: str | None
+    rank: int | None
+    epoch: bytes | None
+    address: str | None
+    room: bytes | None
 
 
 class DisaggKVError(Exception):
-    """Base of all errors of this library."""
+    """Base of all errors of this library.
+
+    ``code`` names the class for programs, and never changes. What is not known is None. ``pickle`` and ``copy`` keep
+    the attributes and ``__cause__``.
+
+    Args:
+        message: what is wrong, with names and numbers.
+        instance: name of the instance that the error is about: that of the peer, or of a rank of our own instance.
+        rank: the rank in it.
+        epoch: the life of that rank, as in :class:`~disagg_kv.endpoints.PeerInfo`.
+        address: where it was reached.
+        room: id of the room that failed.
+        retryable: True: the same may succeed later. False: it will not, before something else is corrected. None: it
+            depends on the reason, which is in the message. By default as the table of errors says of the class.
+    """
+
+    code: ClassVar[str] = "failed"
+    instance: str | None = None
+    rank: int | None = None
+    epoch: bytes | None = None
+    address: str | None = None
+    room: bytes | None = None
+    retryable: bool | None = None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        instance: str | None = None,
+        rank: int | None = None,
+        epoch: bytes | None = None,
+        address: str | None = None,
+        room: bytes | None = None,
+        retryable: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.instance = instance
+        self.rank = rank
+        self.epoch = epoch
+        self.address = address
+        self.room = room
+        if retryable is not None:
+            self.retryable = retryable
+
+    @property
+    def peer(self) -> str | None:
+        """The process that the error is about: ``instance/rank``, or as much of it as is known; None: none is known."""
+        if self.instance is None:
+            return self.address
+        return self.instance if self.rank is None else f"{self.instance}/{self.rank}"
+
+    def about(self, where: str = "", **known: Unpack[About]) -> Self:
+        """Return the error with what it lacks of ``known``: a copy, since one error may end many rooms.
+
+        Args:
+            where: what the message of the copy begins with; empty: the message stays.
+            known: attributes; those that the error has already stay.
+        """
+        lacking = {name: value for name, value in known.items() if value is not None and getattr(self, name) is None}
+        if not lacking and not where:
+            return self
+        made = copy(self).with_traceback(self.__traceback__)
+        made.__dict__.update(lacking)
+        if where:
+            made.args = (f"{where}: {text_of(self)}",)
+        return made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        state = dict(self.__dict__)
+        if self.__cause__ is not None:
+            state["__cause__"] = self.__cause__
+        return _restored, (type(self), self.args), state
+
+
+def _restored(kind: type[DisaggKVError], args: tuple[object, ...]) -> DisaggKVError:
+    """An error from its message, for ``pickle`` and ``copy``: a class's constructor may take other arguments."""
+    return kind.__new__(kind, *args)
 
 
 class ConfigurationError(DisaggKVError, ValueError):
     """The caller's arguments or setup cannot work."""
+
+    code = "configuration"
+    retryable = False
 
 
 class UnknownNameError(ConfigurationError):
@@ -51,6 +169,8 @@ class UnknownNameError(ConfigurationError):
         name: the unknown name.
         known: every known name.
     """
+
+    code = "unknown_name"
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         self.kind = kind
@@ -68,6 +188,8 @@ class MissingDependencyError(ConfigurationError):
         remedy: the command that installs it.
     """
 
+    code = "missing_dependency"
+
     def __init__(self, what: str, reason: str, remedy: str) -> None:
         self.what = what
         self.reason = reason
@@ -78,9 +200,13 @@ class MissingDependencyError(ConfigurationError):
 class UnsupportedError(ConfigurationError):
     """The geometry can express it, but this version cannot move it."""
 
+    code = "unsupported"
+
 
 class GeometryError(ConfigurationError):
     """An inconsistent shard, split, plane or page table."""
+
+    code = "geometry"
 
 
 class IncompatiblePeerError(ConfigurationError):
@@ -92,6 +218,8 @@ class IncompatiblePeerError(ConfigurationError):
         theirs: the peer's value.
     """
 
+    code = "incompatible_peer"
+
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         self.field = field
         self.ours = ours
@@ -101,6 +229,9 @@ class IncompatiblePeerError(ConfigurationError):
 
 class CapacityError(DisaggKVError):
     """A bounded resource is full."""
+
+    code = "capacity"
+    retryable = True
 
 
 class OversizeError(CapacityError):
@@ -112,6 +243,9 @@ class OversizeError(CapacityError):
         capacity: bytes of the resource.
     """
 
+    code = "oversize"
+    retryable = False
+
     def __init__(self, what: str, asked: int, capacity: int) -> None:
         self.what = what
         self.asked = asked
@@ -122,50 +256,66 @@ class OversizeError(CapacityError):
 class QuarantineFullError(CapacityError):
     """Too much memory waits for evidence that no peer can write to it any more."""
 
+    code = "quarantine_full"
+
 
 class ProtocolError(DisaggKVError):
     """A message or a call out of order."""
+
+    code = "protocol"
+    retryable = False
 
 
 class LocalProtocolError(ProtocolError):
     """The caller broke the order of calls."""
 
+    code = "local_protocol"
+
 
 class RemoteProtocolError(ProtocolError):
     """A peer sent an invalid or unexpected frame."""
 
+    code = "remote_protocol"
+
 
 class TransportError(DisaggKVError):
-    """A write or a connection failed.
+    """A write or a connection failed. ``retryable``: the same write may succeed later; False unless it is given."""
 
-    Args:
-        message: the failure, with the peer and the numbers.
-        retryable: True if the same write may succeed later.
-    """
-
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
-        self.retryable = retryable
-        super().__init__(message)
+    code = "transport"
+    retryable = False
 
 
 class RegistrationError(TransportError):
     """Memory that a transport cannot use: not registered, overlapping, out of bounds, or of the wrong kind."""
 
+    code = "registration"
+
 
 class PeerLostError(DisaggKVError):
     """The peer has ended, cannot be reached, or has been silent for too long."""
+
+    code = "peer_lost"
+    retryable = True
 
 
 class InstanceClosedError(PeerLostError):
     """A rank of the instance has closed its endpoint and withdrawn its address from the rendezvous."""
 
+    code = "instance_closed"
+    retryable = False
+
 
 class DeadlineError(DisaggKVError):
     """The room did not end within its own deadline."""
 
+    code = "deadline"
+    retryable = True
+
 
 class AbortedError(DisaggKVError):
     """One of the two engines aborted the room."""
+
+    code = "aborted"
 
 
 class EndpointBrokenError(DisaggKVError):
@@ -173,6 +323,9 @@ class EndpointBrokenError(DisaggKVError):
 
     Reads and writes in flight cannot be tracked any more, so its rooms are never released. ``__cause__`` is the error.
     """
+
+    code = "endpoint_broken"
+    retryable = False
 
 
 class SupersededError(DisaggKVError):
@@ -185,17 +338,19 @@ class SupersededError(DisaggKVError):
         epoch: the other process's epoch.
     """
 
+    code = "superseded"
+    retryable = False
+
     def __init__(self, instance: str, rank: int, address: str, epoch: bytes) -> None:
-        self.instance = instance
-        self.rank = rank
-        self.address = address
-        self.epoch = epoch
         where = f"epoch {epoch.hex()} at {address} has taken its place"
-        super().__init__(f"rank {rank} of instance {instance!r} lives elsewhere: {where}")
+        message = f"rank {rank} of instance {instance!r} lives elsewhere: {where}"
+        super().__init__(message, instance=instance, rank=rank, address=address, epoch=epoch)
 
 
 class IntegrityError(DisaggKVError):
     """Received data differ from the sent data."""
+
+    code = "integrity"
 
 
 class PrefixChangedError(IntegrityError):
@@ -205,6 +360,8 @@ class PrefixChangedError(IntegrityError):
         message: the room, the page, the layer and both sums.
         rows: number of leading rows that are still right, in whole pages.
     """
+
+    code = "prefix_changed"
 
     def __init__(self, message: str, rows: int) -> None:
         self.rows = rows

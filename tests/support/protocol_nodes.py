@@ -79,7 +79,7 @@ class Node:
         self.options = options
         self.now = 0.0
         self.dead = False
-        self.agreement = Agreement(rank, world, epoch, options)
+        self.agreement = Agreement(rank, world, epoch, options, "instance")
         self.tombstones = Tombstones()
         self.outbox: list[Send] = []
         self.outcomes: dict[RoomId, list[Phase]] = {}

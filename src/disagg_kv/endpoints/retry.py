@@ -221,7 +221,7 @@ class Recovering:
         arguments.one(reason, "reason", str)
         self._aborted = True
         if self._current.reception.phase is Phase.FAILED and self._error is None:
-            self._error = AbortedError(f"{room_name(self.room)}: {reason}")
+            self._error = AbortedError(f"{room_name(self.room)}: {reason}", room=self.room)
         self._current.reception.abort(reason)
 
     def due(self, reported: Container[int]) -> bool:
@@ -249,13 +249,15 @@ class Recovering:
                     current.next_source = self._policy.again(failed)
                 except Exception as exc:
                     # A policy is the engine's code: its errors end this request alone.
-                    self._error = ours(exc, f"{room_name(self.room)}: the policy failed after attempt {failed.number}")
+                    where = f"{room_name(self.room)}: the policy failed after attempt {failed.number}"
+                    self._error = ours(exc, where, room=self.room)
                     return
         if self._aborted or current.next_source is None:
             self._error = error
         elif left <= 0:
             self._error = DeadlineError(
-                f"{room_name(self.room)}: its time was over before attempt {failed.number + 1} could begin: {error}"
+                f"{room_name(self.room)}: its time was over before attempt {failed.number + 1} could begin: {error}",
+                room=self.room,
             )
         elif current.reception.released:
             try:

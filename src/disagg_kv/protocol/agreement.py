@@ -51,7 +51,6 @@ from .frames import Decision, Vote, words
 from .repeater import Repeater
 from .tombstones import RoomOutcome, Tombstones
 
-LATE = "rank 0 of our instance was lost, and no other life of it has opened the room in time"
 USED_TWICE = "the room id was used twice: every attempt needs an id of its own"
 FORGOTTEN = Decided(False, "the room has failed, or its outcome is forgotten")
 
@@ -108,9 +107,11 @@ class Agreement:
         world: number of ranks of the instance.
         epoch: of this endpoint.
         options: repeat times, and how many decided rooms are remembered by id.
+        instance: name of the instance, for reasons that the other side reads.
     """
 
-    def __init__(self, rank: Rank, world: int, epoch: Epoch, options: Options) -> None:
+    def __init__(self, rank: Rank, world: int, epoch: Epoch, options: Options, instance: str) -> None:
+        self._instance = instance
         self._rank = rank
         self._world = world
         self._epoch = epoch
@@ -168,13 +169,13 @@ class Agreement:
         if self._rank == 0:
             for name, room in list(self._rooms.items()):
                 if room.decided is None and not room.votes.get(rank, False):
-                    out += self._decide(name, room, Decided(False, f"rank {rank} of our instance is lost"), now)
+                    out += self._decide(name, room, Decided(False, self._lost(rank)), now)
         elif rank == 0:
             self._leader, self._leader_lost = None, True
             self._repeat.clear()
             for name, pending in list(self._pending.items()):
                 if pending.shared or pending.vote.ok is False:
-                    out += self._end(name, pending, "rank 0 of our instance is lost")
+                    out += self._end(name, pending, self._lost(rank))
                 elif not pending.ended:
                     self._unclaimed.setdefault(name, now + self._options.closed_s)
         return out
@@ -254,7 +255,8 @@ class Agreement:
         for name in [name for name, until in self._unclaimed.items() if until <= now]:
             del self._unclaimed[name]
             generation = Generation(self._pending[name].vote.generation)
-            out += self.vote(RoomKey(name, generation), False, LATE, now)
+            late = f"{self._lost(Rank(0))}, and no other life of it has opened the room in time"
+            out += self.vote(RoomKey(name, generation), False, late, now)
         return out
 
     def next_at(self) -> float | None:
@@ -264,6 +266,9 @@ class Agreement:
             return soonest
         unclaimed = min(self._unclaimed.values())
         return unclaimed if soonest is None else min(soonest, unclaimed)
+
+    def _lost(self, rank: Rank) -> str:
+        return f"rank {rank} of instance {self._instance!r} is lost"
 
     # Followers.
 

@@ -15,7 +15,7 @@ follow the same rule by room: :attr:`DrainingRoom.released` says when the engine
 
 from __future__ import annotations
 
-from ..errors import DisaggKVError
+from ..errors import About, DisaggKVError
 from ..ids import Epoch, Generation, Rank, RoomId, room_name
 from ..planning import Segment
 from .base import CastVote, Free, Gone, Introduced, Leased, Lost, Options, Quarantine, Scattered, Send, Tick
@@ -42,11 +42,14 @@ from .writers import Writer
 class DrainingRoom(Machine[Receiving]):
     """The accounts of a room, and all that it does after it has failed."""
 
-    def __init__(self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, tag: bytes) -> None:
+    def __init__(
+        self, room: RoomId, generation: Generation, epoch: Epoch, options: Options, tag: bytes, source: str
+    ) -> None:
         super().__init__(RECEIVING, Receiving.OPENED)
         self.room = room
         self.generation = generation
         self.tag = tag
+        self.source = source
         self.error: DisaggKVError | None = None
         self.inbound = InboundSegments()
         self._epoch = epoch
@@ -101,7 +104,7 @@ class DrainingRoom(Machine[Receiving]):
     # Failing.
 
     def _fail(self, error: DisaggKVError) -> None:
-        self.error = error
+        self.error = error.about(room=self.room)
         self.state = Receiving.DRAINING
         self._repeat.clear()
         for w in self._writers.values():
@@ -210,7 +213,10 @@ class DrainingRoom(Machine[Receiving]):
         return self._writers[Epoch(frame.src)]
 
     def _name(self) -> str:
-        return f"{room_name(self.room)} generation {self.generation}"
+        return f"{room_name(self.room)} generation {self.generation} from instance {self.source!r}"
+
+    def _who(self, w: Writer) -> About:
+        return {"instance": self.source, "rank": w.rank, "epoch": w.epoch}
 
     def _to(self, w: Writer) -> Head:
         return Head(src=self._epoch, dst=w.epoch, room=self.room, generation=self.generation)

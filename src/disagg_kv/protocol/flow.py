@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from ..errors import AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
+from ..errors import About, AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch, Generation, Rank, RoomId, peer_name, room_name
 from ..planning import Batch, Intake, Limits, Segment
 from .base import (
@@ -97,7 +97,7 @@ class FlowPlan:
 class Flow(Machine[Sending]):
     """The prefill side's state machine for one room and one decode rank.
 
-    ``readiness`` returns whether a segment is computed and its pages are there.
+    ``readiness`` returns whether a segment is computed and its pages are there. ``who`` is the decode rank, for errors.
     """
 
     def __init__(
@@ -106,9 +106,11 @@ class Flow(Machine[Sending]):
         plan: FlowPlan | None,
         options: Options,
         readiness: Callable[[Segment], Readiness],
+        who: About | None = None,
     ) -> None:
         super().__init__(SENDING, Sending.MOVING)
         self.peer = Epoch(head["dst"])
+        self.who: About = who or {"epoch": self.peer}
         self.generation = Generation(head["generation"])
         self.plan = plan
         self.error: DisaggKVError | None = None
@@ -122,6 +124,11 @@ class Flow(Machine[Sending]):
         self._aux = LongAux(options.aux_part)
         self._stated = False
         self._lost = False
+
+    @property
+    def peer_name(self) -> str:
+        """The decode rank, for messages."""
+        return peer_name(self.peer, self.who.get("instance"), self.who.get("rank") or 0)
 
     @property
     def finished(self) -> bool:
@@ -259,7 +266,7 @@ class Flow(Machine[Sending]):
             return
         if event.nbytes != part.nbytes:
             granted = f"granted {event.nbytes} bytes for {part.nbytes} of {segment}"
-            self._fail(RemoteProtocolError(f"{self._name()}: {granted}"))
+            self._fail(RemoteProtocolError(f"{self._name()}: {granted}", **self.who))
             return
         self._repeat.stop(("request", segment))
         part.grant = event
@@ -287,7 +294,9 @@ class Flow(Machine[Sending]):
                 self.outbound.move(part, SegmentStep.GRANTED)
                 self._use(event.segment, part)
                 return
-        self._fail(ours(event.error, self._name()))
+        error = ours(event.error, self._name(), **self.who)
+        # A transport knows its peer by another name, and no room.
+        self._fail(error.about(self._name()) if isinstance(error, TransportError | PeerLostError) else error)
 
     def _on_landed(self, event: Landed) -> None:
         if sum(self._acknowledged(Segment(*box)) for box in event.segments):
@@ -357,7 +366,7 @@ class Flow(Machine[Sending]):
     # Ending early.
 
     def _on_their_abort(self, event: Abort) -> None:
-        self.error = AbortedError(f"{self._name()}: decode gave up: {event.reason}")
+        self.error = AbortedError(f"{self._name()}: decode gave up: {event.reason}", **self.who)
         self._stop_moving()
 
     def _on_their_late_abort(self, event: Abort) -> None:
@@ -365,7 +374,7 @@ class Flow(Machine[Sending]):
         self._send(Drained(**self._head, reason=event.reason))
 
     def _on_lost(self, event: Lost) -> None:
-        self.error = ours(event.error, self._name())
+        self.error = ours(event.error, self._name(), **self.who)
         self._lost = True
         self._stop_moving()
 
@@ -430,7 +439,7 @@ class Flow(Machine[Sending]):
     # Words.
 
     def _name(self) -> str:
-        return f"{room_name(self._head['room'])} towards {peer_name(self.peer)}"
+        return f"{room_name(self._head['room'])} towards {self.peer_name}"
 
     def _send(self, frame: Expected | Abort | Drained) -> None:
         self._out.append(Send(self.peer, frame))

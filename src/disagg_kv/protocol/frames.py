@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, TypedDict
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import RemoteProtocolError
+from ..errors import About, RemoteProtocolError
+from ..ids import peer_name
 from .verify import Verify
 
 VERSION = 2
@@ -148,6 +149,16 @@ class Hello(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fi
     ring_region: Region
     ring_bytes: U
     lease_bytes: U
+
+    @property
+    def name(self) -> str:
+        """The sender, for messages."""
+        return f"peer {peer_name(self.src, self.instance, self.rank)} at {self.address}"
+
+    @property
+    def who(self) -> About:
+        """The sender, for attributes of errors."""
+        return {"instance": self.instance, "rank": self.rank, "epoch": self.src, "address": self.address}
 
 
 class Refused(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=1):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
-from ..errors import DisaggKVError, LocalProtocolError, RemoteProtocolError, text_of
-from ..ids import peer_name, room_name
+from ..errors import About, DisaggKVError, LocalProtocolError, RemoteProtocolError, text_of
+from ..ids import room_name
 from ..planning import Segment
 from .base import Effect
 from .frames import RoomFrame
@@ -42,7 +42,8 @@ class Machine(Generic[S]):
         if cell is None and isinstance(event, RoomFrame):
             raise RemoteProtocolError(
                 f"{room_name(event.room)} generation {event.generation}: "
-                f"peer {peer_name(event.src)} sent {type(event).__name__}, which it must never send"
+                f"the peer sent {type(event).__name__}, which it must never send",
+                epoch=event.src,
             )
         if cell is None:
             raise LocalProtocolError(f"{type(event).__name__} in state {self.state.value}")
@@ -70,10 +71,10 @@ def overlap(a: Segment, b: Segment) -> bool:
     return a.state == b.state and rows and layers
 
 
-def ours(error: Exception, where: str) -> DisaggKVError:
-    """The error, if it is one of ours; else one of ours with the foreign error as its cause."""
+def ours(error: Exception, where: str, **known: Unpack[About]) -> DisaggKVError:
+    """The error, if it is one of ours, with what it lacks of ``known``; else one of ours, with the error as cause."""
     if isinstance(error, DisaggKVError):
-        return error
-    wrapped = DisaggKVError(f"{where}: {text_of(error)}")
+        return error.about(**known)
+    wrapped = DisaggKVError(f"{where}: {text_of(error)}", **known)
     wrapped.__cause__ = error
     return wrapped

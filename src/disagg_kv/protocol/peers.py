@@ -22,7 +22,7 @@ from attrs import define, frozen
 from msgspec import structs
 
 from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
-from ..ids import Epoch, peer_name
+from ..ids import Epoch
 from .base import Lost, Options
 from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
 
@@ -103,7 +103,7 @@ class KnownPeer:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"peer {peer_name(self.hello.src, self.hello.instance, self.hello.rank)} at {self.hello.address}"
+        return self.hello.name
 
 
 FORGET_AFTER = 20
@@ -211,7 +211,7 @@ class PeerTable:
             if not dial.failed:
                 return []
             still = f"{dial.failed}; still so {now - dial.since:.1f} s after the first attempt"
-            return [Unreachable(address, PeerLostError(still))]
+            return [Unreachable(address, PeerLostError(still, address=address))]
         there = self._at.get(address)
         again = there is not None or address in self._absent
         patience_s = min(o.closed_s, o.silence_s) if again else o.silence_s
@@ -342,7 +342,7 @@ class PeerTable:
         peer = self._drop(old, retire=True)
         if was_lost:
             return []
-        return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address"))]
+        return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address", **peer.hello.who))]
 
     def _drop(self, epoch: Epoch, *, retire: bool) -> KnownPeer:
         """Forget a life. A retired life never returns, and neither does one whose process has ended."""
@@ -367,7 +367,7 @@ class PeerTable:
         if self._at.get(address) == epoch:
             del self._at[address]
         if there:
-            out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another")))
+            out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another", **peer.hello.who)))
         out.append(Forget(address))
         return True
 
@@ -385,7 +385,7 @@ class PeerTable:
         if self._may_answer(hello.address, now):
             out += [SendTo(hello.address, refused), *self._forget_refused(hello.address)]
         if self._dials.pop(hello.address, None) is not None:
-            out.append(Unreachable(hello.address, exc))
+            out.append(Unreachable(hello.address, exc.about(hello.name, **hello.who)))
         return out
 
     def _forget_refused(self, address: str) -> list[PeerEffect]:
@@ -403,11 +403,11 @@ class PeerTable:
             self.dropped += 1
             return []
         error: DisaggKVError = IncompatiblePeerError(refused.field, refused.ours, refused.theirs)
+        error = error.about(f"peer at {refused.address}", address=refused.address, epoch=refused.src)
         out: list[PeerEffect] = []
         if refused.field == LINK:
-            error = TransportError(
-                f"the transport of the peer at {refused.address} does not reach us: {refused.theirs}"
-            )
+            reason = f"the transport of the peer at {refused.address} does not reach us: {refused.theirs}"
+            error = TransportError(reason, address=refused.address, epoch=refused.src)
             if self._at.get(refused.address) == refused.src:
                 out += self.lose(Epoch(refused.src), error)
         if self._dials.pop(refused.address, None) is not None:
@@ -468,8 +468,8 @@ class PeerTable:
         """One side does not allow the other, so the address gets no frames. A peer known there becomes silent."""
         if self._dials.pop(address, None) is None:
             return []
-        error = PeerLostError(f"{address}: one of the two sides does not allow the other's public key or user")
-        return [Unreachable(address, error)]
+        reason = f"{address}: one of the two sides does not allow the other's public key or user"
+        return [Unreachable(address, PeerLostError(reason, address=address))]
 
     def on_opened(self, address: str) -> None:
         """The connection to an address is open again."""
@@ -502,7 +502,7 @@ class PeerTable:
         for address, dial in list(self._dials.items()):
             if not dial.failed and (reason := self._overdue(address, dial, seen, now)):
                 dial.failed, dial.wanted_at = reason, now
-                out.append(Unreachable(address, PeerLostError(reason)))
+                out.append(Unreachable(address, PeerLostError(reason, address=address)))
             elif dial.failed and now - dial.wanted_at >= o.silence_s:
                 out += self._give_up(address)
             elif now >= dial.next_at:
@@ -525,11 +525,12 @@ class PeerTable:
                 continue
             if seen - peer.last_frame_at >= o.silence_s:
                 peer.lost = True
-                out.append(Lost(epoch, PeerLostError(f"{peer.name}: silent for {seen - peer.last_frame_at:.1f} s")))
+                silent = f"{peer.name}: silent for {seen - peer.last_frame_at:.1f} s"
+                out.append(Lost(epoch, PeerLostError(silent, **peer.hello.who)))
             elif peer.closed is not None and seen - peer.closed >= o.closed_s:
                 peer.lost = True
-                error = PeerLostError(f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago")
-                out.append(Lost(epoch, error))
+                broke = f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago"
+                out.append(Lost(epoch, PeerLostError(broke, **peer.hello.who)))
             elif beat and self.lively(epoch, now) and now >= peer.greet_until:
                 out.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch)))
             elif beat:

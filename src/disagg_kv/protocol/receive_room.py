@@ -23,6 +23,7 @@ from __future__ import annotations
 from math import inf
 
 from ..errors import (
+    About,
     AbortedError,
     DeadlineError,
     GeometryError,
@@ -92,8 +93,9 @@ class ReceiveRoom(DrainingRoom):
         options: Options,
         now: float,
         tag: bytes = b"",
+        source: str = "",
     ) -> None:
-        super().__init__(room, generation, epoch, options, tag)
+        super().__init__(room, generation, epoch, options, tag, source)
         self.path = ""
         self.paths: dict[Rank, str] = {}
         self._options = options
@@ -194,7 +196,7 @@ class ReceiveRoom(DrainingRoom):
             self.path = "+".join(sorted(set(self.paths.values())))
         assert self._awaited is not None
         if self.paths[w.rank] != event.path or event.path not in self._awaited.paths:
-            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} must not use path {event.path!r}"))
+            self._refuse(w, f"must not use path {event.path!r}")
             return
         if w.open >= self._options.window and Segment(*event.segment) not in self.inbound:
             # It is repeated, and by then fewer are open: a peer with a larger window than ours only waits.
@@ -235,7 +237,7 @@ class ReceiveRoom(DrainingRoom):
                 return None
             return self.inbound.find(segment, w.rank, w.epoch, self._intake, rows)
         except (RemoteProtocolError, GeometryError) as exc:
-            self._fail(RemoteProtocolError(f"{self._name()}: {exc}"))
+            self._refuse(w, f"sent a wrong segment: {exc}")
             return None
 
     def _on_leased(self, event: Leased) -> None:
@@ -278,24 +280,24 @@ class ReceiveRoom(DrainingRoom):
         assert self._awaited is not None
         w = self._writer(event)
         if event.lease is None and self._awaited.tables is None:
-            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} wrote to pages that were not exposed"))
+            self._refuse(w, "wrote to pages that were not exposed")
             return
         part = self._part(w, event.segment)
         if part is None:
             return
         segment = segment_from_wire(event.segment)
         if event.lease is not None and not part.granted(w.rank, event.lease):
-            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} used lease {event.lease} of {segment}"))
+            self._refuse(w, f"used lease {event.lease} of {segment}")
             return
         if problem := unlike(self.room, segment, event.sums, self._awaited.verify):
-            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} sent {problem} of {segment}"))
+            self._refuse(w, f"sent {problem} of {segment}")
             return
         self._send_landed(w, segment)
         if w.rank in part.arrived:
             return
         self._arrive(part, w)
         if problem := w.problem:
-            self._fail(RemoteProtocolError(f"{self._name()}: {problem}"))
+            self._refuse(w, problem)
             return
         if event.sums is not None:
             part.sums[w.rank] = event.sums
@@ -326,7 +328,7 @@ class ReceiveRoom(DrainingRoom):
         assert self._awaited is not None
         w, most = self._writer(event), self._awaited.aux_bytes
         if most and (problem := w.take(event, most)):
-            self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} sent {problem}"))
+            self._refuse(w, f"sent {problem}")
         else:
             self._send(w, AuxTaken(**self._to(w), upto=len(w.aux) if most else event.total))
 
@@ -338,7 +340,7 @@ class ReceiveRoom(DrainingRoom):
         w.done = event
         a = self._awaited
         if problem := w.problem or misplaced(self._writers.values(), a):
-            self._fail(RemoteProtocolError(f"{self._name()}: {problem}"))
+            self._refuse(w, problem)
             return
         self._stop = event.stop if a.stop is None else a.stop
         self._check_placed()
@@ -357,13 +359,15 @@ class ReceiveRoom(DrainingRoom):
         missing = self.inbound.missing(self._intake, RowRange(self._awaited.start, self._stop))
         if missing:
             what = f"{'states of ' if missing[0].state else ''}layers {missing[0].layers}"
-            self._fail(RemoteProtocolError(f"{self._name()}: prefill is done, but {what} are not complete"))
+            reason = f"{self._name()}: prefill is done, but {what} are not complete"
+            self._fail(RemoteProtocolError(reason, instance=self.source))
             return
         aux = next((w.results for w in self._writers.values() if w.results is not None), None)
         if aux is not None:
             self._out.append(Store(aux))
         elif self._awaited.aux_bytes:
-            self._fail(IntegrityError(f"{self._name()}: an aux row is awaited, and prefill gave none"))
+            reason = f"{self._name()}: an aux row is awaited, and prefill gave none"
+            self._fail(IntegrityError(reason, instance=self.source))
             return
         self._repeat.clear()
         self.state = Receiving.PLACED
@@ -408,23 +412,33 @@ class ReceiveRoom(DrainingRoom):
         if self.now >= self._deadline:
             where = waited_for(writers) if writers else "the prefill ranks were not found"
             self._declined = True
-            self._fail(DeadlineError(f"{self._name()}: not complete within {self._options.total_s:g} s: {where}"))
+            late = f"{self._name()}: not complete within {self._options.total_s:g} s: {where}"
+            self._fail(DeadlineError(late, instance=self.source))
         elif self.now >= self._claim_by:
             late = f"prefill ranks {unopened(writers)} have not opened it within {self._options.claim_s:g} s (claim_s)"
-            self._fail(DeadlineError(f"{self._name()}: {late}"))
+            self._fail(DeadlineError(f"{self._name()}: {late}", instance=self.source))
         else:
             self._out += self._repeat.tick(self.now)
 
     def _on_their_abort(self, event: Abort) -> None:
         self._on_acknowledge(event)
         if tags_differ(event.tag, self.tag):
-            self._fail(IntegrityError(f"{self._name()}: prefill's tag {event.tag.hex()} is not {self.tag.hex()}"))
+            other = f"{self._name()}: prefill's tag {event.tag.hex()} is not {self.tag.hex()}"
+            self._fail(IntegrityError(other, **self._who(self._writer(event))))
         else:
-            self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
+            self._give_up(event)
 
     def _on_drained(self, event: Drained) -> None:
         self._acknowledge_drained(event)
-        self._fail(AbortedError(f"{self._name()}: prefill gave up: {event.reason}"))
+        self._give_up(event)
+
+    def _give_up(self, event: Abort | Drained) -> None:
+        w = self._writer(event)
+        self._fail(AbortedError(f"{self._name()}: prefill rank {w.rank} gave up: {event.reason}", **self._who(w)))
+
+    def _refuse(self, w: Writer, problem: str) -> None:
+        """A writer did what it must not do."""
+        self._fail(RemoteProtocolError(f"{self._name()}: rank {w.rank} {problem}", **self._who(w)))
 
     def _on_lost(self, event: Lost) -> None:
         """A writer is needed until all that it announced has arrived; while none is known, any lost peer is needed."""
@@ -432,7 +446,8 @@ class ReceiveRoom(DrainingRoom):
         if w is not None:
             w.lost = True
         if not w.complete if w is not None else not self._writers:
-            self._fail(ours(event.error, self._name()))
+            known: About = {} if w is None else self._who(w)
+            self._fail(ours(event.error, self._name(), **known))
 
     def _on_cancel(self, event: Cancel) -> None:
         self._declined = True

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from math import inf
 
-from ..errors import AbortedError, DeadlineError, DisaggKVError, LocalProtocolError, OversizeError, RemoteProtocolError
+from ..errors import (
+    About,
+    AbortedError,
+    DeadlineError,
+    DisaggKVError,
+    LocalProtocolError,
+    OversizeError,
+    RemoteProtocolError,
+)
 from ..geometry import PageTable
-from ..ids import Epoch, Generation, GroupId, LayerId, RoomId, peer_name, room_name
+from ..ids import Epoch, Generation, GroupId, LayerId, RoomId, room_name
 from ..planning import Batch
 from .base import Cancel, CastVote, Decided, Effect, Finished, Offered, Options, Phase, Tick
 from .flow import Flow, FlowPlan, room_head
@@ -26,6 +34,7 @@ class SendRoom:
         options: times and bounds.
         now: when it was opened.
         tokenless: see :class:`Rows`.
+        who: what is known of a decode rank, for errors.
     """
 
     def __init__(
@@ -36,6 +45,7 @@ class SendRoom:
         options: Options,
         now: float,
         tokenless: Collection[LayerId] = (),
+        who: Callable[[Epoch], About] | None = None,
     ) -> None:
         self.room = room
         self.generation = generation
@@ -47,6 +57,7 @@ class SendRoom:
         self.rows = Rows(tokenless)
         self._epoch = epoch
         self._options = options
+        self._who = who
         self._deadline = now + options.total_s
         self._claim_by = inf
         self._finished: Finished | None = None
@@ -166,7 +177,8 @@ class SendRoom:
         flow = self._flow(peer, generation, plan)
         error = self.error
         if self.world not in (None, world):
-            error = RemoteProtocolError(f"{room_name(self.room)}: decode instances of {self.world} and {world} ranks")
+            worlds = f"decode instances of {self.world} and {world} ranks"
+            error = RemoteProtocolError(f"{room_name(self.room)}: {worlds}", **flow.who)
         if error is not None:
             return self._reviewed(flow.handle(Cancel(error), now), now)
         self.world = world
@@ -187,7 +199,7 @@ class SendRoom:
 
     def _flow(self, peer: Epoch, generation: Generation, plan: FlowPlan | None) -> Flow:
         head = room_head(self._epoch, peer, self.room, generation)
-        flow = Flow(head, plan, self._options, self.rows.readiness)
+        flow = Flow(head, plan, self._options, self.rows.readiness, self._who(peer) if self._who else None)
         self.flows[peer] = flow
         self._claim_by = inf
         return flow
@@ -211,9 +223,7 @@ class SendRoom:
         return self._all(Tick(), now)
 
     def _overdue(self) -> str:
-        late = [
-            f"{peer_name(f.peer)} is {f.state.value}" for f in self.flows.values() if f.state is not Sending.COMPLETE
-        ]
+        late = [f"{f.peer_name} is {f.state.value}" for f in self.flows.values() if f.state is not Sending.COMPLETE]
         world = "unknown" if self.world is None else self.world
         asked = f"{len(self.flows)} of {world} decode ranks asked for it"
         plans = [f.plan for f in self.flows.values() if f.plan is not None]
@@ -244,7 +254,7 @@ class SendRoom:
         return self._all(event, now)
 
     def _fail(self, error: DisaggKVError, now: float) -> list[Effect]:
-        self.error = error
+        self.error = error.about(room=self.room)
         self._voted = False
         self.rows.clear()
         out: list[Effect] = [CastVote(False, str(error))]

@@ -64,13 +64,13 @@ class Writer:
 
     @property
     def problem(self) -> str | None:
-        """What contradicts its ``Done``; None: nothing does."""
+        """What it did that contradicts its ``Done``; None: nothing does."""
         if self.done is None:
             return None
         if len(self.aux) != self.aux_total:
-            return f"rank {self.rank} is done after {len(self.aux)} of {self.aux_total} aux bytes"
+            return f"is done after {len(self.aux)} of {self.aux_total} aux bytes"
         if self.arrived > self.done.segments:
-            return f"rank {self.rank} is done after {self.done.segments} segments, and has announced {self.arrived}"
+            return f"is done after {self.done.segments} segments, and has announced {self.arrived}"
         return None
 
     @property
@@ -87,14 +87,14 @@ class Writer:
 
 
 def misplaced(writers: Iterable[Writer], awaited: Awaited) -> str | None:
-    """What is wrong with the row at which the writers end the room; None: nothing is."""
+    """What a writer did wrong whose ``Done`` has come, about the row at which the room ends; None: nothing."""
     stops = sorted({w.done.stop for w in writers if w.done is not None})
     if len(stops) > 1:
-        return f"prefill ranks end at different rows: {stops}"
+        return f"and others end at different rows: {stops}"
     if awaited.stop is not None and stops[0] < awaited.stop:
-        return f"prefill ends at row {stops[0]}, not at {awaited.stop}"
+        return f"ends at row {stops[0]}, not at {awaited.stop}"
     if awaited.stop is None and not awaited.start <= stops[0] <= awaited.most:
-        return f"prefill ends at row {stops[0]}; pages are there for {awaited.start}-{awaited.most}"
+        return f"ends at row {stops[0]}; pages are there for {awaited.start}-{awaited.most}"
     return None
 
 

@@ -150,5 +150,6 @@ def _address(instance: str, rank: int, value: bytes) -> str:
         case [str(address), str()]:
             return address
         case None:
-            raise InstanceClosedError(f"instance {instance!r}: rank {rank} has closed, and has not come back")
+            closed = f"instance {instance!r}: rank {rank} has closed, and has not come back"
+            raise InstanceClosedError(closed, instance=instance, rank=rank)
     raise RemoteProtocolError(f"instance {instance!r}: the store holds {value[:64]!r} as a rank's address")

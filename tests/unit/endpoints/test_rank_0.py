@@ -81,7 +81,7 @@ def test_a_room_that_the_new_rank_0_never_opens_fails_within_seconds() -> None:
     prefills = restarted(rig)
     request = rig.request("room", prefills[1:], [], 8).open_prefill()
     assert agreed(request) is Phase.FAILED
-    assert "rank 0 of our instance was lost" in request.errors()
+    assert "rank 0 of instance 'P' is lost" in request.errors()
     late = rig.request("room", prefills[:1], [], 8).open_prefill()
     assert agreed(late) is Phase.FAILED
     rig.quiet()
@@ -149,7 +149,7 @@ def test_another_life_of_a_rank_at_another_address_is_the_end_of_the_first(rank:
     rig.until(lambda: survivor.released, "the room")
     assert rig.clock() - began < OPTIONS.silence_s / 2
     assert survivor.phase is Phase.FAILED
-    assert f"rank {rank} of our instance is lost" in str(survivor.error)
+    assert f"rank {rank} of instance 'P' is lost" in str(survivor.error)
     new = rig.request("new", prefills, rig.decode(tp_shards(SPEC, 1)), 8).start()
     assert agreed(new) is Phase.DONE
 

@@ -12,7 +12,7 @@ from disagg_kv.protocol.frames import Decision, Vote
 
 ROOM = RoomId(b"r")
 E = [Epoch(bytes([r] * 16)) for r in range(5)]
-LOST = "of our instance is lost"
+LOST = "of instance 'P' is lost"
 
 
 def key(generation: int, room: RoomId = ROOM) -> RoomKey:
@@ -20,14 +20,14 @@ def key(generation: int, room: RoomId = ROOM) -> RoomKey:
 
 
 def leader(world: int = 3, options: Options | None = None) -> Agreement:
-    one = Agreement(Rank(0), world, E[0], options or Options())
+    one = Agreement(Rank(0), world, E[0], options or Options(), "P")
     for rank in range(1, world):
         assert one.joined(E[rank], Rank(rank), 0.0) == []
     return one
 
 
 def follower(met: bool = True, options: Options | None = None) -> Agreement:
-    one = Agreement(Rank(1), 3, E[1], options or Options())
+    one = Agreement(Rank(1), 3, E[1], options or Options(), "P")
     if met:
         one.joined(E[0], Rank(0), 0.0)
     return one
@@ -56,7 +56,7 @@ def votes(effects: list[Send | Outcome] | list[Send]) -> list[tuple[int, bool | 
 
 
 def test_one_rank_alone_decides_at_once() -> None:
-    one = Agreement(Rank(0), 1, E[0], Options())
+    one = Agreement(Rank(0), 1, E[0], Options(), "P")
     assert one.vote(key(1), None, "", 0.0) == []
     assert one.vote(key(1), True, "", 0.0) == [Outcome(key(1), Decided(True, ""))]
     assert one.vote(key(2), False, "why", 0.0) == [Outcome(key(2), Decided(False, "why"))]

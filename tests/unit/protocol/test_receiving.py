@@ -346,7 +346,7 @@ def test_prefill_that_has_another_tag_is_an_integrity_error() -> None:
     for tag in (b"", b"tag"):
         room = Room()
         room.say(abort(0, tag))
-        failed(room, AbortedError, "prefill gave up: engine")
+        failed(room, AbortedError, "prefill rank 0 gave up: engine")
 
 
 def test_a_writer_above_the_window_waits_and_fails_nothing() -> None:

@@ -12,6 +12,7 @@ from disagg_kv.errors import (
     OversizeError,
     PeerLostError,
     RemoteProtocolError,
+    TransportError,
 )
 from disagg_kv.ids import Generation
 from disagg_kv.protocol import (
@@ -74,7 +75,10 @@ def test_a_write_is_tried_three_times() -> None:
     for _ in range(WRITE_TRIES):
         assert room.begin()
         effects = room.say(WriteFailed(A, RETRY, True))
-    assert room.machine.error is RETRY
+    error = room.machine.error
+    assert isinstance(error, TransportError)
+    assert (error.epoch, error.room, error.retryable) == (D[0], b"r", True)
+    assert str(error).startswith("room r towards epoch ")
     assert sent(effects) == [Drained]
     assert [v.ok for v in only(effects, CastVote)] == [False]
 

@@ -60,11 +60,12 @@ class PrefillInstance:
     error: DisaggKVError | None = None
     waiting: dict[RoomKey, DecodeRoom] = field(factory=dict)
 
-    def fail(self, error: DisaggKVError) -> list[Outcome]:
-        """No room that waits can begin. The addresses are asked for again."""
+    def fail(self, error: DisaggKVError, address: str | None = None) -> list[Outcome]:
+        """No room that waits can begin, as the rank at ``address`` is not there. The addresses are asked for again."""
+        rank = self.addresses.index(address) if self.addresses and address is not None else None
         self.addresses = None
         waiting, self.waiting = self.waiting, {}
-        return [Unreachable(room, error) for room in waiting.values()]
+        return [Unreachable(room, _named(error, room.source, rank)) for room in waiting.values()]
 
 
 class Discovery:
@@ -125,14 +126,15 @@ class Discovery:
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> Sequence[Outcome]:
         """A prefill rank cannot be connected."""
-        return [outcome for instance in self._with(address) for outcome in instance.fail(error)]
+        return [outcome for instance in self._with(address) for outcome in instance.fail(error, address)]
 
     def not_found(self, room: DecodeRoom) -> PeerLostError:
         """The error of a room that waited for its whole ``silence_s``."""
         instance = self._instances.get(room.source)
         why = f": {text_of(instance.error)}" if instance is not None and instance.error is not None else ""
-        name = f"prefill instance {room.source.instance!r}"
-        return PeerLostError(f"{name} was not found in {room.silence_s:g} s{why}")
+        name = room.source.instance
+        reason = f"prefill instance {name!r} was not found in {room.silence_s:g} s{why}"
+        return PeerLostError(reason, instance=name)
 
     def _find(self, source: Source, instance: PrefillInstance) -> list[Outcome]:
         """Take the ranks that are connected, else ask the rendezvous, ever more seldom.
@@ -168,6 +170,14 @@ class Discovery:
         return [one for one in self._instances.values() if one.addresses and address in one.addresses]
 
 
+def _named(error: DisaggKVError, source: Source, rank: int | None) -> DisaggKVError:
+    """The error of a rank that gave no ``Hello``: which one was looked for there."""
+    if error.instance is not None:
+        return error
+    name = f"instance {source.instance!r}"
+    return error.about(name if rank is None else f"rank {rank} of {name}", instance=source.instance, rank=rank)
+
+
 def _checked(room: DecodeRoom, remotes: tuple[RemoteEndpoint, ...]) -> Outcome:
     try:
         check_ranks(room.source, remotes)
@@ -190,6 +200,7 @@ def check_ranks(source: Source, remotes: Sequence[RemoteEndpoint]) -> None:
         names = ("instance", "rank", "ranks", "slot_bytes")
         for name, ours, theirs in zip(names, wanted, said, strict=True):
             if ours != theirs:
-                raise IncompatiblePeerError(f"{name} of {hello.address}", ours, theirs)
+                raise IncompatiblePeerError(f"{name} of {hello.address}", ours, theirs).about(**hello.who)
         if remote.shards != first.shards:
-            raise IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
+            others = IncompatiblePeerError(f"shards of {hello.address}", "those of rank 0", "others")
+            raise others.about(**hello.who)

@@ -141,7 +141,8 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         with self.admission.enter(room_name(room)):
             if self._side.quarantined > ALL_QUARANTINE * self._ring_bytes:
                 raise QuarantineFullError(
-                    f"{room_name(room)}: {self._side.quarantined} of {self._ring_bytes} ring bytes wait for evidence"
+                    f"{room_name(room)}: {self._side.quarantined} of {self._ring_bytes} ring bytes wait for evidence",
+                    room=room,
                 )
             key = self._new_key(room)
             handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)

@@ -155,7 +155,7 @@ class DecodeSide:
     def open(self, key: RoomKey, handle: ReceptionHandle, source: Source, own: Options, tag: bytes) -> None:
         """Begin a room with its own times: find its prefill ranks."""
         now = self._loop.now
-        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag)
+        machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag, source.instance)
         room = DecodeRoom(key, machine, handle, source, own.silence_s, now)
         self._rooms[key] = room
         self._loop.vote(key, None, "")
@@ -265,7 +265,8 @@ class DecodeSide:
         for remote in remotes:
             held = self._queue.quarantined_bytes(remote.epoch)
             if held > PEER_QUARANTINE * self._ring.nbytes:
-                raise QuarantineFullError(f"{remote.name}: {held} of {self._ring.nbytes} ring bytes wait for evidence")
+                full = f"{remote.name}: {held} of {self._ring.nbytes} ring bytes wait for evidence"
+                raise QuarantineFullError(full, **remote.hello.who)
 
     def on_up(self, remote: RemoteEndpoint) -> None:
         """A prefill rank is connected."""
@@ -313,7 +314,8 @@ class DecodeSide:
             try:
                 self._handle(room, frame)
             except RemoteProtocolError as exc:
-                self._handle(room, Cancel(exc))
+                registry = self._loop.peer_registry
+                self._handle(room, Cancel(exc.about(registry.name(epoch), **registry.who(epoch))))
         elif room is None or room.machine.error is not None:
             # Also from a rank that was notified of a declined room, and is not one of the ranks that were found then.
             self._answer_ended(frame, epoch, key)
@@ -423,7 +425,9 @@ class DecodeSide:
         try:
             lease = self._queue.request(effect.peer, key, effect.nbytes, lookahead=not effect.ready)
         except OversizeError as exc:
-            self._handle(room, Cancel(RemoteProtocolError(f"a segment that does not fit: {exc}")))
+            name, sizes = self._loop.peer_registry.name(effect.peer), f"{exc.asked} bytes, at most {exc.capacity}"
+            large = f"{room.name}: {name} asks for too large a lease: {sizes}"
+            self._handle(room, Cancel(RemoteProtocolError(large, **self._loop.peer_registry.who(effect.peer))))
             return
         if self._loop.observed:
             room.queued.setdefault(effect.segment, self._loop.now)

@@ -132,7 +132,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             stuck = self._side.quarantined_slots
             if 2 * stuck > self._slots:
                 raise QuarantineFullError(
-                    f"{room_name(room)}: {stuck} of {self._slots} staging slots wait for evidence"
+                    f"{room_name(room)}: {stuck} of {self._slots} staging slots wait for evidence", room=room
                 )
             key = self._new_key(room)
             handle = DeliveryHandle(key, self._pool, self)

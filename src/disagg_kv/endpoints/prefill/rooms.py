@@ -106,7 +106,8 @@ class PrefillSide:
     def open(self, key: RoomKey, handle: DeliveryHandle, own: Options, tag: bytes) -> None:
         """Begin a room with its own times, and whatever was parked for it."""
         now = self._loop.now
-        machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless)
+        who = self._loop.peer_registry.who
+        machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless, who)
         room = PrefillRoom(key, machine, handle, own.silence_s, now, tag)
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
@@ -233,7 +234,9 @@ class PrefillSide:
             try:
                 self._apply(room, room.machine.handle(epoch, frame, self._loop.now))
             except RemoteProtocolError as exc:
-                self._apply(room, room.machine.cancel(exc, self._loop.now))
+                registry = self._loop.peer_registry
+                error = exc.about(registry.name(epoch), **registry.who(epoch))
+                self._apply(room, room.machine.cancel(error, self._loop.now))
         elif isinstance(frame, Expect):
             self._on_expect(frame)
         elif isinstance(frame, Abort):
@@ -284,7 +287,7 @@ class PrefillSide:
                 self._apply(room, room.machine.decline(epoch, generation, frame, loop.now))
                 if epoch not in loop.remotes:
                     # Lost already, or it could not be connected: it acknowledges nothing.
-                    lost = PeerLostError(f"{loop.peer_registry.name(epoch)} is lost")
+                    lost = PeerLostError(f"{loop.peer_registry.name(epoch)} is lost", epoch=epoch)
                     self._apply(room, room.machine.handle(epoch, Lost(epoch, lost), loop.now))
                 return
             loop.remember([epoch], RoomKey(name, generation), RoomOutcome.FAILED)
@@ -323,7 +326,8 @@ class PrefillSide:
             )
         except Exception as exc:
             # A path may be a user's code: its errors fail this room alone.
-            error = ours(exc, f"{room_name(name)}: no way to send it to {loop.peer_registry.name(epoch)}")
+            where = f"{room_name(name)}: no way to send it to {loop.peer_registry.name(epoch)}"
+            error = ours(exc, where, **loop.peer_registry.who(epoch))
             self._apply(room, room.machine.refuse(epoch, generation, error, loop.now))
             return
         room.routes[epoch] = route

@@ -131,7 +131,7 @@ class Connections:
             link = self._claim(up)
             self._background.start(partial(self._connect, link))
         except Exception as exc:
-            failed = ours(exc, _name(up.hello))
+            failed = _failed(exc, up.hello)
             self._fail(up.epoch, failed, self._clock())
             if link is not None:
                 self._forget(link)
@@ -156,19 +156,20 @@ class Connections:
             raise IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
         under_way = sum(not one.linked for one in self._links.values())
         if under_way >= self._options.peers:
-            raise CapacityError(f"{link.name}: {under_way} connections are under way, and no more may be")
+            raise CapacityError(f"{under_way} connections are under way, and no more may be")
         self._links[up.epoch] = self._owners[link.peer] = link
         self._due_at = min(self._due_at, link.until)
         return link
 
     def _connect(self, link: _Link) -> None:
         """On a helper thread."""
-        error: DisaggKVError | None = TransportError(f"{link.name}: the attempt ended without a result")
+        lost = f"{link.name}: the attempt ended without a result"
+        error: DisaggKVError | None = TransportError(lost, **link.up.hello.who)
         try:
             self._transport.connect(link.up.hello.descriptor, CONNECT_S)
             error = None
         except Exception as exc:
-            error = ours(exc, link.name)
+            error = _failed(exc, link.up.hello)
         finally:
             self._results.append((link, error, self._clock()))
             self._wake()
@@ -198,7 +199,8 @@ class Connections:
         waiting = [link for link in self._links.values() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
-                link.error = TransportError(f"{link.name}: its connect has not returned for {OVERDUE_S:g} s")
+                late = f"{link.name}: its connect has not returned for {OVERDUE_S:g} s"
+                link.error = TransportError(late, **link.up.hello.who)
                 if link.wanted:
                     out.append(ConnectResult(link.up, link.error, self._take(link)))
                 link.wanted = False
@@ -293,5 +295,10 @@ class Connections:
 
 def _name(hello: Hello) -> str:
     """A peer and what reaches it, for messages."""
-    who = peer_name(hello.src, hello.instance, hello.rank)
-    return f"peer {who} at {hello.address}: transport {hello.transport!r}"
+    return f"{hello.name}: transport {hello.transport!r}"
+
+
+def _failed(exc: Exception, hello: Hello) -> DisaggKVError:
+    """Why a peer cannot be reached. Its name comes first: a transport knows it by another one."""
+    name, who = _name(hello), hello.who
+    return exc.about(name, **who) if isinstance(exc, DisaggKVError) else ours(exc, name, **who)

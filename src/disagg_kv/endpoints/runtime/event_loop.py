@@ -108,7 +108,7 @@ class EventLoop:
         # Where no thread has to wake for a message, what a peer waits for leaves before the rest of the step.
         self._prompt = self._naps is not None
         self.peers = PeerTable(me.epoch, me.address, me.hello(), me.admit, options)
-        self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options)
+        self.agreement = Agreement(me.rank, len(me.shards), me.epoch, options, me.instance)
         self.tombstones = Tombstones(peers=2 * options.peers)
         self.remotes: dict[Epoch, RemoteEndpoint] = {}
         self._sleep = sleep
@@ -281,7 +281,7 @@ class EventLoop:
 
     def _notice_exits(self) -> None:
         for epoch in self._process_monitor.ended(at_once=bool(self._commands)):
-            self.lose(epoch, PeerLostError(f"{self.peer_registry.name(epoch)}: its process has ended"), ended=True)
+            self.lose(epoch, self._lost(epoch, "its process has ended"), ended=True)
         for epoch in self._process_monitor.drained(self.me.transport.caps.drain_s):
             self._gone(epoch)
 
@@ -369,7 +369,7 @@ class EventLoop:
         if epoch is None or event.data is not None:
             self.observer.count("transport.unexpected")
             return
-        error = PeerLostError(f"{self.peer_registry.name(epoch)}: {self.me.transport.name} reports its end")
+        error = self._lost(epoch, f"{self.me.transport.name} reports its end")
         self.connections.lose(epoch, error)
         self._peer_effects(self.peers.shut(epoch, error, self.now))
         if event.fenced:
@@ -449,8 +449,11 @@ class EventLoop:
 
     def confirm_terminated(self, epoch: Epoch) -> None:
         """The operator has confirmed that a process ended: that is evidence once its last writes must have landed."""
-        self.lose(epoch, PeerLostError(f"{self.peer_registry.name(epoch)}: its end was confirmed"), ended=True)
+        self.lose(epoch, self._lost(epoch, "its end was confirmed"), ended=True)
         self._process_monitor.confirm(epoch)
+
+    def _lost(self, epoch: Epoch, reason: str) -> PeerLostError:
+        return PeerLostError(f"{self.peer_registry.name(epoch)}: {reason}", **self.peer_registry.who(epoch))
 
     def _gone(self, epoch: Epoch) -> None:
         self.side.on_gone(epoch)
@@ -481,7 +484,7 @@ class EventLoop:
         """
         link = self.connections.of(epoch)
         if link is None or epoch not in self.remotes:
-            raise TransportError(f"{self.peer_registry.name(epoch)} is lost")
+            raise TransportError(f"{self.peer_registry.name(epoch)} is lost", **self.peer_registry.who(epoch))
         return link
 
     def flush(self) -> None:

@@ -68,7 +68,7 @@ class RoomHandle:
         self.show_live()  # ``poll`` returns nothing any more
         if phase in (Phase.DONE, Phase.FAILED):
             return False
-        self._error = error
+        self._error = error.about(room=self._room)
         self._state = (Phase.FAILED, released)
         return True
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
-from ...errors import UnknownNameError
+from ...errors import About, UnknownNameError
 from ...ids import Epoch, Rank, RoomId, peer_name, room_text
 from ...protocol import Hello, KnownPeer, Options, PeerTable, RoomKey
 from ..api import PeerInfo, PeerState
@@ -132,11 +132,17 @@ class PeerRegistry:
 
     def name(self, epoch: Epoch) -> str:
         """A life for messages."""
-        peer = self._table.known(epoch) or self._present.get(epoch)
-        if peer is None:
-            found = (waiting[epoch][0] for waiting in list(self._waiting.values()) if epoch in waiting)
-            peer = next(found, None)
+        peer = self._find(epoch)
         return f"peer {peer_name(epoch)}" if peer is None else peer.name
+
+    def who(self, epoch: Epoch) -> About:
+        """What is known of a life, for attributes of errors."""
+        peer = self._find(epoch)
+        return {"epoch": epoch} if peer is None else peer.hello.who
+
+    def _find(self, epoch: Epoch) -> KnownPeer | None:
+        found = (waiting[epoch][0] for waiting in list(self._waiting.values()) if epoch in waiting)
+        return self._table.known(epoch) or self._present.get(epoch) or next(found, None)
 
     def find(self, named: Epoch | str) -> Epoch:
         """The life that an operator names, by its epoch or the 32 hex digits of it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...errors import PeerLostError
+from ...errors import About, PeerLostError
 from ...ids import Epoch, peer_name
 from ...protocol import Lost, PeerTable, RoomKey
 from ...protocol.timers import Timers
@@ -38,9 +38,11 @@ class Silences:
         for peer, silence_s in self._of.pop(room, {}).items():
             self._drop(peer, silence_s, room)
 
-    def _name(self, peer: Epoch) -> str:
+    def _error(self, peer: Epoch, silence_s: float) -> PeerLostError:
         known = self._peers.known(peer)
-        return f"peer {peer_name(peer)}" if known is None else known.name
+        name = f"peer {peer_name(peer)}" if known is None else known.name
+        who: About = {"epoch": peer} if known is None else known.hello.who
+        return PeerLostError(f"{name} was silent for {silence_s:g} s", **who)
 
     def _drop(self, peer: Epoch, silence_s: float, room: RoomKey) -> None:
         watched = self._watched[peer]
@@ -60,8 +62,7 @@ class Silences:
             for room in over:
                 silence_s = self._of[room].pop(peer)
                 self._drop(peer, silence_s, room)
-                error = PeerLostError(f"{self._name(peer)} was silent for {silence_s:g} s")
-                found.append((room, Lost(peer, error)))
+                found.append((room, Lost(peer, self._error(peer, silence_s))))
             if peer in self._watched:
                 self._schedule(peer, now)
         return found

@@ -117,7 +117,8 @@ class AddressTable:
             records[key.rank] = record.address
         for key in self._closed.get(instance, ()):
             if key not in ranks and (not worlds or key.world in worlds):
-                raise InstanceClosedError(f"instance {instance!r}: rank {key.rank} has closed, and has not come back")
+                closed = f"instance {instance!r}: rank {key.rank} has closed, and has not come back"
+                raise InstanceClosedError(closed, instance=instance, rank=key.rank)
         if not worlds or len(records) < worlds[0]:
             return None
         return tuple(records[rank] for rank in range(worlds[0]))
