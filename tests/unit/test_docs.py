@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import get_args
 import attrs
 import pytest
 
+from disagg_kv import errors
 from disagg_kv.cli.main import COMMANDS, build, run
 from disagg_kv.protocol import AnyFrame, Options
 from disagg_kv.strategies import registry as strategies
@@ -108,6 +110,20 @@ def test_the_page_of_the_command_line_has_every_command() -> None:
     assert len(benches) > 1
     shown = [f"| `disagg-kv {name}` |" for name in COMMANDS] + [f"| `bench {name}` |" for name in benches]
     assert [row for row in shown if row not in words("docs/cli.md")] == []
+
+
+ERROR_ROWS = re.compile(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \|", re.MULTILINE)
+
+
+def test_the_page_of_errors_has_each_code_once() -> None:
+    """A class that is never raised, only a base of others, has no row."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src/disagg_kv").rglob("*.py"))
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    raised = [kind for kind in kinds if re.search(rf"(?<!class )\b{kind.__name__}\(", source)]
+    retry = {True: "yes", False: "no", None: "depends"}
+    rows = [(kind.code, kind.__name__, retry[kind.retryable]) for kind in raised]
+    assert sorted(ERROR_ROWS.findall(words("docs/errors.md"))) == sorted(rows)
+    assert [kind.__name__ for kind in kinds if kind not in raised] == ["ProtocolError"]
 
 
 def test_the_readme_has_every_transport() -> None:
