@@ -15,6 +15,7 @@ import pytest
 
 from disagg_kv import errors
 from disagg_kv.cli.main import COMMANDS, build, run
+from disagg_kv.endpoints import Report
 from disagg_kv.protocol import AnyFrame, Options
 from disagg_kv.strategies import registry as strategies
 from disagg_kv.transports import registry as transports
@@ -124,6 +125,13 @@ def test_the_page_of_errors_has_each_code_once() -> None:
     rows = [(kind.code, kind.__name__, retry[kind.retryable]) for kind in raised]
     assert sorted(ERROR_ROWS.findall(words("docs/errors.md"))) == sorted(rows)
     assert [kind.__name__ for kind in kinds if kind not in raised] == ["ProtocolError"]
+
+
+def test_the_report_names_every_phase_whose_time_it_has() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src/disagg_kv/endpoints").rglob("*.py"))
+    phases = set(re.findall(r'\.spend\("(\w+)"', source))
+    assert {"plan", "gather", "scatter", "total"} <= phases
+    assert [phase for phase in phases if f"``{phase}``" not in (Report.__doc__ or "")] == []
 
 
 def test_the_readme_has_every_transport() -> None:

@@ -25,7 +25,7 @@ from disagg_kv.errors import (
 )
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import RoomId
-from disagg_kv.protocol import Options
+from disagg_kv.protocol import Options, Phase
 from tests.support.pages import ROOT
 from tests.support.rig import Rig, tp_shards
 
@@ -75,6 +75,14 @@ def test_an_error_that_was_pickled_or_copied_keeps_message_attributes_and_cause(
         assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
         assert repr(found.__cause__) == repr(cause)
         assert found.retryable == error.retryable
+
+
+def test_a_phase_prints_its_name_and_is_never_falsy() -> None:
+    """An engine logs it, and may write ``if handle.phase``."""
+    assert [str(phase) for phase in Phase] == [phase.name for phase in Phase]
+    assert f"{Phase.FAILED}" == "FAILED"
+    assert all(Phase)
+    assert pickle.loads(pickle.dumps(Phase.DONE)) is Phase.DONE
 
 
 def test_an_error_says_what_is_known_and_none_for_the_rest() -> None:

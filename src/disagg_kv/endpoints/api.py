@@ -46,8 +46,9 @@ class Report:
         nbytes: bytes written to peers, or placed in the pages of this rank.
         descriptors: writes posted.
         segments: segments acknowledged, or placed.
-        seconds: time per phase: ``gather``, ``post``, ``wire`` (a write is in flight), ``scatter``, ``checksum``,
-            ``total``.
+        seconds: time per phase. On prefill ``plan``, ``gather``, ``checksum``, ``post`` and ``wire`` (a write is in
+            flight); on decode ``scatter`` and ``checksum``; on both ``total``, from ``open`` until the pages are
+            released. Phases of one room overlap. A phase that took no time is not there.
         placed: on decode, the time when all rows of this rank were in its pages, in seconds of the endpoint's clock;
             None: they are not. The other ranks of the instance may still lack rows.
         ended: the time when this rank knew the outcome, in seconds of the endpoint's clock; None: it does not.
@@ -216,7 +217,7 @@ class Delivery(Handle, Protocol):
         ...
 
     def send_chunk(self, stop: int, pages: Sequence[PageTable], ready: Event | None = None) -> None:
-        """Submit the rows up to ``stop`` for sending.
+        """Submit the rows up to ``stop`` for sending. In a room that has ended, only the arguments are checked.
 
         Args:
             stop: one past the last row; grows from call to call, except after ``withdraw``.
@@ -239,7 +240,7 @@ class Delivery(Handle, Protocol):
         aux: int | None = None,
         ready: Event | None = None,
     ) -> None:
-        """Declare that the room's rows end at ``stop``.
+        """Declare that the room's rows end at ``stop``. In a room that has ended, only the arguments are checked.
 
         After ``withdraw``, a room with states must be finished again, once all its chunks were submitted again.
 

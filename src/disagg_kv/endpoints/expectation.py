@@ -48,7 +48,8 @@ class Expectation:
     """The rows that a decode engine awaits, and where they go. The engine may reuse its arrays afterwards.
 
     Args:
-        stop: one past the last row; None: where prefill ends, if the pages suffice.
+        stop: one past the last row; None: where prefill ends, if the pages suffice. If prefill ends later, its rows
+            from ``stop`` on are not sent. If it ends earlier, the room fails.
         pages: one table per group of tokens. It begins at the end of the held prefix, rounded down, or before that;
             earlier pages are left alone. A group that awaits no rows needs no table. Where a window slides, the table
             begins at or before the window of ``stop``, whatever is held. Earlier rows may lie in the null page.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import IntEnum
+from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ from .frames import MAX_AUX, Frame, WirePace, WireTable
 from .verify import Verify
 
 
-class Phase(IntEnum):
-    """How far a room is, as its engine sees it. The outcome only: ``released`` says whether the pages are free.
+class Phase(Enum):
+    """How far a room is, as its engine sees it; prints as its name. ``released`` says whether the pages are free.
 
     * ``CONNECTING``: on decode, the prefill ranks are not connected; on prefill, not every decode rank has asked.
     * ``READY``: the other side is there, and the own engine has not submitted or awaited rows.
@@ -28,12 +28,17 @@ class Phase(IntEnum):
     * ``MOVING``: rows move, or are being computed.
     """
 
-    FAILED = 0
-    CONNECTING = 1
-    READY = 2
-    WAITING = 3
-    MOVING = 4
-    DONE = 5
+    __hash__ = object.__hash__  # engines look phases up in every step; Enum's own hash is computed in Python
+
+    FAILED = "failed"
+    CONNECTING = "connecting"
+    READY = "ready"
+    WAITING = "waiting"
+    MOVING = "moving"
+    DONE = "done"
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @frozen
