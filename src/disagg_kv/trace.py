@@ -14,6 +14,8 @@ from attrs import field, frozen
 
 from .ids import RoomId
 
+__all__ = ["Observer", "Recorder", "Silent", "Span", "chrome_trace"]
+
 log = logging.getLogger("disagg_kv")
 
 

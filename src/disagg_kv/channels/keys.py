@@ -86,11 +86,14 @@ class Keys:
 def write_keys(folder: str | os.PathLike[str], name: str) -> tuple[Path, Path]:
     """Create a pair: ``NAME.key`` for the folders of allowed keys, ``NAME.key_secret`` for its owner alone.
 
+    The folder is created if it does not exist.
+
     Raises:
         ConfigurationError: one of the files exists, or cannot be written.
     """
     with tempfile.TemporaryDirectory() as private:
         try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
             made = [Path(file) for file in zmq.auth.create_certificates(private, name)]
             made[1].chmod(0o600)
             into = [Path(folder) / file.name for file in made]

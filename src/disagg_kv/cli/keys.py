@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def keys(
-    folder: Annotated[Path, typer.Argument(help="The folder for the two files.")],
+    folder: Annotated[Path, typer.Argument(help="The folder for the two files; it is created if it does not exist.")],
     name: Annotated[str, typer.Argument(help="Name of the pair, for example an instance's name.")],
     as_json: JsonFlag = False,
 ) -> None:

@@ -200,6 +200,13 @@ class TestKeys:
         assert prefill.allowed == decode.allowed == {prefill.public, decode.public}
         assert prefill.secret not in repr(prefill)
 
+    def test_the_folder_is_created(self, tmp_path: Path) -> None:
+        public, secret = write_keys(tmp_path / "a" / "b", "prefill")
+        assert {public.parent, secret.parent} == {tmp_path / "a" / "b"}
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigurationError, match="file"):
+            write_keys(tmp_path / "file", "prefill")
+
     def test_no_key_is_written_over(self, tmp_path: Path) -> None:
         _, secret = write_keys(tmp_path, "prefill")
         before = secret.read_text()
