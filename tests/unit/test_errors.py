@@ -63,7 +63,10 @@ def over(protocol: int) -> Callable[[DisaggKVError], DisaggKVError]:
     return send
 
 
-@pytest.mark.parametrize("again", [over(2), over(pickle.HIGHEST_PROTOCOL), copy.copy, copy.deepcopy])
+AGAIN = {"pickle 2": over(2), "pickle": over(pickle.HIGHEST_PROTOCOL), "copy": copy.copy, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("again", AGAIN.values(), ids=AGAIN)
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: error.code)
 def test_an_error_that_was_pickled_or_copied_keeps_message_attributes_and_cause(
     error: DisaggKVError, again: Callable[[DisaggKVError], DisaggKVError]

@@ -140,7 +140,7 @@ def test_a_refusal_ends_the_dial_and_names_the_field_and_both_values() -> None:
     assert a.on_refused(msgspec.structs.replace(refused, dst=epoch(9)), 0.0) == []
     (gone,) = a.on_refused(refused, 0.0)
     assert isinstance(gone, Unreachable)
-    assert str(gone.error) == "incompatible peer: spec: ours is 1, theirs is 2"
+    assert str(gone.error) == "peer at b: incompatible peer: spec: ours is 1, theirs is 2"
     assert a.on_refused(refused, 0.0) == []
     assert a.dropped == 1
 
