@@ -618,8 +618,8 @@ def _tensors() -> dict[str, object]:
             "overlaid": False}  # fmt: skip
 
 
-covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing",
-       group="text by layer", state_group="text by layer", null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
+covers("PagedPool.from_tensors", spec="thing", shard="thing", tensors="mapping", layout="thing", group="text by layer",
+       state_group="text by layer", null_page="count or none", aux_slots="count", aux_bytes="count", overlaid="flag")(
     lambda bench: (PagedPool.from_tensors, _tensors())
 )  # fmt: skip
 covers("PagedPool.view", plane="count")(lambda bench: (_pool().view, {"plane": 0}))
