@@ -110,15 +110,15 @@ def test_what_an_error_lacks_is_added_to_a_copy() -> None:
 
 
 def test_errors_of_others_that_derive_from_ours_need_no_constructor() -> None:
-    class Odd(TransportError):
+    class OddError(TransportError):
         def __init__(self) -> None:
             pass
 
         def __str__(self) -> str:
             raise ValueError("no text")
 
-    error = Odd().about("room a", room=b"a")
-    assert (error.room, error.code, error.retryable, error.args) == (b"a", "transport", False, ("room a: Odd",))
+    error = OddError().about("room a", room=b"a")
+    assert (error.room, error.code, error.retryable, error.args) == (b"a", "transport", False, ("room a: OddError",))
 
 
 def test_every_class_has_a_code_of_its_own() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from ..errors import About, AbortedError, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
+from ..errors import AbortedError, About, DisaggKVError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch, Generation, Rank, RoomId, peer_name, room_name
 from ..planning import Batch, Intake, Limits, Segment
 from .base import (

@@ -23,8 +23,8 @@ from __future__ import annotations
 from math import inf
 
 from ..errors import (
-    About,
     AbortedError,
+    About,
     DeadlineError,
     GeometryError,
     IntegrityError,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from math import inf
 
 from ..errors import (
-    About,
     AbortedError,
+    About,
     DeadlineError,
     DisaggKVError,
     LocalProtocolError,

@@ -126,9 +126,7 @@ def test_frames_that_only_our_own_side_sends_are_the_peer_s_error(table: Table) 
     one = cast("Machine[Enum]", machine(table))
     head = room_head(Epoch(bytes(16)), Epoch(bytes(16)), RoomId(b"r"), Generation(1))
     frame = Complete(**head) if table is RECEIVING else Done(**head, stop=1, segments=0, aux=None)
-    with pytest.raises(
-        RemoteProtocolError, match="room r generation 1: the peer sent"
-    ):
+    with pytest.raises(RemoteProtocolError, match="room r generation 1: the peer sent"):
         Machine.handle(one, frame, 0.0)
 
 
