@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from copy import copy
 from multiprocessing.connection import Connection
 from typing import Protocol, TypedDict
 
@@ -401,10 +402,12 @@ def _obey(pipe: Connection, rank: Served, polls: bool) -> None:
 
 
 def _portable(error: Exception) -> DisaggKVError:
-    """The same error where it is ours and survives the pipe; its words where it is not."""
-    if type(error).__init__ is Exception.__init__ and isinstance(error, DisaggKVError):
-        return error
-    return DisaggKVError(f"{type(error).__name__}: {error}")
+    """A copy of the error without its cause, which may not survive a pipe; the words of one that is not ours."""
+    if not isinstance(error, DisaggKVError):
+        return DisaggKVError(f"{type(error).__name__}: {error}")
+    made = copy(error)
+    made.__cause__ = None
+    return made
 
 
 def _until(good: Callable[[], bool], handle: RoomHandle, shape: TransferShape, look_s: float | None = None) -> None:
