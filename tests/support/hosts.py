@@ -175,6 +175,7 @@ class Setup:
         times: of the endpoint.
         ring_bytes, slot_bytes: sizes of staging memory.
         tokens: which its pool has pages for.
+        clock_s: seconds by which the host's clocks are ahead.
     """
 
     role: Role
@@ -188,6 +189,7 @@ class Setup:
     ring_bytes: int = 8 << 20
     slot_bytes: int = 1 << 20
     tokens: int = 2048
+    clock_s: int = 0
 
 
 @frozen
@@ -317,6 +319,10 @@ class _Member:
         self._known = [peer.epoch for peer in end.peers() if peer.instance != self._setup.role]
         return len(self._known)
 
+    def clock(self) -> float:
+        """The clock of the endpoint."""
+        return time.monotonic()
+
     def held(self) -> tuple[int, int]:
         """Threads and file descriptors of this process."""
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
@@ -354,7 +360,8 @@ class Node:
         self._pipe = Connection(ours.detach())
         fd = theirs.fileno()
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({fd})"]
-        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        ahead = ["--time", "--monotonic", str(setup.clock_s), "--boottime", str(setup.clock_s)]
+        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *(ahead if setup.clock_s else ())]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with theirs:
             self._process = subprocess.Popen(
@@ -371,6 +378,8 @@ class Node:
     def ask(self, name: Literal["close"]) -> Sequence[str]: ...
     @overload
     def ask(self, name: Literal["held"]) -> tuple[int, int]: ...
+    @overload
+    def ask(self, name: Literal["clock"]) -> float: ...
     @overload
     def ask(self, name: Literal["wrong", "open_rooms", "waiting", "meet"], *args: object) -> int: ...
     @overload

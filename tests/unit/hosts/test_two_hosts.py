@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from attrs import evolve
 
 from disagg_kv import Options
 from disagg_kv.transports.nixl_library import MODULES
@@ -77,6 +78,19 @@ def test_requests_cross_the_cable_byte_for_byte(hosts: tuple[Host, Host], transp
         assert decode.ask("wrong", {b"first": 500, b"second": 1000}) == 0
         assert hosts[1].received() - before > 1500 * TOKEN_BYTES
         assert decode.ask("waiting") == 0
+
+
+@needs_nixl
+def test_clocks_that_differ_change_nothing(hosts: tuple[Host, Host]) -> None:
+    """Decode's host was booted a month before prefill's: no deadline or silence is measured with another's clock."""
+    decode, prefill = setups(hosts, "nixl", 1, QUICK)
+    month = 30 * 86400
+    with endpoints(evolve(decode, clock_s=month), prefill) as (there, here):
+        assert abs(there.ask("clock") - here.ask("clock") - month) < 3600
+        begin(there, [here], b"room", 500)
+        for node in (there, here):
+            assert node.until(b"room", lambda look: look.released).phase == "DONE"
+        assert there.ask("wrong", {b"room": 500}) == 0
 
 
 def rests(node: Node) -> None:

@@ -182,8 +182,8 @@ def test_two_instances_of_one_name_are_noticed(make: Make, caplog: pytest.LogCap
 @pytest.mark.parametrize(
     "value",
     ["", "null", "[]", "{", "{}", '{"address": "", "id": "x"}', '{"address": 1, "id": "x"}', "\x00\xff", "[" * 9000,
-     '{"address": "' + "a" * 20000 + '", "id": "x"}'],
-    ids=range(10),
+     '{"address": "' + "a" * 20000 + '", "id": "x"}', '{"address": "' + "a" * 1025 + '", "id": "x"}'],
+    ids=range(11),
 )  # fmt: skip
 def test_garbage_in_the_place_of_a_rank_fails_its_instance_alone(
     server: EtcdServer, make: Make, prefix: str, value: str
@@ -356,6 +356,47 @@ def test_servers_of_other_versions_and_other_servers_are_refused(make: Make, ans
             with pytest.raises(ConfigurationError, match=message):
                 one.publish("prefill", Rank(0), 1, "address")
             with pytest.raises(ConfigurationError, match=f"instance 'prefill'.*{message}"):
+                one.lookup(Source("prefill"))
+            one.close()
+        finally:
+            other.shutdown()
+            thread.join()
+
+
+class Pretender(Other):
+    """Answers to ``/version`` as etcd does, and to anything else with a class attribute."""
+
+    def do_GET(self) -> None:
+        self.say(b'{"etcdserver": "3.4.30", "etcdcluster": "3.4.0"}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.say(self.answer)
+
+    def say(self, text: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"[]", b"null", b"{}", b'{"header": {}}', b"<html>", b'{"ID": "5"}',
+     b'{"ID": "5", "header": {"revision": "x"}, "responses": [7]}', b'{"ID": "5", "header": {"revision": "7"}, '
+     b'"responses": [{"response_range": {"kvs": [{}]}}]}'],
+    ids=range(9),
+)  # fmt: skip
+def test_answers_that_are_none_are_refused_by_name(make: Make, answer: bytes) -> None:
+    """A server that has etcd's version and nothing else of it: no call leaks another error, and none hangs."""
+    with HTTPServer(("127.0.0.1", 0), type("Answers", (Pretender,), {"answer": answer})) as other:
+        thread = Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            one = make(f"http://127.0.0.1:{other.server_port}")
+            with pytest.raises(RemoteProtocolError):
+                one.publish("prefill", Rank(0), 1, "address")
+            with pytest.raises((RemoteProtocolError, PeerLostError), match="instance 'prefill'"):
                 one.lookup(Source("prefill"))
             one.close()
         finally:

@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 from attrs import frozen
 
 from ...protocol import MAX_RANKS
+from ..base import MAX_ADDRESS
 
 MAX_VALUE = 16384
 """Largest value in bytes; longer ones are not parsed."""
@@ -83,7 +84,7 @@ class Record:
         except (ValueError, RecursionError):
             return None
         match parsed:
-            case {"address": str(address), "id": str(id_)} if address and id_:
+            case {"address": str(address), "id": str(id_)} if 0 < len(address) <= MAX_ADDRESS and id_:
                 return cls(address, id_)
         return None
 

@@ -170,13 +170,22 @@ class Registrations:
         if self._lease is None:
             self._lease = self._connection.call(lambda client: client.lease(self._lease_s).id)
         request = body(self._lease)
-        answer: Mapping[str, Any] = self._connection.call(lambda client: client.transaction(request))
+        answer, written = self._connection.call(lambda client: _parsed(client.transaction(request)))
         if answer.get("succeeded"):
-            self._written = int(answer["header"]["revision"])
+            self._written = written
         return answer
+
+
+def _parsed(answer: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """An answer to a transaction, and its revision. Within a call, what is no such answer becomes a named error."""
+    revision = int(answer["header"]["revision"])
+    if not answer.get("succeeded"):
+        _values(answer)
+    return answer, revision
 
 
 def _values(answer: Mapping[str, Any]) -> dict[bytes, bytes]:
     """The keys that a refused transaction has read."""
-    found = answer["responses"][0]["response_range"].get("kvs", ())
+    responses = answer.get("responses", ())
+    found = responses[0]["response_range"].get("kvs", ()) if responses else ()
     return {base64.b64decode(one["key"]): base64.b64decode(one.get("value", "")) for one in found}
