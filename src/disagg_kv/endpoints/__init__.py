@@ -10,6 +10,7 @@ from .api import (
     Report,
     Sender,
     Step,
+    SupportsFileno,
     SupportsUsage,
     Usage,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "Retry",
     "Sender",
     "Step",
+    "SupportsFileno",
     "SupportsUsage",
     "Usage",
     "attempt_id",

@@ -158,6 +158,22 @@ class SupportsUsage(Protocol):
         ...
 
 
+class SupportsFileno(Protocol):
+    """An endpoint for which an engine can wait: ``select``, ``epoll`` and asyncio's ``add_reader`` take it as it is."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while ``poll`` has something to return or to raise.
+
+        It is created by the first call; without one it costs nothing. ``poll`` makes it unreadable, and may return
+        nothing after all. Only wait for it: do not read or close it. It stays open as long as the endpoint object
+        exists, also after ``close``.
+
+        Raises:
+            LocalProtocolError: this is a forked child of the process that has the endpoint.
+        """
+        ...
+
+
 class Handle(Protocol):
     """One room on one rank."""
 

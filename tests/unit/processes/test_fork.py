@@ -56,6 +56,7 @@ parent, child = os.getpid(), os.fork()
 if not child:
     for endpoint in (sender, receiver):
         refused(endpoint.poll)
+        refused(endpoint.fileno)
         refused(endpoint.close)
         refused(endpoint.confirm_terminated, b"0" * 16)
     refused(sender.open, RoomId(b"child"))

@@ -82,6 +82,14 @@ class Endpoint(Generic[H, S]):
             raise self.driver.broken
         return self._changes.take(self._arrivals)
 
+    def fileno(self) -> int:
+        """See :meth:`~disagg_kv.endpoints.api.SupportsFileno.fileno`."""
+        self._loop.home.check()
+        descriptor = self._changes.fileno()
+        if self.driver.broken is not None:  # perhaps before the endpoint's thread could see the descriptor
+            self._changes.wake_engine()
+        return descriptor
+
     def peers(self) -> Sequence[PeerInfo]:
         """See :meth:`~disagg_kv.endpoints.api.Sender.peers`."""
         return self._loop.peer_registry.listed()

@@ -16,6 +16,7 @@ from ...ids import GroupId, RoomId, room_name
 from ...protocol import Phase
 from ..api import Report
 from .latch import Latch
+from .readiness import Readiness
 
 H = TypeVar("H", bound="RoomHandle")
 
@@ -109,12 +110,16 @@ class ChangeQueue(Generic[H]):
     There is no lock: a signal handler may interrupt ``take`` and close the endpoint, whose thread must be able to add.
     That thread publishes a state, then reads ``listed`` of the handle. The engine's thread takes an entry, clears
     ``listed``, then reads the state. So the state is seen, or there is a new entry for it.
+
+    The descriptor of :meth:`fileno` exists once the engine has asked for it. The endpoint's thread adds an entry, then
+    sets it. The engine's thread clears it, then takes entries. So it is readable whenever there is an entry.
     """
 
     def __init__(self) -> None:
         self._changed: deque[H] = deque()
         self._later: deque[H] = deque()  # the engine's thread alone; all of them have ended well
         self._reported: Sequence[H] = ()  # by the last ``take``: each shows the state of that moment
+        self._readiness: Readiness | None = None
 
     def __bool__(self) -> bool:
         return bool(self._changed or self._later)
@@ -124,12 +129,27 @@ class ChangeQueue(Generic[H]):
         if not handle.listed:
             handle.listed = True
             self._changed.append(handle)
+            self.wake_engine()
+
+    def fileno(self) -> int:
+        """Engine's thread: a descriptor that is readable while there are entries."""
+        if self._readiness is None:
+            self._readiness = Readiness()
+            if self:  # added before the endpoint's thread could see the descriptor
+                self._readiness.set()
+        return self._readiness.fileno()
+
+    def wake_engine(self) -> None:
+        """Any thread: make the descriptor readable, if there is one."""
+        if self._readiness is not None:
+            self._readiness.set()
 
     def break_down(self, handles: Iterable[H], error: DisaggKVError) -> None:
         """Endpoint's thread, as it ends: what has not ended has failed."""
         for handle in handles:
             if handle.break_down(error):
                 self.add(handle)
+        self.wake_engine()
 
     def show_live(self) -> None:
         """Engine's thread: what the last ``take`` returned shows its present state again."""
@@ -146,6 +166,8 @@ class ChangeQueue(Generic[H]):
         Until the next call, a handle shows the state with which it was taken. Else an engine would see a release that
         follows at once, and see it again in the next call.
         """
+        if self._readiness is not None:
+            self._readiness.clear()
         self.show_live()
         left = inf if done is None else done
         taken: dict[H, Phase] = {}
@@ -170,6 +192,8 @@ class ChangeQueue(Generic[H]):
                 handle.tell(state)
                 taken[handle] = state[0]
         self._reported = tuple(taken)
+        if self._later:
+            self.wake_engine()
         return list(taken)
 
 
