@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Sequence
 from typing import assert_type
 
@@ -9,7 +10,7 @@ import pytest
 from attrs import define, field
 
 from disagg_kv.channels import ZmqChannel
-from disagg_kv.endpoints import DecodeEndpoint, Delivery, PrefillEndpoint, Receiver, Reception, Sender
+from disagg_kv.endpoints import DecodeEndpoint, Delivery, PrefillEndpoint, Receiver, Reception, Sender, SupportsFileno
 from disagg_kv.errors import ConfigurationError, DisaggKVError, TransportError
 from disagg_kv.geometry import CacheSpec, PageTable, Shard, shard
 from disagg_kv.ids import GroupId, LayerId, Peer, RegionId, RoomId, Ticket, VirtualOffset
@@ -155,6 +156,20 @@ def test_endpoints_are_senders_and_receivers() -> None:
     finally:
         sender.close(0.0)
         receiver.close(0.0)
+
+
+def test_an_endpoint_is_what_event_loops_wait_for() -> None:
+    spec = CacheSpec.kv(num_layers=1, kv_heads=1, head_dim=8, dtype="float16")
+    pool = PagedPool.allocate(spec, shard(spec), pages=2, page_size=4)
+    endpoint = PrefillEndpoint(
+        pool, transport=transport("shm"), channel=ZmqChannel(), rendezvous=StaticRendezvous(), instance="p"
+    )
+    waited: SupportsFileno = endpoint
+    try:
+        assert_type(waited.fileno(), int)
+        assert select.select([waited], [], [], 0) == ([], [], [])
+    finally:
+        endpoint.close(0.0)
 
 
 def test_a_prefix_index_and_an_allocator_are_what_the_protocols_say() -> None:
