@@ -31,7 +31,7 @@ SGLANG_IMPORTS = (
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 # The extra "nixl" means the package of that name, which brings NIXL for CUDA 12 and for CUDA 13: 470 MB. Either of the
 # two runs on a host without a GPU.
-INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,prometheus]", "nixl-cu13")
+INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,opentelemetry,prometheus]", "nixl-cu13")
 # What Mooncake's wheel leaves out, and the Debian package that has it.
 SYSTEM = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 # The programs that tests start, and their Debian packages.
@@ -123,7 +123,7 @@ def pytest(session: nox.Session, *default: str) -> None:
     given out one by one, the slow ones first.
     """
     system_packages(session)
-    session.env["DISAGG_KV_NEEDS"] = "nixl,mooncake,etcd,prometheus"
+    session.env["DISAGG_KV_NEEDS"] = "nixl,mooncake,etcd,prometheus,opentelemetry"
     given = session.posargs or default
     cpu(session, "python", "-m", "pytest", "-n", "3", "--maxschedchunk", "1", *given)
 

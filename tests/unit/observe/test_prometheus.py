@@ -6,33 +6,22 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from disagg_kv import (
-    CacheSpec,
-    DecodeEndpoint,
     Expectation,
-    GroupId,
-    PagedPool,
-    PageTable,
     Phase,
-    PrefillEndpoint,
     RoomId,
     Source,
-    shard,
 )
-from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.endpoints import PeerInfo, RecoveringReceiver, Retry, Usage, attempt_id
 from disagg_kv.errors import ConfigurationError
-from disagg_kv.rendezvous import StaticRendezvous
-from disagg_kv.trace import Observer, Silent, Span
-from disagg_kv.transports import InprocTransport
+from disagg_kv.trace import Silent, Span
 from tests.support.needs import needs_prometheus
+from tests.support.observed import NBYTES, TABLE, TOKENS, endpoints, move, until
 
 if needs_prometheus.args[0]:
     pytest.skip("prometheus-client is not installed", allow_module_level=True)
@@ -42,12 +31,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg_kv.observe.metrics import COUNTED, METRICS
 from disagg_kv.observe.prometheus import OTHERS, PrometheusMetrics
-
-SPEC = CacheSpec.kv(2, 4, 8, "float16")
-TOKENS, PAGE_SIZE = 64, 16
-TABLE = [PageTable(GroupId("kv"), list(range(TOKENS // PAGE_SIZE)))]
-NBYTES = TOKENS * 2 * 2 * 4 * 8 * 2
-"""Of a room: tokens, layers, K and V, heads, elements, bytes."""
 
 Samples = Mapping[str, float]
 
@@ -78,46 +61,6 @@ def of(found: Samples, side: str, name: str, **labels: str) -> float:
     given = {"side": side, "instance": side[0].upper(), "rank": "0", **labels}
     text = ",".join(f'{key}="{value}"' for key, value in sorted(given.items()))
     return found[f"disagg_kv_{name}{{{text}}}"]
-
-
-@contextmanager
-def endpoints(
-    prefill: Observer | None = None, decode: Observer | None = None
-) -> Iterator[tuple[PrefillEndpoint, DecodeEndpoint]]:
-    """A rank of each side, with threads."""
-    hub, where = Hub(), StaticRendezvous()
-    pools = [PagedPool.allocate(SPEC, shard(SPEC), pages=8, page_size=PAGE_SIZE) for _ in range(2)]
-    sender = PrefillEndpoint(
-        pools[0], transport=InprocTransport(), channel=InprocChannel(hub, "P"), instance="P", slot_bytes=4096,
-        strategy="staged", observer=prefill, rendezvous=where,
-    )  # fmt: skip
-    receiver = DecodeEndpoint(
-        pools[1], transport=InprocTransport(), channel=InprocChannel(hub, "D"), instance="D", ring_bytes=1 << 16,
-        strategy="staged", observer=decode, rendezvous=where,
-    )  # fmt: skip
-    try:
-        yield sender, receiver
-    finally:
-        sender.close()
-        receiver.close()
-
-
-def until(done: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 30.0
-    while not done():
-        assert time.monotonic() < limit
-        time.sleep(0.002)
-
-
-def move(sender: PrefillEndpoint, receiver: DecodeEndpoint, name: str) -> None:
-    """A whole room."""
-    room = RoomId(name.encode())
-    reception, delivery = receiver.open(room, Source("P")), sender.open(room)
-    reception.expect(Expectation(TOKENS, TABLE))
-    delivery.send_chunk(TOKENS, TABLE)
-    delivery.finish(TOKENS)
-    until(lambda: reception.released and delivery.released)
-    assert reception.phase is Phase.DONE, reception.error
 
 
 def _ended(found: Samples) -> dict[str, float]:
