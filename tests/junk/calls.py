@@ -29,7 +29,7 @@ from disagg_kv.endpoints.retry import Recovering
 from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
 from disagg_kv.ids import GroupId, LayerId, Rank
 from disagg_kv.kernels import kernels_for
-from disagg_kv.memory import Buffer, PagedPool
+from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Options
 from disagg_kv.rendezvous import Rendezvous, RequestRendezvous, Source, StaticRendezvous, StoreMinimum, StoreRendezvous
@@ -62,7 +62,7 @@ SPOKEN = {
 
 MORE = (
     RecoveringReceiver, Retry, CachedPages, prefix.Claim, PageAllocator, CachedChecksums, StoreRendezvous,
-    StaticRendezvous, RequestRendezvous, Buffer, Environment, *SPOKEN,
+    StaticRendezvous, RequestRendezvous, Buffer, MappedPool, Environment, *SPOKEN,
 )  # fmt: skip
 """Public classes that the face of the package does not name."""
 
@@ -464,6 +464,9 @@ def _pool() -> PagedPool:
     return PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4, aux_slots=2, aux_bytes=8)
 
 
+covers("MappedPool.__init__", site="thing", buffers="things")(
+    lambda bench: (MappedPool, {"site": _pool().site, "buffers": _pool().buffers})
+)
 covers("CachedChecksums.__init__", pool="thing", kernels="thing or none")(
     lambda bench: (CachedChecksums, {"pool": _pool(), "kernels": None})
 )

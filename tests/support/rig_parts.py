@@ -9,7 +9,7 @@ from attrs import evolve
 
 from disagg_kv.channels import Channel, News
 from disagg_kv.ids import Peer, RegionId, Ticket
-from disagg_kv.kernels import Checksums, Kernels, Move, kernels_for
+from disagg_kv.kernels import Checksums, Kernels, Move, PageMove, kernels_for
 from disagg_kv.memory import Buffer, Event, MemoryPool, bytes_of
 from disagg_kv.planning import Writes
 from disagg_kv.protocol import RoomFrame
@@ -41,6 +41,7 @@ class CountingKernels:
         self.name = self._inner.name
         self.gathers: list[int] = []
         self.checksums: list[int] = []
+        self.copies: list[int] = []
         self.scatters: list[int] = []
         self.fail: Exception | None = None
         self.events: list[Flag] | None = None
@@ -54,6 +55,11 @@ class CountingKernels:
         """Count and pass on."""
         self.scatters.append(len(moves))
         return self._done(self._inner.scatter(pool, moves, staging))
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+        """Count and pass on."""
+        self.copies.append(len(moves))
+        return self._done(self._inner.copy(moves, after))
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Count and pass on."""

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from ..channels import Arrived, News, UnixChannel
 from ..ids import RoomId
-from ..kernels import Checksums, Move, kernels_for
+from ..kernels import Checksums, Move, PageMove, kernels_for
 from ..memory import Buffer, Event, MemoryPool
 from ..protocol import Codec
 from ..protocol.frames import Box, Grant, StagingRequest
@@ -50,6 +50,9 @@ class Still:
         """Nothing."""
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> None:
+        """Nothing."""
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> None:
         """Nothing."""
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:

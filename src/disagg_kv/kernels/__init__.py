@@ -1,9 +1,11 @@
-"""Gather, scatter and checksum: for each a plain reference and fast versions."""
+"""Gather, scatter, copy and checksum: for each a plain reference and fast versions."""
 
 from .base import (
     Checksums,
     Kernels,
     Move,
+    PageMove,
+    Pages,
     Prepared,
     PreparedGather,
     SupportsPreparing,
@@ -18,6 +20,8 @@ __all__ = [
     "CpuKernels",
     "Kernels",
     "Move",
+    "PageMove",
+    "Pages",
     "Prepared",
     "PreparedGather",
     "ReferenceKernels",

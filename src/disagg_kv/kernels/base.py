@@ -1,4 +1,4 @@
-"""Gather, scatter and checksum: between pages and a contiguous staging buffer, and sums over pages."""
+"""Gather, scatter, copy and checksum: between pages and a staging buffer, from pages to pages, and sums over pages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from attrs import frozen
 
 from ..geometry import PageTable
 from ..ids import GroupId
-from ..memory import Buffer, Event, MemoryPool
-from ..planning import StagedLayout
+from ..memory import Buffer, Event, MemoryPool, PagedMemory
+from ..planning import PageCopy, StagedLayout
 
 
 @frozen
@@ -31,6 +31,34 @@ class Move:
 
 
 @frozen
+class Pages:
+    """The pages of one room in one pool.
+
+    Args:
+        pool: a pool of this process, or a peer's that is mapped here.
+        tables: the room's pages, per group.
+    """
+
+    pool: PagedMemory
+    tables: Mapping[GroupId, PageTable]
+
+
+@frozen
+class PageMove:
+    """One writer's part of one segment, straight from pages into pages; either side may be mapped memory of a peer.
+
+    Args:
+        copy: which rows and units of which planes, on both sides.
+        source: the pages that are read.
+        target: the pages that are written; they share no byte with those of ``source``, or of another move's target.
+    """
+
+    copy: PageCopy
+    source: Pages
+    target: Pages
+
+
+@frozen
 class Checksums:
     """Checksums that may still be computed.
 
@@ -44,7 +72,7 @@ class Checksums:
 
 
 class Kernels(Protocol):
-    """Gather, scatter and checksum for one kind of memory. Bit exact: bytes outside the target are never touched.
+    """Gather, scatter, copy and checksum for one kind of memory. Bit exact: bytes outside the target are never touched.
 
     Callers check page tables and bounds; kernels do not.
     """
@@ -57,6 +85,15 @@ class Kernels(Protocol):
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Copy staging into pages: all moves in one launch. None: it is done already."""
+        ...
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+        """Copy pages into pages: all moves, to any number of pools, in one launch, after ``after``.
+
+        All pools lie on one device, as this process sees them. None: it is done already, and other processes see the
+        bytes. Otherwise both hold once the event has happened. The caller keeps the pools until then: they keep the
+        memory mapped.
+        """
         ...
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:

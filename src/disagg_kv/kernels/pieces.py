@@ -17,7 +17,7 @@ from attrs import frozen
 
 from ..geometry import I64, PageTable, places
 from ..ids import GroupId
-from ..memory import MemoryPool, bytes_of
+from ..memory import MemoryPool, PagedMemory, bytes_of
 from .base import Move
 
 Pieces = npt.NDArray[np.void]
@@ -56,7 +56,7 @@ class _Shape:
 class _Known:
     """Cached facts about a pool's planes: a segment has an entry per plane, each of only a few rows."""
 
-    def __init__(self, pool: MemoryPool) -> None:
+    def __init__(self, pool: PagedMemory) -> None:
         self._site = pool.site
         self._memory = [bytes_of(buffer) for buffer in pool.buffers]
         self._entries: dict[tuple[int, int, int], tuple[Pieces, _Shape, int]] = {}
@@ -89,7 +89,7 @@ class _Known:
         return flat, self._shapes.setdefault(shape, shape), place
 
 
-_known: WeakKeyDictionary[MemoryPool, _Known] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PagedMemory, _Known] = WeakKeyDictionary()
 
 
 @frozen
@@ -111,7 +111,7 @@ class Run:
     offset: int
 
 
-def runs(pool: MemoryPool, move: Move) -> Iterator[Run]:
+def runs(pool: PagedMemory, move: Move) -> Iterator[Run]:
     """A move's entries, as many at once as there can be.
 
     The layers of a model nearly always share one shape and one table, and follow each other in staging: then a run is

@@ -14,10 +14,11 @@ from attrs import evolve
 from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CacheSpec, PageTable, shard
 from ..ids import GroupId
-from ..memory import U8, Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
-from ..planning import StagedLayout
-from .base import Checksums, Kernels, Move, Prepared, PreparedGather
+from ..memory import U8, Buffer, Event, MappedPool, MemoryPool, PagedPool, bytes_of, new_buffer
+from ..planning import PageCopy, StagedLayout
+from .base import Checksums, Kernels, Move, PageMove, Pages, Prepared, PreparedGather
 from .checksum import cpu as checksum_cpu
+from .copy import cpu as copy_cpu
 from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu
 
@@ -48,6 +49,16 @@ class ReferenceKernels:
 
         reference.scatter(pool, moves, staging)
         _finish(staging.device)
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> None:
+        """Copy pages into pages; blocks until ``after`` has happened and the copy is done."""
+        from .copy import reference
+
+        if after is not None:
+            after.synchronize()
+        reference.copy(moves)
+        for device in {move.target.pool.buffers[0].device for move in moves}:
+            _finish(device)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
@@ -81,6 +92,12 @@ class CpuKernels:
         """Copy staging into pages; blocks until it is done."""
         scatter_cpu.scatter(pool, moves, staging)
 
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> None:
+        """Copy pages into pages, in one pass; blocks until ``after`` has happened and the copy is done."""
+        if after is not None:
+            after.synchronize()
+        copy_cpu.copy(moves)
+
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Sum cells; blocks until ``after`` has happened and the sums are there."""
         if after is not None:
@@ -101,6 +118,11 @@ class TritonKernels:
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
         """Enqueue the copy of staging into pages; the event of its end."""
         return _launcher("scatter")(pool, moves, staging)
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+        """As the reference does it, on the GPU; blocks until it is done."""
+        KERNELS["reference"].copy(moves, after)
+        return None
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
         """Write the table of a scatter and bring it to the GPU."""
@@ -193,10 +215,11 @@ def _device(kernels: Kernels) -> str:
 
 
 def _try(kernels: Kernels) -> None:
-    """Move a page out of one pool and into another; raises where bytes or sums differ."""
+    """Move a page out of one pool and into two others; raises where bytes or sums differ."""
     device = _device(kernels)
     spec = CacheSpec.kv(1, 2, 4, "float16")
-    source, target = (PagedPool.allocate(spec, shard(spec), pages=2, page_size=4, device=device) for _ in range(2))
+    pools = [PagedPool.allocate(spec, shard(spec), pages=2, page_size=4, device=device) for _ in range(3)]
+    source, target, peer = pools
     staging = new_buffer(32, device)
     number, row = np.int32, np.int64
     layout = StagedLayout(
@@ -211,13 +234,20 @@ def _try(kernels: Kernels) -> None:
     move = Move(layout, {GroupId("kv"): PageTable(GroupId("kv"), [1])}, 0)
     content = np.arange(source.buffers[0].nbytes, dtype=np.uint8)
     _write(source.buffers[0], content)
-    for event in (kernels.gather(source, [move], staging, None), kernels.scatter(target, [move], staging)):
+    mapped = Pages(MappedPool(peer.site, peer.buffers), move.tables)
+    straight = PageMove(PageCopy(layout, layout), Pages(source, move.tables), mapped)
+    for event in (
+        kernels.gather(source, [move], staging, None),
+        kernels.scatter(target, [move], staging),
+        kernels.copy([straight], None),
+    ):
         if event is not None:
             event.synchronize()
     expected = np.zeros_like(content)
     expected[64:128].reshape(4, 2, 8)[:, 1] = content[64:128].reshape(4, 2, 8)[:, 1]
-    if not np.array_equal(_read(target.buffers[0]), expected):
-        raise IntegrityError(f"kernels {kernels.name!r} move wrong bytes")
+    for pool in (target, peer):
+        if not np.array_equal(_read(pool.buffers[0]), expected):
+            raise IntegrityError(f"kernels {kernels.name!r} move wrong bytes")
     other = evolve(move, layout=evolve(layout, plane=layout.plane + 1))
     sums = [_sum(kernels, source, move), _sum(kernels, target, move), _sum(kernels, source, other)]
     if sums[0] != sums[1] or sums[0] == sums[2]:

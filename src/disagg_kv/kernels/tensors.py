@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..memory import Buffer, MemoryPool, bytes_of
+from ..memory import Buffer, PagedMemory, bytes_of
 
 
 class _Exported:
@@ -27,7 +27,7 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
     return torch.as_tensor(_Exported(buffer), device=buffer.device)
 
 
-def plane_of(pool: MemoryPool, number: int) -> torch.Tensor:
+def plane_of(pool: PagedMemory, number: int) -> torch.Tensor:
     """All cells of a plane as uint8 ``[pages, rows per page, units, unit_bytes]``, strided over the memory itself."""
     plane = pool.site.planes[number]
     group = pool.site.group(plane.group)

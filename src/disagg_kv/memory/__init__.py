@@ -1,6 +1,6 @@
 """Pools, buffers and planes."""
 
-from .base import Buffer, Event, Mark, MemoryPool
+from .base import Buffer, Event, MappedPool, Mark, MemoryPool, PagedMemory
 from .devices import spread
 from .events import All, CudaEvent, parts
 from .paged import Layout, PagedPool, new_buffer
@@ -14,8 +14,10 @@ __all__ = [
     "CudaEvent",
     "Event",
     "Layout",
+    "MappedPool",
     "Mark",
     "MemoryPool",
+    "PagedMemory",
     "PagedPool",
     "bytes_of",
     "check_memory",

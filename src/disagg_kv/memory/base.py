@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from attrs import field, frozen
@@ -58,7 +58,53 @@ class Buffer:
         arguments.text(self.device, "buffer: device", least=1, most=256)
 
 
-class MemoryPool(Protocol):
+class PagedMemory(Protocol):
+    """What kernels need of a paged cache: where its planes lie, and the memory of this process that holds them."""
+
+    @property
+    def site(self) -> Site:
+        """Spec, shard, groups, planes and buffer sizes."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """The allocations, in the order in which planes number them; ``site.buffers`` bytes long."""
+        ...
+
+
+def _buffers(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    return arguments.several(buffers, "mapped pool: buffers", Buffer, GeometryError)
+
+
+@frozen(eq=False)
+class MappedPool:
+    """A peer's pool, whose buffers a transport has mapped here (``SupportsMapping``). Kernels copy into its pages.
+
+    Compared by identity: kernels cache data about its planes by the object, so one serves all requests to a peer. It
+    keeps the mappings while it lives.
+
+    Args:
+        site: the peer's, as the peer sent it.
+        buffers: the mapped buffers, all for one device of this process, in the order in which planes number them.
+
+    Raises:
+        GeometryError: the planes do not fit the buffers, or the buffers are for several devices.
+    """
+
+    site: Site
+    buffers: tuple[Buffer, ...] = field(converter=_buffers)
+
+    def __attrs_post_init__(self) -> None:
+        arguments.one(self.site, "mapped pool: site", Site).check()
+        sizes = tuple(buffer.nbytes for buffer in self.buffers)
+        if sizes != self.site.buffers:
+            raise GeometryError(f"mapped pool: buffers of {sizes} bytes, but the site's have {self.site.buffers}")
+        devices = sorted({buffer.device for buffer in self.buffers})
+        if len(devices) != 1:
+            raise GeometryError(f"mapped pool: buffers on {devices}, but kernels need them on one device")
+
+
+class MemoryPool(PagedMemory, Protocol):
     """One rank's paged cache. Adopting an engine's tensors copies nothing.
 
     An endpoint checks the following when it is created, and raises a :class:`~disagg_kv.errors.GeometryError` or a

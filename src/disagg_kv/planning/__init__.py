@@ -1,6 +1,6 @@
 """From boxes to segments, descriptors and staged layouts. Pure."""
 
-from .base import EVERY, UNLIMITED, Limits, RowRange, Segment, StagedLayout, Writes
+from .base import EVERY, UNLIMITED, Limits, PageCopy, RowRange, Segment, StagedLayout, Writes
 from .cost import Choice, CostModel, Estimate, choose
 from .descriptors import Tables, coalesce, direct_count, direct_writes, slice_count, slice_writes
 from .grouping import Adaptive, Batch, Groups, LayerRun, Pace, exposed_s, fastest, whole
@@ -24,6 +24,7 @@ __all__ = [
     "LayerRun",
     "Limits",
     "Pace",
+    "PageCopy",
     "PairPlan",
     "PartView",
     "RowRange",

@@ -138,6 +138,27 @@ class StagedLayout:
 
 
 @frozen
+class PageCopy:
+    """One writer's part of one segment from pages to pages: the same rows and units, as seen from two pools.
+
+    Entry ``i`` of ``source`` and entry ``i`` of ``target`` name equal rows and equally many units of equal bytes. The
+    offsets in staging mean nothing here. :meth:`.PairPlan.page_copy` makes one.
+
+    Args:
+        source: in the pool that is read.
+        target: in the pool that is written.
+    """
+
+    source: StagedLayout
+    target: StagedLayout
+
+    def __attrs_post_init__(self) -> None:
+        ours, theirs = self.source, self.target
+        assert ours.nbytes == theirs.nbytes
+        assert len(ours.plane) == len(theirs.plane)
+
+
+@frozen
 class Writes:
     """A batch of one-sided writes that ends as one: ``nbytes`` bytes from (local, local_off) to (remote, remote_off).
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from attrs import field, frozen
 
 from ..geometry import Group, Plane, Share, Site
-from .base import EVERY, RowRange, Segment
+from .base import EVERY, PageCopy, RowRange, Segment
 from .cache import PlanCache
 from .staged import PartView, part_view
 
@@ -105,6 +105,14 @@ class PairPlan:
             GeometryError: the pool does not have the parts.
         """
         return part_view(self.target, self.parts).for_rows(self.rows)
+
+    def page_copy(self, segment: Segment) -> PageCopy:
+        """What goes from the writer's pages into the receiver's for a segment.
+
+        Raises:
+            GeometryError: a pool does not have the parts.
+        """
+        return PageCopy(self.source_view.layout(segment), self.target_view.layout(segment))
 
     def runs(self, segment: Segment) -> Iterator[Run]:
         """The planes that a segment touches, in the order of the bytes of a staged segment.

@@ -89,6 +89,10 @@ class End:
         """Forget the buffer, and return what keeps its memory alive; it is still registered."""
         return self._buffers.pop(region).owner
 
+    def buffer(self, region: RegionId) -> Buffer:
+        """The region's memory."""
+        return self._buffers[region]
+
     def read(self, region: RegionId) -> U8:
         """What lies in the region's memory."""
         return self._memory.read(self._buffers[region])

@@ -13,6 +13,7 @@ from __future__ import annotations
 from .ends import HostMemory, Memory
 from .transport_data import DataCases
 from .transport_events import EventCases
+from .transport_mapping import MappingCases
 from .transport_peers import MemoryCases, PeerCases
 from .transport_process import ProcessCases
 from .transport_threads import ThreadCases
@@ -20,7 +21,7 @@ from .transport_threads import ThreadCases
 __all__ = ["HostMemory", "Memory", "TransportSuite"]
 
 
-class TransportSuite(DataCases, EventCases, MemoryCases, PeerCases, ProcessCases, ThreadCases):
+class TransportSuite(DataCases, EventCases, MappingCases, MemoryCases, PeerCases, ProcessCases, ThreadCases):
     """Everything a transport promises. Tests that need a capability skip without it.
 
     Override :meth:`factory`; for other memory than the CPU's, :meth:`memory`; and, if needed, ``one_process`` and

@@ -1,6 +1,6 @@
 """One-sided writes."""
 
-from .base import Capabilities, PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
+from .base import Capabilities, PeerEvent, Settled, SupportsAllocate, SupportsMapping, Transport, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
 from .emulated import EmulatedWire, emulate
@@ -26,6 +26,7 @@ __all__ = [
     "Settled",
     "ShmTransport",
     "SupportsAllocate",
+    "SupportsMapping",
     "Transport",
     "Watch",
     "WriteEnded",

@@ -181,3 +181,42 @@ class SupportsAllocate(Protocol):
     def allocated(self, buffer: Buffer) -> bool:
         """Return True if the whole buffer is memory of ``allocate``."""
         ...
+
+
+@runtime_checkable
+class SupportsMapping(Protocol):
+    """A transport that maps a peer's memory, so that kernels of this process write into the peer's pages.
+
+    Kernels write at their own time: no ticket, no ``poll`` and no :meth:`Transport.disconnect` of the transport's waits
+    for them. A mapping outlives its peer's process, the peer's ``deregister``, ``disconnect`` and ``close``: it stays
+    for as long as the owner of a returned buffer is referenced. That is also why neither side can take it back.
+
+    It may expose more than the region: the whole allocation that holds it.
+    """
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        """Why kernels of ``device`` cannot write to these regions of a connected peer; None: no reason is known.
+
+        Never blocks, maps nothing, and never raises. The reason names the obstacle: the memory's kind, the devices, the
+        region or the peer that is not known. A later :meth:`map` may fail nevertheless.
+        """
+        ...
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        """Return a region of a connected peer as memory of this process, for kernels of ``device``.
+
+        The buffer has the region's length, ``device`` as its device, and an owner that keeps the mapping. The first
+        call for a region may take milliseconds. Later ones are quick, and return an equal buffer until ``disconnect``.
+        What a kernel stores there is visible to the peer's reads once the kernel's event has happened.
+
+        Args:
+            peer: a connected peer.
+            region: in the descriptor that it was connected with.
+            device: of the kernels that will write, as in :attr:`Buffer.device`.
+
+        Raises:
+            RegistrationError: the region is not known, or its memory cannot be mapped for such a device: says why.
+            PeerLostError: the peer has ended.
+            TransportError: an unknown peer, or the system refuses the mapping.
+        """
+        ...

@@ -32,6 +32,7 @@ class _Remote:
 
     serial: int
     extents: Extents
+    regions: frozenset[RegionId]
 
 
 class InprocTransport:
@@ -88,8 +89,8 @@ class InprocTransport:
             raise PeerLostError(f"inproc peer {peer.hex()} is not an open transport of this process")
         known = self._peers.get(peer)
         if known is None or known.serial < remote.serial:
-            places = ((r.id, 0, r.nbytes) for r in remote.regions)
-            self._peers.add(peer, _Remote(remote.serial, Extents(places, f"peer {peer.hex()[:8]}'s")))
+            places = Extents(((r.id, 0, r.nbytes) for r in remote.regions), f"peer {peer.hex()[:8]}'s")
+            self._peers.add(peer, _Remote(remote.serial, places, frozenset(r.id for r in remote.regions)))
         return peer
 
     def disconnect(self, peer: Peer) -> None:
@@ -112,6 +113,32 @@ class InprocTransport:
         error = _closed(peer) if there is None else there._receive(self._me, writes, source, notify)
         self._events.append(WriteEnded(ticket, error))
         return ticket
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        """See :meth:`SupportsMapping.unmappable`."""
+        remote, there = self._peers.get(peer), _find(peer)
+        if remote is None or there is None:
+            return f"inproc: no open peer {peer.hex()}"
+        for region in regions:
+            buffer = there._table.get(region) if region in remote.regions else None
+            if buffer is None:
+                return f"inproc: region {region} of peer {peer.hex()} is not registered"
+            if buffer.device != device:
+                return f"inproc: region {region} is memory on {buffer.device!r}, not for kernels on {device!r}"
+        return None
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        """See :meth:`SupportsMapping.map`; the peer's own buffer."""
+        self._home.check()
+        if self._peers.get(peer) is None:
+            raise TransportError(f"inproc: no peer {peer.hex()}")
+        there = _find(peer)
+        if there is None:
+            raise _closed(peer)
+        buffer, reason = there._table.get(region), self.unmappable(peer, [region], device)
+        if buffer is None or reason is not None:
+            raise RegistrationError(reason or f"inproc: peer {peer.hex()} has just closed")
+        return buffer
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""

@@ -126,6 +126,10 @@ class RegionTable:
         self._buffers.clear()
         self._changed(1)
 
+    def get(self, region: RegionId) -> Buffer | None:
+        """The buffer of a live region."""
+        return self._buffers.get(region)
+
     def hold(self, ticket: Ticket, writes: Writes) -> None:
         """Keep the sources of ``writes`` registered until :meth:`quiet`."""
         self._users[ticket] = frozenset(writes.local.tolist())

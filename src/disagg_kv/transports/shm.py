@@ -164,6 +164,24 @@ class _Remote:
         where = ((i, addr, self.regions[i].nbytes) for i, addr in mapped.items() if addr is not None)
         self._extents = Extents(where, self._whose)
 
+    def unwritable(self, region: RegionId) -> str:
+        """Why a region that is not among :attr:`regions` cannot be mapped."""
+        return f"shm: {self._whose} region {region} is not registered: it is unknown, or memory of another allocator"
+
+    def buffer(self, region: RegionId) -> Buffer:
+        """A region as memory of this process; maps it if it is not mapped yet.
+
+        Raises:
+            TransportError: see :meth:`_Far.map`.
+        """
+        far = self.regions[region]
+        if region in self._unmapped:
+            far.map()
+            self._look()
+        addr = far.addr
+        assert addr is not None
+        return Buffer(addr, far.nbytes, "cpu", far)
+
     def addresses(self, writes: Writes) -> I64:
         """Where the writes go; maps what of it is not mapped yet.
 
@@ -297,6 +315,30 @@ class ShmTransport:
         copy(target, source, writes.nbytes)
         self._events.append(WriteEnded(ticket))
         return ticket
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        """See :meth:`SupportsMapping.unmappable`; only memory of the peer's :meth:`allocate` can be mapped."""
+        if device != "cpu":
+            return f"shm maps memory for kernels on the CPU, not on {device!r}"
+        remote = self._peers.get(peer)
+        if remote is None:
+            return f"shm: no peer {peer.hex()}"
+        unknown = [region for region in regions if region not in remote.regions]
+        return remote.unwritable(unknown[0]) if unknown else None
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        """See :meth:`SupportsMapping.map`; its owner keeps the mapping."""
+        self._home.check()
+        remote = self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"shm: no peer {peer.hex()}")
+        reason = self.unmappable(peer, [region], device)
+        if reason is not None:
+            raise RegistrationError(reason)
+        self._look(peer, remote)
+        if remote.lost:
+            raise PeerLostError(f"shm: the process of peer {peer.hex()} has ended")
+        return remote.buffer(region)
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""

@@ -11,8 +11,8 @@ from disagg_kv.channels import Channel
 from disagg_kv.errors import ConfigurationError, DisaggKVError, RegistrationError
 from disagg_kv.geometry import CacheSpec, Shard
 from disagg_kv.ids import RegionId
-from disagg_kv.kernels import Checksums, Move, kernels_for
-from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool, bytes_of, new_buffer
+from disagg_kv.kernels import Checksums, Move, PageMove, Pages, kernels_for
+from disagg_kv.memory import Buffer, Event, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, ShmTransport, Transport
 from tests.support.rig import AUX_BYTES, POISON, E, Member, Memory, Rig, tp_shards
@@ -26,7 +26,7 @@ def on(buffer: Buffer, device: str) -> Buffer:
     return attrs.evolve(buffer, device=device)
 
 
-def host_view(pool: MemoryPool) -> PagedPool:
+def host_view(pool: PagedMemory) -> PagedPool:
     """A pool of the device as the test, and kernels of the device, see its memory."""
     site = pool.site
     return PagedPool.adopt(site.spec, site.shard, site.groups, site.planes, [on(b, "cpu") for b in pool.buffers])
@@ -77,6 +77,14 @@ class DeviceKernels:
         """From the device to the device."""
         assert {staging.device, *(b.device for b in pool.buffers)} == {DEVICE}
         return self._inner.scatter(host_view(pool), moves, on(staging, "cpu"))
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+        """From the device to the device."""
+        here = [PageMove(move.copy, self._on_host(move.source), self._on_host(move.target)) for move in moves]
+        return self._inner.copy(here, after)
+
+    def _on_host(self, pages: Pages) -> Pages:
+        return Pages(host_view(pages.pool), pages.tables)
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         """Of the device."""

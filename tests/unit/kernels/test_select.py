@@ -11,8 +11,20 @@ import pytest
 
 from disagg_kv.errors import UnknownNameError
 from disagg_kv.geometry import CacheSpec, PageTable, shard
-from disagg_kv.kernels import KERNELS, Checksums, CpuKernels, Kernels, Move, ReferenceKernels, available, kernels_for
-from disagg_kv.memory import Buffer, Event, MemoryPool, PagedPool
+from disagg_kv.kernels import (
+    KERNELS,
+    Checksums,
+    CpuKernels,
+    Kernels,
+    Move,
+    PageMove,
+    Pages,
+    ReferenceKernels,
+    available,
+    kernels_for,
+)
+from disagg_kv.memory import Buffer, Event, MappedPool, MemoryPool, PagedPool
+from disagg_kv.planning import PageCopy
 from tests.support.pools import KV, buffer_over, noise, staged_layout
 
 ON_CPU: list[Kernels] = [CpuKernels(), ReferenceKernels()]
@@ -50,6 +62,11 @@ class _Copied:
             CpuKernels().scatter(pool, moves, staging)
         return self
 
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+        if self.wrong != "copy":
+            CpuKernels().copy(moves, after)
+        return self
+
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
         sums = CpuKernels().checksum(pool, moves, after)
         return Checksums(self, lambda: [np.full_like(of, 7) if self.wrong == "checksum" else of for of in sums.read()])
@@ -68,6 +85,9 @@ class _Broken:
         raise OSError("no such instruction")
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        raise OSError("no such instruction")
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
         raise OSError("no such instruction")
 
     def checksum(self, pool: MemoryPool, moves: Sequence[Move], after: Event | None) -> Checksums:
@@ -94,14 +114,21 @@ def test_every_implementation_works_on_this_host() -> None:
 
 def test_what_does_not_work_is_named_with_its_reason() -> None:
     copied = _Copied()
-    tried: dict[str, Kernels] = {"a": copied, "b": _Copied("scatter"), "c": _Broken(), "d": _Copied("checksum")}
+    tried: dict[str, Kernels] = {
+        "a": copied,
+        "b": _Copied("scatter"),
+        "c": _Broken(),
+        "d": _Copied("checksum"),
+        "e": _Copied("copy"),
+    }
     assert available(tried) == {
         "a": None,
         "b": "IntegrityError: kernels 'copied' move wrong bytes",
         "c": "OSError: no such instruction",
         "d": "IntegrityError: kernels 'copied' sum equal cells to 7 and 7, others to 7",
+        "e": "IntegrityError: kernels 'copied' move wrong bytes",
     }
-    assert copied.waited == 5
+    assert copied.waited == 6
 
 
 @pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
@@ -115,6 +142,33 @@ def test_gather_reads_the_pages_only_after_the_event(kernels: Kernels) -> None:
     assert staging.tolist() == [7] * 8
 
 
+def _copy(source: PagedPool, target: PagedPool, entries: list[tuple[int, int, int, int, int, int]]) -> PageMove:
+    layout, tables = staged_layout(entries, 8 * len(entries)), {KV: PageTable(KV, [3])}
+    return PageMove(
+        PageCopy(layout, layout), Pages(source, tables), Pages(MappedPool(target.site, target.buffers), tables)
+    )
+
+
+@pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
+def test_copy_reads_the_pages_only_after_the_event(kernels: Kernels) -> None:
+    pool, target = _pool(), _pool()
+    event = _Happens(pool)
+    kernels.copy([_copy(pool, target, [(0, 1, 1, 2, 3, 0)])], event)
+    assert event.query()
+    assert target.view(0)[3, 2, 1].tolist() == [7] * 8
+    assert sum(int(target.view(i).sum()) for i in range(4)) == 7 * 8
+
+
+@pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
+def test_one_copy_writes_to_several_pools(kernels: Kernels) -> None:
+    pool, targets = _pool(), [_pool(), _pool()]
+    pool.view(1)[...] = 9
+    moves = [_copy(pool, target, [(1, 0, 2, i, i + 2, 0)]) for i, target in enumerate(targets)]
+    assert kernels.copy(moves, None) is None
+    for i, target in enumerate(targets):
+        assert (target.view(1)[3] == 9).all(axis=(1, 2)).tolist() == [i <= row < i + 2 for row in range(4)]
+
+
 @pytest.mark.parametrize("kernels", ON_CPU, ids=lambda kernels: kernels.name)
 def test_no_moves_and_moves_without_entries_touch_nothing(kernels: Kernels) -> None:
     pool = _pool()
@@ -123,6 +177,7 @@ def test_no_moves_and_moves_without_entries_touch_nothing(kernels: Kernels) -> N
     for moves in ([], [empty], [empty, empty]):
         kernels.gather(pool, moves, buffer_over(staging), None)
         kernels.scatter(pool, moves, buffer_over(staging))
+        kernels.copy([_copy(pool, pool, []) for _ in moves], None)
         assert [len(of) for of in kernels.checksum(pool, moves, None).read()] == [0] * len(moves)
     assert np.array_equal(staging, noise(64, 1))
     assert not any(pool.view(i).any() for i in range(4))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import evolve
 
-from ...kernels import KERNELS, Checksums, Move
+from ...kernels import KERNELS, Checksums, Move, PageMove
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...staging import Lease
 from .dma import SimTransport
@@ -95,6 +95,15 @@ class SimKernels:
             CPU.scatter(pool, moves, staging)
 
         return self._run(act)
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
+        """Copy pages into pages, now or later, and not before ``after``."""
+
+        def act() -> None:
+            self._node.memory.version += 1
+            CPU.copy(moves, None)
+
+        return self._run(act, after)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:
         """Sometimes; what is prepared is for leases that are live now."""

@@ -1,0 +1,1 @@
+"""Pages into pages of another pool."""
