@@ -17,7 +17,7 @@ import typer
 from ..errors import ConfigurationError, DisaggKVError
 from .output import fail
 
-COMMANDS = ("demo", "plan", "doctor", "bench", "keys", "simulate")
+COMMANDS = ("demo", "plan", "doctor", "bench", "keys", "simulate", "top")
 """Each is a module of this package with ``register(app: typer.Typer) -> None``."""
 
 

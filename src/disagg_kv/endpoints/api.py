@@ -52,6 +52,7 @@ class Report:
         placed: on decode, the time when all rows of this rank were in its pages, in seconds of the endpoint's clock;
             None: they are not. The other ranks of the instance may still lack rows.
         ended: the time when this rank knew the outcome, in seconds of the endpoint's clock; None: it does not.
+        opened: the time when the endpoint began the room, in seconds of its clock; None: it has not yet.
     """
 
     path: str = ""
@@ -64,6 +65,7 @@ class Report:
     seconds: dict[str, float] = field(factory=dict)
     placed: float | None = None
     ended: float | None = None
+    opened: float | None = None
     _flying: int = field(default=0, init=False, repr=False)
     _since: float = field(default=0.0, init=False, repr=False)
     _over: float = field(default=0.0, init=False, repr=False)
@@ -144,6 +146,58 @@ class Usage:
     slots: int = 0
     slots_used: int = 0
     quarantined_bytes: int = 0
+
+
+@frozen
+class RoomInfo:
+    """A room at one moment.
+
+    Args:
+        room, phase: see :class:`Handle`.
+        age_s: seconds since the endpoint began it; None: it has not yet.
+        path, nbytes, segments: see :class:`Report`.
+        error: why it failed; "": it did not.
+    """
+
+    room: RoomId
+    phase: Phase
+    age_s: float | None
+    path: str
+    nbytes: int
+    segments: int
+    error: str
+
+
+@frozen
+class EndpointStatus:
+    """What an endpoint does, at one moment.
+
+    Args:
+        side: ``prefill`` or ``decode``.
+        instance, rank: whose endpoint it is.
+        address: of its channel.
+        state: ``open``, ``closed``, or ``broken``: see :class:`~disagg_kv.errors.EndpointBrokenError`.
+        usage: rooms by phase, and staging memory.
+        rooms: those that are not released, in the order in which they were opened; the first of them.
+        peers: see :class:`PeerInfo`.
+    """
+
+    side: str
+    instance: str
+    rank: int
+    address: str
+    state: Literal["open", "closed", "broken"]
+    usage: Usage
+    rooms: tuple[RoomInfo, ...]
+    peers: tuple[PeerInfo, ...]
+
+
+class SupportsStatus(Protocol):
+    """An endpoint that shows everything at once. Any thread may call it, also after ``close``."""
+
+    def status(self, rooms: int) -> EndpointStatus:
+        """Return its state, memory, peers, and at most ``rooms`` rooms."""
+        ...
 
 
 class SupportsUsage(Protocol):

@@ -157,6 +157,7 @@ class DecodeSide:
         now = self._loop.now
         machine = ReceiveRoom(key.room, key.generation, self._loop.me.epoch, own, now, tag, source.instance)
         room = DecodeRoom(key, machine, handle, source, own.silence_s, now)
+        handle.report.opened = now
         self._rooms[key] = room
         self._loop.vote(key, None, "")
         self._take_found(self._discovery.add(room))

@@ -109,6 +109,7 @@ class PrefillSide:
         who = self._loop.peer_registry.who
         machine = SendRoom(key.room, key.generation, self._loop.me.epoch, own, now, self._tokenless, who)
         room = PrefillRoom(key, machine, handle, own.silence_s, now, tag)
+        handle.report.opened = now
         self._rooms[key] = self._newest[key.room] = room
         self._timers.schedule(key, machine.next_at())
         self._loop.vote(key, None, "")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
-from typing import Generic, TypeVar
+from itertools import count, islice
+from typing import Generic, Literal, TypeVar
 
 from ... import arguments
-from ...errors import DisaggKVError
+from ...errors import DisaggKVError, text_of
 from ...ids import Epoch, Generation, RoomId
 from ...protocol import Phase, RoomKey
-from ..api import PeerInfo
+from ..api import EndpointStatus, PeerInfo, RoomInfo, Usage
 from .admission import Admission
 from .construction import Parts
 from .environment import helpers
@@ -28,7 +29,7 @@ H = TypeVar("H", bound=RoomHandle)
 S = TypeVar("S", bound=Side)
 
 
-class Endpoint(Generic[H, S]):
+class Endpoint(ABC, Generic[H, S]):
     """Holds the loop, the thread that steps it, and the handles of one rank.
 
     Args:
@@ -115,6 +116,22 @@ class Endpoint(Generic[H, S]):
         states = (handle.state for handle in self._ids.handles())
         return Counter(phase for phase, released in states if not released)
 
+    @abstractmethod
+    def usage(self) -> Usage:
+        """See :class:`~disagg_kv.endpoints.api.SupportsUsage`."""
+
+    def status(self, rooms: int) -> EndpointStatus:
+        """See :class:`~disagg_kv.endpoints.api.SupportsStatus`."""
+        me, now = self._loop.me, self._loop.clock()
+        most = arguments.count(rooms, "rooms")
+        live = (handle for handle in self._ids.handles() if not handle.state[1])
+        found = tuple(_shown(handle, now) for handle in islice(live, most))
+        state: Literal["open", "closed", "broken"] = "closed" if self.driver.closed else "open"
+        if self.driver.broken is not None:
+            state = "broken"
+        peers = tuple(self.peers())
+        return EndpointStatus(me.role, me.instance, me.rank, me.address, state, self.usage(), found, peers)
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the accounts contradict each other. Call it on the thread that steps the endpoint."""
         self._side.check_integrity()
@@ -133,3 +150,11 @@ class Endpoint(Generic[H, S]):
     def _break_down(self, error: DisaggKVError) -> None:
         """Endpoint's thread, at its end: rooms that have not ended fail, if the engine still has their handles."""
         self._changes.break_down(self._ids.handles(), error)
+
+
+def _shown(handle: RoomHandle, now: float) -> RoomInfo:
+    """A room, from any thread."""
+    report, error = handle.report, handle.error
+    age_s = None if report.opened is None else max(0.0, now - report.opened)
+    why = "" if error is None else text_of(error)
+    return RoomInfo(handle.room, handle.state[0], age_s, report.path, report.nbytes, report.segments, why)
