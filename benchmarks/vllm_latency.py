@@ -3,8 +3,15 @@
 Latency: each connector has a prefill and a decode instance of its own; all stay up, and take turns. A request goes to
 prefill first. The time is taken in the decode instance, from the request with prefill's answer to the first token. It
 includes the computation of that token, which both connectors share. ``ratio`` is the median over all pairs of ours over
-vLLM's, with a 95 % interval by order statistics. ``load_ms`` is the part of ours from the load's begin until all rows
-are in their blocks, on average. The rows with ``busy`` are taken while prefill computes another long prompt.
+vLLM's, with a 95 % interval by order statistics; ``stalled`` counts requests of vLLM's own connector that had no answer
+after 15 s. ``load_ms`` is the part of ours from the load's begin until all rows are in their blocks, on average.
+``alone_ms`` is the first token after a prompt of one token, which needs no transfer. The rows with ``busy`` are taken
+while prefill computes another long prompt.
+
+NIXL's Python API starts a progress thread that never sleeps, one for each worker. On a host with as many cores as
+instances the engines starve, and a request takes seconds. ``NixlConnector`` is measured without that thread, which is
+faster (``tests/engines/quiet_nixl.py``); ``--progress-thread`` leaves it on. Workers poll for a second after each step:
+a pause before each request keeps the idle pair out of the other's figures.
 
 Unused: two instances answer the same batch in turns, one of them with the connector loaded, and no request is
 transferred. ``ratio`` is its time over the other's.
@@ -31,15 +38,14 @@ from typing import Any
 
 from benchmarks.pairs import interval
 from disagg_kv.bench.machine import Machine
-from tests.engines.instances import PREFILL, Instance, small_model, transfer
+from tests.engines.instances import PREFILL, Instance, nixl, small_model, transfer
 
-NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
-WARM_UP = 3
+WARM_UP = 2
 BATCH = 8
-CONNECTORS: dict[str, Any] = {
-    "disagg_kv": transfer,
-    "NixlConnector": lambda role: {**NIXL, "kv_role": role},
-}
+PAUSE_S = 1.2
+STALLED_S = 15.0
+"""A request without an answer after this time counts as this time."""
+BLOCKS: dict[str, Any] = {"args": {"num_gpu_blocks_override": 256}}
 
 
 def prompts(length: int, count: int, seed: int = 0) -> list[list[int]]:
@@ -49,49 +55,73 @@ def prompts(length: int, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def request(pair: tuple[Instance, Instance], name: str, tokens: list[int], busy: list[int] | None) -> float:
-    """Seconds from the request to decode until its first token."""
+    """Seconds from the request to decode until its first token; at most ``STALLED_S``."""
     prefill, decode = pair
+    time.sleep(PAUSE_S)
     params = prefill.ask(f"p-{name}", tokens, 1, PREFILL)["params"]
     if busy is not None:
         prefill.begin(f"b-{name}", busy, 1)
-    answer = decode.ask(f"d-{name}", tokens, 1, params)
+    decode.begin(f"d-{name}", tokens, 1, params)
+    answer = decode.answer(f"d-{name}", STALLED_S, {"first_s": STALLED_S, "reason": "length"})
     assert answer["reason"] == "length", answer
     if busy is not None:
         prefill.answer(f"b-{name}")
-    return float(answer["first_s"])
+    return min(float(answer["first_s"]), STALLED_S)
 
 
-def measure(model: Path, tp: str, tokens: int, requests: int, port: int) -> list[dict[str, Any]]:
+Pairs = dict[str, tuple[Instance, Instance]]
+
+
+def start(model: Path, tp: str, port: int, progress_thread: bool, folder: Path, ends: ExitStack) -> Pairs:
+    """A prefill and a decode instance for each connector. With one rank each has a core of its own."""
+    started: Pairs = {}
+    for name in ("disagg_kv", "NixlConnector"):
+        made = []
+        for core, (role, size) in enumerate(zip(("kv_producer", "kv_consumer"), tp.split("->"), strict=True)):
+            port += 10
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
+            kv = transfer(role) if name == "disagg_kv" else nixl(role, progress_thread)
+            made.append(Instance(folder / f"{name} {role}.log", model, kv, tp=int(size), **BLOCKS))
+            ends.callback(made[-1].close)
+        started[name] = made[0], made[1]
+    for pair in started.values():
+        for instance in pair:
+            instance.ready()
+    return started
+
+
+def measure(started: Pairs, tokens: int, requests: int, busy: bool) -> dict[str, Any]:
+    """A row: requests to both connectors in turns."""
+    times: dict[str, list[float]] = {name: [] for name in (*started, "alone")}
+    other = prompts(900, 1)[0] if busy else None
+    decode = started["disagg_kv"][1]
+    before = _loads(decode)
+    for number, prompt in enumerate(prompts(tokens, requests + WARM_UP, seed=busy)):
+        taken: dict[str, float] = {}
+        for name in sorted(started, reverse=bool(number % 2)):
+            taken[name] = request(started[name], f"{name} {busy} {number}", prompt, other)
+            if name == "disagg_kv":
+                taken["alone"] = float(decode.ask(f"alone {busy} {number}", prompt[:1], 1)["first_s"])
+        if number >= WARM_UP:
+            for name, seconds in taken.items():
+                times[name].append(seconds)
+    loads, seconds = (now - then for now, then in zip(_loads(decode), before, strict=True))
+    return {
+        "tokens": tokens, "requests": requests, "busy": busy,
+        "stalled": sum(seconds >= STALLED_S for seconds in times["NixlConnector"]),
+        **compared(times["disagg_kv"], times["NixlConnector"]), "load_ms": round(seconds / loads * 1e3, 2),
+        **{f"{name}_ms": _milliseconds(values) for name, values in times.items()},
+    }  # fmt: skip
+
+
+def pairs(model: Path, tp: str, tokens: int, requests: int, port: int, progress_thread: bool) -> list[dict[str, Any]]:
     """One pair of TP sizes: a row without and one with another prompt under way."""
-    sizes = tuple(map(int, tp.split("->")))
-    started: dict[str, tuple[Instance, Instance]] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
-        for name, of in CONNECTORS.items():
-            made = []
-            for role, size in zip(("kv_producer", "kv_consumer"), sizes, strict=True):
-                port += 10
-                os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-                made.append(Instance(Path(folder) / f"{name} {role}.log", model, of(role), tp=size))
-                ends.callback(made[-1].close)
-            started[name] = made[0], made[1]
-        for pair in started.values():
-            for instance in pair:
-                instance.ready()
-        rows: list[dict[str, Any]] = []
-        for busy in (None, prompts(900, 1)[0]):
-            times: dict[str, list[float]] = {name: [] for name in CONNECTORS}
-            before = _loads(started["disagg_kv"][1])
-            for number, prompt in enumerate(prompts(tokens, requests + WARM_UP, seed=len(rows))):
-                for name in sorted(CONNECTORS, reverse=bool(number % 2)):
-                    seconds = request(started[name], f"{name} {busy is None} {number}", prompt, busy)
-                    if number >= WARM_UP:
-                        times[name].append(seconds)
-            loads, seconds = (now - then for now, then in zip(_loads(started["disagg_kv"][1]), before, strict=True))
-            rows.append({
-                "tp": tp, "tokens": tokens, "requests": requests, "busy": busy is not None,
-                **compared(times["disagg_kv"], times["NixlConnector"]), "load_ms": round(seconds / loads * 1e3, 2),
-                **{f"{name}_ms": _milliseconds(values) for name, values in times.items()},
-            })  # fmt: skip
+        started = start(model, tp, port, progress_thread, Path(folder), ends)
+        rows = []
+        for busy in (False, True):
+            rows.append({"tp": tp, **measure(started, tokens, requests, busy)})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
@@ -112,7 +142,7 @@ def unused(model: Path, turns: int) -> dict[str, Any]:
     """Seconds of a batch in an instance with the connector over those in one without."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
         instances = {
-            name: Instance(Path(folder) / f"{name}.log", model, kv)
+            name: Instance(Path(folder) / f"{name}.log", model, kv, **BLOCKS)
             for name, kv in (("with", transfer("kv_both")), ("without", None))
         }
         for one in instances.values():
@@ -122,6 +152,7 @@ def unused(model: Path, turns: int) -> dict[str, Any]:
         times: dict[str, list[float]] = {name: [] for name in instances}
         for turn in range(turns + WARM_UP):
             for name in sorted(instances, reverse=bool(turn % 2)):
+                time.sleep(PAUSE_S)
                 began = time.monotonic()
                 for number, prompt in enumerate(prompts(64, BATCH, seed=turn)):
                     instances[name].begin(f"{turn} {number}", prompt, 48)
@@ -146,13 +177,14 @@ def main() -> None:
     parser.add_argument("--tokens", default=150, type=int)
     parser.add_argument("--requests", default=30, type=int)
     parser.add_argument("--turns", default=30, type=int)
+    parser.add_argument("--progress-thread", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or small_model(Path(folder))
         latency = [
             row
             for number, tp in enumerate(given.tp)
-            for row in measure(model, tp, given.tokens, given.requests, 5600 + 100 * number)
+            for row in pairs(model, tp, given.tokens, given.requests, 5600 + 100 * number, given.progress_thread)
         ]
         loaded = unused(model, given.turns)
     here = Machine.here()

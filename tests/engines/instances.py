@@ -53,6 +53,13 @@ def transfer(role: str, policy: str = "fail", **options: Any) -> dict[str, Any]:
     }
 
 
+def nixl(role: str, progress_thread: bool = False) -> dict[str, Any]:
+    """The same for vLLM's own ``NixlConnector``; see ``quiet_nixl.py``."""
+    quiet = {"kv_connector": "QuietNixlConnector", "kv_connector_module_path": "tests.engines.quiet_nixl"}
+    named = {"kv_connector": "NixlConnector"} if progress_thread else quiet
+    return {**named, "kv_buffer_device": "cpu", "kv_role": role}
+
+
 class Instance:
     """A process that runs ``engine_process.py``."""
 
@@ -103,11 +110,13 @@ class Instance:
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
-    def answer(self, name: str, seconds: float = ANSWER_S) -> dict[str, Any]:
-        """The answer to a request."""
+    def answer(self, name: str, seconds: float = ANSWER_S, otherwise: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer to a request; after ``seconds`` an error, or ``otherwise`` if there is one."""
         try:
             found = self._of(name).get(timeout=seconds)
         except queue.Empty:
+            if otherwise is not None:
+                return otherwise
             raise AssertionError(f"{name}: no answer after {seconds} s:\n{self.log.read_text()[-4000:]}") from None
         assert found is not None, f"the instance has ended:\n{self.log.read_text()[-4000:]}"
         return found
@@ -132,13 +141,17 @@ class Instance:
         """The client goes away."""
         self._send({"abort": name})
 
-    def metric(self, name: str) -> float:
-        """The sum of one of vLLM's Prometheus metrics."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of one of vLLM's Prometheus metrics, of the lines with a label."""
         self._send({"metrics": "metrics"})
         lines = str(self.answer("metrics")["text"]).splitlines()
-        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-        assert found, f"there is no metric {name}"
-        return sum(found)
+        lines = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line]
+        assert lines, f"there is no metric {name} {label}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def prompt_tokens(self, source: str) -> float:
+        """How many tokens of prompts were ``local_compute``, or loaded as ``external_kv_transfer``."""
+        return self.metric("vllm:prompt_tokens_by_source_total", f'source="{source}"')
 
     def kill(self) -> None:
         """SIGKILL to all processes of the instance."""

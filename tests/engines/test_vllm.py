@@ -55,6 +55,7 @@ def test_tokens_are_those_of_one_instance(
         assert (answer["reason"], answer["tokens"]) == ("length", wanted[length]), length
     assert decode.metric("vllm:disagg_kv_loaded_total") == len(LENGTHS) * decode_tp
     assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
+    assert decode.prompt_tokens("local_compute") <= len(LENGTHS)  # the last token of each
 
 
 def test_swapped_heads_give_other_tokens(start: Start, tokens_of: TokensOf) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .instances import PREFILL, Instance, transfer
+from .instances import PREFILL, Instance, nixl, transfer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -147,9 +147,10 @@ def by_nixl(
     ports = random.SystemRandom().sample(range(12_000, 32_000), 2)  # below those that other listeners are given
     for role, tp, port in zip(("kv_producer", "kv_consumer"), tps, ports, strict=True):
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
-        instances.append(begin(kind, f"nixl {role}", {"kv_connector": "NixlConnector", "kv_role": role}, tp=tp))
+        instances.append(begin(kind, f"nixl {role}", nixl(role), tp=tp))
     names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
     found = answers(instances[0].ready(), instances[1].ready(), prompts, {**PREFILL, **dict.fromkeys(names)})
+    assert instances[1].prompt_tokens("local_compute") <= len(prompts)  # the last token of each: the rest is loaded
     for one in instances:
         one.close()
     return found
@@ -167,6 +168,8 @@ def transferred(
     found = answers(prefill.ready(), decode.ready(), prompts)
     assert decode.metric("vllm:disagg_kv_loaded_total") == loaded * tps[1]
     assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
+    if loaded == len(prompts):
+        assert decode.prompt_tokens("local_compute") <= loaded  # the last token of each
     return found
 
 
@@ -182,7 +185,7 @@ def test_tokens_of_models_with_sliding_windows(begin: Begin, kind: str, tps: tup
 
 @pytest.mark.parametrize("tps", [(1, 1), (1, 2)])
 def test_tokens_of_a_model_with_latents(begin: Begin, tps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with vLLM's ``NixlConnector``, which takes half a minute for a prompt here.
+    """As with vLLM's ``NixlConnector``; neither decode instance computes the prompt.
 
     One instance is no oracle: vLLM's backend for CPUs gives other tokens after a prompt that it computes at once than
     after one whose last token it computes alone, as decode does whatever carries the rows.

@@ -81,6 +81,28 @@ def test_data_parallel_ranks(start: Start, tokens_of: TokensOf) -> None:
         )
 
 
+def test_requests_that_vllm_preempts(start: Start, tokens_of: TokensOf) -> None:
+    """Neither side has blocks for all requests: vLLM takes them away, on prefill between two chunks of a prompt."""
+    few = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 128, "scheduler_reserve_full_isl": False}
+    prefill, decode = (
+        start(role, transfer(role, verify="full"), args=few, max_model_len=512)
+        for role in ("kv_producer", "kv_consumer")
+    )
+    prefill.ready(), decode.ready()
+    wanted, count = {str(length): prompt(length) for length in (160, 224, 256, 288)}, 150
+    for name, tokens in wanted.items():
+        prefill.begin(f"p{name}", tokens, 1, PREFILL)
+    for name, tokens in wanted.items():
+        answer = prefill.answer(f"p{name}")
+        decode.begin(f"d{name}", tokens, count, answer["params"])
+    for name, tokens in wanted.items():
+        answer = decode.answer(f"d{name}")
+        assert (answer["reason"], answer["tokens"]) == ("length", tokens_of(tokens, count)), name
+    assert prefill.metric("vllm:num_preemptions_total") > 0
+    assert decode.metric("vllm:num_preemptions_total") > 0
+    assert decode.metric("vllm:disagg_kv_load_failed_total") == 0
+
+
 def test_rows_cross_while_prefill_computes(
     start: Start, tokens_of: TokensOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
