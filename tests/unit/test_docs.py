@@ -19,6 +19,8 @@ from disagg_kv.endpoints import Report
 from disagg_kv.protocol import AnyFrame, Options
 from disagg_kv.strategies import registry as strategies
 from disagg_kv.transports import registry as transports
+from tests.support.log_calls import Line, of_file
+from tests.support.log_calls import lines as log_lines
 from tests.support.pages import PAGES, ROOT, blocks, marked, name_of, parse
 
 CHEAP = ("--version", "plan", "doctor")
@@ -125,6 +127,31 @@ def test_the_page_of_errors_has_each_code_once() -> None:
     rows = [(kind.code, kind.__name__, retry[kind.retryable]) for kind in raised]
     assert sorted(ERROR_ROWS.findall(words("docs/errors.md"))) == sorted(rows)
     assert [kind.__name__ for kind in kinds if kind not in raised] == ["ProtocolError"]
+
+
+LOG_ROW = re.compile(r"^\| `([\w.]+)` \| (\w+) \| `([^`]+)` \|", re.MULTILINE)
+
+
+def test_the_page_of_logging_has_every_line_of_the_library_and_no_other() -> None:
+    found, shown = log_lines(), {Line(*row) for row in LOG_ROW.findall(words("docs/logging.md"))}
+    assert len(found) > 40
+    assert (sorted(map(str, found - shown)), sorted(map(str, shown - found))) == ([], [])
+
+
+def test_a_line_that_is_logged_is_found_whatever_writes_it(tmp_path: Path) -> None:
+    file = tmp_path / "some.py"
+    file.write_text(
+        'log = logging.getLogger("disagg_kv.x")\n'
+        'log.exception("%s of %d", a, b)\n(log.debug if a else log.info)("c")\n'
+        'self._log.say(logging.ERROR, f"{a} d", e)\nself.failures.warn(f"e: {a!r}{b}")\nother.warning("no")\n'
+    )
+    assert set(of_file(file)) == {
+        Line("disagg_kv.x", "error", "... of ..."),
+        Line("disagg_kv.x", "debug", "c"),
+        Line("disagg_kv.x", "info", "c"),
+        Line("disagg_kv", "error", "... d"),
+        Line("disagg_kv", "warning", "e: ..."),
+    }
 
 
 def test_the_report_names_every_phase_whose_time_it_has() -> None:

@@ -78,8 +78,7 @@ class Failures:
 
     def unforeseen(self, exc: Exception) -> None:
         """No open room can be trusted any more; if not even that can be handled, the endpoint ends."""
-        what = "an endpoint met an error that it did not foresee; its open rooms fail"
-        self._errors.say(logging.ERROR, what, exc)
+        self._errors.say(logging.ERROR, "an endpoint met an error that it did not foresee; its open rooms fail", exc)
         self._observer.count("errors.unforeseen")
         error = DisaggKVError(f"the endpoint failed: {text_of(exc)}")
         error.__cause__ = exc
