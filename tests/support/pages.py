@@ -1,7 +1,7 @@
 """Code blocks and tables of README and docs, for tests that run them or hold them against the code.
 
-A block may have a marker in the line before its fence: ``<!-- test: skip <reason> -->``, or a word by which
-:func:`marked` finds it.
+A block may have a marker in the line before its fence: ``<!-- test: skip <reason> -->``, ``<!-- test: output -->`` for
+what the blocks of Python before it print, or a word by which :func:`marked` finds it.
 """
 
 from __future__ import annotations

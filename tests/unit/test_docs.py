@@ -59,10 +59,15 @@ def module(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.usefixtures("tutorial")
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
-def test_the_python_blocks_of_a_page_run_in_order(page: Path, module: ModuleType) -> None:
+def test_the_python_blocks_of_a_page_run_in_order_and_print_what_it_shows(
+    page: Path, module: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     for block in blocks(page):
         if block.language == "python" and not block.skipped and block.marker != "transport":
+            capsys.readouterr()
             block.run(module.__dict__)
+        elif block.marker == "output":
+            assert capsys.readouterr().out == block.source, f"{name_of(page)}, line {block.line}"
 
 
 @pytest.mark.parametrize("line", COMMAND_LINES)
@@ -72,6 +77,14 @@ def test_commands_exist_and_the_cheap_ones_succeed(line: str, capsys: pytest.Cap
     assert argv[1] in (*COMMANDS, "--version", "--help")
     if argv[1] in CHEAP:
         assert run(argv[1:]) == 0, capsys.readouterr().err
+
+
+def test_the_tour_shows_what_each_of_its_steps_prints() -> None:
+    """Peers, memory and rooms, at the beginning and after each change."""
+    shown = [block.source for block in blocks(ROOT / "docs/tour.md") if block.marker == "output"]
+    assert len(shown) >= 7
+    assert all("32 pages are free" in output for output in shown)
+    assert sum("silent" in output for output in shown) == 1
 
 
 def test_relative_links_of_the_readme_lead_somewhere() -> None:
