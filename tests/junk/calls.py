@@ -314,12 +314,12 @@ def _abort_prefill(bench: Bench) -> Ready:
 
 EXPECT = {
     "stop": "count or none", "pages": "tables", "held": "mapping or none", "kept": "things", "state": "tables",
-    "aux": "count or none",
+    "aux": "count or none", "least": "count", "ready": "event",
 }  # fmt: skip
 
 
 def _rows(place: PageTable) -> dict[str, object]:
-    return {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0}
+    return {"stop": ROWS, "pages": [place], "held": None, "kept": (), "state": (), "aux": 0, "least": 0, "ready": None}
 
 
 def _expect(handle: endpoints.Reception, bench: Bench, place: PageTable) -> Ready:

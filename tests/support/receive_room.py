@@ -89,11 +89,18 @@ class Room:
     """A room and what came out of it last."""
 
     def __init__(
-        self, *, stop: int | None = 8, exposed: bool = False, begun: bool = True, window: int = 16, aux_bytes: int = 0
+        self,
+        *,
+        stop: int | None = 8,
+        exposed: bool = False,
+        begun: bool = True,
+        window: int = 16,
+        aux_bytes: int = 0,
+        least: int = 0,
     ) -> None:
         self.machine = ReceiveRoom(RoomId(b"r"), Generation(1), ME, Options(window=window), 0.0, b"tag")
         tables = TABLES if exposed else None
-        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), tables, aux_bytes=aux_bytes)
+        self.awaited = Awaited(0, stop, 12, ("staged", "direct"), tables, aux_bytes=aux_bytes, least=least)
         self.introduced = Introduced((P[0], P[1]), INTAKE)
         if begun:
             self.say(self.awaited, self.introduced)

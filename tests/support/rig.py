@@ -440,7 +440,15 @@ class Request:
         self.receives = [cast("ReceptionHandle", one.open(self.room, self.source)) for one in receivers]
         return self
 
-    def expect(self, stop: int | None = None, aux: int | None = None, held: int = 0, whole: bool = True) -> Request:
+    def expect(
+        self,
+        stop: int | None = None,
+        aux: int | None = None,
+        held: int = 0,
+        whole: bool = True,
+        least: int = 0,
+        ready: Event | None = None,
+    ) -> Request:
         """Decode's engines give their pages and await the rows.
 
         Args:
@@ -448,6 +456,8 @@ class Request:
             aux: as for the handles.
             held: rows that are in the pages already.
             whole: the tables have the pages of held rows too.
+            least: as for the handles.
+            ready: as for the handles.
         """
         self.known = stop is not None
         self.taken = [m.take(self.rows) for m in self.decodes]
@@ -458,7 +468,7 @@ class Request:
             skip = 0 if whole else held // m.page_size
             given = m.pages(PageTable(KV, table.pages[skip:], skip * m.page_size))
             rows = {t.group: held for t in given}
-            took = handle.expect(Expectation(stop, given, state=state, aux=aux, held=rows))
+            took = handle.expect(Expectation(stop, given, state=state, aux=aux, held=rows, least=least, ready=ready))
             assert took == {t.group: held // m.page_size * m.page_size for t in given}
         return self
 

@@ -20,6 +20,7 @@ from disagg_kv.channels import Hub, InprocChannel
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.sglang.cache import Buffers, pool_of
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom, Side
+from disagg_kv.memory import Event
 from disagg_kv.protocol import Options, Verify
 from disagg_kv.rendezvous import RequestRendezvous, Source
 from disagg_kv.transports import transport
@@ -293,7 +294,8 @@ class Decode(Server):
         self.queue: list[Request] = []
         self.transfer: list[Request] = []
         self.nbytes: dict[int, int] = {}
-        self.where: Callable[[Side, str], bool] = lambda side, address: side.directory.ensure(address)
+        self.busy: Callable[[], Event] | None = None
+        self.where: Callable[[Side, str], bool] = lambda side, address: side.ensure(address)
 
     def knows(self, prefill: Prefill) -> None:
         """The bootstrap server of this prefill server answers from now on."""
@@ -303,6 +305,8 @@ class Decode(Server):
     def add(self, room: int, tokens: Sequence[int], address: str = BOOTSTRAP) -> Request:
         """A request."""
         request = Request(room, list(tokens), [ReceiverRoom(side, address, room) for side in self.sides])
+        for one in request.rooms:
+            one.asked(len(tokens), self.busy)
         self.queue.append(request)
         self.pending.append(request)
         return request

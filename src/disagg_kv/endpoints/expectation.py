@@ -10,6 +10,7 @@ from .. import arguments
 from ..errors import GeometryError
 from ..geometry import PageTable
 from ..ids import GroupId
+from ..memory import Event
 from .kept_pages import CachedPages
 from .runtime.cached_prefix import rows_by_group
 
@@ -20,6 +21,14 @@ def _stop(given: int | None) -> int | None:
 
 def _aux(given: int | None) -> int | None:
     return None if given is None else arguments.count(given, "aux", error=GeometryError)
+
+
+def _least(given: int) -> int:
+    return arguments.count(given, "least", error=GeometryError)
+
+
+def _ready(given: Event | None) -> Event | None:
+    return arguments.event(given, "ready")
 
 
 def _copy(table: PageTable) -> PageTable:
@@ -49,7 +58,7 @@ class Expectation:
 
     Args:
         stop: one past the last row; None: where prefill ends, if the pages suffice. If prefill ends later, its rows
-            from ``stop`` on are not sent. If it ends earlier, the room fails.
+            from ``stop`` on are not sent. If it ends earlier, the room fails. See ``least``.
         pages: one table per group of tokens. It begins at the end of the held prefix, rounded down, or before that;
             earlier pages are left alone. A group that awaits no rows needs no table. Where a window slides, the table
             begins at or before the window of ``stop``, whatever is held. Earlier rows may lie in the null page.
@@ -62,9 +71,14 @@ class Expectation:
             rows need this with ``verify="full"``.
         state: the room's slot in every group of states.
         aux: the aux row to fill, without which the room fails; None: no aux data is awaited.
+        least: where ``stop`` is None: if prefill ends before this row, the room fails.
+        ready: fires once the pages and slots may be written, for example at the end of a forward pass that still
+            writes to them; None: they may be written now. Paths that expose pages ask prefill for rows only then; the
+            others ask at once, and rows wait in the staging ring.
 
     Raises:
-        GeometryError: ``pages`` or ``state`` is no list of tables; ``stop``, ``aux`` or a number of rows is no count.
+        GeometryError: ``pages`` or ``state`` is no list of tables; ``stop``, ``aux``, ``least`` or a number of rows is
+            no count; ``least`` beside ``stop``.
         ConfigurationError: another argument of another type.
     """
 
@@ -74,3 +88,9 @@ class Expectation:
     kept: Sequence[CachedPages] = field(default=(), converter=_kept, kw_only=True)
     state: Sequence[PageTable] = field(default=(), converter=_state, kw_only=True)
     aux: int | None = field(default=None, converter=_aux, kw_only=True)
+    least: int = field(default=0, converter=_least, kw_only=True)
+    ready: Event | None = field(default=None, converter=_ready, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if self.least and self.stop is not None:
+            raise GeometryError(f"least {self.least} beside stop {self.stop}: prefill must reach stop anyway")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -27,6 +27,8 @@ from ..protocol import Options
 from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
 from ..transports import default_transport, transport
 from .options import EngineOptions
+
+T = TypeVar("T")
 
 CPU_STAGING_BYTES = 64 << 20
 SLOTS = 8
@@ -92,20 +94,13 @@ def open_endpoints(
         ConfigurationError: an option that does not fit, or another rank has failed. What ``pool_of`` raises, too.
     """
     with ExitStack() as undo:
-        opened, meeting, failed = None, None, None
-        try:
+
+        def begin() -> tuple[tuple[Rendezvous, Opened], dict[str, Any]]:
             meeting = _rendezvous(options)
             opened = _open(undo, options, *pool_of(), meeting, instance, strategy, rank, produces, consumes)
-        except Exception as exc:
-            failed = exc
-        own = {"addresses": opened.addresses} if opened else {"error": f"{type(failed).__name__}: {failed}"[:500]}
-        everyone = gathered(own, tp, group)
-        if failed is not None:
-            raise failed
-        for other, one in enumerate(everyone):
-            if "error" in one:
-                raise ConfigurationError(f"rank {other} of {instance} cannot start: {one['error']}")
-        assert opened is not None
+            return (meeting, opened), {"addresses": opened.addresses}
+
+        (meeting, opened), everyone = agreed(begin, instance, tp, group)
         addresses: tuple[str, ...] = ()
         if isinstance(meeting, RequestRendezvous):
             if produces:
@@ -159,6 +154,32 @@ def _open(
     return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch)
 
 
+def agreed(
+    act: Callable[[], tuple[T, dict[str, Any]]], name: str, tp: int, group: Any
+) -> tuple[T, list[dict[str, Any]]]:
+    """What ``act`` makes here, and what it says on each rank. All ranks call. If one fails, none waits for it.
+
+    Args:
+        act: makes something, and what the other ranks have to know of it.
+        name: of the instance, for errors.
+        tp: number of tensor-parallel ranks.
+        group: of these ranks on the CPU; not used by a single rank.
+
+    Raises:
+        ConfigurationError: another rank has failed. What ``act`` raises, too.
+    """
+    try:
+        made, own = act()
+    except Exception as exc:
+        gathered({"error": f"{type(exc).__name__}: {exc}"[:500]}, tp, group)
+        raise
+    everyone = gathered(own, tp, group)
+    for other, one in enumerate(everyone):
+        if "error" in one:
+            raise ConfigurationError(f"rank {other} of {name} cannot start: {one['error']}")
+    return made, everyone
+
+
 def gathered(own: dict[str, Any], tp: int, group: Any) -> list[dict[str, Any]]:
     """What all ranks give. It crosses as JSON in tensors: ``all_gather_object`` would unpickle it."""
     if tp == 1:
@@ -185,10 +206,10 @@ def selecting(strategy: str) -> str:
     return strategy if "incremental" in strategy.split("+") else f"{strategy}+incremental"
 
 
-def queued_work() -> Event:
-    """An event that fires when the current stream of the GPU has done what is queued now."""
+def queued_work(stream: torch.cuda.Stream | None = None) -> Event:
+    """An event that fires when a stream of the GPU, by default the current one, has done what is queued now."""
     event = torch.cuda.Event()
-    event.record()
+    event.record(stream)
     return event
 
 

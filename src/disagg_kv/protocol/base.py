@@ -140,6 +140,7 @@ class Awaited:
         tables: the pages, where a path exposes them to the peer's writes; None: they are not exposed.
         verify: how much is to be compared.
         aux_bytes: bytes of the aux row that is to be filled; 0: none is.
+        least: where ``stop`` is None: the smallest stop that prefill may have.
     """
 
     start: int
@@ -149,6 +150,7 @@ class Awaited:
     tables: tuple[WireTable, ...] | None
     verify: Verify = "off"
     aux_bytes: int = 0
+    least: int = 0
 
     @property
     def rows(self) -> RowRange:

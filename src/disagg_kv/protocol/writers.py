@@ -95,6 +95,8 @@ def misplaced(writers: Iterable[Writer], awaited: Awaited) -> str | None:
         return f"ends at row {stops[0]}, not at {awaited.stop}"
     if awaited.stop is None and not awaited.start <= stops[0] <= awaited.most:
         return f"ends at row {stops[0]}; pages are there for {awaited.start}-{awaited.most}"
+    if awaited.stop is None and stops[0] < awaited.least:
+        return f"ends at row {stops[0]}; decode needs {awaited.least} or more"
     return None
 
 

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from disagg_kv.channels import News
+from disagg_kv.endpoints import Expectation
 from disagg_kv.errors import (
     AbortedError,
     ConfigurationError,
     DeadlineError,
     DisaggKVError,
+    GeometryError,
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
@@ -304,6 +306,31 @@ def test_more_rows_than_decode_has_pages_for() -> None:
     request.forgive()
     rig.check()
     rig.quiet()
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
+def test_fewer_rows_than_the_least_fail(tps: tuple[int, int]) -> None:
+    """Also where prefill's end is left open: decode would read rows that were not written."""
+    rig = Rig(SPEC)
+    prefills, decodes = rig.prefill(tp_shards(SPEC, tps[0])), rig.decode(tp_shards(SPEC, tps[1]))
+    request = rig.request("room", prefills, decodes, 12).open_decode().expect(least=7)
+    request.rows = 6
+    request.open_prefill().send(6).finish().failed()
+    assert "ends at row 6; decode needs 7 or more" in str(request.receives[0].error)
+    request.forgive()
+    enough = rig.request("enough", prefills, decodes, 7)
+    enough.open_decode().expect(least=7).open_prefill().send(7).finish().landed()
+    rig.quiet()
+
+
+def test_a_least_row_without_a_page_is_refused() -> None:
+    rig = Rig(SPEC)
+    decodes = rig.decode(tp_shards(SPEC, 1))
+    request = rig.request("room", rig.prefill(tp_shards(SPEC, 1)), decodes, 8).open_decode()
+    with pytest.raises(GeometryError, match="least 9, but there are pages for 8 rows"):
+        request.receives[0].expect(Expectation(None, [decodes[0].take(8)], least=9))
+    with pytest.raises(GeometryError, match="least 8 beside stop 8"):
+        Expectation(8, [], least=8)
 
 
 @pytest.mark.parametrize("path", ["staged", "slice"])

@@ -291,6 +291,16 @@ def test_prefill_names_the_end_where_decode_left_it_open() -> None:
     assert only(room.say(done(1, 1, stop=4), done(0, 1, stop=4)), CastVote) == [CastVote(True, "")]
 
 
+@pytest.mark.parametrize(("least", "ok"), [(4, True), (5, False)])
+def test_prefill_must_not_end_before_the_least_row(least: int, ok: bool) -> None:
+    """The rows between would be read as they were before."""
+    room = Room(stop=None, least=least)
+    room.land(A)
+    votes = only(room.say(done(1, 1, stop=4), done(0, 1, stop=4)), CastVote)
+    assert [vote.ok for vote in votes] == [ok]
+    assert ok or "ends at row 4; decode needs 5 or more" in str(room.machine.error)
+
+
 @pytest.mark.parametrize(
     ("stop", "events", "words"),
     [

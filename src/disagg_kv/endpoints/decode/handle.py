@@ -12,7 +12,7 @@ from ... import arguments
 from ...errors import AbortedError, ConfigurationError, EndpointBrokenError, GeometryError, LocalProtocolError
 from ...geometry import ENDLESS, PageTable
 from ...ids import GroupId, room_name
-from ...memory import MemoryPool
+from ...memory import Event, MemoryPool
 from ...protocol import RoomKey, Verify
 from ...strategies import Selection
 from ..expectation import Expectation
@@ -33,6 +33,8 @@ class CheckedExpectation:
         tables: pages and slots of states by group, from ``start`` on.
         aux: the aux row to fill.
         kept: pages of the rows before ``start`` with their checksums; empty: not known.
+        least: the smallest ``stop`` that prefill may have.
+        ready: fires once the pages may be written; None: they may.
     """
 
     start: int
@@ -41,6 +43,8 @@ class CheckedExpectation:
     tables: Mapping[GroupId, PageTable]
     aux: int | None
     kept: tuple[CachedPages, ...] = ()
+    least: int = 0
+    ready: Event | None = None
 
 
 class DecodeCommands(Protocol):
@@ -97,6 +101,8 @@ class ReceptionHandle(RoomHandle):
         beyond = {group: rows for group, rows in wanted.held.items() if stop is not None and rows > stop}
         if beyond or start > most:
             raise GeometryError(f"{where}: a held prefix {beyond or start} of {most} rows")
+        if wanted.least > most:
+            raise GeometryError(f"{where}: least {wanted.least}, but there are pages for {most} rows")
         starts = site.first_rows(start, stop)
         tables = after(site, check_tables(self.room, site, wanted.pages, starts, most), starts)
         slots = check_states(self.room, site, wanted.state)
@@ -111,7 +117,8 @@ class ReceptionHandle(RoomHandle):
             site.check_owners([*wanted.pages, *(one.table for one in kept)])
         except GeometryError as exc:
             raise GeometryError(f"{where}: {exc}") from exc
-        return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, kept)
+        least = max(start, wanted.least)
+        return CheckedExpectation(start, stop, most, {**tables, **slots}, wanted.aux, kept, least, wanted.ready)
 
     def abort(self, reason: str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Handle.abort`."""

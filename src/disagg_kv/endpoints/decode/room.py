@@ -5,8 +5,10 @@ from __future__ import annotations
 from attrs import define, field
 
 from ...ids import Rank, room_name
+from ...memory import Event
 from ...planning import InstancePlans, PairPlan, Segment
 from ...protocol import ReceiveRoom, Receiving, RoomKey
+from ...protocol.machine import ours
 from ...rendezvous import Source
 from ..kept_pages import CachedPagesCheck
 from ..runtime.handshake import RemoteEndpoint
@@ -17,7 +19,8 @@ from .handle import CheckedExpectation, ReceptionHandle
 class DecodeRoom:
     """A room, its prefill ranks, and the pages of its rows.
 
-    ``checking``: the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
+    ``ready``: fires once its pages may be written. ``checking``: what must end before prefill is asked for rows, namely
+    that event or the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
     ``queued``: since when segments wait for staging memory, for the observer.
     """
 
@@ -30,9 +33,25 @@ class DecodeRoom:
     plans: InstancePlans | None = None
     remotes: tuple[RemoteEndpoint, ...] = ()
     wanted: CheckedExpectation | None = None
-    checking: CachedPagesCheck | None = None
+    ready: Event | None = None
+    checking: CachedPagesCheck | PagesReady | None = None
     pairs: dict[Rank, PairPlan] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
+
+    def writable(self) -> bool:
+        """Whether rows may be written into its pages; True once it has failed: nothing will be.
+
+        Raises:
+            DisaggKVError: the engine's event raised.
+        """
+        if self.ready is not None and self.machine.error is None:
+            try:
+                if not self.ready.query():
+                    return False
+            except Exception as exc:
+                raise ours(exc, f"{self.name}: the event that its pages wait for failed") from exc
+            self.ready = None
+        return True
 
     def next_at(self) -> float | None:
         """When something is due: a deadline, a repeat, or the end of the search for its prefill ranks."""
@@ -46,3 +65,14 @@ class DecodeRoom:
     def name(self) -> str:
         """For messages."""
         return f"{room_name(self.key.room)} generation {self.key.generation}"
+
+
+@define(eq=False)
+class PagesReady:
+    """Waits until a room's pages may be written."""
+
+    room: DecodeRoom
+
+    def done(self) -> bool:
+        """See :meth:`DecodeRoom.writable`."""
+        return self.room.writable()

@@ -83,7 +83,7 @@ from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
 from .rate_limit import RateLimiter
 from .receipts import Receipts
-from .room import DecodeRoom
+from .room import DecodeRoom, PagesReady
 from .scatter import ScatterQueue
 
 log = logging.getLogger("disagg_kv")
@@ -170,32 +170,48 @@ class DecodeSide:
         room = self._rooms.get(key)
         if room is None:
             return
-        room.wanted = wanted
-        checked = wanted.kept and verified(key.room, Segment(0, wanted.start, 0, 0), self._verify)
-        if checked and room.machine.error is None:
-            room.checking = CachedPagesCheck(room.name, self._kernels, self._pool, wanted.kept)
-            self._checking.append(room)
-            self._check_kept()
+        room.wanted, room.ready = wanted, wanted.ready
+        if room.ready is not None and room.machine.error is None and (self._exposed or self._compares(room, wanted)):
+            self._check(room, PagesReady(room))
+        else:
+            self._compare_kept(room, wanted)
+
+    def _compares(self, room: DecodeRoom, wanted: CheckedExpectation) -> bool:
+        """Whether cached pages are compared before prefill is asked for rows."""
+        return bool(wanted.kept) and verified(room.key.room, Segment(0, wanted.start, 0, 0), self._verify)
+
+    def _compare_kept(self, room: DecodeRoom, wanted: CheckedExpectation) -> None:
+        if room.machine.error is None and self._compares(room, wanted):
+            self._check(room, CachedPagesCheck(room.name, self._kernels, self._pool, wanted.kept))
         else:
             self._await(room, wanted)
 
-    def _check_kept(self) -> None:
-        """Ask prefill for rows once the cached pages that a room builds on have been compared."""
+    def _check(self, room: DecodeRoom, check: CachedPagesCheck | PagesReady) -> None:
+        room.checking = check
+        self._checking.append(room)
+        self._run_checks()
+
+    def _run_checks(self) -> None:
+        """Ask prefill for rows once a room's pages may be written, and those that it builds on have been compared."""
         for room in list(self._checking):
-            assert room.checking is not None
+            check = room.checking
+            assert check is not None
             assert room.wanted is not None
             began = self._loop.clock()
             error: DisaggKVError | None = None
             try:
-                if not room.checking.done():
+                if not check.done():
                     continue
             except DisaggKVError as exc:
                 error = exc
             self._checking.remove(room)
             room.checking = None
-            room.handle.report.spend("checksum", self._loop.clock() - began)
+            if isinstance(check, CachedPagesCheck):
+                room.handle.report.spend("checksum", self._loop.clock() - began)
             if error is not None:
                 self._handle(room, Cancel(error))
+            elif room.machine.error is None and isinstance(check, PagesReady):
+                self._compare_kept(room, room.wanted)
             elif room.machine.error is None:
                 self._await(room, room.wanted)
             self._publish(room)
@@ -213,7 +229,7 @@ class DecodeSide:
         tables = tables_to_wire(wanted.tables.values()) if exposed else None
         aux_bytes = 0 if wanted.aux is None else self._pool.aux_bytes
         rows = (wanted.start, wanted.stop, wanted.most)
-        self._handle(room, Awaited(*rows, paths, tables, self._verify, aux_bytes))
+        self._handle(room, Awaited(*rows, paths, tables, self._verify, aux_bytes, wanted.least))
 
     def _note_pages(self, room: DecodeRoom, named: int) -> None:
         """Note in the report, and once in the log, that a room has more pages than a frame can name."""
@@ -462,7 +478,7 @@ class DecodeSide:
         if self._receipts.waiting:
             self._receipts.flush()
         if self._checking:
-            self._check_kept()
+            self._run_checks()
         scatters = self._scatters
         if not scatters.active:
             return bool(self._checking)

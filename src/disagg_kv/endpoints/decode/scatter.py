@@ -93,6 +93,7 @@ class ScatterQueue:
         self._pace = pace
         self._paths: dict[str, TransferPlanner] = {p.name: p for p in loop.me.paths}
         self._waiting: deque[tuple[DecodeRoom, Scatter]] = deque()
+        self._barred: list[tuple[DecodeRoom, Scatter]] = []
         self._running: list[_Scattering] = []
         self._over: deque[tuple[_Scattering, Exception | None]] = deque()
         self.prepared: PreparedLaunches[_At, _Order, _Places, _PreparedScatter] = PreparedLaunches(loop, "scatters")
@@ -104,6 +105,27 @@ class ScatterQueue:
 
     def add(self, room: DecodeRoom, effect: Scatter) -> None:
         """A segment has arrived: what is prepared for it, and need not wait, is launched before this thread goes on."""
+        if room.ready is not None:
+            self._barred.append((room, effect))
+            self._admit()
+        else:
+            self._enqueue(room, effect)
+
+    def _admit(self) -> None:
+        """Queue what has arrived for pages that may be written now."""
+        barred, self._barred = self._barred, []
+        for room, effect in barred:
+            try:
+                writable = room.writable()
+            except Exception as exc:
+                self._over.append((_Scattering(room, effect.segment, self._loop.clock()), exc))
+                continue
+            if writable:
+                self._enqueue(room, effect)
+            else:
+                self._barred.append((room, effect))
+
+    def _enqueue(self, room: DecodeRoom, effect: Scatter) -> None:
         first = not self._waiting
         self._waiting.append((room, effect))
         ready = self.prepared.ready.get((room.key, effect.segment)) if first and self._together else None
@@ -120,7 +142,9 @@ class ScatterQueue:
         return self._pace.ready_at if self._waiting and self._pace is not None else None
 
     def look(self) -> None:
-        """Take the scatters that have ended out of those that run."""
+        """Take the scatters that have ended out of those that run, and queue those whose pages may be written now."""
+        if self._barred:
+            self._admit()
         for one in list(self._running):
             try:
                 if one.event is not None and not one.event.query():
@@ -145,12 +169,12 @@ class ScatterQueue:
     @property
     def active(self) -> bool:
         """Whether there is anything to do, to prepare or to take."""
-        return bool(self._running or self._waiting or self._over or self.prepared.waiting)
+        return bool(self._running or self._waiting or self._barred or self._over or self.prepared.waiting)
 
     @property
     def waits(self) -> bool:
-        """Whether a scatter runs or waits to be prepared; neither wakes this thread."""
-        return bool(self._running or self.prepared.waiting)
+        """Whether a scatter runs, or waits for its pages or to be prepared; none of these wakes this thread."""
+        return bool(self._running or self._barred or self.prepared.waiting)
 
     def _next(self) -> list[_Begun]:
         """Launch what may begin now and is prepared; the rest of what may begin now, in one launch, comes out."""
@@ -290,7 +314,9 @@ class ScatterQueue:
 
     def inspect(self) -> ScatterInspection:
         """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
-        return ScatterInspection(self._waiting, self._running, self.prepared.waiting, self.prepared.ready)
+        return ScatterInspection(
+            [*self._waiting, *self._barred], self._running, self.prepared.waiting, self.prepared.ready
+        )
 
     def check_integrity(self, leases: GrantQueue[Epoch, _At], rooms: Collection[DecodeRoom]) -> None:
         """Raise AssertionError unless all that is prepared, or will be, lies in a lease of one of these rooms."""

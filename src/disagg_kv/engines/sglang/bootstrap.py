@@ -10,6 +10,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
@@ -28,6 +29,8 @@ ANSWER_S = 5.0
 SOON_S = 0.2
 """The longest time for which a scheduler waits for an answer."""
 AGAIN_S = 1.0
+FRESH_S = 2 * ANSWER_S
+"""An answer that was asked for longer ago than this is asked for again: another instance may be there by now."""
 
 
 class BootstrapServer:
@@ -142,7 +145,7 @@ class Directory:
 
     def __init__(self) -> None:
         self._known: dict[str, Source] = {}
-        self._asked: dict[str, Future[bytes]] = {}
+        self._asked: dict[str, tuple[float, Future[bytes]]] = {}
         self._problems: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(4, "disagg_kv bootstrap")
 
@@ -156,11 +159,14 @@ class Directory:
 
     def ensure(self, address: str) -> bool:
         """Ask, if the instance is not known; False: there is no answer yet, so call again later."""
-        if address in self._known:
-            return True
-        asked = self._asked.get(address)
-        if asked is None:
-            asked = self._asked[address] = self._threads.submit(_ask, address, "GET")
+        return address in self._known or self.ask(address)
+
+    def ask(self, address: str) -> bool:
+        """Ask, whether the instance is known or not; False: there is no answer yet, so call again later."""
+        now = time.monotonic()
+        since, asked = self._asked.get(address, (now, None))
+        if asked is None or now - since > FRESH_S:
+            since, asked = self._asked[address] = now, self._threads.submit(_ask, address, "GET")
         if not wait((asked,), SOON_S).done:
             return False
         del self._asked[address]
@@ -173,8 +179,9 @@ class Directory:
         return True
 
     def forget(self, instance: str) -> None:
-        """The instance is lost: ask again for where it was."""
+        """The instance is lost: ask again for where it was. Answers to earlier questions may name it: drop them."""
         self._known = {address: source for address, source in self._known.items() if source.instance != instance}
+        self._asked.clear()
 
     def close(self) -> None:
         """Ask nothing more."""

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import frozen
@@ -18,7 +18,7 @@ from ...endpoints import DecodeEndpoint, PrefillEndpoint
 from ...errors import UnsupportedError
 from ...geometry import Shard
 from ...rendezvous import Source
-from ..opening import gathered, open_endpoints, queued_work
+from ..opening import agreed, open_endpoints, queued_work
 from .bootstrap import register
 from .cache import Buffers, SGLangPool, pool_of
 from .options import SGLangOptions
@@ -86,17 +86,21 @@ def refuse(args: Any, features: Mapping[str, bool]) -> None:
 
 
 def open_side(
-    options: SGLangOptions, args: Any, facts: ServerFacts, *, produces: bool, group: Any
+    read: Callable[[], tuple[SGLangOptions, ServerFacts]], args: Any, *, tp: int, produces: bool, group: Any
 ) -> tuple[Side, Source]:
     """This rank's side, and how decode finds the instance. All ranks of the instance call.
 
     Args:
-        options: of the plug-in.
+        read: the options of the plug-in, and what it has to know of the server. If it raises on one rank, the others
+            raise a :class:`~disagg_kv.errors.ConfigurationError` that names that rank.
         args: SGLang's ``KVArgs``.
-        facts: of the server.
+        tp: number of tensor-parallel ranks.
         produces: this is a prefill server.
         group: SGLang's group of the tensor-parallel ranks on the CPU.
     """
+    own = f"sglang {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:12]}"
+    (options, facts), everyone = agreed(lambda: (read(), {"instance": own}), "the SGLang server", tp, group)
+    instance = everyone[0]["instance"]
 
     def pool() -> tuple[SGLangPool, list[Shard]]:
         return pool_of(
@@ -112,8 +116,6 @@ def open_side(
             device=facts.device,
         )
 
-    own = f"sglang {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:12]}"
-    instance = gathered({"instance": own}, facts.tp, group)[0]["instance"]
     opened = open_endpoints(
         options,
         pool,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +22,22 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, TransferBackend
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
 from ...errors import UnsupportedError
 from ..model import model_digest
+from ..opening import queued_work
 from .bootstrap import BootstrapServer
 from .host import ServerFacts, announce, cache_dtype, open_side, refuse
 from .options import SGLangOptions
 from .rooms import ReceiverRoom, SenderRoom
 
 NAME = "disagg_kv"
+
+NEW_RECEIVER = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 
 
 @frozen
@@ -58,40 +63,21 @@ class DisaggKVManager(BaseKVManager):
         """
         self.kv_args = args
         parallel, produces = get_parallel(), disaggregation_mode == DisaggregationMode.PREFILL
-        refuse(
-            args,
-            {
-                "pipeline parallelism": parallel.pp_size > 1,
-                "data parallelism": server_args.dp_size > 1,
-                "context parallelism": parallel.attn_cp_size > 1 or server_args.dcp_size > 1,
-                "speculative decoding": server_args.speculative_algorithm is not None,
-                "hierarchical cache": server_args.enable_hierarchical_cache,
-                "KV checksums (set verify instead)": get_disagg().disaggregation_enable_kv_checksum,
-                "role switch": get_disagg().enable_pd_role_switch,
-                "several tokenizer workers": server_args.tokenizer_worker_num > 1,
-                "vectorized cache layout": os.environ.get("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd") != "nhd",
-            },
-        )
-        options = SGLangOptions.from_environment(os.environ)
-        options.check(not produces and get_disagg().disaggregation_decode_enable_radix_cache)
-        model = ModelConfig.from_server_args(server_args)
-        dtype = str(model.dtype).removeprefix("torch.")
-        facts = ServerFacts(
-            tp=parallel.tp_size,
-            rank=parallel.tp_rank,
-            heads=model.get_total_num_kv_heads(),
-            latent=bool(is_mla_backend),
-            dtype=cache_dtype(args.kv_cache_dtype_str, dtype),
-            model=model_digest(server_args.model_path, model.hf_config.to_dict(), model.dtype, model.quantization),
-            device="cpu" if server_args.device == "cpu" else f"cuda:{torch.cuda.current_device()}",
-        )
+        tp = parallel.tp_size
         self.side, self._source = open_side(
-            options, args, facts, produces=produces, group=parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
+            partial(_read, args, server_args, produces, bool(is_mla_backend)),
+            args,
+            tp=tp,
+            produces=produces,
+            group=parallel.tp_group.cpu_group if tp > 1 else None,
         )
         self.prefill_info_table = self
-        if produces and facts.rank == 0:
+        if produces and parallel.tp_rank == 0:
             self._host, self._port = server_args.host, get_disagg().disaggregation_bootstrap_port
             self.register_to_bootstrap()
+        if not produces:
+            HookRegistry.register(NEW_RECEIVER, _new_receiver, HookType.AROUND)
+            HookRegistry.apply_hooks()
 
     def register_to_bootstrap(self) -> None:
         """Describe this instance to its bootstrap server."""
@@ -103,11 +89,60 @@ class DisaggKVManager(BaseKVManager):
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Ask a bootstrap server; False: it has not answered yet."""
-        return self.side.directory.ensure(bootstrap_addr)
+        return self.side.ensure(bootstrap_addr)
 
     def submit_prefill_recompute(self, kv_receiver: DisaggKVReceiver, payload: Any) -> None:
         """SGLang has retracted a request, to compute it again on prefill under the same room: it fails by name."""
         kv_receiver.refuse(UnsupportedError("a retracted request that prefill computes again is not supported yet"))
+
+
+def _read(args: Any, server_args: Any, produces: bool, latent: bool) -> tuple[SGLangOptions, ServerFacts]:
+    """The options, and what the plug-in has to know of the server; raises what it refuses."""
+    parallel, disagg = get_parallel(), get_disagg()
+    refuse(
+        args,
+        {
+            "pipeline parallelism": parallel.pp_size > 1,
+            "data parallelism": server_args.dp_size > 1,
+            "context parallelism": parallel.attn_cp_size > 1 or server_args.dcp_size > 1,
+            "speculative decoding": server_args.speculative_algorithm is not None,
+            "hierarchical cache": server_args.enable_hierarchical_cache,
+            "KV checksums (set verify instead)": disagg.disaggregation_enable_kv_checksum,
+            "role switch": disagg.enable_pd_role_switch,
+            "several tokenizer workers": server_args.tokenizer_worker_num > 1,
+            "allocation on decode after prefill": disagg.disaggregation_decode_allocation_policy != "early",
+            "hierarchical sparse attention": server_args.enable_hisparse,
+            "own staging buffer (SGLANG_DISAGG_STAGING_BUFFER)": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+            "vectorized cache layout": os.environ.get("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd") != "nhd",
+        },
+    )
+    options = SGLangOptions.from_environment(os.environ)
+    options.check(not produces and disagg.disaggregation_decode_enable_radix_cache)
+    model = ModelConfig.from_server_args(server_args)
+    dtype = str(model.dtype).removeprefix("torch.")
+    facts = ServerFacts(
+        tp=parallel.tp_size,
+        rank=parallel.tp_rank,
+        heads=model.get_total_num_kv_heads(),
+        latent=latent,
+        dtype=cache_dtype(args.kv_cache_dtype_str, dtype),
+        model=model_digest(server_args.model_path, model.hf_config.to_dict(), model.dtype, model.quantization),
+        device="cpu" if server_args.device == "cpu" else f"cuda:{torch.cuda.current_device()}",
+    )
+    return options, facts
+
+
+def _new_receiver(original: Callable[..., Any], queue: Any, request: Any, *args: Any, **others: Any) -> Any:
+    """Around SGLang's decode queue: a receiver learns how long the prompt is, and which stream computes.
+
+    Under overlap, the last forward pass of a request that has ended may still write to pages that this one gets.
+    """
+    made, scheduler = original(queue, request, *args, **others), queue.scheduler
+    if isinstance(made.kv_receiver, DisaggKVReceiver):
+        overlap = scheduler.enable_overlap and scheduler.device != "cpu"
+        busy = partial(queued_work, scheduler.forward_stream) if overlap else None
+        made.kv_receiver.asked(len(request.origin_input_ids), busy)
+    return made
 
 
 class DisaggKVSender(SenderRoom, BaseKVSender):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...endpoints import DecodeEndpoint, Expectation, PrefillEndpoint, Report, room_id
 from ...endpoints.decode.handle import ReceptionHandle
 from ...endpoints.prefill.handle import DeliveryHandle
-from ...errors import AbortedError, DisaggKVError, IncompatiblePeerError, PeerLostError
+from ...errors import AbortedError, DisaggKVError, IncompatiblePeerError, PeerLostError, UnsupportedError
 from ...geometry import PageTable
 from ...ids import RoomId
 from ...memory import Event
@@ -58,7 +58,7 @@ class Side:
     Args:
         endpoint: prefill's or decode's.
         page: tokens of a page.
-        mark: an event that fires once the rows that are computed now are final; None: they are final.
+        mark: of prefill: an event that fires once the rows that are computed now are final; None: they are final.
         opened: what else ends with the endpoint; None: nothing.
     """
 
@@ -75,7 +75,7 @@ class Side:
         self._opened = opened
         self.directory = Directory()
         self._met: dict[str, int] = {}
-        self._doubted: set[str] = set()
+        self._believed: set[str] = set()
         self._yielded = 0.0
 
     def give_way(self) -> None:
@@ -98,24 +98,42 @@ class Side:
         return False
 
     def source_at(self, address: str) -> Source | None:
-        """The prefill instance at a bootstrap address; None: it is not known.
+        """The prefill instance at a bootstrap address; None: it is not known, or in doubt. Changes nothing.
 
-        Once a process of it is lost, the bootstrap server is asked again, once: another instance may be there.
+        It is in doubt once a process of it is lost: another instance may be there.
         """
         source = self.directory.get(address)
-        if source is None:
-            return None
-        if self._connected(source) >= self._met.get(source.instance, 0):
-            self._doubted.discard(source.instance)
-        elif source.instance not in self._doubted:
-            self._doubted.add(source.instance)
-            self.directory.forget(source.instance)
-            return None
-        return source
+        return None if source is None or self._doubts(source) else source
+
+    def ensure(self, address: str) -> bool:
+        """Ask the bootstrap server for an instance that is not known, or in doubt; False: call again later.
+
+        What it answers is believed until a request has failed or succeeded.
+        """
+        known = self.directory.get(address)
+        if known is not None and not self._doubts(known):
+            return True
+        if not self.directory.ask(address):
+            return False
+        found = self.directory.get(address)
+        if found is not None:
+            self._believed.add(found.instance)
+        return True
+
+    def _doubts(self, source: Source) -> bool:
+        name = source.instance
+        return name not in self._believed and self._connected(source) < self._met.get(name, 0)
 
     def met(self, source: Source) -> None:
         """A request of this instance has succeeded: its ranks are connected now."""
         self._met[source.instance] = self._connected(source)
+        self._believed.discard(source.instance)
+
+    def lost(self, source: Source) -> None:
+        """A request of this instance has failed because it is lost: it is asked for again."""
+        self._believed.discard(source.instance)
+        self._met.pop(source.instance, None)
+        self.directory.forget(source.instance)
 
     def _connected(self, source: Source) -> int:
         """Ranks of an instance that are connected."""
@@ -318,6 +336,18 @@ class ReceiverRoom(Room):
         self._address = address
         self._source: Source | None = None
         self._expects = False
+        self._tokens: int | None = None
+        self._busy: Callable[[], Event] | None = None
+
+    def asked(self, tokens: int, busy: Callable[[], Event] | None) -> None:
+        """What SGLang does not tell its receivers.
+
+        Args:
+            tokens: of the prompt.
+            busy: an event that fires once the forward passes in flight have ended, which may still write to pages that
+                this request gets; None: there are none.
+        """
+        self._tokens, self._busy = tokens, busy
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill instance is known."""
@@ -355,8 +385,12 @@ class ReceiverRoom(Room):
 
     def _expect(self, pages: I32, aux: int | None, prefix: int) -> None:
         assert self._handle is not None
+        if self._tokens is None:
+            raise UnsupportedError(f"room {self._number}: SGLang has not told how many tokens the prompt has")
         held = {KV: prefix} if prefix else {}
-        self._handle.expect(Expectation(None, [PageTable(KV, pages, prefix)], held=held, aux=aux))
+        ready = None if self._busy is None else self._busy()
+        table = PageTable(KV, pages, prefix)
+        self._handle.expect(Expectation(None, [table], held=held, aux=aux, least=self._tokens, ready=ready))
 
     def abort(self) -> None:
         """SGLang has ended the request, or found no bootstrap server; its pages are free on return."""
@@ -373,4 +407,4 @@ class ReceiverRoom(Room):
 
     def _lost(self) -> None:
         if self._source is not None:
-            self._side.directory.forget(self._source.instance)
+            self._side.lost(self._source)

@@ -135,9 +135,10 @@ class Room(SimRoom):
         entry.await_states()
         entry.exposed = node.exposes and bool(pages or entry.slots)
         tables, slots = memory.tables(pages, first), memory.slot_tables(entry.slots)
-        rows = None if stop is None else self.world.count(stop)
+        rows = self.world.count(plan.rows)
         entry.waits_from = self.world.now
-        handle.expect(Expectation(rows, tables, state=slots, aux=entry.aux))
+        given = {"stop": None, "least": rows} if stop is None else {"stop": rows}
+        handle.expect(Expectation(pages=tables, state=slots, aux=entry.aux, **given))
 
     # Prefill.
 

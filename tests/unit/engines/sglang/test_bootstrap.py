@@ -68,6 +68,30 @@ def test_an_instance_that_is_lost_is_asked_for_again(server: BootstrapServer, di
     assert directory.get(address) == again
 
 
+def test_an_answer_that_is_out_of_date_is_asked_for_again(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was asked for before the instance was lost, or long ago, may name a server that is gone."""
+    names, go = iter("abc"), threading.Event()
+
+    def answer(address: str, method: str) -> bytes:
+        name = next(names)
+        assert go.wait(5)
+        return json.dumps({"instance": name, "addresses": []}).encode()
+
+    monkeypatch.setattr(bootstrap, "_ask", answer)
+    monkeypatch.setattr(bootstrap, "SOON_S", 0.01)
+    assert not directory.ensure("host:1")
+    directory.forget("another")
+    assert not directory.ensure("host:1")
+    monkeypatch.setattr(bootstrap, "FRESH_S", 0.0)
+    assert not directory.ensure("host:1")
+    monkeypatch.setattr(bootstrap, "FRESH_S", 60.0)
+    go.set()
+    wait(lambda: directory.ensure("host:1"), lambda: "the answer")
+    assert directory.get("host:1") == Source("c")
+
+
 def test_registration_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "AGAIN_S", 0.01)
     with BootstrapServerLater() as (port, start):

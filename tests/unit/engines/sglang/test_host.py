@@ -46,7 +46,7 @@ class Memory:
         )
 
     def side(self, options: SGLangOptions, *, produces: bool) -> tuple[Side, Any]:
-        return open_side(options, self.args, FACTS, produces=produces, group=None)
+        return open_side(lambda: (options, FACTS), self.args, tp=1, produces=produces, group=None)
 
 
 @pytest.mark.parametrize("given", [{}, {"channel": "zmq", "staging_bytes": 1 << 18, "verify": "full"}])
@@ -62,6 +62,7 @@ def test_servers_find_each_other_through_the_bootstrap_server(given: dict[str, A
         wait(lambda: decode.directory.ensure(address), lambda: str(decode.directory.problem(address)))
         assert decode.source_at(address) == source
         sender, receiver = SenderRoom(prefill, 1), ReceiverRoom(decode, address, 1)
+        receiver.asked(7, None)
         receiver.init(0)
         receiver.send_metadata(np.array([4, 2], np.int32), 2)
         wait(lambda: sender.poll() is Poll.WAITING_FOR_INPUT, lambda: "decode's request")

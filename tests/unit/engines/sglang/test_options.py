@@ -72,11 +72,40 @@ def test_names_that_are_not_there_are_listed(monkeypatch: pytest.MonkeyPatch) ->
     module = ModuleType("engine_of_tests")
     module.Kind = SimpleNamespace(A=1)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "engine_of_tests", module)
-    names.check({"engine_of_tests": ("Kind", "Kind.A")})
+    names.check({"engine_of_tests": ("Kind", "Kind.A")}, {})
     wanted = {"engine_of_tests": ("Kind.A", "Kind.B", "moved"), "engine_of_tests.gone": ("name",)}
     missing = "engine_of_tests.Kind.B, engine_of_tests.moved, engine_of_tests.gone.name$"
     with pytest.raises(UnsupportedError, match=missing):
-        names.check(wanted)
+        names.check(wanted, {})
+
+
+def test_fields_that_a_class_only_annotates_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:
+        size: int
+
+    class Args(Base):
+        rank: int
+
+    module = ModuleType("engine_of_tests")
+    module.Args = Args  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "engine_of_tests", module)
+    names.check({"engine_of_tests": ("Args.size", "Args.rank")}, {})
+    with pytest.raises(UnsupportedError, match=r"engine_of_tests\.Args\.dtype$"):
+        names.check({"engine_of_tests": ("Args.rank", "Args.dtype")}, {})
+
+
+def test_attributes_are_looked_for_in_the_source(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Without importing it. A part of a word is another name."""
+    folder = tmp_path_factory.mktemp("engine")
+    source = "raise RuntimeError\ndef send(sender):\n    sender.wait_event = 1\n"
+    (folder / "engine_of_tests_3.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    names.check({}, {"engine_of_tests_3": ("wait_event", "sender")})
+    wanted = {"engine_of_tests_3": ("wait", "sender"), "engine_of_tests_4": ("a",), "engine_of_tests_5.b": ("c",)}
+    with pytest.raises(UnsupportedError, match="wait in engine_of_tests_3, a in engine_of_tests_4, c in engine_of"):
+        names.check({}, wanted)
 
 
 def test_a_module_that_cannot_be_imported_is_no_missing_name(
@@ -87,11 +116,11 @@ def test_a_module_that_cannot_be_imported_is_no_missing_name(
     (folder / "engine_of_tests_2.py").write_text("import there_is_no_such_module\n")
     monkeypatch.syspath_prepend(str(folder))
     with pytest.raises(ModuleNotFoundError, match="there_is_no_such_module"):
-        names.check({"engine_of_tests_2": ("name",)})
+        names.check({"engine_of_tests_2": ("name",)}, {})
 
 
 def test_modules_are_those_of_sglang() -> None:
-    assert all(module.startswith("sglang.srt.") for module in names.NAMES)
+    assert all(module.startswith("sglang.srt.") for module in (*names.NAMES, *names.WORDS))
 
 
 def test_sglang_calls_install_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 from torch import distributed
 
-from disagg_kv.engines.sglang.host import open_side
+from disagg_kv.engines.sglang.host import ServerFacts, open_side
 from disagg_kv.engines.sglang.options import SGLangOptions
+from disagg_kv.errors import UnsupportedError
 
 from .test_host import FACTS, Memory
+
+
+def read(facts: ServerFacts) -> tuple[SGLangOptions, ServerFacts]:
+    """As the plug-in reads its server; it may refuse."""
+    if facts.dtype == "refused":
+        raise UnsupportedError("there is none")
+    return SGLangOptions(), facts
 
 
 def rank(number: int, store: str, dtype: str, answers: Any) -> None:
@@ -20,7 +29,7 @@ def rank(number: int, store: str, dtype: str, answers: Any) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
     facts = attrs.evolve(FACTS, tp=2, rank=number, heads=4, dtype=dtype if number else "float16")
     try:
-        side, source = open_side(SGLangOptions(), Memory().args, facts, produces=True, group=distributed.group.WORLD)
+        side, source = open_side(lambda: read(facts), Memory().args, tp=2, produces=True, group=distributed.group.WORLD)
     except Exception as exc:
         answers.put((number, str(exc), []))
     else:
@@ -50,8 +59,10 @@ def test_ranks_agree_on_one_name_and_all_addresses(tmp_path: Path) -> None:
     assert all(address.startswith("unix://") for address in addresses)
 
 
-def test_a_rank_that_cannot_start_stops_the_other(tmp_path: Path) -> None:
-    (_, first, _), (_, second, _) = ranks(tmp_path / "store", "there is none")
+@pytest.mark.parametrize("dtype", ["there is none", "refused"])
+def test_a_rank_that_cannot_start_stops_the_other(tmp_path: Path, dtype: str) -> None:
+    """Whether its cache cannot be, or the server's options are refused before anything is opened."""
+    (_, first, _), (_, second, _) = ranks(tmp_path / "store", dtype)
     assert "rank 1" in first
     assert "there is none" in first
     assert "there is none" in second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from disagg_kv.engines.sglang import rooms
+from disagg_kv.engines.sglang import bootstrap, rooms
 from disagg_kv.engines.sglang.rooms import Poll, ReceiverRoom, SenderRoom
 from disagg_kv.errors import ConfigurationError, EndpointBrokenError, UnsupportedError
 from disagg_kv.protocol import Options, Phase
@@ -173,19 +174,79 @@ def test_random_aborts(pair: Pair, seed: int) -> None:
     assert "done" in d.ended.values()
 
 
-def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair) -> None:
+def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted prefill server has another name, at the same bootstrap server. The same answer is believed."""
+    asked: list[str] = []
     p, d = pair(options=Options(closed_s=0.2))
     side = d.sides[0]
     assert serve(p, d, 1, prompt(9)) == ("done", "done")
     for one in p.sides:
         one.close()
     wait(lambda: side.source_at(BOOTSTRAP) is None, lambda: str(side.endpoint.peers()))
-    d.knows(p)
-    assert side.source_at(BOOTSTRAP) == p.source
+    assert side.directory.get(BOOTSTRAP) == p.source, "to look at the table changes nothing"
+    monkeypatch.setattr(bootstrap, "_ask", lambda address, method: asked.append(address) or answer(p.source))
     d.add(2, prompt(9))
     wait(lambda: d.over(2), lambda: str(d.ended))
+    assert asked == [BOOTSTRAP]
     assert side.directory.get(BOOTSTRAP) is None
+    assert side.ensure(BOOTSTRAP)
+    assert side.source_at(BOOTSTRAP) == p.source
+
+
+def answer(source: Source) -> bytes:
+    """Of a bootstrap server."""
+    return json.dumps({"instance": source.instance, "addresses": list(source.addresses)}).encode()
+
+
+@pytest.mark.parametrize("pages", [(1, 1), (4, 4), (1, 16)])
+def test_a_shorter_prompt_on_prefill_is_refused(pair: Pair, pages: tuple[int, int]) -> None:
+    """By one token, within a page too: decode would read rows that nobody has written. A longer one has no pages."""
+    sizes = [{"page": page, "pages": 160 // page} for page in pages]
+    p, d = pair(prefill=sizes[0], decode=sizes[1])
+    p.add(1, prompt(29))
+    d.add(1, prompt(30))
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    assert "ends at row 29; decode needs 30 or more" in d.ended[1]
+    p.add(2, prompt(60))
+    d.add(2, prompt(30))
+    wait(lambda: settled(p, d, 2), lambda: f"{p.ended} {d.ended}")
+    assert "rows 0-60 outside 0-3" in d.ended[2]
+    assert serve(p, d, 3, prompt(30)) == ("done", "done")
+
+
+def test_a_prompt_of_unknown_length_is_refused(pair: Pair) -> None:
+    p, d = pair()
+    p.add(1, prompt(9))
+    room = ReceiverRoom(d.sides[0], BOOTSTRAP, 1)
+    room.init(0)
+    room.send_metadata(np.array([4, 5, 6], np.int32), 0)
+    wait(lambda: room.poll() is Poll.FAILED, lambda: str(room.poll()))
+    with pytest.raises(UnsupportedError, match="has not told how many tokens"):
+        room.failure_exception()
+    wait(lambda: p.over(1), lambda: str(p.ended))
+
+
+def test_rows_wait_for_decodes_forward_pass(pair: Pair) -> None:
+    """A pass in flight may still write to the pages of a request that has ended, which the next one gets."""
+    p, d = pair()
+    passes: list[Flag] = []
+
+    def busy() -> Flag:
+        passes.append(Flag())
+        return passes[-1]
+
+    d.busy = busy
+    p.add(1, prompt(9))
+    d.add(1, prompt(9))
+    wait(lambda: settled(p, d, 1) or bool(p.inflight), lambda: "the chunk")
+    before = [array.copy() for array in d.caches[0]]
+    for _ in range(50):
+        assert not settled(p, d, 1)
+    assert all(np.array_equal(*both) for both in zip(before, d.caches[0], strict=True))
+    passes[0].fired = True
+    wait(lambda: settled(p, d, 1), lambda: f"{p.ended} {d.ended}")
+    assert (p.ended[1], d.ended[1]) == ("done", "done")
+    assert len(passes) == 1
 
 
 def test_another_instance_at_an_address_is_asked_for(pair: Pair) -> None:
@@ -326,6 +387,7 @@ def test_a_request_that_cannot_be_sent_fails_alone(pair: Pair) -> None:
     request = d.add(1, prompt(9))
     wait(lambda: settled(p, d, 1) or bool(p.inflight) or bool(p.waiting) or bool(d.transfer), lambda: "the transfer")
     other = ReceiverRoom(d.sides[0], "127.0.0.1:8998", 2)
+    other.asked(8, None)
     other.init(0)
     other.send_metadata(np.array([4, 4], np.int32), 99)
     wait(lambda: other.poll() is Poll.FAILED, lambda: str(other.poll()))
