@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = Path(__file__).with_name("sglang_cpu")
+ROUTER = ROOT / "examples" / "sglang" / "router.py"
 START_S = 240
 ANSWER_S = 120
 
@@ -39,6 +40,26 @@ def free_port() -> int:
         if port < 60_000 and all(abs(port - other) > 500 for other in _taken):
             _taken.add(port)
             return port
+
+
+def sampling(count: int) -> dict[str, Any]:
+    """The best ``count`` tokens."""
+    return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+
+
+def ask(port: int, method: str, path: str, body: object = None) -> Any:
+    """The answer to a request, as JSON if it is."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        content = connection.getresponse().read()
+    finally:
+        connection.close()
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content.decode()
 
 
 class Server:
@@ -96,17 +117,7 @@ class Server:
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         """The answer to a request, as JSON if it is."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            content = connection.getresponse().read()
-        finally:
-            connection.close()
-        try:
-            return json.loads(content)
-        except ValueError:
-            return content.decode()
+        return ask(self.port, method, path, body)
 
     def ready(self) -> Server:
         """Once it answers."""
@@ -124,10 +135,7 @@ class Server:
         self, tokens: Sequence[int], count: int, prefill: Server | None = None, room: int | None = None, rid: str = ""
     ) -> Future[Any]:
         """Ask for ``count`` tokens after ``tokens``; with the bootstrap server of ``prefill`` and a room."""
-        body: dict[str, Any] = {
-            "input_ids": list(tokens),
-            "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
-        }
+        body: dict[str, Any] = {"input_ids": list(tokens), "sampling_params": sampling(count)}
         if rid:
             body["rid"] = rid
         if prefill is not None:
@@ -147,6 +155,14 @@ class Server:
         """Whether its log has a text."""
         return text in self.log.read_text()
 
+    def pause(self) -> None:
+        """SIGSTOP to all processes of the server."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After a pause."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL to all processes of the server."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -164,3 +180,35 @@ def serve(prefill: Server, decode: Server, room: int, tokens: Sequence[int], cou
     first = prefill.begin(tokens, 1, prefill, room)
     second = decode.begin(tokens, count, prefill, room)
     return first.result(ANSWER_S), second.result(ANSWER_S)
+
+
+class Router:
+    """The router of ``examples/sglang``, in a process of its own, between two servers."""
+
+    def __init__(self, prefill: Server, decode: Server) -> None:
+        self.port = free_port()
+        self._process = subprocess.Popen(
+            [
+                sys.executable, str(ROUTER), "--port", str(self.port), "--prefill",
+                f"127.0.0.1:{prefill.port}/{prefill.bootstrap}", "--decode", f"127.0.0.1:{decode.port}",
+            ],
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            assert self._process.poll() is None, "the router has ended"
+            assert time.monotonic() < deadline, "the router does not start"
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            except OSError:
+                time.sleep(0.2)
+
+    def call(self, method: str, path: str, body: object = None) -> Any:
+        """The answer to a request, as JSON if it is."""
+        return ask(self.port, method, path, body)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()

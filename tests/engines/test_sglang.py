@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from .sglang_servers import Server, serve
+from .sglang_servers import Router, Server, sampling, serve
 
 pytest.importorskip("sglang", reason="SGLang is not installed: nox -s engines_sglang installs it")
 pytestmark = pytest.mark.timeout(900)
 
 LENGTHS = (5, 16, 33, 150, 400)
 COUNT = 12
+SAMPLING = sampling(COUNT)
 ROW_BYTES = 4 * 2 * 4 * 32 * 4
 """Layers, K and V, heads, head dimension, bytes of a float."""
 
@@ -35,7 +37,7 @@ def servers(model: Path, tmp_path: Path) -> Iterator[Start]:
     """Start a server; its log is in the test's folder."""
     with ExitStack() as ends:
 
-        def begin(name: str, mode: str = "null", **given: Any) -> Server:
+        def begin(name: str, mode: str = "null", model: Path = model, **given: Any) -> Server:
             server = Server(tmp_path / f"{name}.log", model, mode, **given)
             ends.callback(server.close)
             return server
@@ -62,6 +64,18 @@ def tokens_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 TokensOf = Callable[[list[int]], list[int]]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """A prefill and a decode server with all defaults, for tests that leave them as they are."""
+    folder = tmp_path_factory.mktemp("plain")
+    with ExitStack() as ends:
+        both = []
+        for mode in ("prefill", "decode"):
+            both.append(Server(folder / f"{mode}.log", model, mode))
+            ends.callback(both[-1].close)
+        yield both[0].ready(), both[1].ready()
 
 
 def pair(start: Start, prefill: dict[str, Any], decode: dict[str, Any]) -> tuple[Server, Server]:
@@ -131,7 +145,7 @@ def test_no_page_is_stranded_by_aborts(servers: Start, tokens_of: TokensOf) -> N
     prefill, decode = pair(servers, {"disable_radix_cache": True, "chunked_prefill_size": 64, **options}, options)
     draw, asked = random.Random(5), []
     for room in range(1, 51):
-        tokens, rid = prompt(draw.randrange(20, 400), room), f"request {room}"
+        tokens, rid = prompt(draw.randrange(20, 400), room), f"request {room:02}."
         first, second = prefill.begin(tokens, 1, prefill, room, rid), decode.begin(tokens, COUNT, prefill, room, rid)
         gone = draw.random() < 0.33
         if gone:
@@ -166,15 +180,34 @@ def test_prefill_is_killed_and_started_again(servers: Start, tokens_of: TokensOf
     all_free(decode)
 
 
-def test_bad_requests_end_in_a_named_error(servers: Start, tokens_of: TokensOf) -> None:
-    """A room that was used before; a bootstrap server that is not there."""
-    prefill, decode = pair(servers, {}, {})
+def test_bad_requests_end_in_a_named_error(plain: tuple[Server, Server], tokens_of: TokensOf) -> None:
+    """A room that was used before; a shorter prompt on prefill. The next request is served."""
+    prefill, decode = plain
     assert serve(prefill, decode, 1, prompt(50), COUNT)[1]["output_ids"] == tokens_of(prompt(50))
     first, second = serve(prefill, decode, 1, prompt(50), COUNT)
     assert "was used already" in str(first)
     assert "was used already" in str(second)
-    assert serve(prefill, decode, 2, prompt(51), COUNT)[1]["output_ids"] == tokens_of(prompt(51))
+    shorter = prefill.begin(prompt(49), 1, prefill, 2)
+    assert "ends at row 49; decode needs 50 or more" in str(decode.begin(prompt(50), COUNT, prefill, 2).result())
+    shorter.result()
+    assert serve(prefill, decode, 3, prompt(51), COUNT)[1]["output_ids"] == tokens_of(prompt(51))
     all_free(decode)
+
+
+def test_the_router_of_the_example_answers_over_http(plain: tuple[Server, Server], tokens_of: TokensOf) -> None:
+    """Also streamed, and with a room of the client, which the router replaces."""
+    router = Router(*plain)
+    try:
+        for number in range(3):
+            body = {"input_ids": prompt(60 + number), "sampling_params": SAMPLING, "bootstrap_room": 7}
+            assert router.call("POST", "/generate", body)["output_ids"] == tokens_of(prompt(60 + number))
+        streamed = router.call("POST", "/generate", {**body, "stream": True})
+        parts = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        assert len(parts) > 1
+        assert parts[-1]["output_ids"][-1] == tokens_of(prompt(62))[-1]
+    finally:
+        router.close()
+    all_free(plain[1])
 
 
 @pytest.mark.parametrize(
@@ -191,3 +224,38 @@ def test_a_wrong_option_is_named_at_the_start(
     with pytest.raises(AssertionError, match="has ended"):
         server.ready()
     assert server.logged(message)
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose cache has MLA's latents."""
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=2048, initializer_range=0.15, tie_word_embeddings=False,
+        kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, q_lora_rank=64,
+        first_k_dense_replace=3, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("latents")
+    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
+def test_latents(servers: Start, latents: Path, prefill_tp: int, decode_tp: int) -> None:
+    """Every rank of a server holds the same latents."""
+    alone = servers("alone", model=latents).ready()
+    wanted = {length: alone.begin(prompt(length), COUNT).result()["output_ids"] for length in LENGTHS}
+    alone.close()
+    options = {"verify": "full"}
+    prefill, decode = pair(
+        servers,
+        {"tp_size": prefill_tp, "page_size": 16, "options": options, "chunked_prefill_size": 64, "model": latents},
+        {"tp_size": decode_tp, "options": options, "model": latents},
+    )
+    for room, length in enumerate(LENGTHS, 1):
+        assert serve(prefill, decode, room, prompt(length), COUNT)[1]["output_ids"] == wanted[length]

@@ -184,7 +184,12 @@ def test_prefill_that_is_gone_is_asked_for_once_more(pair: Pair, monkeypatch: py
         one.close()
     wait(lambda: side.source_at(BOOTSTRAP) is None, lambda: str(side.endpoint.peers()))
     assert side.directory.get(BOOTSTRAP) == p.source, "to look at the table changes nothing"
-    monkeypatch.setattr(bootstrap, "_ask", lambda address, method: asked.append(address) or answer(p.source))
+
+    def ask(address: str, method: str) -> bytes:
+        asked.append(address)
+        return answer(p.source)
+
+    monkeypatch.setattr(bootstrap, "_ask", ask)
     d.add(2, prompt(9))
     wait(lambda: d.over(2), lambda: str(d.ended))
     assert asked == [BOOTSTRAP]
