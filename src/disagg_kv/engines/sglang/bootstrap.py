@@ -30,7 +30,7 @@ SOON_S = 0.2
 """The longest time for which a scheduler waits for an answer."""
 AGAIN_S = 1.0
 FRESH_S = 2 * ANSWER_S
-"""An answer that was asked for longer ago than this is asked for again: another instance may be there by now."""
+"""An answer that was asked for longer ago than this is asked for again: another instance may be there."""
 
 
 class BootstrapServer:
