@@ -48,11 +48,15 @@ class SlowTransport(FaultyTransport):
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """Moves the oldest batch whose event has happened."""
+        if not self._home.here:
+            return ()
         for ticket in self.held:
             try:
                 due = ticket not in self._after or self._after[ticket].query()
             except Exception as error:
-                self._drop(ticket, TransportError(f"its event: {error}"))
+                failed = TransportError(f"its event: {error}")
+                failed.__cause__ = error
+                self._drop(ticket, failed)
                 continue
             if due:
                 self._after.pop(ticket, None)

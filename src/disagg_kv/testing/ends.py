@@ -70,8 +70,10 @@ class End:
         self.transport = factory()
         self._memory = memory
         self._buffers: dict[RegionId, Buffer] = {}
+        self._wholes: dict[RegionId, Buffer] = {}
         self._events: list[TransportEvent] = []
         self._again: tuple[Peer, Writes] | None = None
+        self._resting = False
 
     def add(self, data: U8) -> RegionId:
         """Allocate, fill with ``data`` and register."""
@@ -80,6 +82,30 @@ class End:
         (region,) = self.transport.register([buffer])
         self._buffers[region] = buffer
         return region
+
+    def add_plain(self, data: U8) -> RegionId:
+        """Register CPU memory that the transport did not allocate."""
+        buffer = plain(data.copy())
+        (region,) = self.transport.register([buffer])
+        self._buffers[region] = buffer
+        return region
+
+    def add_part(self, data: U8, first: int, nbytes: int) -> RegionId:
+        """Allocate, fill with ``data``, and register only ``nbytes`` bytes from byte ``first`` on."""
+        whole = self._memory.allocate(self.transport, len(data))
+        self._memory.write(whole, data)
+        part = Buffer(whole.addr + first, nbytes, whole.device, whole.owner)
+        (region,) = self.transport.register([part])
+        self._buffers[region], self._wholes[region] = part, whole
+        return region
+
+    def read_whole(self, region: RegionId) -> U8:
+        """What lies in the allocation of a region of :meth:`add_part`."""
+        return self._memory.read(self._wholes[region])
+
+    def rest(self, resting: bool) -> None:
+        """While True, do not poll."""
+        self._resting = resting
 
     def drop(self, region: RegionId) -> None:
         """Deregister; the memory can still be read."""
@@ -92,6 +118,10 @@ class End:
     def buffer(self, region: RegionId) -> Buffer:
         """The region's memory."""
         return self._buffers[region]
+
+    def forget(self, region: RegionId) -> None:
+        """Forget the buffer, so that its memory is freed once it is not registered."""
+        del self._buffers[region]
 
     def read(self, region: RegionId) -> U8:
         """What lies in the region's memory."""
@@ -125,6 +155,8 @@ class End:
 
     def work(self) -> None:
         """One poll; what it returns is kept for :meth:`events`."""
+        if self._resting:
+            return
         if self._again is not None:
             self.transport.submit(*self._again)
             self.transport.poll()
@@ -180,6 +212,12 @@ class Child:
         self._process.start()
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def open(self) -> None:
         """Begin again with a new transport; the one before must be closed."""
         self._ask("open")
@@ -188,9 +226,29 @@ class Child:
         """See :meth:`End.add`."""
         return RegionId(self._ask("add", data))
 
+    def add_plain(self, data: U8) -> RegionId:
+        """See :meth:`End.add_plain`."""
+        return RegionId(self._ask("add_plain", data))
+
+    def add_part(self, data: U8, first: int, nbytes: int) -> RegionId:
+        """See :meth:`End.add_part`."""
+        return RegionId(self._ask("add_part", data, first, nbytes))
+
+    def read_whole(self, region: RegionId) -> U8:
+        """See :meth:`End.read_whole`."""
+        return np.asarray(self._ask("read_whole", region))
+
+    def rest(self, resting: bool) -> None:
+        """See :meth:`End.rest`."""
+        self._ask("rest", resting)
+
     def drop(self, region: RegionId) -> None:
         """See :meth:`End.drop`."""
         self._ask("drop", region)
+
+    def forget(self, region: RegionId) -> None:
+        """See :meth:`End.forget`."""
+        self._ask("forget", region)
 
     def read(self, region: RegionId) -> U8:
         """See :meth:`End.read`."""
@@ -230,14 +288,12 @@ class Child:
 
     def pause(self) -> None:
         """Freeze the process; returns once every thread of it stands still."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let it run again."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """End the process at once, as the kernel does when memory is short; it stays unreaped until :meth:`stop`."""
@@ -245,8 +301,7 @@ class Child:
 
     def wait(self) -> None:
         """Until the kernel has taken the killed process apart; it stays unreaped."""
-        assert self._process.pid is not None
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     def stop(self) -> None:
         """End the process and forget it."""

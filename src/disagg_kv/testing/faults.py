@@ -16,7 +16,7 @@ from ..errors import PeerLostError, RegistrationError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
-from ..transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
+from ..transports import Home, PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
 
 
 class Fault(Enum):
@@ -80,6 +80,7 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport, plan: Plan = lambda number: None) -> None:
         self._inner = inner
+        self._home = Home(f"this transport {inner.name!r}")
         self._plan = plan
         self._tickets = count(1)
         self._number = 0
@@ -171,6 +172,8 @@ class FaultyTransport:
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
+        if not self._home.here:
+            return ()
         for event in self._inner.poll():
             if isinstance(event, PeerEvent):
                 self._events.append(event)

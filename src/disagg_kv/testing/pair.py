@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from ..errors import PeerLostError, TransportError
+from ..errors import DisaggKVError, PeerLostError, TransportError
 from ..ids import Peer, RegionId, Ticket
 from ..memory import U8
 from ..planning import Writes
 from ..transports import Capabilities, PeerEvent, Settled, WriteEnded
 from .ends import Child, End, TransportEvent
+from .limits import at_most
 
 POISON = 0xA5
 """What fresh target memory is filled with."""
@@ -48,12 +50,16 @@ class Log:
         self.ended: dict[Ticket, WriteEnded] = {}
         self.settled: set[Ticket] = set()
         self.peer_events: list[PeerEvent] = []
+        self._lost: set[Peer] = set()
 
     def add(self, events: Sequence[TransportEvent]) -> None:
         """Check and keep."""
         for event in events:
             if isinstance(event, PeerEvent):
                 assert event.data is None or self._caps.notifies, f"{event} without caps.notifies"
+                assert event.data is not None or event.peer not in self._lost, f"{event}: the loss was reported before"
+                if event.data is None:
+                    self._lost.add(event.peer)
                 self.peer_events.append(event)
             elif isinstance(event, Settled):
                 ended = self.ended.get(event.ticket)
@@ -66,6 +72,7 @@ class Log:
                 assert event.quiesced or event.error is not None, f"{event} is a success that is not quiet"
                 assert event.quiesced or self._caps.late_writes, f"{event} without caps.late_writes"
                 assert event.error is None or isinstance(event.error, TransportError | PeerLostError), f"{event}"
+                assert event.error is None or str(event.error), f"{event}: an error without a message"
                 self.ended[event.ticket] = event
 
     def lost(self, peer: Peer) -> bool:
@@ -109,7 +116,8 @@ class Pair:
 
     def submit(self, *rows: Row, notify: bytes | None = None) -> Ticket:
         """Post writes between the first regions."""
-        return self.source.submit(self.peer, batch(self.local, self.remote, rows), notify)
+        with at_most(self.timeout_s, "submit"):
+            return self.source.submit(self.peer, batch(self.local, self.remote, rows), notify)
 
     def put(self, *rows: Row) -> None:
         """Post writes that must succeed, in as many batches as the transport needs, and note what must be there."""
@@ -172,6 +180,14 @@ def wait(done: Callable[[], bool], work: Callable[[], None], timeout_s: float, w
         time.sleep(0.0002)
 
 
+def watch(work: Callable[[], None], seconds: float) -> None:
+    """Do ``work`` for a while: for what must not happen."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        work()
+        time.sleep(0.002)
+
+
 def same(found: U8, want: U8) -> None:
     """Two memories are equal; otherwise an AssertionError gives the first difference and the number of wrong bytes."""
     assert found.shape == want.shape, f"{found.shape} bytes instead of {want.shape}"
@@ -179,3 +195,15 @@ def same(found: U8, want: U8) -> None:
     assert not len(wrong), (
         f"{len(wrong)} of {len(want)} bytes are wrong; byte {wrong[0]} is {found[wrong[0]]}, not {want[wrong[0]]}"
     )
+
+
+@contextmanager
+def refused(error: type[DisaggKVError], what: str) -> Iterator[None]:
+    """The block raises ``error``; otherwise an AssertionError says that ``what`` is not refused."""
+    try:
+        yield
+    except error:
+        return
+    except Exception as other:
+        raise AssertionError(f"{what}: refused with {other!r}, not with a {error.__name__}") from other
+    raise AssertionError(f"{what}: not refused; wanted a {error.__name__}")

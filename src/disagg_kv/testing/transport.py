@@ -11,8 +11,12 @@
 from __future__ import annotations
 
 from .ends import HostMemory, Memory
+from .transport_after import AfterwardsCases
+from .transport_claims import ClaimCases, LossCases
 from .transport_data import DataCases
 from .transport_events import EventCases
+from .transport_fork import ForkCases
+from .transport_leaks import LeakCases
 from .transport_mapping import MappingCases
 from .transport_peers import MemoryCases, PeerCases
 from .transport_process import ProcessCases
@@ -21,7 +25,20 @@ from .transport_threads import ThreadCases
 __all__ = ["HostMemory", "Memory", "TransportSuite"]
 
 
-class TransportSuite(DataCases, EventCases, MappingCases, MemoryCases, PeerCases, ProcessCases, ThreadCases):
+class TransportSuite(
+    DataCases,
+    EventCases,
+    MappingCases,
+    MemoryCases,
+    PeerCases,
+    AfterwardsCases,
+    ClaimCases,
+    LossCases,
+    ProcessCases,
+    ThreadCases,
+    ForkCases,
+    LeakCases,
+):
     """Everything a transport promises. Tests that need a capability skip without it.
 
     Override :meth:`factory`; for other memory than the CPU's, :meth:`memory`; and, if needed, ``one_process`` and

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ..transports import Transport
+from ..transports.descriptor import later_version
 from .ends import Child, End, HostMemory, Memory
 from .pair import Pair
 
@@ -23,6 +24,9 @@ class TransportCases:
     timeout_s = 120.0
     """How long any single thing may take before the test fails."""
 
+    kept_per_connect = 0
+    """Open files and threads that the transport's library keeps for each connection that it ever made."""
+
     @classmethod
     def factory(cls) -> Callable[[], Transport]:
         """What makes a transport; a child process must be able to import it by its name."""
@@ -32,6 +36,14 @@ class TransportCases:
     def memory(cls) -> Memory:
         """The memory to test with; by default the CPU's."""
         return HostMemory()
+
+    @classmethod
+    def of_another_version(cls, descriptor: bytes) -> bytes | None:
+        """The descriptor as a later version would write it; None: the suite does not know how.
+
+        By default, one that :func:`disagg_kv.transports.encode` made. Override it for an encoding of your own.
+        """
+        return later_version(descriptor)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -65,3 +77,25 @@ class TransportCases:
         yield Pair(end, target, NBYTES, self.timeout_s)
         end.close(self.timeout_s)
         target.close(self.timeout_s)
+
+
+class VictimCases(TransportCases):
+    """A peer in a process of its own, which the test may kill."""
+
+    @pytest.fixture
+    def victim(self) -> Iterator[Child]:
+        """A process for one test."""
+        child = Child(self.factory(), self.memory(), self.timeout_s)
+        yield child
+        child.stop()
+
+    @pytest.fixture
+    def apart(self, end: End, victim: Child) -> Pair:
+        """Two connected ends, the target in the victim."""
+        victim.open()
+        return Pair(end, victim, NBYTES, self.timeout_s)
+
+    @pytest.fixture(autouse=True)
+    def _reaches_processes(self, request: pytest.FixtureRequest) -> None:
+        if "victim" in request.fixturenames and request.getfixturevalue("end").transport.caps.in_process_only:
+            pytest.skip("in_process_only")

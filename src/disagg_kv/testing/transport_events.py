@@ -6,7 +6,7 @@ import pytest
 
 from ..errors import DisaggKVError, TransportError
 from ..ids import Ticket
-from .pair import Pair, Row, batch
+from .pair import Pair, Row, batch, refused
 from .transport_cases import NBYTES, TransportCases
 
 FEW: list[Row] = [(0, 0, 100)]
@@ -51,7 +51,7 @@ class EventCases(TransportCases):
         """Nothing is written before it, or without it."""
         if pair.caps.waits_events:
             pytest.skip("waits for events")
-        with pytest.raises(TransportError):
+        with refused(TransportError, "an event without caps.waits_events"):
             submit_after(pair, FEW, Flag())
         pair.check()
 
@@ -61,7 +61,7 @@ class EventCases(TransportCases):
         pair, flag = waiting, Flag()
         ticket = submit_after(pair, rows, flag)
         pair.put((NBYTES - 10, NBYTES - 10, 10))
-        assert ticket not in pair.log.ended
+        assert ticket not in pair.log.ended, "a ticket ended before its event"
         pair.check()
         flag.happened = True
         pair.succeed(ticket)
@@ -89,9 +89,9 @@ class EventCases(TransportCases):
         pair.work()
         flag.error = error
         ended = pair.end(ticket)
-        assert ended.quiesced
-        assert isinstance(ended.error, TransportError)
-        assert "the engine's own" in str(ended.error)
+        assert ended.quiesced, f"{ended}: nothing of it was posted, so it is quiet"
+        assert isinstance(ended.error, TransportError), f"{ended}: wanted a TransportError"
+        assert "the engine's own" in str(ended.error), f"{ended}: the error does not name that of the event"
         pair.check()
         pair.source.drop(pair.local)
 
@@ -101,9 +101,9 @@ class EventCases(TransportCases):
         pair, flag = waiting, Flag()
         ticket = submit_after(pair, rows, flag)
         pair.work()
-        assert ticket not in pair.source.close(0.0)
+        assert ticket not in pair.source.close(0.0), "close calls a ticket unquiet of which nothing was posted"
         flag.happened = True
         ended = pair.end(ticket)
-        assert ended.quiesced
-        assert isinstance(ended.error, TransportError)
+        assert ended.quiesced, f"{ended}: nothing of it was posted, so it is quiet"
+        assert isinstance(ended.error, TransportError), f"{ended}: wanted a TransportError"
         pair.check()

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from ..errors import PeerLostError, TransportError
 from .ends import Child, End
-from .pair import POISON, Log, Pair, batch, noise, same, wait
-from .transport_cases import NBYTES, TransportCases
+from .pair import POISON, Log, Pair, batch, noise, same, wait, watch
+from .transport_cases import NBYTES, VictimCases
 from .transport_events import FEW, MANY, Flag, submit_after
 
+WATCHED_S = 0.5
+"""How long memory is watched that a lost peer may not write to any more."""
 
-class ProcessCases(TransportCases):
+
+class ProcessCases(VictimCases):
     """A peer in a process of its own, which the test may kill."""
-
-    @pytest.fixture
-    def victim(self) -> Iterator[Child]:
-        """A process for one test."""
-        child = Child(self.factory(), self.memory(), self.timeout_s)
-        yield child
-        child.stop()
-
-    @pytest.fixture
-    def apart(self, end: End, victim: Child) -> Pair:
-        """Two connected ends, the target in the victim."""
-        victim.open()
-        return Pair(end, victim, NBYTES, self.timeout_s)
-
-    @pytest.fixture(autouse=True)
-    def _reaches_processes(self, request: pytest.FixtureRequest) -> None:
-        if "victim" in request.fixturenames and request.getfixturevalue("end").transport.caps.in_process_only:
-            pytest.skip("in_process_only")
 
     def test_a_peer_that_was_killed_before_connect_is_lost(self, end: End, victim: Child) -> None:
         """Connecting fails, or the loss is reported afterwards; its memory is gone and no call hangs."""
@@ -86,7 +69,8 @@ class ProcessCases(TransportCases):
         log = apart.log
         wait(lambda: set(tickets) <= set(log.ended), lambda: log.add(apart.source.events()), self.timeout_s, "the ends")
         ended = [log.ended[ticket] for ticket in tickets]
-        assert all(isinstance(one.error, PeerLostError) and one.quiesced for one in ended)
+        lost = all(isinstance(one.error, PeerLostError) and one.quiesced for one in ended)
+        assert lost, f"{ended}: wanted a PeerLostError, and quiet tickets"
         apart.source.drop(apart.local)
 
     def test_a_killed_peer_writes_nothing_after_its_fence(self, apart: Pair, victim: Child) -> None:
@@ -113,8 +97,7 @@ class ProcessCases(TransportCases):
         if not any(h.fenced for h in apart.log.peer_events):
             return
         apart.source.fill(mine, zero)
-        for _ in range(200):
-            apart.log.add(apart.source.events())
+        watch(lambda: apart.log.add(apart.source.events()), WATCHED_S)
         same(apart.source.read(mine), zero)
 
     def test_a_peer_that_froze_and_woke_has_every_byte(self, apart: Pair, victim: Child) -> None:
@@ -137,7 +120,7 @@ class ProcessCases(TransportCases):
         fresh.open()
         again = fresh.add(np.full(NBYTES, POISON, np.uint8))
         peer = apart.source.connect(fresh.descriptor(), self.timeout_s)
-        assert peer != apart.peer
+        assert peer != apart.peer, "a peer that was started again has the name of the one before"
         log = Log(apart.caps)
         ticket = apart.source.submit(peer, batch(apart.local, again, [(0, 0, 1000)]))
 
@@ -146,6 +129,6 @@ class ProcessCases(TransportCases):
             fresh.events()
 
         wait(lambda: ticket in log.ended, work, self.timeout_s, f"ticket {ticket} to end")
-        assert log.ended[ticket].error is None
+        assert log.ended[ticket].error is None, f"{log.ended[ticket]}"
         same(fresh.read(again)[:1000], apart.data[:1000])
         fresh.stop()

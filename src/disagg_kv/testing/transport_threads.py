@@ -75,10 +75,10 @@ class ThreadCases(TransportCases):
         for thread in threads:
             thread.again.put(False)
             thread.join(self.timeout_s)
-            assert (thread.is_alive(), thread.error) == (False, None)
+            assert (thread.is_alive(), thread.error) == (False, None), f"connect hangs, or raised {thread.error!r}"
         pair.check()
         peers = [list(thread.known.queue)[-1] for thread in threads]
-        assert len({pair.peer, *peers}) == TARGETS + 1
+        assert len({pair.peer, *peers}) == TARGETS + 1, "two peers have one name"
         for peer, thread in zip(peers, threads, strict=True):
             pair.succeed(pair.source.submit(peer, batch(pair.local, thread.region, [(0, 7, 100)])))
             same(thread.target.read(thread.region)[7:107], pair.data[:100])

@@ -53,7 +53,7 @@ class WriteEnded:
     Args:
         ticket: the ticket that ended.
         error: None: every byte is visible to reads at the target after this event. Otherwise a TransportError or
-            PeerLostError, with the library's own exception as its cause.
+            PeerLostError with a message. Its cause is the exception of the library, or of the event, if there is one.
         quiesced: True: no byte of the ticket is read or written from now on. Always True with ``error=None``.
     """
 
@@ -71,7 +71,7 @@ class Settled:
 
 @frozen
 class PeerEvent:
-    """A notification from a peer, or (``data=None``) the loss of a peer.
+    """A notification from a peer, or (``data=None``) the loss of a peer, which is reported at most once.
 
     Args:
         peer: the peer.
@@ -108,6 +108,9 @@ class Transport(Protocol):
 
     def deregister(self, regions: Sequence[RegionId]) -> None:
         """Remove regions that no unquiet ticket uses.
+
+        Later descriptors give no access to them, and an older one that comes late brings none back. A peer that
+        connected before may keep the access that it had.
 
         Raises:
             RegistrationError: an unknown region, or one that an unquiet ticket uses.

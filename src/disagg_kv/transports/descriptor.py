@@ -69,6 +69,13 @@ def encode(descriptor: Descriptor) -> bytes:
     return _MAGIC + bytes([VERSION]) + pack(descriptor)
 
 
+def later_version(data: bytes) -> bytes | None:
+    """A descriptor of :func:`encode` with the number of the next version; None: it is none. For tests."""
+    if not data.startswith(_MAGIC):
+        return None
+    return _MAGIC + bytes([VERSION + 1]) + data[len(_MAGIC) + 1 :]
+
+
 def pack(value: object) -> bytes:
     """A value as MessagePack; for what a transport puts into a ``blob``."""
     return _ENCODER.encode(value)

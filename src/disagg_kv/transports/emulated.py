@@ -14,6 +14,7 @@ from ..ids import Peer, RegionId, Ticket
 from ..memory import Buffer, Event
 from ..planning import Writes
 from .base import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded
+from .process import Home
 
 
 class EmulatedWire:
@@ -38,6 +39,7 @@ class EmulatedWire:
         if not bytes_per_s > 0 or not latency_s >= 0:
             raise ConfigurationError(f"an emulated wire of {bytes_per_s} bytes/s with {latency_s} s of latency")
         self._inner = inner
+        self._home = Home(f"this emulated wire around {inner.name!r}")
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
         self._clock = clock
@@ -96,6 +98,8 @@ class EmulatedWire:
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
+        if not self._home.here:
+            return ()
         events: list[WriteEnded | Settled | PeerEvent] = []
         for event in self._inner.poll():
             if isinstance(event, WriteEnded) and event.error is None:

@@ -142,6 +142,8 @@ class InprocTransport:
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
         """See :meth:`Transport.poll`."""
+        if not self._home.here:
+            return ()
         events = [self._events.popleft() for _ in range(len(self._events))]
         for peer in self._peers.all:
             if peer not in self._lost and _find(peer) is None:

@@ -28,6 +28,7 @@ from disagg_kv.transports import (
     Connected,
     Descriptor,
     Extents,
+    Home,
     PeerEvent,
     Region,
     RegionTable,
@@ -140,6 +141,7 @@ class PipesTransport:
     caps = Capabilities(detects_peer_death=True, max_batch=500, write_s=1e-6, bytes_per_s=1e9)
 
     def __init__(self) -> None:
+        self._home = Home("this transport 'third-party'")
         self._me = Peer(os.urandom(16))
         self._table = RegionTable(self.caps.devices)
         self._links: Connected[_Link] = Connected()
@@ -157,6 +159,7 @@ class PipesTransport:
         self._thread.start()
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
+        self._home.check()
         with self._target:
             return self._table.add(buffers)
 
@@ -172,6 +175,7 @@ class PipesTransport:
         return encode(Descriptor(self.name, self._me, self._table.serial, regions))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
+        self._home.check()
         remote = decode(descriptor, self.name)
         peer = remote.incarnation
         link = self._links.get(peer)
@@ -193,6 +197,7 @@ class PipesTransport:
             self._lost.discard(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
+        self._home.check()
         link = self._links.get(peer)
         if link is None or notify is not None or after is not None:
             raise TransportError("third-party: unknown peer, or a notification or event, which it does not support")
@@ -209,6 +214,8 @@ class PipesTransport:
         return ticket
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
+        if not self._home.here:
+            return ()
         events = [self._events.get() for _ in range(self._events.qsize())]
         for link in (*self._links.all.values(), *self._left):
             link.unended -= {event.ticket for event in events if isinstance(event, WriteEnded)}
@@ -222,6 +229,7 @@ class PipesTransport:
         return events
 
     def close(self, drain_s: float) -> Sequence[Ticket]:
+        self._home.check()
         if not self._thread.is_alive():
             return ()
         links = (*self._links.all.values(), *self._left)
