@@ -103,7 +103,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("Done is said while a write is under way",
            FLOW + "_check_finished", "unacknowledged < len", "unacknowledged + len(self._unquiet) < len"),
     Mutant("a slot is used again while a failed write may read it",
-           WRITES + "end", "if not post.unquiet:", "if True:"),
+           WRITES + "end", "if post.quiet:", "if True:"),
     Mutant("a write that is not quiet is posted again",
            FLOW + "_on_write_failed", "if event.quiet:", "if True:"),
     Mutant("pages that are taken away are still read",

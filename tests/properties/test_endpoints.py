@@ -24,7 +24,7 @@ memories = st.builds(
     layout=st.sampled_from(LAYOUTS),
     fused=st.booleans(),
 )
-paths = st.sampled_from(["staged", "slice", "auto"])
+paths = st.sampled_from(["staged", "slice", "mapped", "auto"])
 wishes: st.SearchStrategy[Verify] = st.sampled_from(["off", "sampled", "full"])
 edges = st.lists(st.integers(1, 59), max_size=3).map(sorted)
 

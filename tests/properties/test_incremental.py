@@ -12,7 +12,7 @@ from tests.support.rig import Memory, Request, Rig
 from tests.support.worlds import World, hybrid_specs, worlds
 
 ROWS = 60
-paths = st.sampled_from(["staged", "slice", "auto"])
+paths = st.sampled_from(["staged", "slice", "mapped", "auto"])
 schedules: st.SearchStrategy[Schedule] = st.sampled_from(
     [PerChunk(), LayerPipelined(fixed=1), LayerPipelined(fixed=2)]  # so few rows have no groups by themselves
 )

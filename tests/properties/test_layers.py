@@ -49,7 +49,7 @@ def forward(request: Request, start: int, stop: int, chance: random.Random, shar
     world=worlds() | worlds(of=hybrid_specs()),
     source=memories,
     target=memories,
-    path=st.sampled_from(["staged", "slice", "auto"]),
+    path=st.sampled_from(["staged", "slice", "mapped", "auto"]),
     group=st.integers(1, 4),
     edges=st.lists(st.integers(1, 39), max_size=2).map(sorted),
     withdrawn=st.booleans(),

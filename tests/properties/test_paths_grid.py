@@ -15,7 +15,7 @@ from attrs import frozen
 
 from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, Shard, shard
 from disagg_kv.ids import GroupId, LayerId, Rank
-from disagg_kv.kernels import CpuKernels, Move
+from disagg_kv.kernels import CpuKernels, Move, PageMove, Pages
 from disagg_kv.memory import PagedPool
 from disagg_kv.planning import PairPlan, Segment, Writes
 from disagg_kv.planning.descriptors import direct_writes, slice_writes
@@ -151,6 +151,16 @@ def _staged(sources: Sequence[_Rank], target: _Rank, intake: Intake) -> int:
     return posted
 
 
+def _mapped(sources: Sequence[_Rank], target: _Rank, intake: Intake) -> int:
+    """Transfer by one copy of all writers' pages into the target's; returns how many bytes were copied."""
+    moves: list[PageMove] = []
+    for source, parts in zip(sources, intake.parts, strict=True):
+        plan = PairPlan(source.pool.site, target.pool.site, parts).page_copy(WHOLE)
+        moves.append(PageMove(plan, Pages(source.pool, source.tables), Pages(target.pool, target.tables)))
+    CpuKernels().copy(moves, None)
+    return sum(move.copy.target.nbytes for move in moves)
+
+
 @pytest.mark.parametrize("heads", SIZES)
 @pytest.mark.parametrize("decode", SIZES)
 @pytest.mark.parametrize("prefill", SIZES)
@@ -176,10 +186,12 @@ def _check(sources: Sequence[_Rank], target: _Rank, intake: Intake, *, alike: bo
         PairPlan(s.pool.site, target.pool.site, p).direct_refusal for s, p in zip(sources, intake.parts, strict=True)
     )
     assert direct or not (alike and len(set(held)) == 1)
-    for path in ["slice", "staged"] + ["direct"] * direct:
+    for path in ["slice", "staged", "mapped"] + ["direct"] * direct:
         target.memory[:] = target.poison
         if path == "staged":
             posted = _staged(sources, target, intake)
+        elif path == "mapped":
+            posted = _mapped(sources, target, intake)
         else:
             posted = _one_sided(sources, target, intake, direct=path == "direct")
         assert posted == target.needed, path

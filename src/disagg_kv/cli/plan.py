@@ -48,6 +48,7 @@ def plan(
         float | None, typer.Option(min=0, help="Microseconds to compute one layer of all these tokens.")
     ] = None,
     layer_group: Annotated[int | None, typer.Option(min=1, help="Layers per group; overrides every rule.")] = None,
+    maps: Annotated[bool, typer.Option("--maps", help="The transport maps memory of peers on one host.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what each path would post for one request, and which path ``auto`` selects."""
@@ -61,6 +62,7 @@ def plan(
         order=(order, decode_order or order),
         slot_bytes=slot_mib * MIB,
         lease_bytes=ring_mib * MIB // 8,
+        maps=maps,
     )
     groups = _groups(found, len(spec.layers), prefill_pp, tokens, layer_us, layer_group)
     emit(

@@ -8,7 +8,7 @@ from .instance import InstancePlans
 from .intake import Intake, intake_of
 from .pair import PairPlan, Run
 from .site import plain_site
-from .staged import PartView, check_pages
+from .staged import PartView, check_pages, check_tables
 
 __all__ = [
     "EVERY",
@@ -34,6 +34,7 @@ __all__ = [
     "Tables",
     "Writes",
     "check_pages",
+    "check_tables",
     "choose",
     "coalesce",
     "direct_count",

@@ -49,7 +49,8 @@ class CostModel:
         bytes_per_s: wire.
         copy_bytes_per_s: gather or scatter, bytes of the part per second.
         round_trip_s: seconds for a grant.
-        launch_s: seconds to launch one gather or scatter.
+        launch_s: seconds to launch one gather, scatter or copy.
+        mapped_share: of ``bytes_per_s``, what a copy from pages to mapped pages reaches.
     """
 
     write_s: float = field(default=1e-6, validator=_positive)
@@ -57,6 +58,7 @@ class CostModel:
     copy_bytes_per_s: float = field(default=4e9, validator=_positive)
     round_trip_s: float = field(default=2e-4, validator=_positive)
     launch_s: float = field(default=2e-5, validator=_positive)
+    mapped_share: float = field(default=0.9, validator=_positive)
 
     def estimate(self, path: str, descriptors: int, nbytes: int, segments: int = 0) -> Estimate:
         """Time of one path.
@@ -76,6 +78,11 @@ class CostModel:
         ends = 1 if segments == 1 else 2 * (segments - 1)
         fill = (2 * copy + wire - max(copy, wire)) / ends
         return Estimate(path, descriptors, nbytes, self.round_trip_s + max(copy, wire) + fill)
+
+    def estimate_mapped(self, path: str, launches: int, nbytes: int) -> Estimate:
+        """Time of a path whose kernels copy from pages to mapped pages: nothing is granted, gathered or scattered."""
+        seconds = launches * self.launch_s + nbytes / (self.mapped_share * self.bytes_per_s)
+        return Estimate(path, launches, nbytes, seconds)
 
 
 def choose(estimates: Sequence[Estimate], refusals: Mapping[str, str]) -> Choice:

@@ -1,8 +1,8 @@
 """How, when and what: the three axes of a strategy, and their registry."""
 
-from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner
+from .base import Feature, Job, Schedule, Selection, Tables, TransferPlanner, maps_pages
 from .explain import Explanation, PairCount, explain
-from .paths import DirectPlanner, SlicePlanner, StagedPlanner
+from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .registry import (
     AUTO,
     PER_CHUNK,
@@ -27,6 +27,7 @@ __all__ = [
     "Incremental",
     "Job",
     "LayerPipelined",
+    "MappedPlanner",
     "PairCount",
     "PerChunk",
     "Schedule",
@@ -38,6 +39,7 @@ __all__ = [
     "TransferPlanner",
     "auto_paths",
     "explain",
+    "maps_pages",
     "paths",
     "register",
     "schedules",

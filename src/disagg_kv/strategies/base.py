@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from ..geometry import PageTable
 from ..ids import GroupId
-from ..planning import Groups, LayerRun, PairPlan, Segment, StagedLayout, Writes
+from ..planning import Groups, LayerRun, PageCopy, PairPlan, Segment, StagedLayout, Writes
 
 Tables = Mapping[GroupId, PageTable]
 
@@ -39,6 +39,10 @@ class TransferPlanner(Protocol):
     pages writes straight into the receiver's pages and plans ``Writes``. One that does not goes through a lease of
     the receiver's ring: ``send`` says what to gather, ``receive`` what to scatter, with equal sizes and order.
 
+    A path that exposes pages may have an attribute ``maps_pages`` that is True: then it plans a ``PageCopy``, which a
+    kernel of the writer carries out through a mapping of the receiver's memory. Endpoints offer such a path only where
+    the transport maps the peer (:class:`~disagg_kv.transports.SupportsMapping`).
+
     A decode endpoint whose path is ``auto`` allows every path that it knows. A prefill endpoint whose path is ``auto``
     compares the library's own paths, and of the others those with an attribute ``joins_auto`` that is True.
 
@@ -58,8 +62,8 @@ class TransferPlanner(Protocol):
         """Why this path cannot move the parts of a pair between its pools, with the numbers; None: it can."""
         ...
 
-    def send(self, job: Job) -> Writes | StagedLayout:
-        """What the writer posts (exposed pages: buffer numbers of both sites) or gathers.
+    def send(self, job: Job) -> Writes | StagedLayout | PageCopy:
+        """What the writer posts (exposed pages: buffer numbers of both sites), gathers, or copies.
 
         Raises:
             GeometryError: page tables that do not cover the segment.
@@ -73,6 +77,11 @@ class TransferPlanner(Protocol):
     def count(self, job: Job) -> int:
         """How many writes the job takes, at most; it reads no page tables."""
         ...
+
+
+def maps_pages(path: TransferPlanner) -> bool:
+    """Whether a kernel of the writer copies into pages of the receiver that are mapped at the writer."""
+    return getattr(path, "maps_pages", False) is True
 
 
 class Feature(StrEnum):

@@ -11,7 +11,7 @@ from ..errors import ConfigurationError, DisaggKVError, text_of
 from ..geometry import CacheSpec, Shard
 from ..ids import Rank
 from ..planning import Choice, CostModel, Estimate, Intake, Limits, PairPlan, RowRange, Segment, choose, plain_site
-from .base import Job, TransferPlanner
+from .base import Job, TransferPlanner, maps_pages
 from .registry import auto_paths, paths
 
 
@@ -67,6 +67,7 @@ def explain(
     lease_bytes: int = 512 << 20,
     rotation: int = 0,
     cost: CostModel | None = None,
+    maps: bool = False,
 ) -> Explanation:
     """Count what each registered path posts for one request of ``tokens`` tokens, all of them sent.
 
@@ -83,6 +84,7 @@ def explain(
         lease_bytes: the most that one lease may have.
         rotation: which replica takes which piece.
         cost: costs of the fabric; None: the defaults.
+        maps: the transport maps memory of peers; otherwise ``auto`` takes no path that needs it.
 
     Raises:
         ConfigurationError: numbers that cannot be, shards that do not fit together, or a path that raises.
@@ -90,6 +92,7 @@ def explain(
     """
     if not decode:
         raise ConfigurationError("a plan needs at least one decode rank")
+    arguments.flag(maps, "maps")
     sources = [plain_site(spec, shard, tokens, page_size[0], order[0]) for shard in prefill]
     limits, known, pairs = Limits(slot_bytes, lease_bytes, page_size[0]), paths(), list[PairCount]()
     for number, shard in enumerate(decode):
@@ -109,7 +112,7 @@ def explain(
                         counts[path.name] = found
                 one = Rank(rank), Rank(number), sum(sizes.values())
                 pairs.append(PairCount(*one, counts, len(segments), refused))
-    return _sum_up(pairs, cost or CostModel(), known)
+    return _sum_up(pairs, cost or CostModel(), known, maps)
 
 
 def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -> int | str:
@@ -126,7 +129,9 @@ def _count(path: TransferPlanner, pair: PairPlan, segments: Sequence[Segment]) -
     return sum(arguments.count(number, f"path {path.name!r}: count(): its result") for number in counts)
 
 
-def _sum_up(pairs: Sequence[PairCount], cost: CostModel, known: Mapping[str, TransferPlanner]) -> Explanation:
+def _sum_up(
+    pairs: Sequence[PairCount], cost: CostModel, known: Mapping[str, TransferPlanner], maps: bool
+) -> Explanation:
     refused: dict[str, str] = {}
     for pair in pairs:
         for path, reason in pair.refused.items():
@@ -134,17 +139,22 @@ def _sum_up(pairs: Sequence[PairCount], cost: CostModel, known: Mapping[str, Tra
     able = [path for path in known if path not in refused]
     totals = {path: sum(pair.descriptors[path] for pair in pairs) for path in able}
     compared = {path.name for path in auto_paths()}
-    slowest = [_slowest(pairs, path, not known[path].exposes_pages, cost) for path in able if path in compared]
+    unmapped = {path.name for path in known.values() if maps_pages(path) and not maps}
+    slowest = [_slowest(pairs, known[path], cost) for path in able if path in compared - unmapped]
     refusals = {path: reason for path, reason in refused.items() if path in compared}
+    refusals |= dict.fromkeys(compared & unmapped & totals.keys(), "the transport does not map memory of peers")
     return Explanation(tuple(pairs), totals, sum(pair.nbytes for pair in pairs), refused, choose(slowest, refusals))
 
 
-def _slowest(pairs: Sequence[PairCount], path: str, staged: bool, cost: CostModel) -> Estimate:
+def _slowest(pairs: Sequence[PairCount], path: TransferPlanner, cost: CostModel) -> Estimate:
     """The estimate of the prefill rank that takes longest for all that it sends."""
     estimates: list[Estimate] = []
     for writer in sorted({pair.writer for pair in pairs}):
         mine = [pair for pair in pairs if pair.writer == writer]
-        descriptors, nbytes = (sum(pair.descriptors[path] for pair in mine), sum(pair.nbytes for pair in mine))
-        segments = sum(pair.segments for pair in mine) if staged else 0
-        estimates.append(cost.estimate(path, descriptors, nbytes, segments))
+        descriptors, nbytes = (sum(pair.descriptors[path.name] for pair in mine), sum(pair.nbytes for pair in mine))
+        if maps_pages(path):
+            estimates.append(cost.estimate_mapped(path.name, descriptors, nbytes))
+            continue
+        segments = 0 if path.exposes_pages else sum(pair.segments for pair in mine)
+        estimates.append(cost.estimate(path.name, descriptors, nbytes, segments))
     return max(estimates, key=lambda e: e.seconds)

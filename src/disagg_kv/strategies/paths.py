@@ -1,9 +1,9 @@
-"""The three paths that come with the library."""
+"""The paths that come with the library."""
 
 from __future__ import annotations
 
 from ..errors import LocalProtocolError
-from ..planning import PairPlan, StagedLayout, Writes, direct_writes, slice_writes
+from ..planning import PageCopy, PairPlan, StagedLayout, Writes, direct_writes, slice_writes
 from ..planning.descriptors import direct_total, slice_total
 from .base import Job
 
@@ -77,4 +77,33 @@ class StagedPlanner:
 
     def count(self, job: Job) -> int:
         """One bulk write."""
+        return 1
+
+
+class MappedPlanner:
+    """One kernel copies from the writer's pages into the receiver's, which the transport maps at the writer.
+
+    Page sizes and layouts may differ; nothing is staged. Public measurements of kernels that write through NVLink
+    (ParallelKittens, nvbandwidth) reach 93 to 97 % of the copy engine.
+    """
+
+    name = "mapped"
+    version = 1
+    exposes_pages = True
+    maps_pages = True
+
+    def refuse(self, pair: PairPlan) -> str | None:
+        """Any two layouts will do."""
+        return None
+
+    def send(self, job: Job) -> PageCopy:
+        """What to copy, from page to page."""
+        return job.pair.page_copy(job.segment)
+
+    def receive(self, job: Job) -> StagedLayout:
+        """Nothing is received into staging."""
+        raise LocalProtocolError("the mapped path scatters nothing")
+
+    def count(self, job: Job) -> int:
+        """One launch at most: segments and destinations may share one."""
         return 1

@@ -13,7 +13,7 @@ from attrs import frozen
 from .. import arguments
 from ..errors import ConfigurationError, UnknownNameError
 from .base import Schedule, Selection, TransferPlanner
-from .paths import DirectPlanner, SlicePlanner, StagedPlanner
+from .paths import DirectPlanner, MappedPlanner, SlicePlanner, StagedPlanner
 from .schedules import LayerPipelined, PerChunk
 from .selections import Full, Incremental
 
@@ -27,7 +27,7 @@ _loading = threading.RLock()
 
 
 _parts: dict[str, dict[str, Any]] = {
-    "path": {one.name: one for one in (DirectPlanner(), SlicePlanner(), StagedPlanner())},
+    "path": {one.name: one for one in (DirectPlanner(), SlicePlanner(), StagedPlanner(), MappedPlanner())},
     "schedule": {one.name: one for one in (PerChunk(), LayerPipelined())},
     "selection": {one.name: one for one in (Full(), Incremental())},
 }
@@ -95,6 +95,9 @@ def _check_path(path: TransferPlanner) -> None:
     arguments.count(path.version, "part: version")
     arguments.flag(path.exposes_pages, "part: exposes_pages")
     arguments.flag(_says_auto(path), "part: joins_auto")
+    maps = arguments.flag(getattr(path, "maps_pages", False), "part: maps_pages")
+    if maps and not path.exposes_pages:
+        raise ConfigurationError(f"part: path {path.name!r} maps pages that it does not expose")
 
 
 def _says_auto(path: TransferPlanner) -> object:

@@ -20,10 +20,10 @@ from attrs import evolve, field, frozen
 
 from ..geometry import CacheSpec, PageTable, Shard, shard
 from ..ids import GroupId, LayerId, Rank
-from ..kernels import CpuKernels, Move
+from ..kernels import CpuKernels, Move, PageMove, Pages
 from ..memory import U8, Layout, PagedPool, bytes_of, new_buffer
-from ..planning import Intake, Limits, PairPlan, RowRange, StagedLayout, Writes
-from ..strategies import Job, TransferPlanner
+from ..planning import Intake, Limits, PageCopy, PairPlan, RowRange, StagedLayout, Writes
+from ..strategies import Job, TransferPlanner, maps_pages
 
 KV = GroupId("kv")
 POISON = 0xA5
@@ -207,6 +207,8 @@ class TransferPlannerSuite:
         kinds: tuple[object, ...] = type(planner.version), type(planner.exposes_pages)
         assert kinds == (int, bool)
         assert type(getattr(planner, "joins_auto", False)) is bool
+        assert type(getattr(planner, "maps_pages", False)) is bool
+        assert planner.exposes_pages or not maps_pages(planner), "pages are mapped that are not exposed"
 
     def test_it_can_carry_something(self) -> None:
         """A path that refuses every case of this suite was not tested."""
@@ -218,7 +220,10 @@ class TransferPlannerSuite:
         planner = self.planner()
         for part in moved.parts(planner.exposes_pages):
             plan = planner.send(part.send)
-            if planner.exposes_pages:
+            if maps_pages(planner):
+                assert isinstance(plan, PageCopy), f"pages are mapped, but the plan is {type(plan).__name__}"
+                _copy(plan, part, moved.target)
+            elif planner.exposes_pages:
                 assert isinstance(plan, Writes), f"pages are exposed, but the plan is {type(plan).__name__}"
                 _write(plan, part, moved.target)
             else:
@@ -245,7 +250,9 @@ class TransferPlannerSuite:
     def test_pages_are_given_only_where_they_are_exposed(self, moved: Transfer) -> None:
         """The type of a plan is the path's for good: never writes into pages that decode did not expose."""
         planner = self.planner()
-        kind: Literal["Writes", "StagedLayout"] = "Writes" if planner.exposes_pages else "StagedLayout"
+        kind: Literal["Writes", "StagedLayout", "PageCopy"] = "Writes" if planner.exposes_pages else "StagedLayout"
+        if maps_pages(planner):
+            kind = "PageCopy"
         found = {type(planner.send(part.send)).__name__ for part in moved.parts(planner.exposes_pages)}
         assert found == {kind}
 
@@ -262,6 +269,15 @@ def _write(plan: Writes, part: Part, target: Side) -> None:
         assert at + nbytes <= len(source), "a read behind a buffer"
         assert to + nbytes <= len(into), "a write behind a buffer"
         into[to : to + nbytes] = source[at : at + nbytes]
+
+
+def _copy(plan: PageCopy, part: Part, target: Side) -> None:
+    """Copy from pages to pages."""
+    for layout, side in ((plan.source, part.source), (plan.target, target)):
+        assert layout.nbytes == part.nbytes, f"{layout.nbytes} bytes are planned of {part.nbytes}"
+        _check_layout(layout, side.pool)
+    source, into = Pages(part.source.pool, part.source.tables), Pages(target.pool, target.tables)
+    CpuKernels().copy([PageMove(plan, source, into)], None)
 
 
 def _stage(plan: StagedLayout, there: StagedLayout, part: Part, target: Side) -> None:

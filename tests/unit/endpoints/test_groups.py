@@ -133,7 +133,7 @@ SIZES = st.fixed_dictionaries({FULL: st.sampled_from([2, 4]), SLIDE: st.sampled_
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(["staged", "slice"]),
+    st.sampled_from(["staged", "slice", "mapped"]),
     st.tuples(SIZES, SIZES),
     st.integers(1, 23),
     st.tuples(NULLS, NULLS),
@@ -170,7 +170,7 @@ def test_rows_that_are_needed_lie_in_pages_and_others_may_not(
     room.rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice", "auto"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped", "auto"])
 def test_a_room_of_two_page_spaces_crosses_without_the_pages_that_slid_out(path: str) -> None:
     """As vLLM's tables are after a long prompt: full attention has all pages, the window only its last."""
     room = Room.of(path, ({FULL: 4, SLIDE: 4}, {FULL: 8, SLIDE: 2}), 21)

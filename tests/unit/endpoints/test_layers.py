@@ -70,7 +70,8 @@ SPLITS = {
 
 
 @pytest.mark.parametrize(
-    ("split", "path"), [*((split, path) for split in SPLITS for path in ("staged", "slice")), ("equal", "direct")]
+    ("split", "path"),
+    [*((split, path) for split in SPLITS for path in ("staged", "slice", "mapped")), ("equal", "direct")],
 )
 def test_groups_cross_before_the_pass_ends(split: str, path: str) -> None:
     """Each group of layers lands while later ones hold poison; chunks are grouped one by one."""
@@ -182,7 +183,7 @@ def test_look_ahead_asks_for_the_groups_of_a_pass_and_leaves_the_ring_to_others(
 
 
 @pytest.mark.parametrize("ready", [0, 1, 3, 5])
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_a_withdrawal_at_any_group(ready: int, path: str) -> None:
     """Groups that have landed stay, the others come again from other pages; the old pass says nothing of them."""
     rig = Rig(SPEC)

@@ -203,7 +203,7 @@ def test_grants_are_asked_for_before_the_forward_pass_ends() -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_an_engine_may_reuse_its_arrays_of_page_ids(path: str) -> None:
     """What was checked is what is used: engines keep one block table and write the next step's ids over it."""
     rig = Rig(SPEC)
@@ -286,7 +286,7 @@ def test_a_step_is_all_or_nothing() -> None:
     b.finish().landed()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize("edges", [(16,), (5, 16), (3, 11, 16)])
 @pytest.mark.parametrize("finished", [False, True])
 def test_withdrawn_pages_are_not_read(edges: tuple[int, ...], path: str, finished: bool) -> None:

@@ -62,7 +62,7 @@ def all_of_it(number: int, address: str) -> Sequence[int]:
 
 
 @pytest.mark.parametrize("fate", [fifth, twice, shuffled, all_of_it])
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_a_bad_network_costs_only_time(path: str, fate: Fate) -> None:
     """Lost, doubled and late frames delay rooms; they never fail them, leak a lease or change a byte."""
     rig = Rig(SPEC)
@@ -146,7 +146,7 @@ def test_a_second_endpoint_of_the_same_name_takes_new_rooms_and_leaves_open_ones
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_prefill_restarts(path: str) -> None:
     """Decode's rooms with the old life fail; rooms with the new one work at once."""
     rig = Rig(SPEC, options=QUICK)

@@ -29,7 +29,7 @@ STATE_BYTES = 2 * 4 * (3 * 3 * 6 + 2 * 64)
 
 
 @pytest.mark.parametrize("transport", [InprocTransport, ShmTransport])
-@pytest.mark.parametrize("path", ["staged", "slice", "direct", "auto"])
+@pytest.mark.parametrize("path", ["staged", "slice", "direct", "mapped", "auto"])
 @pytest.mark.parametrize(
     ("prefill", "decode"), [((2, 1), (1, 1)), ((1, 2), (2, 1)), ((4, 1), (2, 2)), ((1, 1), (1, 1))]
 )
@@ -52,7 +52,7 @@ def test_a_hybrid_room_crosses_by_every_path_between_any_splits(
 
 
 @pytest.mark.parametrize("prefill", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_a_hybrid_room_crosses_in_layer_groups_and_every_segment_is_compared(
     path: str, prefill: tuple[int, int]
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_hybrid_room_crosses_in_layer_groups_and_every_segment_is_compared(
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_a_full_hit_sends_states_the_window_s_tail_and_nothing_else(path: str) -> None:
     """States and windows are always fresh."""
     rig = Rig(HYBRID)
@@ -196,7 +196,7 @@ def test_states_are_read_at_their_event_and_from_the_slot_given_last() -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_states_that_were_withdrawn_after_finish_are_given_again(path: str) -> None:
     """A frozen decode rank cannot take them before; what it has by then is not sent twice."""
     rig = Rig(HYBRID)
@@ -383,7 +383,7 @@ INDEX = (
 """Sparse attention over latents: every token has a key of the index and its scale."""
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_a_sparse_attention_index_has_rows_like_any_other_component(path: str) -> None:
     """Replicas divide it; it crosses in layer groups and between page sizes."""
     spec = CacheSpec.uniform(3, INDEX)

@@ -34,7 +34,7 @@ PAIRS: dict[str, tuple[CacheSpec, tuple[int, int], tuple[int, int], Memory, Memo
 }
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_whatever_the_sides_look_like_what_is_right_passes(pair: str, path: str) -> None:
     """Every segment is compared, also between different TP sizes, pages and layouts, and with replicas."""
@@ -194,7 +194,7 @@ def test_what_scatter_exchanges_shows() -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_pages_and_leases_stay_until_sums_are_there(path: str) -> None:
     """Sums that take their time hold back what is said of the write, the pages and the success, not the write."""
     rig, kernels = Rig(KV), (CountingKernels(), CountingKernels())
@@ -222,7 +222,7 @@ def test_pages_and_leases_stay_until_sums_are_there(path: str) -> None:
     rig.quiet()
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 def test_an_abort_while_prefill_sums_gives_everything_back(path: str) -> None:
     """What is read for a sum is not given to the engine before that has ended."""
     rig, kernels = Rig(KV), CountingKernels()

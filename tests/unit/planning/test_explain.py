@@ -52,7 +52,7 @@ def test_counts_are_those_of_the_planners(
     assert plan.nbytes == sum(pair.nbytes for pair in plan.pairs)
     for path, total in plan.descriptors.items():
         assert total == expected.get(path, sum(pair.segments for pair in plan.pairs))
-    assert set(plan.descriptors) | set(plan.refused) == {"staged", "slice", "direct"}
+    assert set(plan.descriptors) | set(plan.refused) == {"staged", "slice", "direct", "mapped"}
 
 
 def test_staging_needs_a_thousand_times_fewer_writes() -> None:
@@ -60,13 +60,23 @@ def test_staging_needs_a_thousand_times_fewer_writes() -> None:
     spec = CacheSpec.kv(64, 8, 128, "bfloat16")
     plan = explain(spec, [shard(spec, tp=4, rank=r) for r in range(4)], [shard(spec)], 8192, (64, 64))
     assert plan.nbytes == 8192 * 64 * 8 * 128 * 2 * 2
-    assert plan.descriptors == {"staged": 4 * 9, "slice": 4 * 8192 * 64 * 2}
+    assert plan.descriptors == {"staged": 4 * 9, "slice": 4 * 8192 * 64 * 2, "mapped": 4 * 9}
     assert plan.descriptors["slice"] >= 1000 * plan.descriptors["staged"]
     assert "prefill rank 0 to decode rank 0: layer 0, 'k': 2 units to send" in plan.refused["direct"]
     assert plan.auto.path == "staged"
     assert "staged takes" in plan.auto.reason
     assert "slice would take" in plan.auto.reason
     assert "direct cannot" in plan.auto.reason
+    assert "mapped cannot: the transport does not map memory of peers" in plan.auto.reason
+
+
+def test_auto_takes_the_mapped_path_where_the_transport_maps() -> None:
+    """Nothing is staged, and a launch costs less than a gather, a write and a scatter."""
+    spec = CacheSpec.kv(64, 8, 128, "bfloat16")
+    ranks = [shard(spec, tp=4, rank=r) for r in range(4)], [shard(spec)]
+    plan = explain(spec, *ranks, 8192, (64, 64), maps=True)
+    assert plan.auto.path == "mapped"
+    assert "staged would take" in plan.auto.reason
 
 
 def test_replicated_heads_are_planned_once() -> None:

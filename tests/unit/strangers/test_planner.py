@@ -218,6 +218,7 @@ def test_plan_says_why_a_registered_planner_cannot() -> None:
         ("version", "1", "part: version"),
         ("exposes_pages", 1, "part: exposes_pages"),
         ("joins_auto", "yes", "part: joins_auto"),
+        ("maps_pages", "yes", "part: maps_pages"),
         ("name", 3, "part: name"),
         ("count", None, "count.* is missing"),
     ],

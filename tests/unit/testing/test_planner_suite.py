@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from disagg_kv.planning import PairPlan, StagedLayout, Writes
-from disagg_kv.strategies import DirectPlanner, Job, SlicePlanner, StagedPlanner, TransferPlanner
+from disagg_kv.strategies import DirectPlanner, Job, MappedPlanner, SlicePlanner, StagedPlanner, TransferPlanner
 from disagg_kv.testing.planner import CASES, Transfer, TransferPlannerSuite
 
 
@@ -29,6 +29,13 @@ class TestStaged(TransferPlannerSuite):
 
     def planner(self) -> TransferPlanner:
         return StagedPlanner()
+
+
+class TestMapped(TransferPlannerSuite):
+    """Between any two, through mapped pages."""
+
+    def planner(self) -> TransferPlanner:
+        return MappedPlanner()
 
 
 class Shifted(SlicePlanner):

@@ -28,6 +28,7 @@ from ..runtime.endpoint import Endpoint
 from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
+from ..runtime.mapping import check_mapping
 from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
 from .handle import CheckedExpectation, ReceptionHandle
 from .inspection import DecodeInspection
@@ -66,7 +67,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
 
     Raises:
         ConfigurationError: an argument of another type or out of range; or an explicit path that exposes pages, with
-            memory that the transport cannot write to.
+            memory that the transport cannot write to, or that it does not map although the path needs that.
         GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
     """
 
@@ -197,6 +198,7 @@ def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[
         usable = tuple(p for p in known.values() if able or not p.exposes_pages)
     else:
         usable = (known[wanted],)
+        check_mapping(wanted, usable, transport)
         if usable[0].exposes_pages and not able:
             raise ConfigurationError(
                 f"path {wanted!r} writes into pages, but transport {transport.name!r} writes only to memory that it "

@@ -27,6 +27,7 @@ from ..runtime.endpoint import Endpoint
 from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue, HostEvent
+from ..runtime.mapping import check_mapping
 from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
 from .handle import Act, DeliveryHandle, ForwardPass, LayerGroups, SubmittedChunk
 from .inspection import PrefillInspection
@@ -61,7 +62,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         environment: clock, threads and identity, for tests and simulations.
 
     Raises:
-        ConfigurationError: an argument of another type or out of range.
+        ConfigurationError: an argument of another type or out of range; or an explicit path that maps pages, with a
+            transport that does not map memory.
         GeometryError: the pool's memory does not match its site, or its shard is not that of ``rank`` in ``shards``.
     """
 
@@ -96,6 +98,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         check_verify(verify)
         chosen = named(strategy)
         usable = auto_paths() if chosen.path == AUTO else (paths()[chosen.path],)
+        check_mapping(chosen.path, usable, transport)
         self._schedule = chosen.schedule if schedule is None else schedule
         self._uses = frozenset(arguments.several(uses, "uses", Feature))
         device = pool.buffers[0].device
@@ -109,7 +112,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
 
         def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
             throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)
-            router = Router(me, pool, chosen, self._schedule, usable, throughput.pace)
+            mapping = loop.connections.mapping
+            router = Router(me, pool, chosen, self._schedule, usable, throughput.pace, mapping)
             self._transfers = TransferQueue(loop, pool, movers, staging, staged, slot_bytes, router, throughput, verify)
             return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 

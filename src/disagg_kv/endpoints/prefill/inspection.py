@@ -9,6 +9,7 @@ from attrs import frozen
 from ...ids import Epoch, RoomId, Ticket
 from ...protocol import RoomKey
 from ..runtime.inspection import LoopInspection
+from .copies import PageCopies
 from .prepared import PreparedGathers
 from .room import PrefillRoom
 from .slots import StagingSlots
@@ -22,6 +23,7 @@ class TransferInspection:
     Args:
         pending: transfers that have not begun.
         gathers: those that have been launched and may still run.
+        copies: those into mapped pages that may still run.
         posts: writes that may still read memory, by their tickets.
         slots: the staging memory, and which write pins which slot.
         prepared: gathers that are planned or prepared before their rows are final.
@@ -29,6 +31,7 @@ class TransferInspection:
 
     pending: Sized
     gathers: Sized
+    copies: PageCopies
     posts: Mapping[Ticket, Post]
     slots: StagingSlots[Post]
     prepared: PreparedGathers

@@ -10,7 +10,7 @@ from ...errors import ConfigurationError, DisaggKVError, OversizeError
 from ...ids import Epoch, Rank
 from ...planning import UNLIMITED, CostModel, Intake, Limits, PairPlan, choose
 from ...planning.cache import PlanCache
-from ...strategies import AUTO, Job, TransferPlanner
+from ...strategies import AUTO, Job, TransferPlanner, maps_pages
 
 NOMINAL_ROWS = 1024
 """Rows for which paths are compared where the request's length is not known yet."""
@@ -28,6 +28,7 @@ class PathRequest:
         allowed: names of the paths that decode allows.
         exposed: decode's pages are exposed.
         rows: rows of the request, rounded; 0: not known.
+        unmapped: why decode's pool is not mapped here; None: it is.
     """
 
     pair: PairPlan
@@ -37,6 +38,7 @@ class PathRequest:
     allowed: tuple[str, ...]
     exposed: bool
     rows: int
+    unmapped: str | None = None
 
 
 _Question = tuple[int, tuple[str, ...], bool, int]
@@ -121,8 +123,12 @@ def choose_path(
     nbytes = sum(intake.part_bytes(segment, writer) for segment in segments)
     estimates = []
     for path in able:
-        staged = 0 if path.exposes_pages else len(segments)
-        estimates.append(costs.estimate(path.name, sum(map(path.count, jobs)), nbytes, staged))
+        count = sum(map(path.count, jobs))
+        if maps_pages(path):
+            estimates.append(costs.estimate_mapped(path.name, count, nbytes))
+        else:
+            staged = 0 if path.exposes_pages else len(segments)
+            estimates.append(costs.estimate(path.name, count, nbytes, staged))
     choice = choose(estimates, refusals)
     return next(p for p in able if p.name == choice.path), choice.reason
 
@@ -144,6 +150,8 @@ def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:
         return "decode does not allow it"
     if path.exposes_pages and not request.exposed:
         return "decode's pages are not exposed"
+    if maps_pages(path) and request.unmapped is not None:
+        return request.unmapped
     try:
         if not path.exposes_pages:
             request.intake.segments(request.writer, 0, 1, request.limits)

@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 from ...ids import Epoch
 from ...kernels import Kernels, Move, PreparedGather, SupportsPreparing
 from ...memory import Buffer, MemoryPool
-from ...planning import Segment, StagedLayout, Writes
+from ...planning import PageCopy, Segment, StagedLayout, Writes
 from ...protocol import Transfer
 from ...staging import ALIGNMENT
 from ...strategies import Tables
@@ -85,7 +85,7 @@ class PreparedGathers:
         kernels: Kernels,
         staging: Buffer,
         slot_bytes: int,
-        plan: Callable[[Route, Transfer, Tables], Writes | StagedLayout],
+        plan: Callable[[Route, Transfer, Tables], Writes | StagedLayout | PageCopy],
     ) -> None:
         self._loop = loop
         self._pool = pool

@@ -502,6 +502,7 @@ class PrefillSide:
     def tick(self) -> None:
         """Deadlines, repeats, silence, and what was parked for too long: of rooms for which something is due."""
         now = self._loop.now
+        self._advance(self.transfers.look_at_failed)
         for key in self._timers.due(now):
             self.change(key, SendRoom.tick)
         for key, lost in self._silences.due(now):

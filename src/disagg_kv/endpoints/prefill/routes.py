@@ -11,7 +11,7 @@ from attrs import frozen
 from ...errors import LocalProtocolError, QuarantineFullError, RemoteProtocolError
 from ...geometry import I32
 from ...ids import Epoch, Rank, RegionId, RoomId, room_name
-from ...memory import MemoryPool
+from ...memory import MappedPool, MemoryPool
 from ...planning import (
     Batch,
     CostModel,
@@ -21,6 +21,7 @@ from ...planning import (
     LayerRun,
     Limits,
     Pace,
+    PageCopy,
     PairPlan,
     PartView,
     RowRange,
@@ -28,13 +29,15 @@ from ...planning import (
     StagedLayout,
     Writes,
     check_pages,
+    check_tables,
 )
 from ...protocol import FlowPlan, Transfer, Verify
 from ...protocol.frames import Expect, WirePace
 from ...protocol.wire import tables_from_wire
-from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner
+from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPlanner, maps_pages
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
+from ..runtime.mapping import Mapping
 from .path_choice import PathChooser, PathRequest, fitted
 
 OnGroups = Callable[[range, Groups], None]
@@ -55,6 +58,7 @@ class Route:
         ring: its ring.
         start: the first row that it awaits.
         verify: how much it wants compared.
+        mapped: its pool as it is mapped here, where the path copies into it.
     """
 
     remote: RemoteEndpoint
@@ -67,6 +71,7 @@ class Route:
     ring: RegionId
     start: int
     verify: Verify
+    mapped: MappedPool | None = None
 
 
 class Router:
@@ -79,6 +84,7 @@ class Router:
         paths: those that are known here.
         schedule: when rows cross.
         pace: how fast this rank is; None: nothing was measured yet.
+        mapping: the pool of a decode rank, as it is mapped here.
     """
 
     def __init__(
@@ -89,7 +95,9 @@ class Router:
         schedule: Schedule,
         paths: Iterable[TransferPlanner],
         pace: Callable[[], Pace | None],
+        mapping: Callable[[Epoch], Mapping],
     ) -> None:
+        self._mapping = mapping
         self._me = me
         self._pool = pool
         self._strategy = strategy
@@ -144,13 +152,17 @@ class Router:
             raise RemoteProtocolError("pages are exposed, but no memory of theirs is registered")
         limits = Limits(me.slot_bytes, hello.lease_bytes, remote.page_rows())
         exposed, length = frame.tables is not None, self._length(frame)
-        request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length)
+        mapping = self._mapping(remote.epoch)
+        unmapped = mapping.refused if mapping.pool is None else None
+        request = PathRequest(pair, intake, me.rank, limits, frame.paths, exposed, length, unmapped)
         path, reason = self._chooser.choose(remote.epoch, rotation, hello.paths, request)
         if not path.exposes_pages and stuck >= quota:
             raise QuarantineFullError(f"{remote.name}: {stuck} staging slots wait for evidence")
         tables = {} if frame.tables is None else tables_from_wire(frame.tables)
         ring = RegionId(hello.ring_region)
-        route = Route(remote, path, reason, pair, pair.source_view, intake, tables, ring, frame.start, frame.verify)
+        mapped = mapping.pool if maps_pages(path) else None
+        known = pair, pair.source_view, intake, tables
+        route = Route(remote, path, reason, *known, ring, frame.start, frame.verify, mapped)
         pace = None if frame.pace is None else Pace(*frame.pace)
         grouping = None if self._schedule.name == PER_CHUNK else partial(self._groups, intake, on_groups, pace)
         plan = FlowPlan(
@@ -191,15 +203,21 @@ class Router:
         most = max((g.rows_per_page * g.pages for g in self._pool.site.groups), default=1)
         return min(1 << (frame.stop - frame.start - 1).bit_length(), most)
 
-    def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout:
-        """What to post or to gather: never more than the part, nor outside the peer's ring."""
+    def plan(self, route: Route, transfer: Transfer, tables: Tables) -> Writes | StagedLayout | PageCopy:
+        """What to post, to gather or to copy: never more than the part, nor outside the peer's ring or its pages."""
         hello, name, segment = route.remote.hello, route.path.name, transfer.segment
         check_pages(self._pool.site, route.view.layout(segment), tables)
         plan = route.path.send(Job(route.pair, segment, tables, route.tables))
-        if transfer.offset is None and isinstance(plan, Writes):
+        if route.mapped is not None and isinstance(plan, PageCopy) and plan.source.nbytes == transfer.nbytes:
+            check_tables(self._pool.site, plan.source, tables)
+            check_tables(route.remote.site, plan.target, route.tables)
+            return plan
+        if transfer.offset is None and route.mapped is None and isinstance(plan, Writes):
             return plan.renamed(self._regions, np.array(hello.regions, np.int32))
-        if transfer.offset is None or isinstance(plan, Writes) or plan.nbytes != transfer.nbytes:
-            wanted = "writes into pages" if transfer.offset is None else f"a layout of {transfer.nbytes} bytes"
+        if transfer.offset is None or not isinstance(plan, StagedLayout) or plan.nbytes != transfer.nbytes:
+            wanted = f"a layout of {transfer.nbytes} bytes" if transfer.offset is not None else "writes into pages"
+            if route.mapped is not None:
+                wanted = f"a copy of {transfer.nbytes} bytes"
             raise LocalProtocolError(f"path {name!r} plans {type(plan).__name__}s for {segment}, which takes {wanted}")
         if transfer.offset + transfer.nbytes > hello.ring_bytes:
             end = transfer.offset + transfer.nbytes

@@ -10,6 +10,7 @@ final, or will be at an event that a GPU waits for, and once it has its place at
 
     add -> pending -> gather into a slot -> post -> tickets end -> outcome       (staged)
     add -> pending ----------------------> post -> tickets end -> outcome       (straight from page to page)
+    add -> pending -> copy into the peer's mapped pages --------> outcome       (mapped)
 
 Calls go one way. The endpoint's side calls ``look`` and ``start`` in each step of its loop, and ``writes.on_ticket``
 for each report of the transport. None of them calls the side. What the side has to know waits until it takes it
@@ -18,12 +19,13 @@ for each report of the transport. None of them calls the side. What the side has
 ``start`` begins at most one gather. So a transport that copies inside ``submit`` has reported the end of the last
 write, and has its slot back, before the next gather looks for one.
 
-``room.machine.reads`` protects pages of a room: gathers, checksums and direct writes each count from before they begin
-until they cannot read any more. Pins and ``filling`` protect a slot, see :mod:`.slots`: a write that may read it holds
-a pin, and the gather that writes it sets ``filling``. :mod:`.writes` has the tickets, and
-says when a write reads no more.
+``room.machine.reads`` protects pages of a room: gathers, checksums, copies and direct writes each count from before
+they begin until they cannot read any more. Pins and ``filling`` protect a slot, see :mod:`.slots`: a write that may
+read it holds a pin, and the gather that writes it sets ``filling``. :mod:`.writes` has the tickets, and says when a
+write reads no more.
 
-One gather serves all destinations of a segment that have their grants, and equal parts are gathered once.
+One gather serves all destinations of a segment that have their grants, and equal parts are gathered once. One copy
+into mapped pages serves all destinations of a segment; on a GPU, all segments of a room that are ready.
 Checksums cover the pages, not the slot, so they detect a wrong gather.
 
 Where kernels and transport wait for events by themselves, gather and write are queued at once, behind the event after
@@ -32,20 +34,21 @@ which the rows are final, and this thread only asks later whether they have ende
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from attrs import define, frozen
 
 from ...ids import Epoch, RegionId, room_name
-from ...kernels import Kernels, Move, SupportsStreams
-from ...memory import Buffer, Event, MemoryPool
-from ...planning import StagedLayout, Writes
+from ...kernels import Kernels, Move, PageMove, Pages, SupportsStreams
+from ...memory import Buffer, Event, MemoryPool, parts
+from ...planning import PageCopy, StagedLayout, Writes
 from ...protocol import Transfer, Verify, WriteFailed, verified
 from ...protocol.machine import ours
 from ...strategies import Tables
 from ..runtime.budget import Budget
 from ..runtime.checksums import PendingChecksums, layer_sums
 from ..runtime.event_loop import EventLoop
+from .copies import PageCopies
 from .inspection import TransferInspection
 from .prepared import Planned, PreparedGathers, SlotLayout
 from .room import PrefillRoom
@@ -62,7 +65,7 @@ class TransferSpec:
 
     Args:
         transfer: from which segment, to whom.
-        plan: writes into exposed pages (regions named), or what to gather.
+        plan: writes into exposed pages (regions named), what to gather, or what to copy.
         tables: the room's pages.
         after: when they are final; None: now.
         route: how the bytes get there.
@@ -70,7 +73,7 @@ class TransferSpec:
     """
 
     transfer: Transfer
-    plan: Writes | StagedLayout
+    plan: Writes | StagedLayout | PageCopy
     tables: Tables
     after: Event | None
     route: Route
@@ -138,6 +141,7 @@ class TransferQueue:
         self._clock = loop.clock
         self._slots = StagingSlots[Post](staging.nbytes, slot_bytes)
         self.writes = PostedWrites(loop, self._slots, throughput)
+        self._copies = PageCopies(kernels, self.writes, loop.clock)
         self._queue = PendingTransfers[PrefillRoom]()
         self._gathering: list[_Gathering] = []
         self._summing: list[_Summing] = []
@@ -157,10 +161,8 @@ class TransferQueue:
     @property
     def active(self) -> bool:
         """Whether there is anything to do, to prepare or to take."""
-        writes, prepared = self.writes, self.prepared.gathers
-        return bool(
-            self._queue or writes.posts or self._gathering or self._summing or writes.outcomes or prepared.waiting
-        )
+        writes, prepared, moving = self.writes, self.prepared.gathers, self._gathering or self._copies.running
+        return bool(self._queue or writes.posts or moving or self._summing or writes.outcomes or prepared.waiting)
 
     @property
     def pending(self) -> bool:
@@ -169,7 +171,8 @@ class TransferQueue:
 
     def inspect(self) -> TransferInspection:
         """See :mod:`~disagg_kv.endpoints.runtime.inspection`."""
-        return TransferInspection(self._queue, self._gathering, self.writes.posts, self._slots, self.prepared)
+        writes, copies = self.writes.posts, self._copies
+        return TransferInspection(self._queue, self._gathering, copies, writes, self._slots, self.prepared)
 
     def add(self, room: PrefillRoom, transfer: Transfer) -> None:
         """Order a transfer; one that is pending already is replaced."""
@@ -181,15 +184,22 @@ class TransferQueue:
         self.prepared.forget(room)
 
     def look(self) -> None:
-        """Go on with gathers and checksums that have ended since the last look."""
+        """Go on with gathers, copies and checksums that have ended since the last look."""
         for one in list(self._gathering):
             self._look(one)
+        self._copies.look()
         for summing in list(self._summing):
             self._look_at_sums(summing)
         self.writes.looked = self._clock()
 
+    def look_at_failed(self) -> None:
+        """Take in copies that failed, and are proved to have ended."""
+        if self._copies.failed:
+            self._copies.look_at_failed()
+
     def start(self, budget: Budget) -> bool:
         """Begin what can begin, but one gather at most; True: another gather may be able to begin."""
+        self._begin_copies(budget)
         self._waiting = self._begin_direct(budget)
         slot = self._slots.reusable() if self._queue else None
         found = None if slot is None else self._queue.first(self._full)
@@ -202,7 +212,8 @@ class TransferQueue:
     @property
     def waits(self) -> bool:
         """Whether something is in flight, or waits for an event, that only polling finds."""
-        return bool(self._gathering or self.writes.posts or self._summing) or self._waiting
+        moving = self._gathering or self._copies.running or self.writes.posts or self._summing
+        return bool(moving) or self._waiting
 
     def _begin_direct(self, budget: Budget) -> bool:
         """Post what goes straight to pages; True while something waits for an event that only polling finds.
@@ -211,6 +222,8 @@ class TransferQueue:
         """
         waiting = False
         for room, to in self._queue.lines():
+            if room.routes[to].mapped is not None:
+                continue
             for transfer in self._queue.direct(room, to):
                 try:
                     after = None if self._posts_wait else room.ready_events.before(transfer.segment)
@@ -275,6 +288,55 @@ class TransferQueue:
             self.writes.end(post)
             return
         self.writes.post(post, spec.plan, after)
+
+    # From pages into mapped pages.
+
+    def _begin_copies(self, budget: Budget) -> None:
+        """Copy what is pending for mapped pages.
+
+        Copies wait for events by themselves: rows whose event does not wait on a device are not final before it. On a
+        device, transfers of a room that wait for the same events share a launch. On a CPU a launch blocks, so that it
+        has one segment for all its destinations.
+        """
+        together: dict[tuple[PrefillRoom, Hashable], list[Transfer]] = {}
+        for room, to in self._queue.lines():
+            if room.routes[to].mapped is None:
+                continue
+            for transfer in self._queue.line(room, to):
+                what: Hashable = transfer.segment
+                if self._streams is not None:
+                    what = frozenset(map(id, parts(room.ready_events.before(transfer.segment))))
+                together.setdefault((room, what), []).append(transfer)
+        for (room, _), transfers in together.items():
+            if not budget.take():
+                return
+            self._copy(room, transfers)
+
+    def _copy(self, room: PrefillRoom, transfers: Sequence[Transfer]) -> None:
+        begun: list[tuple[Post, PageMove]] = []
+        after: Event | None = None
+        for transfer in transfers:
+            self._queue.remove(room, transfer.to, transfer.segment)
+            spec = self._begin(room, transfer, None)
+            if spec is None:
+                continue
+            assert isinstance(spec.plan, PageCopy)
+            assert spec.route.mapped is not None
+            self.writes.reading(room, 1)
+            post = self.writes.begin(room, transfer, None)
+            try:
+                # Nothing may begin to write once a peer's end was seen.
+                self._loop.reach(transfer.to)
+                self._sum([(post, spec, 0)])
+            except Exception as exc:
+                post.error = exc
+                self.writes.end(post)
+                continue
+            after = spec.after
+            target = Pages(spec.route.mapped, spec.route.tables)
+            begun.append((post, PageMove(spec.plan, Pages(self._pool, spec.tables), target)))
+        if begun:
+            self._copies.launch(begun, after)
 
     # Through a slot.
 
@@ -434,6 +496,7 @@ class TransferQueue:
         assert pinned == set(self.writes.pinning()), pinned
         live = {post for post in self.writes.posts.values() if post.slot is not None}
         live |= {post for one in self._gathering if not one.posted for post, _ in one.posts}
+        self._copies.check_integrity()
         assert pinned == live, (pinned, live)
         filling = {one.slot for one in self._gathering}
         assert filling == {slot for slot in self._slots if slot.filling}, filling

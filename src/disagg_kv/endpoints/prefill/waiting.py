@@ -84,6 +84,10 @@ class PendingTransfers(Generic[R]):
         """Rooms and destinations between which something waits that goes straight to pages."""
         return tuple(self._direct)
 
+    def line(self, room: R, to: Epoch) -> Sequence[Transfer]:
+        """All of such a line, in order."""
+        return tuple(self._direct[room, to].values())
+
     def direct(self, room: R, to: Epoch) -> Iterator[Transfer]:
         """The first of such a line, again and again until the line is empty; the caller removes each or stops."""
         while line := self._direct.get((room, to)):

@@ -3,6 +3,8 @@
 A ticket that has *ended* may still read the source (a write that timed out). Only a ticket that is *quiet* gives back
 what it reads: a pin of a slot, or a read of a room's pages. This file releases both when a write's tickets are
 quiet. Outcomes wait here until the side takes them; they survive an exception.
+
+A copy into mapped pages (:mod:`.copies`) is a post without tickets. It is quiet once its event has happened.
 """
 
 from __future__ import annotations
@@ -55,9 +57,10 @@ Outcome = Moved | Unread | Broken
 
 @define(eq=False)
 class Post:
-    """What was posted for one transfer, as one: it ends when all its tickets have ended.
+    """What was posted for one transfer, as one: it ends when all its tickets have ended, or when it was copied.
 
-    Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``.
+    Its outcome is known when its checksums are there too (``summing`` False); until then it is ``held``. ``copying``: a
+    kernel may still read and write.
     """
 
     room: PrefillRoom
@@ -68,10 +71,16 @@ class Post:
     crossing: bool = False
     tickets: set[Ticket] = field(factory=set)
     unquiet: set[Ticket] = field(factory=set)
+    copying: bool = False
     error: Exception | None = None
     sums: bytes | None = None
     summing: bool = False
     held: bool = False
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of it reads or writes any more."""
+        return not (self.tickets or self.unquiet or self.copying)
 
 
 class PostedWrites:
@@ -205,14 +214,14 @@ class PostedWrites:
             self.end(post)
 
     def end(self, post: Post) -> None:
-        """All tickets have ended, well or not, quiet or not."""
+        """All tickets, or the copy, have ended, well or not, quiet or not."""
         if post.posted:
             # The gather before it ended since the last look, too.
             self.crosses(post, max(post.began, self.looked))
             ended = self._clock()
             post.room.handle.report.write_ends(ended)
             self._span("wire", post, ended)
-        if not post.unquiet:
+        if post.quiet:
             self._unpin(post)
         if post.summing and post.error is None:
             post.held = True
@@ -226,14 +235,18 @@ class PostedWrites:
             post.room.handle.report.nbytes += transfer.nbytes
             self.moved(post.room, transfer.to, Wrote(transfer.segment, post.sums))
         else:
-            self.moved(post.room, transfer.to, WriteFailed(transfer.segment, post.error, not post.unquiet))
+            self.moved(post.room, transfer.to, WriteFailed(transfer.segment, post.error, post.quiet))
 
     def _quiet(self, post: Post, ticket: Ticket) -> None:
         del self.posts[ticket]
         post.unquiet.discard(ticket)
-        if not post.unquiet and not post.tickets:
-            self._unpin(post)
-            self.moved(post.room, post.transfer.to, Quiet(post.transfer.segment))
+        if post.quiet:
+            self.quiet(post)
+
+    def quiet(self, post: Post) -> None:
+        """What failed before it was quiet is quiet at last."""
+        self._unpin(post)
+        self.moved(post.room, post.transfer.to, Quiet(post.transfer.segment))
 
     def _unpin(self, post: Post) -> None:
         posts = self.of_room[post.room]

@@ -1,7 +1,8 @@
 """Connections of the transport, at most one per epoch of a peer.
 
 ``Transport.connect`` may block for seconds, so it runs on a helper thread. Until it has returned, the epoch is
-*linking*: no room uses it, and its frames about rooms wait here, bounded. The endpoint's thread begins with
+*linking*: no room uses it, and its frames about rooms wait here, bounded. Where a path needs the peer's pool mapped,
+the same thread maps it. The endpoint's thread begins with
 :meth:`Connections.begin` and takes results with :meth:`Connections.results`. A failure is remembered from when it
 happened, so that the next frame of that epoch does not begin another attempt at once.
 """
@@ -25,6 +26,7 @@ from ...trace import Observer
 from ...transports import Transport
 from .background import Background
 from .limited_log import LimitedLog
+from .mapping import UNMAPPED, Mapping
 
 log = logging.getLogger("disagg_kv")
 
@@ -48,6 +50,7 @@ class _Link:
         peer: the transport's name of it.
         until: when an attempt that has not returned is overdue.
         linked: the attempt has succeeded.
+        mapping: of the peer's pool.
         wanted: the result of the attempt is awaited.
         error: why it cannot be used although it is there.
         frames: what has come meanwhile, and how many bytes that is.
@@ -57,6 +60,7 @@ class _Link:
     peer: Peer
     until: float
     linked: bool = False
+    mapping: Mapping = UNMAPPED
     wanted: bool = True
     error: DisaggKVError | None = None
     frames: list[RoomFrame] = field(factory=list)
@@ -90,6 +94,7 @@ class Connections:
         clock: time, in seconds.
         observer: counts what fails.
         options: ``silence_s`` is how long a failure is remembered; at most ``peers`` attempts run at a time.
+        map_pool: maps the pool of a peer that was connected, on the thread that connected it; None: nothing is mapped.
     """
 
     def __init__(
@@ -100,10 +105,12 @@ class Connections:
         clock: Callable[[], float],
         observer: Observer,
         options: Options,
+        map_pool: Callable[[Peer, Hello], Mapping] | None = None,
     ) -> None:
         self._transport = transport
         self._background = background
         self._wake = wake
+        self._map_pool = map_pool
         self._clock = clock
         self._observer = observer
         self._options = options
@@ -167,6 +174,8 @@ class Connections:
         error: DisaggKVError | None = TransportError(lost, **link.up.hello.who)
         try:
             self._transport.connect(link.up.hello.descriptor, CONNECT_S)
+            if self._map_pool is not None:
+                link.mapping = self._map_pool(link.peer, link.up.hello)
             error = None
         except Exception as exc:
             error = _failed(exc, link.up.hello)
@@ -270,6 +279,10 @@ class Connections:
         """The transport's name of a peer; None: it is not linked."""
         link = self._links.get(epoch)
         return link.peer if link is not None and link.linked else None
+
+    def mapping(self, epoch: Epoch) -> Mapping:
+        """The pool of a linked peer, as it is mapped here."""
+        return self._links[epoch].mapping
 
     def epoch(self, peer: Peer) -> Epoch | None:
         """Which epoch the transport speaks of."""

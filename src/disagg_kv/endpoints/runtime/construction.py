@@ -122,4 +122,5 @@ class Parts:
             tuple(regions),
             self.transport,
             paths,
+            device=self.pool.buffers[0].device,
         )

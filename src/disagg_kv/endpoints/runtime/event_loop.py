@@ -49,6 +49,7 @@ from ...protocol.frames import (
     Vote,
 )
 from ...rendezvous import Rendezvous, Source
+from ...strategies import maps_pages
 from ...trace import Guarded, Observer, Silent, wants_layers
 from ...transports import Home, PeerEvent, Settled, WriteEnded
 from .background import Background
@@ -60,6 +61,7 @@ from .handshake import EndpointInfo, RemoteEndpoint, check_key
 from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
 from .limited_log import LimitedLog
+from .mapping import Mapping, map_pool
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
 from .receive_buffer import ReceiveBuffer
@@ -117,7 +119,8 @@ class EventLoop:
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
-        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options)
+        maps = self._map_pool if me.role == "prefill" and any(map(maps_pages, me.paths)) else None
+        self.connections = Connections(me.transport, helpers, channel.wake, clock, self.observer, options, maps)
         self.peer_registry = PeerRegistry(self.peers, self.connections, options, clock)
         helpers = background(f"{name} look-ups", LOOKUPS)
         self.directory = Directory(rendezvous, helpers, channel.wake, clock, options)
@@ -423,6 +426,10 @@ class EventLoop:
             self.side.on_up(self.remotes[up.epoch])
         for frame in linked.frames:
             self._guard(self.side.on_frame, frame)
+
+    def _map_pool(self, peer: Peer, hello: Hello) -> Mapping:
+        """On a thread that has just connected a peer."""
+        return map_pool(self.me.transport, peer, RemoteEndpoint.of(hello), self.me.device)
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

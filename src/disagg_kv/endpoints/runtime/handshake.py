@@ -70,6 +70,7 @@ class EndpointInfo:
         paths: what it can use.
         slot_bytes: prefill: bytes of a staging slot.
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
+        device: where its pool lies.
     """
 
     life: Incarnation
@@ -86,6 +87,7 @@ class EndpointInfo:
     ring_region: RegionId = RegionId(0)  # noqa: RUF009 - a NewType of int
     ring_bytes: int = 0
     lease_bytes: int = 0
+    device: str = "cpu"
 
     @property
     def epoch(self) -> Epoch:

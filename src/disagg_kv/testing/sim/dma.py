@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from attrs import define
+from attrs import define, frozen
 
 from ...errors import PeerLostError, RegistrationError, TransportError
 from ...ids import Peer, RegionId, Ticket
@@ -38,6 +38,7 @@ class Op:
         owner: of the target pages, the room's number.
         pages: which those are.
         after: what it waits for before it moves anything; None: nothing.
+        copied: a kernel of the source moves it; see :mod:`.copies`.
         seen: the versions of both sides' memories at the last check of the batch.
     """
 
@@ -50,12 +51,21 @@ class Op:
     owner: int
     pages: list[int]
     after: Event | None = None
+    copied: bool = False
     pieces: int = 0
     landed: int = 0
     reported: bool = False
     quiet: bool = False
     doomed: float | None = None
     seen: tuple[int, int] = (-1, -1)
+
+
+@frozen(eq=False)
+class Mapped:
+    """The owner of a mapped buffer: whose memory it is."""
+
+    there: SimTransport
+    memory: U8
 
 
 @define
@@ -72,7 +82,7 @@ class SimTransport:
     name = "sim"
 
     def __init__(self, dma: Dma, node: SimProcess) -> None:
-        self._dma = dma
+        self.dma = dma
         self._world = world = node.world
         self.node = node
         self.me = Peer(b"sim" + node.epoch)
@@ -124,7 +134,7 @@ class SimTransport:
         """Find a peer by its name; as a fault, or if it is gone, it cannot be reached."""
         self.node.may_block("connects its transport")
         peer = Peer(descriptor)
-        there = self._dma.transports.get(peer)
+        there = self.dma.transports.get(peer)
         if there is None or not there.alive:
             raise PeerLostError(f"sim: peer {descriptor.hex()} has ended")
         if self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
@@ -138,6 +148,23 @@ class SimTransport:
         self._peers.pop(peer, None)
         if self._world.outside.happens(FaultClass.STUCK, 0.5):
             raise RuntimeError("sim: the peer could not be disconnected")
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        """In some worlds nothing is mapped."""
+        return None if self._world.scenario.maps else "sim: nothing is mapped in this world"
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        """A region of a peer; as a fault, not."""
+        self.node.may_block("maps a peer's memory")
+        there = self._peers[peer]
+        memory = there.regions.get(region)
+        if memory is None:
+            raise RegistrationError(f"sim: region {region} is not registered")
+        if self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
+            self._world.hit(FaultClass.UNREACHABLE)
+            self._world.mark("mapped:a mapping fails")
+            raise TransportError("sim: the memory could not be mapped")
+        return self.dma.mapped(there, memory)
 
     def submit(
         self,
@@ -173,12 +200,12 @@ class SimTransport:
             )
         self._serial += 1
         ticket = Ticket(self._serial)
-        op = self._dma.place(self, there, ticket, ranges, after)
+        op = self.dma.place(self, there, ticket, ranges, after)
         if after is not None:
             self._world.mark("events:a write waits for one")
             self._waiting.append(op)
         else:
-            self._dma.begin(op)
+            self.dma.begin(op)
         return ticket
 
     def poll(self) -> Sequence[WriteEnded | Settled | PeerEvent]:
@@ -188,7 +215,7 @@ class SimTransport:
             if self.node.polls_left < 0:
                 raise RuntimeError("sim: the transport's poll failed")
         if self._waiting:
-            self._waiting = [op for op in self._waiting if not self._dma.due(op)]
+            self._waiting = [op for op in self._waiting if not self.dma.due(op)]
         if not self._events:
             return ()
         events, self._events = self._events, []
@@ -219,8 +246,8 @@ class SimTransport:
         self.regions.clear()
         self._peers.clear()
         for op in self._waiting:
-            self._dma.drop(op, TransportError("sim: closed before its event"))
-        return tuple(op.ticket for op in self._dma.live if op.source is self and not op.quiet)
+            self.dma.drop(op, TransportError("sim: closed before its event"))
+        return tuple(op.ticket for op in self.dma.live if op.source is self and not op.quiet)
 
 
 def _outside(memory: U8 | None, region: int, offset: int, nbytes: int) -> RegistrationError:
@@ -232,8 +259,9 @@ class Dma:
     """Moves bytes between memories at its own times, and checks whose they are whenever it does."""
 
     def __init__(self, world: Simulation) -> None:
-        self._world = world
+        self.world = self._world = world
         self._random = world.random
+        self._number = 0
         self.live: dict[Op, None] = {}
         self.transports: dict[Peer, SimTransport] = {}
         self._hung: list[Op] = []
@@ -319,7 +347,7 @@ class Dma:
 
     def _schedule(self, op: Op, mode: FaultClass | None, slow: float) -> None:
         world, rng = self._world, self._random
-        pieces = _torn(op.ranges, rng.choice((1, 1, 1, 2, 3)), rng.random())
+        pieces = torn(op.ranges, rng.choice((1, 1, 1, 2, 3)), rng.random())
         whole = len(pieces)
         error = TransportError(f"sim: {mode.value}", retryable=rng.random() < 0.7) if mode is not None else None
         if mode is FaultClass.REFUSED:
@@ -335,9 +363,9 @@ class Dma:
             at = begin + (rng.randint(0, 3) / 1000 + slow * rng.random() if begin or slow else rng.randint(0, 2) / 1000)
             end = max(end, at)
             if at:
-                world.later(at, partial(self._land, op, piece))
+                world.later(at, partial(self.land, op, piece))
             else:
-                self._land(op, piece)
+                self.land(op, piece)
         if mode in (FaultClass.HUNG, FaultClass.QUARANTINE):
             self._hung.append(op)
         elif mode is FaultClass.LATE:
@@ -349,9 +377,26 @@ class Dma:
         else:
             world.later(end + 0.001, lambda: self._tell(op, error, quiesced=True))
 
+    # Copies into mapped pages.
+
+    def number(self) -> int:
+        """Of a copy."""
+        self._number += 1
+        return self._number
+
+    def mapped(self, there: SimTransport, memory: U8) -> Buffer:
+        """A region of another process, as a process sees it."""
+        return Buffer(memory.__array_interface__["data"][0], memory.nbytes, owner=Mapped(there, memory))
+
+    def begin_copy(self, op: Op) -> None:
+        """A device begins to copy."""
+        op.after, op.before = None, _read(op.ranges)
+        self._world.note("copy", op.source.node.address, op.target.node.address, op.before)
+
     # Landing.
 
-    def _land(self, op: Op, piece: list[Range]) -> None:
+    def land(self, op: Op, piece: list[Range]) -> None:
+        """Some bytes of it move, unless it cannot move any more."""
         world = self._world
         op.landed += 1
         if op.quiet or not op.target.alive or (op.doomed is not None and world.now >= op.doomed):
@@ -384,16 +429,16 @@ class Dma:
         if error is None and op.lease is not None:
             op.target.landed[op.ranges[0][3]] = Landed(op.lease, op.before)
         if quiesced:
-            self._end(op)
+            self.end(op)
         op.source.tell(WriteEnded(op.ticket, error, quiesced))
 
     def _settle(self, op: Op) -> None:
         if not op.quiet:
-            self._end(op)
+            self.end(op)
             self._world.mark("release:settled")
             op.source.tell(Settled(op.ticket))
 
-    def _end(self, op: Op) -> None:
+    def end(self, op: Op) -> None:
         """From now on nothing of it moves."""
         self.check(op)
         op.quiet = True
@@ -406,6 +451,9 @@ class Dma:
         world = self._world
         dead.alive = False
         for op in list(self.live):
+            if op.copied and op.source is not dead:
+                # A mapping outlives its owner: a kernel goes on.
+                continue
             if op.source is dead or op.target is dead:
                 self._doom(op)
             if op.source is dead and op.doomed is not None:
@@ -420,7 +468,7 @@ class Dma:
 
     def _forget(self, op: Op) -> None:
         if not op.quiet:
-            self._end(op)
+            self.end(op)
 
     def _target_died(self, op: Op) -> None:
         error = PeerLostError(f"sim: peer {op.target.me.hex()} has ended")
@@ -482,7 +530,7 @@ def _read(ranges: Sequence[Range]) -> bytes:
     return b"".join([memory[at : at + n].tobytes() for memory, at, _, _, n in ranges])
 
 
-def _torn(ranges: list[Range], pieces: int, order: float) -> list[list[Range]]:
+def torn(ranges: list[Range], pieces: int, order: float) -> list[list[Range]]:
     """The ranges in this many parts, which may cut a range in two, in some order."""
     if pieces == 1 or not ranges:
         return [ranges] if ranges else []

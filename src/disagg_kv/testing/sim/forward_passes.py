@@ -9,8 +9,8 @@ from ...endpoints import PrefillEndpoint
 from ...endpoints.prefill.handle import ForwardPass
 from ...ids import LayerId
 from .cluster import Cluster
+from .events import SimEvent
 from .fault import survives
-from .kernels import SimEvent
 from .kind import Kind
 from .node import SimNode
 from .rooms import Chunk, Entry

@@ -9,7 +9,9 @@ from attrs import evolve
 from ...kernels import KERNELS, Checksums, Move, PageMove
 from ...memory import Buffer, Event, MemoryPool, bytes_of, parts
 from ...staging import Lease
+from .copies import copy
 from .dma import SimTransport
+from .events import SimEvent
 from .fault import FaultClass
 from .simulation import SimProcess, Simulation
 
@@ -17,35 +19,6 @@ CPU = KERNELS["cpu"]
 
 MOST_PREPARED = 3
 """Launches of one rank: few, so that there are both those that are prepared and those that are not."""
-
-
-class SimEvent:
-    """Something that happens when the world says so; a failed one raises."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.happened = False
-        self._error = error
-        self._next: list[Callable[[], None]] = []
-
-    def happen(self) -> None:
-        """Now."""
-        self.happened = True
-        for act in self._next:
-            act()
-
-    def then(self, act: Callable[[], None]) -> None:
-        """What comes as soon as it has happened."""
-        self._next.append(act)
-
-    def query(self) -> bool:
-        """True once it has happened."""
-        if self.happened and self._error is not None:
-            raise self._error
-        return self.happened
-
-    def synchronize(self) -> None:
-        """A simulation never waits."""
-        assert self.happened, "a simulation never waits"
 
 
 class SimKernels:
@@ -97,13 +70,8 @@ class SimKernels:
         return self._run(act)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
-        """Copy pages into pages, now or later, and not before ``after``."""
-
-        def act() -> None:
-            self._node.memory.version += 1
-            CPU.copy(moves, None)
-
-        return self._run(act, after)
+        """Copy pages into mapped pages, now or later, and not before ``after``; see :mod:`.copies`."""
+        return copy(self._transport.dma, self._transport, moves, after)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> SimPrepared | None:
         """Sometimes; what is prepared is for leases that are live now."""

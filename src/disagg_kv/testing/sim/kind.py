@@ -45,5 +45,6 @@ class Kind(Enum):
     UNOPENED = "decode gives a room up that prefill has not opened"
     UNMET_LATE = "the side that comes after that fails at once"
     WINDOW = "only those rows of a sliding window cross that the end of the room leaves in it"
+    MAPPED = "a kernel copies rows from prefill's pages into decode's mapped pages"
     OVERLAID = "layers with a window have pages of their own, in the same bytes as those of the others"
     WINDOW_OPEN = "all rows of a sliding window cross, as the end was not known"

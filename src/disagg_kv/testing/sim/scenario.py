@@ -254,6 +254,7 @@ class Scenario:
 
     ``conversations`` is empty where decode keeps no prefixes; with ``collisions``, unequal prefixes have equal hashes.
     With ``together``, frames to one peer leave as one message.
+    With ``maps``, transports map memory of peers.
     ``pieces`` of work of one kind are done in a turn at most.
     ``far`` is the side and the number of a rank whose frames take longer than those of the others; None: of no rank.
     Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
@@ -279,6 +280,7 @@ class Scenario:
     slow_kernels: bool
     waits_events: bool
     orders: bool
+    maps: bool
     together: bool
     far: tuple[str, int] | None
     pieces: int
@@ -357,12 +359,18 @@ class Scenario:
         if FaultClass.REUSED in others:
             options = evolve(options, tombstones=random.Random(f"used twice {seed}").choice((1, 2, 64)))
         selection = "+incremental" if conversations else ""
+        draws = random.Random(f"maps {seed}")
+        maps = draws.random() < 0.7
+        exposing = maps and decode_path != "staged"
         return cls(
             seed=seed,
             model=shape.model,
             prefills=prefills,
             decode=decode,
-            prefill_paths=tuple(rng.choice(prefill_paths) + selection for _ in prefills),
+            prefill_paths=tuple(
+                ("mapped" if exposing and draws.random() < 0.4 else path) + selection
+                for path in [rng.choice(prefill_paths) for _ in prefills]
+            ),
             decode_path=decode_path + selection,
             schedule=rng.choice(SCHEDULES),
             verify="off" if slow_kernels else rng.choice(("off", "sampled", "full")),
@@ -385,6 +393,7 @@ class Scenario:
             collisions=rng.random() < 0.1,
             waits_events=rng.random() < 0.5,
             orders=slow_kernels and rng.random() < 0.6,
+            maps=maps,
             pieces=random.Random(f"pieces {seed}").choice((2, 8, 64, 256)),
         )
 

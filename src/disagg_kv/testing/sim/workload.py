@@ -14,9 +14,9 @@ from ...strategies import LayerPipelined
 from .cached_requests import CachedRequest
 from .check import Checks
 from .cluster import Cluster
+from .events import SimEvent
 from .fault import FaultClass
 from .forward_passes import ForwardPasses
-from .kernels import SimEvent
 from .kind import Kind
 from .node import SimNode
 from .reused_ids import ReusedIds

@@ -1,0 +1,60 @@
+"""Pools of peers that the transport maps, so that kernels of this process copy into their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attrs import frozen
+
+from ...errors import ConfigurationError, DisaggKVError, text_of
+from ...ids import Peer, RegionId
+from ...memory import MappedPool
+from ...strategies import AUTO, TransferPlanner, maps_pages
+from ...transports import SupportsMapping, Transport
+from .handshake import RemoteEndpoint
+
+
+@frozen(eq=False)
+class Mapping:
+    """A peer's pool.
+
+    Args:
+        pool: as it is mapped here; None: it is not.
+        refused: why not.
+    """
+
+    pool: MappedPool | None = None
+    refused: str = ""
+
+
+UNMAPPED = Mapping(refused="no path of this endpoint maps memory")
+
+
+def map_pool(transport: Transport, peer: Peer, remote: RemoteEndpoint, device: str) -> Mapping:
+    """Map the pool of a connected peer for kernels on ``device``. May block; on any thread, as ``connect``.
+
+    What prevents it is a refusal of the paths that need it, not an error: other paths reach the peer.
+    """
+    if not isinstance(transport, SupportsMapping):
+        return Mapping(refused=f"transport {transport.name!r} does not map memory of peers")
+    regions = [RegionId(region) for region in remote.hello.regions]
+    if not regions:
+        return Mapping(refused="decode's pages are not registered with its transport")
+    try:
+        refused = transport.unmappable(peer, regions, device)
+        if refused is not None:
+            return Mapping(refused=refused)
+        return Mapping(MappedPool(remote.site, [transport.map(peer, region, device) for region in regions]))
+    except DisaggKVError as exc:
+        return Mapping(refused=text_of(exc))
+    except Exception as exc:
+        return Mapping(refused=f"transport {transport.name!r} raised: {text_of(exc)}")
+
+
+def check_mapping(wanted: str, usable: Iterable[TransferPlanner], transport: Transport) -> None:
+    """Raise a :class:`ConfigurationError` if an explicit path needs a mapping that the transport does not have."""
+    if wanted != AUTO and any(map(maps_pages, usable)) and not isinstance(transport, SupportsMapping):
+        raise ConfigurationError(
+            f"path {wanted!r} copies into mapped pages, but transport {transport.name!r} does not map memory of peers: "
+            "take path 'staged', or a transport such as 'shm' or 'cuda_ipc'"
+        )

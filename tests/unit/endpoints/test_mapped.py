@@ -1,0 +1,314 @@
+"""Path ``mapped``: kernels copy into mapped pages; a copy is quiet when its event has happened, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from disagg_kv.errors import ConfigurationError, RegistrationError, TransportError
+from disagg_kv.geometry import CacheSpec
+from disagg_kv.ids import Peer, RegionId
+from disagg_kv.kernels import CpuKernels, PageMove
+from disagg_kv.memory import Buffer, Event
+from disagg_kv.protocol import Phase
+from disagg_kv.testing import FaultyTransport
+from disagg_kv.transports import InprocTransport, Transport
+from tests.support.rig import Memory, Request, Rig, tp_shards
+from tests.support.rig_parts import Flag
+
+SPEC = CacheSpec.kv(2, 4, 8, "float16")
+
+
+class Copy:
+    """A launched copy; also the event of its end."""
+
+    def __init__(self, moves: Sequence[PageMove], after: Event | None) -> None:
+        self.moves = moves
+        self.after = after
+        self.happened = False
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """The device gets there."""
+        assert self.after is None or self.after.query(), "the rows are not final"
+        CpuKernels().copy(self.moves, None)
+        self.happened, self.error = True, None
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.happened
+
+    def synchronize(self) -> None:
+        raise AssertionError("a thread waited")
+
+
+class Failing(Flag):
+    """An engine's event that may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+
+    def query(self) -> bool:
+        """Raise, or True once fired."""
+        if self.error is not None:
+            raise self.error
+        return super().query()
+
+
+class DeviceKernels(CpuKernels):
+    """Copies that are queued, and done when the test says so."""
+
+    def __init__(self) -> None:
+        self.queued: list[Copy] = []
+        self.refuses: list[Exception] = []
+
+    def orders(self, event: Event) -> bool:
+        return True
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:  # type: ignore[override]
+        if self.refuses:
+            raise self.refuses.pop()
+        self.queued.append(Copy(moves, after))
+        return self.queued[-1]
+
+
+def scene(decode_tp: int = 1) -> tuple[Rig, DeviceKernels, Request]:
+    """One prefill rank whose device copies at the test's word; a request that decode awaits and prefill has open."""
+    rig = Rig(SPEC)
+    kernels = DeviceKernels()
+    prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=kernels)
+    decodes = rig.decode(tp_shards(SPEC, decode_tp), strategy="mapped")
+    return rig, kernels, rig.request("room", prefills, decodes, 9).open_decode().expect(9).open_prefill()
+
+
+def launched(rig: Rig, kernels: DeviceKernels, count: int = 1) -> Copy:
+    """The last of so many copies."""
+    rig.until(lambda: len(kernels.queued) == count, f"{count} copies")
+    return kernels.queued[-1]
+
+
+def test_one_launch_for_all_destinations_behind_the_engine_s_event() -> None:
+    """It is queued before the rows are final, and announced only after it has ended."""
+    rig, kernels, request = scene(decode_tp=2)
+    ready = Flag()
+    request.send(9, ready=ready).finish()
+    copy = launched(rig, kernels)
+    assert copy.after is ready
+    assert len(copy.moves) == 2
+    rig.wait(1.0)
+    assert [h.phase for h in request.receives] == [Phase.MOVING] * 2
+    ready.fired = True
+    copy.run()
+    request.landed()
+    report = request.sends[0].report
+    assert (report.path, report.reason, report.descriptors) == ("mapped", "mapped was asked for", 2)
+    rig.quiet()
+
+
+def test_rows_of_two_events_are_two_launches() -> None:
+    """The first rows do not wait for the event of the second."""
+    rig, kernels, request = scene()
+    first, second = Flag(), Flag()
+    request.send(4, ready=first).send(9, 4, ready=second).finish()
+    launched(rig, kernels, 2)
+    assert [copy.after for copy in kernels.queued] == [first, second]
+    first.fired = True
+    kernels.queued[0].run()
+    rig.until(lambda: request.receives[0].report.segments == 1, "the first rows")
+    second.fired = True
+    kernels.queued[1].run()
+    request.landed()
+    rig.quiet()
+
+
+def test_an_abort_is_acknowledged_once_the_copy_has_ended() -> None:
+    """Until then decode's pages wait for evidence, and prefill's are read."""
+    rig, kernels, request = scene()
+    request.send(9)
+    copy = launched(rig, kernels)
+    request.receives[0].abort("enough")
+    rig.wait(2.0)
+    assert [h.phase for h in request.handles] == [Phase.FAILED] * 2
+    assert not any(h.released for h in request.handles)
+    copy.run()
+    request.forgive()
+    rig.until(lambda: all(h.released for h in request.handles), "the evidence")
+    rig.check()
+    rig.quiet()
+
+
+def test_a_withdrawal_waits_for_the_copy() -> None:
+    """Pages that are taken away are read until the copy has ended."""
+    rig, kernels, request = scene()
+    request.send(9)
+    copy = launched(rig, kernels)
+    gone = request.sends[0].withdraw()
+    rig.wait(1.0)
+    assert not gone.query()
+    copy.run()
+    rig.until(gone.query, "the end of the reads")
+    request.send(9).finish().landed()
+    rig.quiet()
+
+
+def test_a_destination_s_end_proves_nothing_about_our_copy() -> None:
+    """The mapping outlives its owner: our pages are read until the event has happened."""
+    rig, kernels, request = scene()
+    request.send(9)
+    copy = launched(rig, kernels)
+    (peer,) = request.prefills[0].endpoint.peers()
+    request.decodes[0].crash()
+    request.prefills[0].endpoint.confirm_terminated(peer.epoch)
+    rig.until(lambda: request.sends[0].phase is Phase.FAILED, "the loss")
+    rig.wait(5.0)
+    assert not request.sends[0].released
+    copy.run()
+    rig.until(lambda: request.sends[0].released, "the end of the copy")
+    assert request.prefills[0].endpoint.open_rooms == 0
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_an_event_that_raises_fails_the_room_and_frees_nothing(proved: bool) -> None:
+    """The copy may still run. If its event happens later, that is the evidence; else pages are kept."""
+    rig, kernels, request = scene()
+    request.send(9)
+    copy = launched(rig, kernels)
+    copy.error = OSError("the device is lost")
+    rig.until(lambda: all(h.phase is Phase.FAILED for h in request.handles), "the failure")
+    assert "the device is lost" in str(request.sends[0].error)
+    rig.wait(5.0)
+    assert not any(h.released for h in request.handles)
+    assert len(kernels.queued) == 1, "a copy that is not quiet is launched again"
+    if proved:
+        copy.run()
+        request.forgive()
+        rig.until(lambda: all(h.released for h in request.handles), "the evidence")
+        rig.quiet()
+
+
+def test_an_engine_s_event_that_raises_fails_the_room() -> None:
+    """A copy behind it says so by its own event."""
+    rig, kernels, request = scene()
+    ready = Failing()
+    request.send(9, ready=ready)
+    copy = launched(rig, kernels)
+    ready.error = OSError("the pass failed")
+    rig.until(lambda: request.sends[0].phase is Phase.FAILED, "the failure")
+    assert "the pass failed" in str(request.sends[0].error)
+    ready.error = None
+    ready.fired = True
+    copy.run()
+    request.forgive()
+    rig.until(lambda: all(h.released for h in request.handles), "the evidence")
+    rig.quiet()
+
+
+def test_a_copy_that_cannot_be_launched_fails_the_room_alone() -> None:
+    """Nothing of it moves, so pages come back at once."""
+    rig, kernels, request = scene()
+    kernels.refuses = [OSError("no launch")]
+    request.send(9).failed()
+    assert "no launch" in str(request.sends[0].error)
+    other = rig.request("other", request.prefills, request.decodes, 9).start(9)
+    launched(rig, kernels).run()
+    other.landed()
+    rig.quiet()
+
+
+def test_a_retryable_error_of_a_launch_is_tried_again() -> None:
+    """As for writes."""
+    rig, kernels, request = scene()
+    kernels.refuses = [TransportError("not now", retryable=True)]
+    request.send(9).finish()
+    launched(rig, kernels).run()
+    request.landed()
+    rig.quiet()
+
+
+class Unmapped(InprocTransport):
+    """Says why it does not map, or fails to."""
+
+    says: str | None = None
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        return self.says
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        raise RegistrationError("no handle is left")
+
+
+class Broken(InprocTransport):
+    """Maps something else, or raises what is no error of this library."""
+
+    short = False
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        if self.short:
+            return Buffer(4096, 8)
+        raise OSError("a library's error")
+
+
+class Refuses(Unmapped):
+    """As on a link without peer access."""
+
+    says = "the two GPUs have no peer access"
+
+
+class Short(Broken):
+    """A mapping that is shorter than the peer's pool."""
+
+    short = True
+
+
+WRONG = {
+    Refuses: "the two GPUs have no peer access",
+    Unmapped: "no handle is left",
+    Broken: "transport 'inproc' raised: a library's error",
+    Short: "mapped pool: buffers of .* bytes, but the site's have",
+}
+
+
+@pytest.mark.parametrize("transport", WRONG)
+def test_what_cannot_be_mapped_is_refused_by_name(transport: type[InprocTransport]) -> None:
+    """An explicit path fails the room with the reason; ``auto`` takes another path, and says it."""
+    memory = Memory(transport=transport)
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory, strategy="mapped")
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory, strategy="mapped")
+    request = rig.request("room", prefills, decodes, 9).start(9).failed()
+    with pytest.raises(ConfigurationError, match=f"path 'mapped' cannot: {WRONG[transport]}"):
+        raise request.sends[0].error or AssertionError
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 1), memory=memory)
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=memory)
+    report = rig.request("room", prefills, decodes, 9).start(9).landed().sends[0].report
+    assert report.path == "direct"
+    assert "mapped cannot: " in report.reason
+    rig.quiet()
+
+
+def test_auto_maps_where_it_can_and_says_why() -> None:
+    """Between unlike layouts."""
+    rig = Rig(SPEC)
+    prefills = rig.prefill(tp_shards(SPEC, 2))
+    decodes = rig.decode(tp_shards(SPEC, 1), memory=Memory(page_size=8))
+    report = rig.request("room", prefills, decodes, 9).start(9).landed().sends[0].report
+    assert report.path == "mapped"
+    assert report.reason.startswith("mapped takes")
+    assert "staged would take" in report.reason
+    rig.quiet()
+
+
+def test_a_transport_that_maps_nothing_is_refused_at_once() -> None:
+    """Both sides name the path and the transport."""
+
+    def plain() -> Transport:
+        return FaultyTransport(InprocTransport(), lambda number: None)
+
+    rig = Rig(SPEC)
+    for make in (rig.prefill, rig.decode):
+        with pytest.raises(ConfigurationError, match="path 'mapped' copies into mapped pages, but transport 'inproc'"):
+            make(tp_shards(SPEC, 1), memory=Memory(transport=plain), strategy="mapped")
