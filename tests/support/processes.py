@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import zlib
 from collections import deque
@@ -14,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from typing import Literal, TypeVar, overload
 
 import numpy as np
@@ -40,7 +42,8 @@ from disagg_kv.endpoints import Expectation
 from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Ticket
-from disagg_kv.memory import U8
+from disagg_kv.kernels import CpuKernels, PageMove
+from disagg_kv.memory import U8, Event
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
 from disagg_kv.transports import PeerEvent, Settled, SupportsAllocate, Transport, WriteEnded, decode
@@ -75,6 +78,7 @@ class Knobs:
         drain_s: the transport's option of that name; None: its default.
         aux_slots: rows of aux data; rooms that name none of their own share the first.
         late: prefill: writes are in flight for a random while.
+        copying: prefill: copies into mapped pages are in flight until the test releases them.
     """
 
     path: str = "staged"
@@ -91,6 +95,7 @@ class Knobs:
     drain_s: float | None = None
     aux_slots: int = 1
     late: bool = False
+    copying: bool = False
 
 
 @frozen
@@ -194,6 +199,47 @@ class _Late(FaultyTransport):
         return super().poll()
 
 
+class _Copying(Thread):
+    """A copy that writes the same bytes over and over until it may end; also the event of its end."""
+
+    def __init__(self, kernels: _Copies, moves: Sequence[PageMove]) -> None:
+        super().__init__(daemon=True)
+        self._kernels = kernels
+        self._moves = moves
+
+    def run(self) -> None:
+        """Write, as a device does."""
+        while not self._kernels.opened.wait(0.001):
+            CpuKernels().copy(self._moves, None)
+        CpuKernels().copy(self._moves, None)
+
+    def query(self) -> bool:
+        """True once it writes nothing any more."""
+        return not self.is_alive()
+
+    def synchronize(self) -> None:
+        """Wait for that."""
+        self.join()
+
+
+class _Copies(CpuKernels):
+    """Copies that are in flight until the test releases them."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.held: list[_Copying] = []
+
+    def orders(self, event: Event) -> bool:
+        """No event is left to these copies."""
+        return False
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:  # type: ignore[override]
+        """Begin."""
+        self.held.append(_Copying(self, moves))
+        self.held[-1].start()
+        return self.held[-1]
+
+
 class Member:
     """In the child: a pool, its endpoint, and the rooms on it. Rooms take new pages each time, in a random order."""
 
@@ -205,6 +251,7 @@ class Member:
         self._transport = inner if knobs.held_from is None else _Gate(inner, knobs.held_from)
         if knobs.late:
             self._transport = _Late(inner, setup.rank)
+        self._copies = _Copies() if knobs.copying else None
         self.pool = PagedPool.allocate(
             SPEC,
             shards[setup.rank],
@@ -241,6 +288,7 @@ class Member:
                 slot_bytes=knobs.slot_bytes,
                 slots=knobs.slots,
                 options=knobs.options,
+                kernels=self._copies,
             )
         else:
             self.receiver = DecodeEndpoint(
@@ -376,12 +424,17 @@ class Member:
         return self.sender.pinned_slots
 
     def held(self) -> int:
-        """Prefill: writes that the transport does not move yet."""
+        """Prefill: writes that the transport does not move yet, or copies that have not ended."""
+        if self._copies is not None:
+            return sum(one.is_alive() for one in self._copies.held)
         assert isinstance(self._transport, _Gate)
         return len(self._transport.held)
 
     def release(self) -> None:
-        """Prefill: let them move."""
+        """Prefill: let them move, or end."""
+        if self._copies is not None:
+            self._copies.opened.set()
+            return
         assert isinstance(self._transport, _Gate)
         self._transport.opened = True
 

@@ -71,7 +71,7 @@ def forgotten(node: Node) -> None:
     wait(lambda: node.ask("open_rooms") == 0, lambda: "the room to be forgotten", SOON_S)
 
 
-@pytest.mark.parametrize("path", ["staged", "slice"])
+@pytest.mark.parametrize("path", ["staged", "slice", "mapped"])
 @pytest.mark.parametrize(("ranks", "cluster"), [((2, 1), "ipc"), ((1, 2), "tcp")], indirect=["cluster"], ids=str)
 def test_a_request_crosses_between_tensor_parallel_sizes(cluster: Cluster, ranks: tuple[int, int], path: str) -> None:
     """2 -> 1 and 1 -> 2 ranks, pages of 16 to pages of 32 in another order, byte for byte."""
@@ -111,6 +111,43 @@ def test_a_killed_prefill_process_fails_its_rooms_and_its_leases_come_back(clust
     deliver(others, decode, b"next", 1024)
     for node in (*others, *decode):
         assert node.until(b"next", lambda look: look.released).phase == "DONE"
+
+
+def test_a_prefill_process_that_is_killed_while_it_copies_leaves_no_byte_in_pages_that_come_back(
+    cluster: Cluster,
+) -> None:
+    """It writes into decode's pages until it ends. They come back after that, and the next room has them alone."""
+    (dying,) = cluster.start("prefill", "P", 1, Knobs(path="mapped", copying=True, options=QUICK))
+    decode = cluster.start("decode", "D", knobs=Knobs(path="mapped", pages=24, options=QUICK))
+    deliver([dying], decode)
+    writing(dying)
+    assert not decode[0].ask("look", ROOM).released
+    dying.kill()
+    look = decode[0].until(ROOM, lambda look: look.released, SOON_S)
+    assert (look.phase, look.error) == ("FAILED", "PeerLostError"), look
+    forgotten(decode[0])
+    decode[0].ask("free", ROOM)
+    others = cluster.start("prefill", "Q", 1, Knobs(path="mapped", options=QUICK))
+    deliver(others, decode, b"next")
+    arrived(others, decode, {b"next": TOKENS})
+
+
+def test_a_decode_process_that_is_killed_during_a_copy_frees_no_page_before_its_end(cluster: Cluster) -> None:
+    """The mapping outlives its owner: prefill's pages are read until the copy ends, and nothing crashes."""
+    (prefill,) = cluster.start("prefill", "P", 1, Knobs(path="mapped", copying=True, options=QUICK))
+    (dying,) = cluster.start("decode", "D", knobs=Knobs(path="mapped", options=QUICK))
+    deliver([prefill], [dying])
+    writing(prefill)
+    dying.kill()
+    look = prefill.until(ROOM, lambda look: look.phase == "FAILED", SOON_S)
+    assert look.error == "PeerLostError", look
+    assert not prefill.ask("look", ROOM).released
+    prefill.ask("release")
+    prefill.until(ROOM, lambda look: look.released, SOON_S)
+    forgotten(prefill)
+    fresh = cluster.start("decode", "E", knobs=Knobs(path="mapped", options=QUICK))
+    deliver([prefill], fresh, b"next")
+    arrived([prefill], fresh, {b"next": TOKENS})
 
 
 @pytest.mark.parametrize("carrier", TRANSPORTS)
