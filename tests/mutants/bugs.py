@@ -11,6 +11,7 @@ DRAINING = "protocol.draining:DrainingRoom."
 FLOW = "protocol.flow:Flow."
 MOVER = "endpoints.prefill.transfers:TransferQueue."
 WRITES = "endpoints.prefill.writes:PostedWrites."
+COPIES = "endpoints.prefill.copies:PageCopies."
 PREFILL = "endpoints.prefill.rooms:PrefillSide."
 DECODE = "endpoints.decode.rooms:DecodeSide."
 LAUNCHES = "endpoints.prepared:PreparedLaunches."
@@ -83,6 +84,21 @@ BUGS: Sequence[Mutant] = (
            MOVER + "_gather", "self.writes.post(post, writes, event)", "self.writes.post(post, writes, None)"),
     Mutant("a write straight from pages does not wait for its rows",
            MOVER + "_direct", "after = spec.after if self._posts_wait else None", "after = None"),
+    Mutant("a copy into mapped pages is announced before it has ended",
+           COPIES + "launch", "if event is None:", "if True:"),
+    Mutant("a copy into mapped pages does not wait for its rows",
+           MOVER + "_copy", "after = spec.after", "after = None"),
+    Mutant("a copy whose event fails counts as quiet",
+           COPIES + "look", "self.failed.append(one)", "for post in one.posts:\n                    post.copying = False"),
+    Mutant("the end of a destination is taken for the end of our own copy",
+           WRITES + "gone", "for ticket, post in [",
+           "for post in [p for posts in self.of_room.values() for p in posts if p.copying and p.transfer.to == epoch]:"
+           "\n        post.copying = False\n        self._unpin(post)\n    for ticket, post in ["),
+    Mutant("a copy that failed is never asked again",
+           COPIES + "look_at_failed", "if not one.event.query():", "if True:"),
+    Mutant("a copy is launched that has become void",
+           MOVER + "_begin", "if not room.machine.flows[transfer.to].begin(transfer):",
+           "if not room.machine.flows[transfer.to].begin(transfer) and room.routes[transfer.to].mapped is None:"),
     Mutant("a gather that was prepared for all is launched for some",
            LAUNCHES + "take", "if ready.condition != condition:", "if not ready:"),
     Mutant("what was prepared for a room that failed is kept",

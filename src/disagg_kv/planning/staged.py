@@ -155,11 +155,14 @@ def check_pages(site: Site, layout: StagedLayout, tables: Mapping[GroupId, PageT
 def check_tables(site: Site, layout: StagedLayout, tables: Mapping[GroupId, PageTable]) -> None:
     """Raise a :class:`GeometryError` unless page tables have all rows of a layout, in pages that their groups have."""
     rows: dict[GroupId, tuple[int, int]] = {}
-    columns = layout.plane.tolist(), layout.row_start.tolist(), layout.row_stop.tolist()
-    for number, start, stop in zip(*columns, strict=True):
-        group = site.planes[number].group
-        low, high = rows.get(group, (start, stop))
-        rows[group] = min(low, start), max(high, stop)
+    if len(site.groups) == 1 and len(layout.plane):
+        rows[site.groups[0].id] = int(layout.row_start.min()), int(layout.row_stop.max())
+    else:
+        columns = layout.plane.tolist(), layout.row_start.tolist(), layout.row_stop.tolist()
+        for number, start, stop in zip(*columns, strict=True):
+            group = site.planes[number].group
+            low, high = rows.get(group, (start, stop))
+            rows[group] = min(low, start), max(high, stop)
     for name, (start, stop) in rows.items():
         if name not in tables:
             raise GeometryError(f"no page table for group {name!r}; there are {sorted(tables)}")

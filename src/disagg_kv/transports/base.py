@@ -195,6 +195,9 @@ class SupportsMapping(Protocol):
     for as long as the owner of a returned buffer is referenced. That is also why neither side can take it back.
 
     It may expose more than the region: the whole allocation that holds it.
+
+    Any thread may call both methods, as :meth:`Transport.connect`, also while another one polls. The caller submits
+    nothing to the peer meanwhile.
     """
 
     def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import threading
 import time
 from pathlib import Path
 from typing import Protocol
@@ -44,16 +45,20 @@ class Watch:
         self._poll.register(pidfd, select.POLLIN)
         self._look_at = 0.0
         self._ended = False
+        self._polling = threading.Lock()
 
     def ended(self, *, at_once: bool = False) -> bool:
         """Whether the process had ended at the last poll, at most LOOK_S ago; with ``at_once``, it is polled now.
+
+        Any thread may call it.
 
         After the end no thread of it runs any more, so nothing that it copied itself lands later.
         """
         now = time.monotonic()
         if (at_once or now >= self._look_at) and not self._ended:
             self._look_at = now + LOOK_S
-            self._ended = bool(self._poll.poll(0))
+            with self._polling:  # a poll object refuses a second thread
+                self._ended = bool(self._poll.poll(0))
         return self._ended
 
     def __del__(self) -> None:

@@ -335,8 +335,7 @@ class ShmTransport:
         reason = self.unmappable(peer, [region], device)
         if reason is not None:
             raise RegistrationError(reason)
-        self._look(peer, remote)
-        if remote.lost:
+        if remote.lost or remote.watch.ended(at_once=True):
             raise PeerLostError(f"shm: the process of peer {peer.hex()} has ended")
         return remote.buffer(region)
 
