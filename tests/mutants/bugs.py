@@ -89,7 +89,8 @@ BUGS: Sequence[Mutant] = (
     Mutant("a copy into mapped pages does not wait for its rows",
            MOVER + "_copy", "after = spec.after", "after = None"),
     Mutant("a copy whose event fails counts as quiet",
-           COPIES + "look", "self.failed.append(one)", "for post in one.posts:\n                    post.copying = False"),
+           COPIES + "look", "self.failed.append(one)",
+           "for post in one.posts:\n                    post.copying = False"),
     Mutant("the end of a destination is taken for the end of our own copy",
            WRITES + "gone", "for ticket, post in [",
            "for post in [p for posts in self.of_room.values() for p in posts if p.copying and p.transfer.to == epoch]:"

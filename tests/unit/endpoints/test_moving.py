@@ -169,7 +169,7 @@ def test_a_row_too_large_for_a_slot() -> None:
         request = rig.request("room", prefills, decodes, 8).start(8)
         if done:
             request.landed()
-            assert request.sends[0].report.path == "slice"
+            assert request.sends[0].report.path == "mapped"
             assert "staged cannot" in request.sends[0].report.reason
         else:
             request.failed()

@@ -10,7 +10,7 @@ import pytest
 from disagg_kv.cli.main import run
 from disagg_kv.errors import ConfigurationError, GeometryError
 from disagg_kv.geometry import CacheSpec, shard
-from disagg_kv.planning import PairPlan, StagedLayout, Writes
+from disagg_kv.planning import PageCopy, PairPlan, StagedLayout, Writes
 from disagg_kv.strategies import (
     Job,
     SlicePlanner,
@@ -43,7 +43,7 @@ class Logged:
         self.asked.append("refuse")
         return self.inner.refuse(pair)
 
-    def send(self, job: Job) -> Writes | StagedLayout:
+    def send(self, job: Job) -> Writes | StagedLayout | PageCopy:
         self.asked.append("send")
         return self.inner.send(job)
 

@@ -50,7 +50,6 @@ INJECTED = (
     "can't start new thread",
     "the transport's poll failed",
     "the handling of an error failed",
-    "the memory could not be mapped",
 )
 """What the simulator's own faults say."""
 UNTOLD = (

@@ -154,13 +154,14 @@ class SimTransport:
         return None if self._world.scenario.maps else "sim: nothing is mapped in this world"
 
     def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
-        """A region of a peer; as a fault, not."""
+        """A region of a peer; as a fault, not, where the endpoint has other paths: it maps once per connection."""
         self.node.may_block("maps a peer's memory")
         there = self._peers[peer]
         memory = there.regions.get(region)
         if memory is None:
             raise RegistrationError(f"sim: region {region} is not registered")
-        if self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
+        path = self._world.scenario.prefill_paths[self._world.scenario.source_of(self.node.index)]
+        if not path.startswith("mapped") and self._world.faulty and self._world.chance(FaultClass.UNREACHABLE):
             self._world.hit(FaultClass.UNREACHABLE)
             self._world.mark("mapped:a mapping fails")
             raise TransportError("sim: the memory could not be mapped")
