@@ -51,13 +51,16 @@ specs = st.builds(
     kinds=st.lists(st.lists(components, max_size=2).map(tuple), max_size=2).map(tuple),
     layers=st.lists(st.tuples(small, small), max_size=3).map(tuple),
 )
+counts = st.integers(1, 8)
+strides = st.integers(-(2**62), 2**62)
+planes = st.tuples(
+    small, st.sampled_from(["k", "v"]), names, small, numbers, numbers, numbers, numbers, strides, strides, strides
+)
 sites = st.builds(
     f.WireSite,
     groups=st.lists(st.tuples(names, numbers, numbers, st.none() | numbers), max_size=2).map(tuple),
-    planes=st.lists(
-        st.tuples(small, st.sampled_from(["k", "v"]), names, small, numbers, numbers, numbers, numbers), max_size=2
-    ).map(tuple),
-    buffers=st.lists(numbers, max_size=2).map(tuple),
+    planes=st.lists(st.tuples(counts, st.lists(planes, min_size=1, max_size=2).map(tuple)), max_size=2).map(tuple),
+    buffers=st.lists(st.tuples(numbers, counts), max_size=2).map(tuple),
 )
 between = {"src": epochs, "dst": st.just(b"") | epochs}
 about = {**between, "room": st.binary(min_size=1, max_size=64), "generation": numbers}
@@ -154,7 +157,7 @@ def test_garbage_is_refused(data: bytes) -> None:
 @given(any_frame, st.integers(23, 2**31))
 def test_an_unknown_kind_of_frame_is_refused(frame: Frame, tag: int) -> None:
     fields = msgspec.msgpack.decode(codec.encode(frame))
-    with pytest.raises(RemoteProtocolError, match="not a frame of version 2"):
+    with pytest.raises(RemoteProtocolError, match="not a frame of version 3"):
         codec.decode(msgspec.msgpack.encode([tag, *fields[1:]]))
 
 
@@ -207,7 +210,8 @@ def introduction(**change: object) -> f.Hello:
     return msgspec.structs.replace(plain, **change)
 
 
-HOLDING = f.WireHolding("k", (0,), 0, 1, 1, 0, 1)
+HOLDING = f.WireHolding("k", ((0, 1),), 0, 1, 1, 0, 1)
+PLANE = (0, "k", "g", 0, 0, 1, 1, 1, 1, 1, 1)
 MANY = f.MAX_ENTRIES + 1
 
 
@@ -216,8 +220,8 @@ MANY = f.MAX_ENTRIES + 1
     [
         {"rank": f.MAX_RANKS},
         {"shards": ((),) * (f.MAX_RANKS + 1)},
-        {"shards": ((f.WireHolding("k", (0,) * MANY, 0, 1, 1, 0, 1),),)},
-        {"shards": ((f.WireHolding("k", (f.MAX_ENTRIES,), 0, 1, 1, 0, 1),),)},
+        {"shards": ((f.WireHolding("k", ((0, 1),) * MANY, 0, 1, 1, 0, 1),),)},
+        {"shards": ((f.WireHolding("k", ((f.MAX_ENTRIES, 1),), 0, 1, 1, 0, 1),),)},
         {"regions": (0,) * MANY},
         {"regions": (1 << 31,)},
         {"descriptor": bytes(f.MAX_DESCRIPTOR + 1)},
@@ -227,8 +231,10 @@ MANY = f.MAX_ENTRIES + 1
         {"spec": f.WireSpec(b"", (), ((0, 0),) * MANY)},
         {"spec": f.WireSpec(b"", (), ((f.MAX_ENTRIES, 0),))},
         {"site": f.WireSite((("g", 1, 1, None),) * 257, (), ())},
-        {"site": f.WireSite((), ((0, "k", "g", 0, 0, 1, 1, 1),) * MANY, ())},
-        {"site": f.WireSite((), (), (1,) * MANY)},
+        {"site": f.WireSite((), ((1, (PLANE,)),) * MANY, ())},
+        {"site": f.WireSite((), ((2, (PLANE,) * 17),), ())},
+        {"site": f.WireSite((), ((MANY, (PLANE,)),), ())},
+        {"site": f.WireSite((), (), ((1, 1),) * MANY)},
     ],
     ids=lambda change: repr(change)[:60],
 )
@@ -248,7 +254,7 @@ def test_the_page_ids_of_a_frame_are_bounded_together() -> None:
 def test_a_shard_that_names_a_layer_twice_is_refused() -> None:
     spec = f.WireSpec(b"", ((f.WireComponent("k", "int8", 1, 1, 1, 0, None, "plain"),),), ((0, 0),))
     with pytest.raises(RemoteProtocolError, match="names a layer twice"):
-        shard_from_wire([msgspec.structs.replace(HOLDING, layers=(0, 0))], spec_from_wire(spec))
+        shard_from_wire([msgspec.structs.replace(HOLDING, layers=((0, 1), (0, 1)))], spec_from_wire(spec))
 
 
 @given(st.text(st.characters(), max_size=2000))
@@ -279,3 +285,17 @@ def test_geometry_from_a_peer_is_valid_or_the_peers_error(
 
     tried(whole)
     tried(lambda: tables_from_wire(table))
+
+
+def test_introductions_that_are_remembered_have_a_bounded_size() -> None:
+    one = Codec()
+    first = one.encode(introduction())
+    known = one.decode(first)
+    assert one.decode(first) is known
+    for pid in range(Codec.MAX_HELLO_BYTES // f.MAX_DESCRIPTOR):
+        frame = introduction(pid=pid, descriptor=bytes(f.MAX_DESCRIPTOR))
+        assert one.decode(one.encode(frame)) == frame
+    assert sum(size for _, size in one._hellos.values()) == one._hello_bytes <= Codec.MAX_HELLO_BYTES
+    again = one.decode(first)
+    assert again == known
+    assert again is not known

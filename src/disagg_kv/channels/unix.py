@@ -126,6 +126,7 @@ class UnixChannel:
         self._ppoll = ctypes.CDLL(None).ppoll  # the waits of ``select`` are rounded up to milliseconds
         self._links: dict[str, _Link] = {}
         self._linked: dict[int, _Link] = {}
+        self._down: dict[str, _Link] = {}
         self._callers: dict[int, _Caller] = {}
         self._events: list[News] = []
         self._accepts_at: float | None = None
@@ -248,7 +249,7 @@ class UnixChannel:
 
     def _wait(self, timeout_s: float) -> None:
         """Until something can be read or written, ``wake``, a link is to be tried again, or the time is over."""
-        again = [link.retry_at for link in self._links.values() if link.sock is None]
+        again = [link.retry_at for link in self._down.values()]
         if self._accepts_at is not None:
             again.append(self._accepts_at)
         if again:
@@ -360,6 +361,7 @@ class UnixChannel:
         if not _ours(sock):
             sock.close()
             del self._links[link.address]  # the next frame tries again
+            self._down.pop(link.address, None)
             link.lost = True
             self._events.append(Denied(link.address))
             return
@@ -369,11 +371,12 @@ class UnixChannel:
             return
         link.sock, link.lost, link.pause_s = sock, False, RECONNECT_S[0]
         self._linked[sock.fileno()] = link
+        self._down.pop(link.address, None)
         self._events.append(Opened(link.address))
         self._push(link, sock)
 
-    @staticmethod
-    def _connect_later(link: _Link) -> None:
+    def _connect_later(self, link: _Link) -> None:
+        self._down[link.address] = link
         link.retry_at = time.monotonic() + link.pause_s
         link.pause_s = min(2 * link.pause_s, RECONNECT_S[1])
 
@@ -399,18 +402,20 @@ class UnixChannel:
 
     def _lose(self, link: _Link) -> None:
         self._unlink(link)
+        self._down[link.address] = link
         link.lost, link.retry_at = True, time.monotonic() + link.pause_s
         self._events.append(Closed(link.address))
 
     def _retry(self) -> None:
         if self._accepts_at is not None and self._accepts_at <= time.monotonic():
             self._accepts_at = None if self._await(self._inbox) else time.monotonic() + RECONNECT_S[0]
-        for link in list(self._links.values()):
-            if link.sock is None and link.retry_at <= time.monotonic():
+        for link in list(self._down.values()):
+            if link.retry_at <= time.monotonic():
                 self._connect(link)
 
     def _unlink(self, link: _Link) -> None:
         link.unsent.clear()
+        self._down.pop(link.address, None)
         if link.sock is not None:
             del self._linked[link.sock.fileno()]
             self._epoll.unregister(link.sock)

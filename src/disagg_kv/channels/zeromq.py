@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import select
 import socket
 from collections.abc import Container, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -137,6 +138,9 @@ class ZmqChannel:
         self._authenticator = KeyAuthenticator(self._context, self._pull, keys)
         self._waker, self._woken = socket.socketpair()
         self._poller = zmq.Poller()
+        # One descriptor to poll for the monitors of all connections: a connection without news costs nothing.
+        self._monitors = select.epoll()
+        self._monitored: dict[int, str] = {}
         # ZeroMQ would silently replace the socket of another process.
         local = bind.startswith("ipc://")
         alone = claimed(bind, Path(bind.removeprefix("ipc://"))) if local else nullcontext()
@@ -170,6 +174,7 @@ class ZmqChannel:
         self._woken.setblocking(False)
         self._poller.register(self._pull, zmq.POLLIN)
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
+        self._poller.register(self._monitors.fileno(), zmq.POLLIN)
         for asked in self._authenticator.sockets:
             self._poller.register(asked, zmq.POLLIN)
         return address if self._keys is None else with_key(address, self._keys.public)
@@ -265,6 +270,7 @@ class ZmqChannel:
         self._context.term()
         self._waker.close()
         self._woken.close()
+        self._monitors.close()
 
     def _connect(self, address: str, state: _State) -> _Link:
         plain, key = (address, "") if self._keys is None else split_key(address)
@@ -279,7 +285,12 @@ class ZmqChannel:
             push.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
             push.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         link = _Link(push, push.get_monitor_socket(_EVENTS), state)
-        self._poller.register(link.monitor, zmq.POLLIN)
+        descriptor = link.monitor.fileno()
+        self._monitored[descriptor] = address
+        self._monitors.register(descriptor, select.EPOLLIN)
+        # ZeroMQ signals the descriptor of a socket that was read until it was empty, and no other.
+        with suppress(zmq.Again):
+            recv_monitor_message(link.monitor, zmq.NOBLOCK)
         try:
             push.connect(plain)
         except zmq.ZMQError:
@@ -288,7 +299,9 @@ class ZmqChannel:
         return link
 
     def _disconnect(self, link: _Link, linger_ms: int) -> None:
-        self._poller.unregister(link.monitor)
+        descriptor = link.monitor.fileno()
+        del self._monitored[descriptor]
+        self._monitors.unregister(descriptor)
         link.push.disable_monitor()
         link.monitor.close(0)
         link.push.close(linger_ms)
@@ -321,9 +334,11 @@ class ZmqChannel:
         failed = self._authenticator.work() if any(asked in ready for asked in self._authenticator.sockets) else 0
         if failed:
             came.append(Rejected(connections=failed))
-        for address, link in list(self._links.items()):
-            if link.monitor in ready:
-                came.extend(self._news(address, link))
+        if self._monitors.fileno() in ready:
+            for descriptor, _ in self._monitors.poll(0):
+                address = self._monitored.get(descriptor)
+                if address is not None and (link := self._links.get(address)) is not None:
+                    came.extend(self._news(address, link))
         return came
 
     def _news(self, address: str, link: _Link) -> Iterator[Closed | Denied | Opened]:

@@ -46,11 +46,11 @@ class Options:
     """Times and bounds of the protocol, all in seconds or counts.
 
     Args:
-        silence_s: a peer that sends no frame for this time is lost.
+        silence_s: a peer that a room depends on, and that sends no frame for this time, is lost.
         total_s: a room that has not ended within this time fails.
         claim_s: a finished prefill room fails if no decode rank has asked for it within this time. A decode room fails
             if prefill has not opened it within this time.
-        heartbeat_s: the longest pause between two frames to a live peer.
+        heartbeat_s: a peer that a room depends on, and that sent nothing for this time, is asked for a heartbeat.
         missed: a peer that has missed more heartbeats gets no new grants.
         closed_s: time for a broken connection to be restored, and for the rendezvous to answer a look-up.
         retry_s, retry_most_s: a request is repeated after ``retry_s``, then ever slower up to ``retry_most_s``.
@@ -65,7 +65,7 @@ class Options:
         linger_s: on wires of 50 GB/s and more an endpoint with open rooms polls every 50 us for this time after an
             event, before it sleeps. A longer time gives faster answers for more of a core.
         peers: endpoints that are known at a time. One more takes the place of one that is lost, or else of one that has
-            only introduced itself; if there is none, it is refused.
+            only introduced itself, or else of one that no room depends on; if there is none, it is refused by name.
     """
 
     silence_s: float = 30.0
@@ -83,7 +83,7 @@ class Options:
     parked: int = 4096
     parked_pages: int = 1 << 24
     linger_s: float = 0.002
-    peers: int = 1024
+    peers: int = 16_384
 
     def __attrs_post_init__(self) -> None:
         for one in attrs.fields(Options):

@@ -6,16 +6,19 @@ generation too. The receiver counts and drops a frame that does not match, and n
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypedDict
+from collections import OrderedDict
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Annotated, ClassVar, TypedDict, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from ..errors import About, RemoteProtocolError
 from ..ids import peer_name
 from .verify import Verify
 
-VERSION = 2
+VERSION = 3
 """Of the protocol; two sides with different versions refuse each other at ``Hello``."""
 
 MAX_AUX = 64 * 1024
@@ -30,10 +33,14 @@ MAX_ENTRIES = 65_536
 MAX_RANKS = 4096
 """Ranks of an instance."""
 
+P = TypeVar("P")
 U = Annotated[int, Meta(ge=0, le=2**62)]
 Layer = Annotated[int, Meta(ge=0, lt=MAX_ENTRIES)]
 RankIndex = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Entries = Meta(max_length=MAX_ENTRIES)
+Count = Annotated[int, Meta(ge=1, le=MAX_ENTRIES)]
+LayerRun = tuple[Layer, Count]
+"""The first of consecutive layers, and how many they are."""
 Few = Meta(max_length=256)
 Region = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 EpochBytes = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -54,16 +61,24 @@ Box = tuple[U, U, U, U, bool]
 """A segment: start, stop, first, last, state."""
 
 
+Stride = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+WirePlane = tuple[Layer, Name, Name, U, U, U, U, U, Stride, Stride, Stride]
+"""A :class:`~disagg_kv.geometry.Plane`, and the steps of layer, buffer and offset between its repetitions."""
+
+PlaneRun = tuple[Count, Annotated[tuple[WirePlane, ...], Meta(min_length=1, max_length=16)]]
+"""How often the planes come, one pattern after the other."""
+
+
 def words(reason: object) -> str:
     """A reason as a frame carries it: at most 1000 characters, all of which UTF-8 can encode."""
     return str(reason)[:1000].encode("utf-8", "replace").decode()
 
 
 class WireHolding(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A :class:`~disagg_kv.geometry.Holding`."""
+    """A :class:`~disagg_kv.geometry.Holding`; see :mod:`.runs` for its layers."""
 
     component: Name
-    layers: Annotated[tuple[Layer, ...], Entries]
+    layers: Annotated[tuple[LayerRun, ...], Entries]
     start: U
     stop: U
     ways: U
@@ -93,11 +108,11 @@ class WireSpec(Struct, array_like=True, frozen=True, forbid_unknown_fields=True)
 
 
 class WireSite(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A :class:`~disagg_kv.geometry.Site` without its spec."""
+    """A :class:`~disagg_kv.geometry.Site` without its spec; see :mod:`.runs` for planes and buffers."""
 
     groups: Annotated[tuple[tuple[Name, U, U, U | None], ...], Few]
-    planes: Annotated[tuple[tuple[Layer, Name, Name, U, U, U, U, U], ...], Entries]
-    buffers: Annotated[tuple[U, ...], Entries]
+    planes: Annotated[tuple[PlaneRun, ...], Entries]
+    buffers: Annotated[tuple[tuple[U, Count], ...], Entries]
 
 
 class WireTable(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -171,7 +186,9 @@ class Refused(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Heartbeat(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=2):
-    """The sender is alive; sent every ``heartbeat_s``."""
+    """The sender is alive; ``ask``: it needs the receiver for a room, and awaits a heartbeat that does not ask."""
+
+    ask: bool = False
 
 
 class Expect(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=3):
@@ -375,10 +392,31 @@ _DECODER: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
 """Made at import and shared by all threads: they keep no state but types, and no thread meets a half-read type."""
 
 
+_HELLO_HEAD = _ENCODER.encode([None] * (1 + len(Hello.__struct_fields__)))[:3] + b"\0"
+"""The first bytes of every ``Hello``."""
+
+
+@lru_cache(1024)
+def _shared(part: P) -> P:
+    """One object for equal parts: the ranks of an instance, and instances of one model, say much the same."""
+    return part
+
+
 class Codec:
-    """Turns frames into bytes and checked bytes into frames."""
+    """Turns frames into bytes and checked bytes into frames; used by one thread.
+
+    A ``Hello`` is recognised by the digest of its bytes, and its parts are shared with those of other peers.
+    """
 
     MAX_BYTES: ClassVar[int] = 1 << 20
+    MAX_HELLO_BYTES: ClassVar[int] = 1 << 24
+    """Bytes of the ``Hello`` frames that are remembered."""
+    SHARED_BYTES: ClassVar[int] = 1 << 14
+    """A ``Hello`` of more bytes shares no parts: they would outlive it."""
+
+    def __init__(self) -> None:
+        self._hellos: OrderedDict[bytes, tuple[Hello, int]] = OrderedDict()
+        self._hello_bytes = 0
 
     def encode(self, frame: Frame) -> bytes:
         """The frame's bytes."""
@@ -392,6 +430,33 @@ class Codec:
         """
         if len(data) > self.MAX_BYTES:
             raise RemoteProtocolError(f"a frame of {len(data)} bytes; at most {self.MAX_BYTES} are allowed")
+        return self._hello(data) if data[:4] == _HELLO_HEAD else self._decode(data)
+
+    def _hello(self, data: bytes) -> AnyFrame:
+        digest = blake2b(data, digest_size=16).digest()
+        known = self._hellos.get(digest)
+        if known is not None:
+            return known[0]
+        frame = self._decode(data)
+        if not isinstance(frame, Hello):
+            return frame
+        if len(data) <= self.SHARED_BYTES:
+            frame = structs.replace(
+                frame,
+                spec=_shared(frame.spec),
+                shards=_shared(frame.shards),
+                site=_shared(frame.site),
+                regions=_shared(frame.regions),
+                paths=_shared(frame.paths),
+            )
+        self._hellos[digest] = frame, len(data)
+        self._hello_bytes += len(data)
+        while self._hello_bytes > self.MAX_HELLO_BYTES:
+            _, (_, nbytes) = self._hellos.popitem(last=False)
+            self._hello_bytes -= nbytes
+        return frame
+
+    def _decode(self, data: bytes) -> AnyFrame:
         try:
             return _DECODER.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as exc:

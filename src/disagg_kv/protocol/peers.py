@@ -8,68 +8,37 @@ A lost life stays lost once another life takes its address. A life that was only
 A life whose process has ended is never revived, even if frames of it arrive later. The ``Hello`` of a life never
 changes, but for its receiver.
 
-Any process may send a ``Hello``, so the number of peers is bounded. Lost peers make room first, then peers that have
-never named our epoch: the address in their ``Hello`` is not proved.
+**Heartbeats.** A peer is *in use* while a room here depends on it (:meth:`PeerTable.use`). Only the silence of such a
+peer matters, so only it is measured, from the peer's last frame or from the beginning of the use. A peer in use that
+sent nothing for ``heartbeat_s`` gets a ``Heartbeat`` that asks for another one, which it answers at once. So each side
+decides alone, a frame of any kind saves a heartbeat, and two peers without a room exchange nothing. They keep their
+connection, and notice that it breaks. SWIM (Das, Gupta and Motivala, 2002) asks its members for answers, too.
+
+**Cost.** What is due lies in a heap. A frame only notes its time: a time in the heap that has become too early is
+corrected when it comes. So a tick costs nothing for a peer that is not in use.
+
+**Bound.** Any process may send a ``Hello``, so the number of peers is bounded. Lost peers make room first, then peers
+that have never named our epoch: the address in their ``Hello`` is not proved. Then follow peers that are not in use,
+the one with the oldest frame first. Such a peer may return: its address is remembered, and its next frame is answered
+with a ``Hello``.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
 
-from attrs import define, frozen
+from attrs import define
 from msgspec import structs
 
 from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
 from ..ids import Epoch
 from .base import Lost, Options
+from .dials import RECHECK_S, ROUNDING_S, Dials
 from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
-
-
-@frozen
-class SendTo:
-    """Pass this frame to the channel; the receiver's life may not be known yet."""
-
-    address: str
-    frame: Frame
-
-
-@frozen
-class Up:
-    """An endpoint is alive, and both sides can work together."""
-
-    hello: Hello
-
-    @property
-    def epoch(self) -> Epoch:
-        """Its life."""
-        return Epoch(self.hello.src)
-
-
-@frozen
-class Greeted:
-    """A known peer sent ``Hello`` again: it had lost us, or has received no frame from us for a while."""
-
-    peer: Epoch
-
-
-@frozen
-class Unreachable:
-    """No endpoint that we can work with answers at this address."""
-
-    address: str
-    error: DisaggKVError
-
-
-@frozen
-class Forget:
-    """The address has no peer any more: drop the connection to it."""
-
-    address: str
-
-
-PeerEffect = SendTo | Up | Greeted | Lost | Unreachable | Forget
+from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up, is_older
+from .timers import Timers
 
 
 @define(eq=False)
@@ -77,8 +46,10 @@ class KnownPeer:
     """One life of a peer. ``lost`` is True, too, once the table has forgotten the life.
 
     Args:
-        hello: its latest ``Hello``; ``last_frame_at`` is the time of its last frame.
+        hello: its first ``Hello``; ``last_frame_at`` is the time of its last frame.
         proved: it has named our epoch.
+        used_since: since when it is in use; None: it is not.
+        beaten: when it last got a heartbeat, or a ``Hello`` in place of one.
         closed: when the connection to its address broke; None: it is not broken.
         greeted: when it last sent ``Hello`` although it knew us.
         greet_until: it was lost, and gets ``Hello`` in place of heartbeats until this time.
@@ -86,24 +57,33 @@ class KnownPeer:
             ``Refused`` and do not revive it.
         shut_for: the reason of ``shut``.
         lost: it is silent, was reported lost, or is not in the table any more.
+        lost_at: when it was lost.
         ended: its process has ended: observed, or confirmed by an operator.
     """
 
     hello: Hello
     last_frame_at: float
     proved: bool
+    used_since: float | None = None
+    beaten: float = -inf
     closed: float | None = None
     greeted: float = -inf
     greet_until: float = -inf
     shut: float = -inf
     shut_for: DisaggKVError | None = None
     lost: bool = False
+    lost_at: float = -inf
     ended: bool = False
 
     @property
     def name(self) -> str:
         """For messages."""
         return self.hello.name
+
+    @property
+    def heard(self) -> float:
+        """Since when it is silent: its last frame, or the beginning of its use."""
+        return self.last_frame_at if self.used_since is None else max(self.last_frame_at, self.used_since)
 
 
 FORGET_AFTER = 20
@@ -113,41 +93,11 @@ FORGET_AFTER = 20
 GREETINGS = 4
 """About this many heartbeats to a revived peer are replaced by ``Hello``: a single one might be lost."""
 
+IN_USE = 3
+"""In the order in which peers make room: those that make none."""
+
 LINK = "link"
 """The ``field`` of a ``Refused`` whose receiver is compatible, but not connected by a transport."""
-
-ROUNDING_S = 1e-6
-"""Seconds by which a tick checks early: a sum of times is rounded differently from a difference."""
-
-
-@define
-class _Dial:
-    """An address where no endpoint has answered yet.
-
-    Args:
-        since: when the dial began.
-        wanted_at: when it failed, or was asked for after that.
-        next_at, pause: when ``Hello`` is repeated, and the seconds since the last one.
-        patience_s: seconds after which it fails.
-        closed: when the connection broke, or could not be made; None: it is not broken.
-        opened: there has been a connection.
-        again: a peer was lost there.
-        failed: why it failed; empty: it has not. It goes on for a while, so that an endpoint that starts is found.
-    """
-
-    since: float
-    wanted_at: float
-    next_at: float
-    pause: float
-    patience_s: float
-    closed: float | None = None
-    opened: bool = False
-    again: bool = False
-    failed: str = ""
-
-    def grace_s(self, options: Options) -> float:
-        """How long a connection may be broken: an endpoint may be starting, unless a peer was lost there."""
-        return 0.0 if self.again else options.closed_s
 
 
 class PeerTable:
@@ -180,14 +130,16 @@ class PeerTable:
         self._options = options
         self._peers: dict[Epoch, KnownPeer] = {}
         self._at: dict[str, Epoch] = {}
-        self._dials: dict[str, _Dial] = {}
+        self._users: dict[Epoch, int] = {}
+        self._dials = Dials(options, lambda: hello(b""))
+        self._timers: Timers[Epoch] = Timers()
         self._retired: OrderedDict[Epoch, None] = OrderedDict()
+        self._displaced: OrderedDict[Epoch, str] = OrderedDict()
+        self._spare: deque[Epoch] = deque()
+        self._full_until = -inf
         self._answered: OrderedDict[str, float] = OrderedDict()
-        self._absent: OrderedDict[str, None] = OrderedDict()
         self._refused: OrderedDict[str, None] = OrderedDict()
-        self._beat_at = 0.0
-        self._idle_until = 0.0
-        """A tick has nothing to do before this time; 0: a peer has changed since it was computed."""
+        self._now = 0.0
         self._caught_up = inf
         self.dropped = 0
 
@@ -195,32 +147,48 @@ class PeerTable:
         """Every frame that arrived before this time is processed: silence is measured up to this time only."""
         self._caught_up = at
 
-    def dial(self, address: str, now: float) -> list[PeerEffect]:
-        """Send ``Hello`` to an address until an endpoint answers; does nothing if a peer is known there, or is dialled.
+    def use(self, epoch: Epoch, now: float) -> None:
+        """A room depends on a life: its silence counts from now on. Each call needs a :meth:`release`."""
+        self._users[epoch] = self._users.get(epoch, 0) + 1
+        peer = self._peers.get(epoch)
+        if peer is not None and peer.used_since is None:
+            self._begin_use(epoch, peer, now)
 
-        If a peer was lost there, or an earlier dial failed, this dial fails after ``closed_s`` in place of
-        ``silence_s`` where that is shorter: an endpoint that has started meanwhile answers at once. It fails as soon as
-        no connection can be made. A dial that has failed goes on for ``silence_s``, and as long after each further
-        call, which fails at once.
+    def _begin_use(self, epoch: Epoch, peer: KnownPeer, now: float) -> None:
+        peer.used_since = now
+        self._schedule(epoch, peer)
+
+    def release(self, epoch: Epoch) -> None:
+        """A room that used a life has ended."""
+        left = self._users[epoch] - 1
+        if left:
+            self._users[epoch] = left
+            return
+        del self._users[epoch]
+        self._full_until = -inf
+        if (peer := self._peers.get(epoch)) is not None:
+            peer.used_since = None
+
+    def in_use(self, epoch: Epoch) -> bool:
+        """Whether a room depends on a life."""
+        return epoch in self._users
+
+    def dialled(self, address: str) -> bool:
+        """Whether an address gets ``Hello`` until an endpoint answers."""
+        return address in self._dials
+
+    def dial(self, address: str, now: float) -> list[PeerEffect]:
+        """Send ``Hello`` to an address until an endpoint answers; does nothing if a peer is known there.
+
+        See :meth:`.dials.Dials.begin`.
         """
         if self.at(address) is not None:
             return []
-        dial, o = self._dials.get(address), self._options
-        if dial is not None:
-            dial.wanted_at = now
-            if not dial.failed:
-                return []
-            still = f"{dial.failed}; still so {now - dial.since:.1f} s after the first attempt"
-            return [Unreachable(address, PeerLostError(still, address=address))]
-        there = self._at.get(address)
-        again = there is not None or address in self._absent
-        patience_s = min(o.closed_s, o.silence_s) if again else o.silence_s
-        self._dials[address] = _Dial(now, now, now + o.retry_s, o.retry_s, patience_s, again=again)
-        self._idle_until = 0.0
-        hello = SendTo(address, self._hello(b""))
-        if there is not None and self._peers[there].closed is not None:
-            return [Forget(address), hello]  # a fresh connection shows at once whether a process listens there
-        return [hello]
+        there, new = self._at.get(address), address not in self._dials
+        effects = self._dials.begin(address, now, lost=there is not None)
+        if new and there is not None and self._peers[there].closed is not None:
+            return [Forget(address), *effects]  # a fresh connection shows at once whether a process listens there
+        return effects
 
     @property
     def addresses(self) -> Mapping[str, Epoch]:
@@ -246,18 +214,17 @@ class PeerTable:
         return None if peer is None else peer.hello.address
 
     def lively(self, epoch: Epoch, now: float) -> bool:
-        """False: the peer has missed heartbeats and should get nothing new."""
+        """False: the peer is lost, or in use and has missed heartbeats: it should get nothing new."""
         peer = self._peers.get(epoch)
-        return (
-            peer is not None
-            and not peer.lost
-            and now - peer.last_frame_at <= self._options.missed * self._options.heartbeat_s
-        )
+        return peer is not None and not peer.lost and (peer.used_since is None or self._answers(peer, now))
+
+    def _answers(self, peer: KnownPeer, now: float) -> bool:
+        return now - peer.heard <= self._options.missed * self._options.heartbeat_s
 
     def silent_for(self, epoch: Epoch, now: float) -> float:
-        """Seconds from the peer's last frame to now, or to :meth:`caught_up` if earlier; infinite if it is unknown."""
+        """Seconds for which a peer in use is silent, until now, or :meth:`caught_up` if earlier; unknown: infinite."""
         peer = self._peers.get(epoch)
-        return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.last_frame_at)
+        return inf if peer is None else max(0.0, min(now, self._caught_up) - peer.heard)
 
     def epochs(self) -> tuple[Epoch, ...]:
         """Every life that is not lost, in the order of their first ``Hello``."""
@@ -266,7 +233,6 @@ class PeerTable:
     def on_hello(self, hello: Hello, now: float) -> list[PeerEffect]:
         """Admit, refresh, revive or refuse the sender of a ``Hello``."""
         epoch = Epoch(hello.src)
-        self._idle_until = 0.0
         if epoch == self._epoch or epoch in self._retired:
             self.dropped += 1
             return []
@@ -289,40 +255,50 @@ class PeerTable:
                 self.dropped += 1
                 return []
         if known is not None and now < known.shut:
-            self._dials.pop(hello.address, None)
+            self._dials.end(hello.address)
             return self._tell_shut(known, now)
         out: list[PeerEffect] = []
         if known is None:
             out += self._replace(hello.address, epoch)
-            if not self._make_room(out):
+            if not self._make_room(now, out):
                 return out + self._refuse(hello, IncompatiblePeerError("peers", f"at most {len(self._peers)}", 1), now)
-            peer = self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
-            if peer.proved and hello.address not in self._dials:
-                # It knew us, and we had forgotten it: it may wait for rooms that we gave up when we lost it.
-                peer.greet_until = now + GREETINGS * self._options.heartbeat_s
-            self._at[hello.address] = epoch
-            self._absent.pop(hello.address, None)
+            self._meet(epoch, hello, now)
             out.append(Up(hello))
         else:
-            known.hello, known.last_frame_at = hello, now
+            known.last_frame_at = now
             if known.lost:
-                out += self._revive(known, now)
+                out += self._revive(epoch, known, now)
             elif known.proved and now - known.greeted >= self._options.closed_s:
                 # Not at the end of the handshake, and not each time: a Greeted makes work for a peer that is behind.
                 known.greeted = now
                 out.append(Greeted(epoch))
             known.proved |= hello.dst == self._epoch
         if hello.dst == self._epoch:
-            self._dials.pop(hello.address, None)
+            self._dials.end(hello.address)
         else:
             out.append(SendTo(hello.address, self._hello(hello.src)))
         return out
 
-    def _revive(self, peer: KnownPeer, now: float) -> list[PeerEffect]:
+    def _meet(self, epoch: Epoch, hello: Hello, now: float) -> None:
+        """A life is there that the table did not know."""
+        peer = self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
+        self._displaced.pop(epoch, None)
+        self._at[hello.address] = epoch
+        self._dials.found(hello.address)
+        if peer.proved and hello.address not in self._dials:
+            # It knew us, and we had forgotten it: it may wait for rooms that we gave up when we lost it.
+            self._greet(epoch, peer, now)
+        if epoch in self._users:
+            self._begin_use(epoch, peer, now)
+
+    def _greet(self, epoch: Epoch, peer: KnownPeer, now: float) -> None:
+        peer.greet_until, peer.beaten = now + GREETINGS * self._options.heartbeat_s, -inf
+        self._schedule(epoch, peer)
+
+    def _revive(self, epoch: Epoch, peer: KnownPeer, now: float) -> list[PeerEffect]:
         """A lost life has sent a frame. It gets ``Hello``, as it may wait for rooms that we gave up when we lost it."""
         peer.lost, peer.closed = False, None
-        peer.greet_until = now + GREETINGS * self._options.heartbeat_s
-        self._idle_until = 0.0
+        self._greet(epoch, peer, now)
         return [Up(peer.hello)]
 
     def _stale(self, hello: Hello) -> bool:
@@ -347,6 +323,7 @@ class PeerTable:
     def _drop(self, epoch: Epoch, *, retire: bool) -> KnownPeer:
         """Forget a life. A retired life never returns, and neither does one whose process has ended."""
         peer = self._peers.pop(epoch)
+        self._timers.schedule(epoch, None)
         peer.lost = True
         if retire or peer.ended:
             self._retired[epoch] = None
@@ -354,22 +331,39 @@ class PeerTable:
                 self._retired.popitem(last=False)
         return peer
 
-    def _make_room(self, out: list[PeerEffect]) -> bool:
-        """Make room for a peer: forget a lost one, else an unproved one, with the oldest last frame; False: none."""
+    def _make_room(self, now: float, out: list[PeerEffect]) -> bool:
+        """Make room for a peer: forget one that is lost, else unproved, else not in use; False: there is none."""
         if len(self._peers) < self._options.peers:
             return True
-        spare = [(not p.lost, p.last_frame_at, e) for e, p in self._peers.items() if p.lost or not p.proved]
-        if not spare:
-            return False
-        there, _, epoch = min(spare)
-        peer = self._drop(epoch, retire=False)
-        address = peer.hello.address
-        if self._at.get(address) == epoch:
-            del self._at[address]
-        if there:
-            out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another", **peer.hello.who)))
-        out.append(Forget(address))
-        return True
+        if not self._spare and now >= self._full_until:
+            ranked = [(self._rank(e, p), p.last_frame_at, e) for e, p in self._peers.items()]
+            self._spare.extend(epoch for rank, _, epoch in sorted(ranked) if rank < IN_USE)
+            if not self._spare:
+                self._full_until = now + 1.0
+        while self._spare:
+            epoch = self._spare.popleft()
+            peer = self._peers.get(epoch)
+            if peer is None or self._rank(epoch, peer) == IN_USE:
+                continue
+            there = not peer.lost
+            self._drop(epoch, retire=False)
+            address = peer.hello.address
+            if self._at.get(address) == epoch:
+                del self._at[address]
+            self._displaced[epoch] = address
+            while len(self._displaced) > self.MAX_RETIRED:
+                self._displaced.popitem(last=False)
+            if there:
+                out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another", **peer.hello.who)))
+            out.append(Forget(address))
+            return True
+        return False
+
+    def _rank(self, epoch: Epoch, peer: KnownPeer) -> int:
+        """The order in which peers make room."""
+        if peer.lost:
+            return 0
+        return IN_USE if epoch in self._users else 1 + peer.proved
 
     def _refuse(self, hello: Hello, exc: IncompatiblePeerError, now: float) -> list[PeerEffect]:
         self.dropped += 1
@@ -384,7 +378,7 @@ class PeerTable:
         out: list[PeerEffect] = []
         if self._may_answer(hello.address, now):
             out += [SendTo(hello.address, refused), *self._forget_refused(hello.address)]
-        if self._dials.pop(hello.address, None) is not None:
+        if self._dials.end(hello.address):
             out.append(Unreachable(hello.address, exc.about(hello.name, **hello.who)))
         return out
 
@@ -410,7 +404,7 @@ class PeerTable:
             error = TransportError(reason, address=refused.address, epoch=refused.src)
             if self._at.get(refused.address) == refused.src:
                 out += self.lose(Epoch(refused.src), error)
-        if self._dials.pop(refused.address, None) is not None:
+        if self._dials.end(refused.address):
             out.append(Unreachable(refused.address, error))
         return out
 
@@ -422,12 +416,18 @@ class PeerTable:
             self.dropped += 1
             if peer is not None and not peer.ended and self._may_answer(peer.hello.address, now):
                 return False, [SendTo(peer.hello.address, self._hello(frame.src))]
+            address = self._displaced.get(epoch)
+            if peer is None and address is not None and self._may_answer(address, now):
+                return False, [SendTo(address, self._hello(b""))]  # it answers with its own
             return False, []
         if now < peer.shut:
             # Its frames about rooms count: it may give up some of them. But it stays lost for new rooms.
             return True, self._tell_shut(peer, now)
         peer.last_frame_at, peer.proved = now, True
-        return True, self._revive(peer, now) if peer.lost else []
+        effects = self._revive(epoch, peer, now) if peer.lost else []
+        if isinstance(frame, Heartbeat) and frame.ask:
+            effects.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch, ask=False)))
+        return True, effects
 
     def shut(self, epoch: Epoch, error: DisaggKVError, now: float) -> list[PeerEffect]:
         """The transport does not reach a life whose frames arrive: it is lost for ``closed_s`` and gets the reason."""
@@ -458,27 +458,27 @@ class PeerTable:
 
     def on_closed(self, address: str, now: float) -> None:
         """The connection to an address broke, or could not be made."""
-        self._idle_until = 0.0
+        self._dials.on_closed(address, now)
         epoch = self._at.get(address)
-        for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
-            if one is not None and one.closed is None:
-                one.closed = now
+        if epoch is not None and (peer := self._peers[epoch]).closed is None:
+            peer.closed = now
+            self._schedule(epoch, peer)
 
     def on_denied(self, address: str) -> list[PeerEffect]:
         """One side does not allow the other, so the address gets no frames. A peer known there becomes silent."""
-        if self._dials.pop(address, None) is None:
+        if not self._dials.end(address):
             return []
         reason = f"{address}: one of the two sides does not allow the other's public key or user"
         return [Unreachable(address, PeerLostError(reason, address=address))]
 
     def on_opened(self, address: str) -> None:
         """The connection to an address is open again."""
+        self._dials.on_opened(address)
         epoch = self._at.get(address)
-        for one in (self._dials.get(address), None if epoch is None else self._peers[epoch]):
-            if one is not None:
-                one.closed = None
-        if (dial := self._dials.get(address)) is not None:
-            dial.opened = True
+        if epoch is not None and (peer := self._peers[epoch]).closed is not None:
+            peer.closed = None
+            # Perhaps another life listens there now. It does not know us, and can answer only a Hello.
+            self._greet(epoch, peer, self._now)
 
     def lose(self, epoch: Epoch, error: DisaggKVError, *, ended: bool = False) -> list[PeerEffect]:
         """A transport reports the life lost, or (``ended``) its exit was observed: then nothing revives it."""
@@ -486,106 +486,93 @@ class PeerTable:
         if peer is None:
             return []
         peer.ended |= ended
-        if peer.lost:
-            return []
-        peer.lost = True
-        self._idle_until = 0.0
-        return [Lost(epoch, error)]
+        return [] if peer.lost else [self._lose(epoch, peer, error, self._now)]
+
+    def _lose(self, epoch: Epoch, peer: KnownPeer, error: DisaggKVError, now: float) -> Lost:
+        peer.lost, peer.lost_at = True, now
+        self._spare.clear()
+        self._full_until = -inf
+        self._schedule(epoch, peer)
+        return Lost(epoch, error)
 
     def tick(self, now: float) -> list[PeerEffect]:
         """Repeat dials, send heartbeats, and report the peers that are lost."""
-        if now < self._idle_until:
-            return []
-        o = self._options
-        out: list[PeerEffect] = []
+        self._now = now
         seen = min(now, self._caught_up)
-        for address, dial in list(self._dials.items()):
-            if not dial.failed and (reason := self._overdue(address, dial, seen, now)):
-                dial.failed, dial.wanted_at = reason, now
-                out.append(Unreachable(address, PeerLostError(reason, address=address)))
-            elif dial.failed and now - dial.wanted_at >= o.silence_s:
-                out += self._give_up(address)
-            elif now >= dial.next_at:
-                dial.pause = min(2 * dial.pause, o.heartbeat_s if dial.failed else o.retry_most_s)
-                dial.next_at = now + dial.pause
-                out.append(SendTo(address, self._hello(b"")))
-        beat = now >= self._beat_at
-        if beat:
-            self._beat_at = now + o.heartbeat_s
-        for epoch, peer in list(self._peers.items()):
+        out, given_up = self._dials.tick(now, seen)
+        # The connection stays where a life is known: it is dropped with the life.
+        out += [Forget(address) for address in given_up if address not in self._at]
+        for epoch in self._timers.due(now + ROUNDING_S):
+            peer = self._peers[epoch]
             if peer.lost:
-                if now - peer.last_frame_at >= o.silence_s * (FORGET_AFTER if peer.closed is None else 1):
-                    self._drop(epoch, retire=False)
-                    del self._at[peer.hello.address]
-                    self._note_absent(peer.hello.address)
-                    out.append(Forget(peer.hello.address))
-                elif beat and not peer.proved and not peer.ended:
-                    # It may not know us; then it cannot answer the requests of rooms that end.
-                    out.append(SendTo(peer.hello.address, self._hello(epoch)))
-                continue
-            if seen - peer.last_frame_at >= o.silence_s:
-                peer.lost = True
-                silent = f"{peer.name}: silent for {seen - peer.last_frame_at:.1f} s"
-                out.append(Lost(epoch, PeerLostError(silent, **peer.hello.who)))
-            elif peer.closed is not None and seen - peer.closed >= o.closed_s:
-                peer.lost = True
-                broke = f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago"
-                out.append(Lost(epoch, PeerLostError(broke, **peer.hello.who)))
-            elif beat and self.lively(epoch, now) and now >= peer.greet_until:
-                out.append(SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch)))
-            elif beat:
-                # Or another life has taken the address: it does not know us, and can answer only a Hello.
-                out.append(SendTo(peer.hello.address, self._hello(epoch)))
-        self._idle_until = self._due_at()
+                out += self._look_at_lost(epoch, peer, now)
+            else:
+                out += self._look_at(epoch, peer, now, seen)
+            if epoch in self._peers:
+                self._schedule(epoch, peer, now + RECHECK_S if seen < now else 0.0)
         return out
 
-    def _overdue(self, address: str, dial: _Dial, seen: float, now: float) -> str:
-        """Why a dial fails; empty: it does not yet."""
-        if seen - dial.since >= dial.patience_s:
-            return f"no answer from {address} within {dial.patience_s:g} s"
-        if dial.closed is None or seen - dial.closed < dial.grace_s(self._options):
-            return ""
-        for_s = f"{now - dial.closed:.1f} s"
-        if dial.opened:
-            return f"peer at {address}: its connection broke {for_s} ago, before it said who it is"
-        return f"peer at {address}: no process listens there, for {for_s}"
+    def _look_at_lost(self, epoch: Epoch, peer: KnownPeer, now: float) -> list[PeerEffect]:
+        """Something may be due for a peer that is lost."""
+        if now >= self._forgotten_at(peer):
+            self._drop(epoch, retire=False)
+            del self._at[peer.hello.address]
+            self._dials.absent(peer.hello.address)
+            return [Forget(peer.hello.address)]
+        if peer.proved or peer.ended or now < peer.beaten + self._options.heartbeat_s:
+            return []
+        # It may not know us; then it cannot answer the requests of rooms that end.
+        peer.beaten = now
+        return [SendTo(peer.hello.address, self._hello(epoch))]
 
-    def _due_at(self) -> float:
-        """When a tick may have something to do; a frame that arrives before only postpones it."""
+    def _look_at(self, epoch: Epoch, peer: KnownPeer, now: float, seen: float) -> list[PeerEffect]:
+        """Something may be due for a peer that is not lost."""
+        o, used = self._options, peer.used_since is not None
+        if used and seen - peer.heard >= o.silence_s:
+            silent = f"{peer.name}: silent for {seen - peer.heard:.1f} s"
+            return [self._lose(epoch, peer, PeerLostError(silent, **peer.hello.who), now)]
+        if peer.closed is not None and seen - peer.closed >= o.closed_s:
+            broke = f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago"
+            return [self._lose(epoch, peer, PeerLostError(broke, **peer.hello.who), now)]
+        beat_at = self._beat_at(peer)
+        if beat_at is None or now < beat_at - ROUNDING_S:
+            return []
+        peer.beaten = now
+        if used and now >= peer.greet_until and self._answers(peer, now):
+            return [SendTo(peer.hello.address, Heartbeat(src=self._epoch, dst=epoch, ask=True))]
+        # Or another life has taken the address: it does not know us, and can answer only a Hello.
+        return [SendTo(peer.hello.address, self._hello(epoch))]
+
+    def _beat_at(self, peer: KnownPeer) -> float | None:
+        """When a peer that is not lost gets its next heartbeat, or ``Hello`` in place of it; None: it gets none."""
+        next_at = peer.beaten + self._options.heartbeat_s
+        greeted = max(next_at, self._now) if next_at < peer.greet_until else inf
+        used = max(next_at, peer.heard + self._options.heartbeat_s) if peer.used_since is not None else inf
+        return None if greeted == used == inf else min(greeted, used)
+
+    def _forgotten_at(self, peer: KnownPeer) -> float:
+        """When a lost peer is forgotten. One that was not in use counts as silent for ``silence_s``."""
         o = self._options
-        times = [self._beat_at]
-        for dial in self._dials.values():
-            times += [dial.next_at, dial.wanted_at + o.silence_s if dial.failed else dial.since + dial.patience_s]
-            if dial.closed is not None and not dial.failed:
-                times.append(dial.closed + dial.grace_s(o))
-        for peer in self._peers.values():
-            if peer.lost:
-                times.append(peer.last_frame_at + o.silence_s * (FORGET_AFTER if peer.closed is None else 1))
-                continue
-            times.append(peer.last_frame_at + o.silence_s)
+        since = max(peer.last_frame_at, peer.lost_at - o.silence_s)
+        return since + o.silence_s * (FORGET_AFTER if peer.closed is None else 1)
+
+    def _schedule(self, epoch: Epoch, peer: KnownPeer, least: float = -inf) -> None:
+        """Set when something may be due for a peer; a frame that arrives before only postpones it."""
+        times: list[float] = []
+        if peer.lost:
+            times.append(self._forgotten_at(peer))
+            if not (peer.proved or peer.ended):
+                times.append(peer.beaten + self._options.heartbeat_s)
+        else:
+            if peer.used_since is not None:
+                times.append(peer.heard + self._options.silence_s)
             if peer.closed is not None:
-                times.append(peer.closed + o.closed_s)
-        return min(times) - ROUNDING_S
+                times.append(peer.closed + self._options.closed_s)
+            if (beat_at := self._beat_at(peer)) is not None:
+                times.append(beat_at)
+        self._timers.schedule(epoch, max(least, min(times)) if times else None)
 
-    def _give_up(self, address: str) -> list[PeerEffect]:
-        """End a dial: drop the connection, unless a life is known at the address and drops it later."""
-        del self._dials[address]
-        self._note_absent(address)
-        return [] if address in self._at else [Forget(address)]
-
-    def _note_absent(self, address: str) -> None:
-        self._absent[address] = None
-        while len(self._absent) > self.MAX_RETIRED:
-            self._absent.popitem(last=False)
-
-    def next_at(self) -> float:
-        """When a tick is due."""
-        return min([self._beat_at, *[d.next_at for d in self._dials.values()]]) if self._dials else self._beat_at
-
-
-def is_older(hello: Hello, other: Hello) -> bool:
-    """Whether a life began before another; False if their hosts differ, as clocks of two hosts are not compared.
-
-    The start of the process does not count: a younger life may belong to an older process.
-    """
-    return hello.host == other.host and hello.born < other.born
+    def next_at(self) -> float | None:
+        """When a tick is due; None: never."""
+        times = [at for at in (self._dials.next_at(), self._timers.next_at()) if at is not None]
+        return min(times) if times else None

@@ -11,6 +11,7 @@ from ..geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, S
 from ..ids import GroupId, LayerId
 from ..planning import Segment
 from .frames import MAX_ENTRIES, Box, WireComponent, WireHolding, WireSite, WireSpec, WireTable
+from .runs import layers_from_runs, layers_to_runs, numbers_from_runs, numbers_to_runs, planes_from_runs, planes_to_runs
 
 
 def segment_to_wire(segment: Segment) -> Box:
@@ -55,28 +56,30 @@ def spec_from_wire(wire: WireSpec) -> CacheSpec:
 def shard_to_wire(shard: Shard) -> tuple[WireHolding, ...]:
     """Holding by holding."""
     return tuple(
-        WireHolding(h.component, tuple(sorted(h.layers)), h.units.start, h.units.stop, h.ways, h.index, h.granule)
+        WireHolding(
+            h.component, layers_to_runs(sorted(h.layers)), h.units.start, h.units.stop, h.ways, h.index, h.granule
+        )
         for h in shard
     )
 
 
 def shard_from_wire(wire: Iterable[WireHolding], spec: CacheSpec) -> Shard:
     """The shard, checked against the spec."""
-    wire = tuple(wire)
-    if any(len(set(h.layers)) < len(h.layers) for h in wire):
+    holdings = [(h, layers_from_runs(h.layers)) for h in wire]
+    if any(len(set(layers)) < len(layers) for _, layers in holdings):
         raise RemoteProtocolError("a shard that cannot be: it names a layer twice")
     try:
         shard = Shard(
             tuple(
                 Holding(
                     h.component,
-                    frozenset(LayerId(layer) for layer in h.layers),
+                    frozenset(map(LayerId, layers)),
                     range(h.start, h.stop),
                     h.ways,
                     h.index,
                     h.granule,
                 )
-                for h in wire
+                for h, layers in holdings
             )
         )
         shard.check(spec)
@@ -89,11 +92,13 @@ def site_to_wire(site: Site) -> WireSite:
     """Groups, planes and buffer sizes."""
     return WireSite(
         tuple((g.id, g.rows_per_page, g.pages, g.null_page) for g in site.groups),
-        tuple(
-            (int(p.layer), p.component, p.group, p.buffer, p.offset, p.page_stride, p.row_stride, p.unit_stride)
-            for p in site.planes
+        planes_to_runs(
+            [
+                (int(p.layer), p.component, p.group, p.buffer, p.offset, p.page_stride, p.row_stride, p.unit_stride)
+                for p in site.planes
+            ]
         ),
-        site.buffers,
+        numbers_to_runs(site.buffers),
     )
 
 
@@ -106,9 +111,9 @@ def site_from_wire(wire: WireSite, spec: CacheSpec, shard: Shard) -> Site:
             tuple(Group(GroupId(name), rows, pages, null) for name, rows, pages, null in wire.groups),
             tuple(
                 Plane(LayerId(layer), component, GroupId(group), buffer, offset, page, row, unit)
-                for layer, component, group, buffer, offset, page, row, unit in wire.planes
+                for layer, component, group, buffer, offset, page, row, unit in planes_from_runs(wire.planes)
             ),
-            wire.buffers,
+            numbers_from_runs(wire.buffers),
         )
         site.check()
     except ConfigurationError as exc:

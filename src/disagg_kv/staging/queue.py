@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from attrs import define, field
@@ -45,6 +46,7 @@ class _Peer(Generic[P, K]):
     quarantined: int = 0
     ready: dict[K, _Waiting[P, K]] = field(factory=dict)
     ahead: dict[K, _Waiting[P, K]] = field(factory=dict)
+    turn: int = 0
 
     def line(self, lookahead: bool) -> dict[K, _Waiting[P, K]]:
         return self.ahead if lookahead else self.ready
@@ -106,8 +108,10 @@ class GrantQueue(Generic[P, K]):
         self._lease_limit = int(ring.capacity * lease_fraction)
         self._lookahead_held = 0
         self._quarantined = 0
-        # In the order of turns: a grant moves its peer to the end.
         self._peers: dict[P, _Peer[P, K]] = {}
+        # Those of them that wait or hold leases: the others cost nothing.
+        self._active: dict[P, _Peer[P, K]] = {}
+        self._turns = 0
         self._waiting: dict[K, _Waiting[P, K]] = {}
         self._granted: dict[K, GrantedLease[P]] = {}
 
@@ -132,6 +136,16 @@ class GrantQueue(Generic[P, K]):
             return self._quarantined
         known = self._peers.get(peer)
         return 0 if known is None else known.quarantined
+
+    @property
+    def active(self) -> Collection[P]:
+        """The peers that wait for bytes or hold leases; read only."""
+        return self._active.keys()
+
+    @property
+    def suspended(self) -> Sequence[P]:
+        """Those of the active peers that are granted nothing for now."""
+        return [peer for peer, known in self._active.items() if known.suspended]
 
     def connect(self, peer: P) -> None:
         """Count the peer among those that share the ring, also while it requests nothing."""
@@ -179,7 +193,8 @@ class GrantQueue(Generic[P, K]):
             return None if granted is None else granted.lease
         alone = not self._waiting
         wanted = _Waiting(peer, key, nbytes, lookahead)
-        self._peer(peer).line(lookahead)[key] = self._waiting[key] = wanted
+        known = self._active[peer] = self._peer(peer)
+        known.line(lookahead)[key] = self._waiting[key] = wanted
         return self._try(wanted) if alone and self._may(wanted) else None
 
     def promote(self, key: K) -> None:
@@ -255,6 +270,7 @@ class GrantQueue(Generic[P, K]):
                 counted = (peer.held, peer.quarantined, len(peer.ready), len(peer.ahead))
                 assert counted == (0, 0, 0, 0), f"{name!r} has nothing, {counted} are counted"
                 assert not peer.idle(), f"{name!r} is kept for nothing"
+            assert not self._active, f"{list(self._active)} have nothing"
             assert not self._quarantined, f"{self._quarantined} bytes are counted to wait for evidence"
             assert not self._lookahead_held, f"look-ahead holds {self._lookahead_held} bytes of nothing"
             return
@@ -273,6 +289,7 @@ class GrantQueue(Generic[P, K]):
             assert peer.held == has, f"{name!r} holds {has} bytes, {peer.held} are counted"
             assert peer.quarantined == waits, f"{waits} bytes of {name!r} wait for evidence, {peer.quarantined} counted"
             assert not peer.idle(), f"{name!r} is kept for nothing"
+            assert (name in self._active) == bool(has or peer.ready or peer.ahead), f"{name!r} is active, or is not"
             if not peer.ready and not peer.ahead:
                 continue
             lines += len(peer.ready) + len(peer.ahead)
@@ -289,12 +306,17 @@ class GrantQueue(Generic[P, K]):
     def _peer(self, peer: P) -> _Peer[P, K]:
         known = self._peers.get(peer)
         if known is None:
-            known = self._peers[peer] = _Peer()
+            self._turns += 1
+            known = self._peers[peer] = _Peer(turn=self._turns)
         return known
 
     def _settle(self, peer: P) -> None:
         known = self._peers.get(peer)
-        if known is not None and known.idle():
+        if known is None:
+            return
+        if not (known.held or known.ready or known.ahead):
+            self._active.pop(peer, None)
+        if known.idle():
             del self._peers[peer]
 
     def _check_same(self, peer: P, key: K, nbytes: int) -> None:
@@ -329,8 +351,9 @@ class GrantQueue(Generic[P, K]):
 
     def _firsts(self, *, lookahead: bool) -> list[_Waiting[P, K]]:
         """The first request in each peer's line, in the order of turns, without those that are over a limit."""
-        firsts = (next(iter(peer.line(lookahead).values()), None) for peer in self._peers.values())
-        return [wanted for wanted in firsts if wanted is not None and self._may(wanted)]
+        lines = [(peer.turn, line) for peer in self._active.values() if (line := peer.line(lookahead))]
+        firsts = (next(iter(line.values())) for _, line in sorted(lines, key=itemgetter(0)))
+        return [wanted for wanted in firsts if self._may(wanted)]
 
     def _may(self, wanted: _Waiting[P, K]) -> bool:
         peer = self._peers[wanted.peer]
@@ -344,8 +367,9 @@ class GrantQueue(Generic[P, K]):
         lease = self._ring.reserve(wanted.nbytes)
         if lease is None:
             return None
-        peer = self._peers.pop(wanted.peer)
-        self._peers[wanted.peer] = peer
+        peer = self._peers[wanted.peer]
+        self._turns += 1
+        peer.turn = self._turns
         del self._waiting[wanted.key], peer.line(wanted.lookahead)[wanted.key]
         self._granted[wanted.key] = GrantedLease(wanted.peer, lease, wanted.lookahead)
         peer.held += lease.nbytes

@@ -34,7 +34,7 @@ from .connected import Connected
 from .cuda_api import Cuda, Mark, Stream
 from .cuda_driver import driver as this_driver
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .process import PROCESS, Home, Process, Watch
+from .process import PROCESS, Exits, Home, Process, Watch
 from .regions import Extents, RegionTable
 from .waiting import happened, not_posted
 
@@ -79,7 +79,6 @@ class _Remote:
     stream: Stream | None = None
     flights: deque[_Flight] = field(factory=deque)
     lost: bool = False
-    left: bool = False
     unquiet: bool = False
     mapping: threading.Lock = field(factory=threading.Lock)
 
@@ -144,6 +143,8 @@ class CudaIpcTransport:
         self._places: dict[RegionId, _Place] = {}
         self._device: str | None = None
         self._peers: Connected[_Remote] = Connected()
+        self._exits: Exits[Peer] = Exits()
+        self._flying: dict[_Remote, None] = {}
         self._leaving: list[_Remote] = []
         self._tickets = count(1)
         self._unquiet: set[Ticket] = set()
@@ -225,7 +226,9 @@ class CudaIpcTransport:
         if known is None:
             known = _Remote(remote.incarnation, process.watch(), remote.serial, remote.regions, places)
             known.extents = self._map(known, remote.regions, places)
-            if self._peers.add(known.peer, known) is not known:
+            if self._peers.add(known.peer, known) is known:
+                self._exits.add(known.peer, known.watch)
+            else:
                 # Another thread has connected the peer meanwhile; what this one has opened goes.
                 self._give_back(known)
             return known.peer
@@ -268,7 +271,7 @@ class CudaIpcTransport:
         """See :meth:`Transport.disconnect`; what is mapped is given back once nothing is on its way to it."""
         remote = self._peers.remove(peer)
         if remote is not None:
-            remote.left = True
+            self._exits.remove(peer)
             self._leaving.append(remote)
             self._leave()
 
@@ -305,6 +308,7 @@ class CudaIpcTransport:
             flight = _Flight(ticket, remote, *ranges, given, hosts)
             self._table.hold(ticket, writes)
             remote.flights.append(flight)
+            self._flying[remote] = None
             self._begin(flight)
         return ticket
 
@@ -333,6 +337,8 @@ class CudaIpcTransport:
 
     def _end(self, flight: _Flight, error: Exception | None, quiesced: bool = True) -> None:
         flight.remote.flights.remove(flight)
+        if not flight.remote.flights:
+            del self._flying[flight.remote]
         if error is not None and not isinstance(error, TransportError | PeerLostError):
             failed = TransportError(f"cuda_ipc: ticket {flight.ticket}: {error}")
             failed.__cause__ = error
@@ -348,11 +354,13 @@ class CudaIpcTransport:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
-        for remote in (*self._peers.all.values(), *self._leaving):
+        for peer in self._exits.ended():
+            if (gone := self._peers.get(peer)) is not None:
+                self._note_end(gone)
+        for remote in list(self._flying):
             self._progress(remote)
-            if not remote.left:
-                self._look(remote)
-        self._leave()
+        if self._leaving:
+            self._leave()
         events, self._events = self._events, []
         return events
 
@@ -379,19 +387,20 @@ class CudaIpcTransport:
             return ()
         self._closed = True
         until = self._clock() + drain_s
-        remotes = (*self._peers.all.values(), *self._leaving)
         while True:
-            for remote in remotes:
+            for remote in list(self._flying):
                 self._progress(remote)
-            if not any(remote.flights for remote in remotes) or self._clock() >= until:
+            if not self._flying or self._clock() >= until:
                 break
             self._sleep(_LOOK_S)
         for peer in tuple(self._peers.all):
             self.disconnect(peer)
+        remotes = list(self._flying)
         left = sorted({f.ticket for remote in remotes for f in remote.flights if f.mark is not None} | self._unquiet)
         for flight in [f for remote in remotes for f in remote.flights if f.mark is None]:
             self._end(flight, not_posted("cuda_ipc", flight.ticket))
         self._table.clear()
+        self._exits.clear()
         return tuple(left)
 
     def _leave(self) -> None:
@@ -412,7 +421,11 @@ class CudaIpcTransport:
 
     def _look(self, remote: _Remote) -> None:
         """Note the end of a peer's process."""
-        if not remote.lost and remote.watch.ended():
+        if remote.watch.ended():
+            self._note_end(remote)
+
+    def _note_end(self, remote: _Remote) -> None:
+        if not remote.lost:
             remote.lost = True
             self._events.append(PeerEvent(remote.peer, None))
 

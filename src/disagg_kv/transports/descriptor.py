@@ -1,4 +1,4 @@
-"""The value that one transport gives another before the first write: versioned, and encoded with MessagePack.
+"""The value that one transport gives another before the first write: versioned MessagePack, compressed.
 
 A module that defines a type makes its decoder on import. MessagePack's library inspects a type when its first decoder
 is made. A second thread that makes one meanwhile uses a half-built result, and crashes.
@@ -6,6 +6,7 @@ is made. A second thread that makes one meanwhile uses a half-built result, and 
 
 from __future__ import annotations
 
+import zlib
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from ..ids import Peer, RegionId
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 """Version of the encoding; a descriptor of another one is refused."""
 
 _MAGIC = b"disagg_kv.transport"
@@ -60,13 +61,16 @@ class Descriptor:
     blob: bytes = b""
 
 
+MAX_BYTES = 8 << 20
+"""Bytes of a descriptor before compression: regions of a pool are much alike, and few bytes may unfold to many."""
+
 _DECODER = msgspec.msgpack.Decoder(Descriptor)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(descriptor: Descriptor) -> bytes:
     """The bytes that travel to peers."""
-    return _MAGIC + bytes([VERSION]) + pack(descriptor)
+    return _MAGIC + bytes([VERSION]) + zlib.compress(pack(descriptor))
 
 
 def later_version(data: bytes) -> bytes | None:
@@ -98,6 +102,17 @@ def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
         raise RemoteProtocolError(f"{len(data)} bytes cannot be read as a {kind}: {error}") from error
 
 
+def _unfolded(data: bytes) -> bytes:
+    unfolding = zlib.decompressobj()
+    try:
+        unfolded = unfolding.decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise RemoteProtocolError(f"transport descriptor of {len(data)} bytes cannot be unfolded: {error}") from error
+    if not unfolding.eof or unfolding.unused_data:
+        raise RemoteProtocolError(f"transport descriptor of {len(data)} bytes that is cut short, or has a tail")
+    return unfolded
+
+
 def decode(data: bytes, transport: str) -> Descriptor:
     """The descriptor in ``data``, checked.
 
@@ -109,7 +124,7 @@ def decode(data: bytes, transport: str) -> Descriptor:
     version = data[len(_MAGIC)]
     if version != VERSION:
         raise RemoteProtocolError(f"transport descriptor of version {version}, this side speaks version {VERSION}")
-    found = unpack(data[len(_MAGIC) + 1 :], _DECODER)
+    found = unpack(_unfolded(data[len(_MAGIC) + 1 :]), _DECODER)
     if found.transport != transport:
         raise RemoteProtocolError(f"descriptor of transport {found.transport!r} given to transport {transport!r}")
     if len(found.incarnation) != 16:

@@ -24,6 +24,9 @@ from .regions import Extents, RegionTable, copy
 
 _open: WeakValueDictionary[Peer, InprocTransport] = WeakValueDictionary()
 _registry = threading.Lock()
+_departures = count(1)
+_departed = 0
+"""How many transports of this process were closed or destroyed: only then a peer may be lost."""
 
 
 @frozen
@@ -57,8 +60,12 @@ class InprocTransport:
         self._lost: set[Peer] = set()
         # Held while a peer copies into this transport's memory or while that memory is taken away.
         self._target = threading.Lock()
+        self._seen = _departed
         with _registry:
             _open[self._me] = self
+
+    def __del__(self) -> None:
+        _depart()
 
     def register(self, buffers: Sequence[Buffer]) -> Sequence[RegionId]:
         """See :meth:`Transport.register`."""
@@ -145,6 +152,9 @@ class InprocTransport:
         if not self._home.here:
             return ()
         events = [self._events.popleft() for _ in range(len(self._events))]
+        if self._seen == _departed:
+            return events
+        self._seen = _departed
         for peer in self._peers.all:
             if peer not in self._lost and _find(peer) is None:
                 self._lost.add(peer)
@@ -157,6 +167,7 @@ class InprocTransport:
         with self._target, _registry:
             _open.pop(self._me, None)
             self._table.clear()
+        _depart()
         self._peers.clear()
         return ()
 
@@ -171,6 +182,11 @@ class InprocTransport:
             if notify is not None:
                 self._events.append(PeerEvent(sender, notify))
             return None
+
+
+def _depart() -> None:
+    global _departed
+    _departed = next(_departures)
 
 
 def _find(peer: Peer) -> InprocTransport | None:

@@ -7,8 +7,10 @@ import os
 import select
 import threading
 import time
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Protocol
+from threading import Lock
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 
 import msgspec
@@ -61,6 +63,10 @@ class Watch:
                 self._ended = bool(self._poll.poll(0))
         return self._ended
 
+    def fileno(self) -> int:
+        """Readable once the process has ended."""
+        return self._pidfd
+
     def __del__(self) -> None:
         os.close(self._pidfd)
 
@@ -71,6 +77,87 @@ class Ending(Protocol):
     def ended(self, *, at_once: bool = False) -> bool:
         """Whether it has, perhaps a moment ago or (``at_once``) now; nothing that it copied itself lands later."""
         ...
+
+
+@runtime_checkable
+class HasDescriptor(Protocol):
+    """One that has a descriptor, which is readable after the end."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        ...
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Exits(Generic[K]):
+    """The ends of many processes, by one ``epoll``: a process that lives costs nothing.
+
+    One thread calls :meth:`ended`; :meth:`add` and :meth:`remove` may be called by others meanwhile. An
+    :class:`Ending` without a descriptor is asked each time.
+    """
+
+    def __init__(self) -> None:
+        self._epoll: select.epoll | None = None
+        self._lock = Lock()
+        self._watched: dict[K, Ending] = {}
+        self._keys: dict[int, K] = {}
+        self._asked: dict[K, Ending] = {}
+        self._look_at = 0.0
+
+    def add(self, key: K, ending: Ending) -> None:
+        """Watch a process; replaces an earlier one of that key."""
+        self.remove(key)
+        with self._lock:
+            self._watched[key] = ending
+            if not isinstance(ending, HasDescriptor):
+                self._asked[key] = ending
+                return
+            if self._epoll is None:
+                self._epoll = select.epoll()
+            self._keys[ending.fileno()] = key
+            self._epoll.register(ending.fileno(), select.EPOLLIN)
+
+    def remove(self, key: K) -> None:
+        """Watch a process no more; harmless if it is not watched."""
+        with self._lock:
+            ending = self._watched.pop(key, None)
+            if ending is None or self._asked.pop(key, None) is not None:
+                return
+            assert isinstance(ending, HasDescriptor)
+            assert self._epoll is not None
+            del self._keys[ending.fileno()]
+            self._epoll.unregister(ending.fileno())
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._watched
+
+    def ended(self, *, at_once: bool = False) -> list[K]:
+        """Those that ended since the last call, each once; unless ``at_once``, an end within LOOK_S may be missing."""
+        found = [key for key, one in list(self._asked.items()) if one.ended(at_once=at_once)] if self._asked else []
+        if self._epoll is not None and self._keys:
+            now = time.monotonic()
+            if at_once or now >= self._look_at:
+                self._look_at = now + LOOK_S
+                ready = self._epoll.poll(0)
+                if ready:
+                    found += [key for fd, _ in ready if (key := self._keys.get(fd)) is not None]
+        for key in found:
+            self.remove(key)
+        return found
+
+    def clear(self) -> None:
+        """Watch no process any more."""
+        for key in list(self._watched):
+            self.remove(key)
+        with self._lock:
+            if self._epoll is not None:
+                self._epoll.close()
+                self._epoll = None
 
 
 @frozen

@@ -33,7 +33,7 @@ from ..planning import Writes
 from .base import Capabilities, PeerEvent, Settled, WriteEnded
 from .connected import Connected
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .process import PROCESS, Home, Process, Watch
+from .process import PROCESS, Exits, Home, Process, Watch
 from .regions import Extents, RegionTable, copy
 
 
@@ -223,6 +223,7 @@ class ShmTransport:
         self._segments: WeakSet[_Segment] = WeakSet()
         self._numbers = count()
         self._peers: Connected[_Remote] = Connected()
+        self._exits: Exits[Peer] = Exits()
         self._tickets = count(1)
         self._events: list[WriteEnded | Settled | PeerEvent] = []
 
@@ -284,12 +285,15 @@ class ShmTransport:
                 if far is None or (far.place, far.nbytes) != (places[region.id], region.nbytes):
                     far = _open(process, peer, places[region.id], region.nbytes)
                 regions[region.id] = far
-        self._peers.add(peer, _Remote(peer, watch, remote.serial, regions))
+        found = _Remote(peer, watch, remote.serial, regions)
+        if self._peers.add(peer, found) is found:
+            self._exits.add(peer, watch)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`."""
         self._peers.remove(peer)
+        self._exits.remove(peer)
 
     def submit(self, peer: Peer, writes: Writes, *, notify: bytes | None = None, after: Event | None = None) -> Ticket:
         """See :meth:`Transport.submit`; copies before it returns. The first write to a region maps it."""
@@ -343,8 +347,10 @@ class ShmTransport:
         """See :meth:`Transport.poll`."""
         if not self._home.here:
             return ()
-        for peer, remote in self._peers.all.items():
-            self._look(peer, remote)
+        for peer in self._exits.ended():
+            remote = self._peers.get(peer)
+            if remote is not None:
+                self._note_end(peer, remote)
         events, self._events = self._events, []
         return events
 
@@ -352,6 +358,7 @@ class ShmTransport:
         """See :meth:`Transport.close`; memory from :meth:`allocate` stays until its owners go."""
         self._home.check()
         self._peers.clear()
+        self._exits.clear()
         for segment in self._segments:
             segment.hide()
         self._table.clear()
@@ -372,7 +379,11 @@ class ShmTransport:
 
     def _look(self, peer: Peer, remote: _Remote) -> None:
         """Note the end of a peer's process."""
-        if not remote.lost and remote.watch.ended():
+        if remote.watch.ended():
+            self._note_end(peer, remote)
+
+    def _note_end(self, peer: Peer, remote: _Remote) -> None:
+        if not remote.lost:
             remote.lost = True
             self._events.append(PeerEvent(peer, None, fenced=True))
 

@@ -21,7 +21,7 @@ from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer, Rank, RoomId, Ticket
 from disagg_kv.protocol import Codec, Hello, Options, Phase
 from disagg_kv.protocol.frames import Expected
-from disagg_kv.protocol.peers import Up
+from disagg_kv.protocol.peer_effects import Up
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from disagg_kv.trace import Recorder

@@ -11,7 +11,8 @@ from disagg_kv.errors import IncompatiblePeerError, PeerLostError, RemoteProtoco
 from disagg_kv.ids import Epoch
 from disagg_kv.protocol import VERSION, Forget, Greeted, Hello, Lost, Options, PeerTable, SendTo, Unreachable, Up
 from disagg_kv.protocol.frames import Heartbeat, Refused, WireSite, WireSpec
-from disagg_kv.protocol.peers import FORGET_AFTER, PeerEffect
+from disagg_kv.protocol.peer_effects import PeerEffect
+from disagg_kv.protocol.peers import FORGET_AFTER
 
 
 def epoch(n: int) -> Epoch:
@@ -66,6 +67,13 @@ def met() -> PeerTable:
     return a
 
 
+def used() -> PeerTable:
+    """The same, with a room that uses ``b``."""
+    a = met()
+    a.use(epoch(2), 0.0)
+    return a
+
+
 def losses(effects: list[PeerEffect]) -> list[tuple[Epoch, str]]:
     return [(e.peer, str(e.error)) for e in effects if isinstance(e, Lost)]
 
@@ -100,7 +108,7 @@ def test_a_dial_is_repeated_until_somebody_names_our_epoch_or_silence_is_over() 
     a = table(1, "a")
     assert len(a.dial("b", 0.0)) == 1
     assert a.dial("b", 0.1) == []
-    assert a.next_at() == 0.0
+    assert a.next_at() == pytest.approx(0.2)
     sent = [now for now in (0.1, 0.25, 0.3, 0.7, 1.6) if any(isinstance(e, SendTo) for e in a.tick(now))]
     assert sent == [0.25, 0.7, 1.6]
     a.on_hello(hello(epoch(2), b"", "b"), 1.5)
@@ -214,12 +222,87 @@ def test_a_life_keeps_its_address() -> None:
     assert a.address(epoch(2)) == "b"
 
 
-def test_heartbeats_go_to_everybody_every_second() -> None:
+def test_a_peer_that_a_room_uses_is_asked_for_a_heartbeat_when_it_sent_nothing_for_a_second() -> None:
     a = met()
-    assert beats(a.tick(0.0)) == ["b"]
-    assert beats(a.tick(0.9)) == []
-    assert a.next_at() == 1.0
-    assert beats(a.tick(1.0)) == ["b"]
+    assert (a.tick(0.0), a.next_at()) == ([], None), "no room, no heartbeat, and nothing is due"
+    a.use(epoch(2), 10.0)
+    a.use(epoch(2), 10.5)
+    assert a.next_at() == pytest.approx(11.0)
+    assert beats(a.tick(10.9)) == []
+    (sent,) = a.tick(11.0)
+    assert isinstance(sent, SendTo)
+    assert sent.frame == Heartbeat(src=epoch(1), dst=epoch(2), ask=True)
+    assert a.tick(11.9) == []
+    a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 11.9)
+    assert a.tick(12.0) == [], "any frame saves a heartbeat"
+    assert beats(a.tick(12.9)) == ["b"]
+    a.release(epoch(2))
+    assert beats(a.tick(13.9)) == ["b"]
+    a.release(epoch(2))
+    assert (a.tick(100.0), a.next_at()) == ([], None)
+
+
+def test_a_heartbeat_that_asks_is_answered_at_once_by_one_that_does_not() -> None:
+    """So two peers never keep each other awake."""
+    a, b = met(), table(2, "b")
+    b.on_hello(hello(epoch(1), epoch(2), "a"), 0.0)
+    _, (answer,) = b.on_frame(Heartbeat(src=epoch(1), dst=epoch(2), ask=True), 50.0)
+    assert answer == SendTo("a", Heartbeat(src=epoch(2), dst=epoch(1), ask=False))
+    assert a.on_frame(answer.frame, 50.0) == (True, [])
+
+
+def test_the_silence_of_a_peer_counts_from_the_beginning_of_its_use() -> None:
+    """Before that nobody asked it for anything."""
+    a = met()
+    assert a.tick(1000.0) == []
+    assert a.at("b") == epoch(2)
+    a.use(epoch(2), 1000.0)
+    assert a.silent_for(epoch(2), 1000.5) == 0.5
+    assert a.lively(epoch(2), 1003.0)
+    assert not a.lively(epoch(2), 1003.1)
+    assert losses(a.tick(1029.9)) == []
+    assert len(losses(a.tick(1030.0))) == 1
+
+
+def test_a_use_outlives_the_entry_of_its_peer() -> None:
+    """A room waits for a life that was forgotten, and that returns."""
+    a = used()
+    a.tick(30.0)
+    assert a.tick(30.0 * FORGET_AFTER) == [Forget("b")]
+    a.on_hello(hello(epoch(2), b"", "b"), 700.0)
+    assert len(losses(a.tick(730.0))) == 1
+    a.release(epoch(2))
+    assert not a.in_use(epoch(2))
+
+
+def test_where_a_connection_is_restored_another_life_may_listen_so_it_is_greeted() -> None:
+    """No room uses it, so nothing else would notice; the next room would begin with a life that is gone."""
+    a, restarted = met(), table(3, "b")
+    a.tick(0.9)
+    a.on_closed("b", 1.0)
+    a.on_opened("b")
+    (sent,) = a.tick(1.1)
+    assert isinstance(sent, SendTo)
+    assert isinstance(sent.frame, Hello)
+    answer = next(e.frame for e in restarted.on_hello(sent.frame, 1.2) if isinstance(e, SendTo))
+    assert isinstance(answer, Hello)
+    assert [type(e) for e in a.on_hello(answer, 1.3)] == [Lost, Up]
+    assert a.at("b") == epoch(3)
+
+
+def test_a_peer_that_made_room_is_greeted_when_it_sends_a_frame() -> None:
+    """It does not know that it was forgotten; its room waits for a moment, and not until it counts as silent."""
+    a = crowd()
+    a.on_hello(hello(epoch(100), epoch(1), "p0"), 1.0)
+    for n in range(1, 4):
+        a.on_frame(Heartbeat(src=epoch(100 + n), dst=epoch(1)), 1.0 + n)
+        a.use(epoch(100 + n), 1.0)
+    assert Forget("p0") in a.on_hello(hello(epoch(50), b"", "new"), 9.0)
+    ok, (sent,) = a.on_frame(Heartbeat(src=epoch(100), dst=epoch(1)), 10.0)
+    assert not ok
+    assert isinstance(sent, SendTo)
+    assert isinstance(sent.frame, Hello)
+    assert (sent.address, sent.frame.dst) == ("p0", b""), "which it answers with its own"
 
 
 def test_a_life_that_knows_us_and_was_forgotten_is_greeted() -> None:
@@ -231,7 +314,7 @@ def test_a_life_that_knows_us_and_was_forgotten_is_greeted() -> None:
         assert isinstance(sent, SendTo)
         assert isinstance(sent.frame, Hello)
         a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), second + 0.5)
-    assert beats(a.tick(4.0)) == ["b"]
+    assert (a.tick(4.0), a.next_at()) == ([], None)
 
 
 def test_a_life_that_a_transport_does_not_reach_is_told_so_and_stays_lost_for_a_while() -> None:
@@ -259,7 +342,7 @@ def test_a_life_that_a_transport_does_not_reach_is_told_so_and_stays_lost_for_a_
 
 def test_who_missed_heartbeats_is_greeted_so_that_another_life_there_can_answer() -> None:
     """A restarted peer does not know us, but it can answer a Hello; no need to wait for the silence to end."""
-    a, restarted = met(), table(3, "b")
+    a, restarted = used(), table(3, "b")
     (sent,) = a.tick(3.5)
     assert isinstance(sent, SendTo)
     assert isinstance(sent.frame, Hello)
@@ -271,7 +354,7 @@ def test_who_missed_heartbeats_is_greeted_so_that_another_life_there_can_answer(
 
 def test_a_peer_that_missed_three_heartbeats_gets_nothing_new() -> None:
     """Frozen, not dead."""
-    a = met()
+    a = used()
     assert a.lively(epoch(2), 3.0)
     assert not a.lively(epoch(2), 3.1)
     assert not a.lively(epoch(9), 0.0)
@@ -282,18 +365,19 @@ def test_a_lost_peer_that_may_never_have_heard_of_us_still_hears_who_we_are() ->
     """Our only Hello may have been lost; without one it could never say that a failed room is drained."""
     a = table(1, "a")
     a.on_hello(hello(epoch(2), b"", "b"), 0.0)
+    a.use(epoch(2), 0.0)
     assert losses(a.tick(30.0)) == [
         (epoch(2), "peer i/0 (epoch 02020202020202020202020202020202) at b: silent for 30.0 s")
     ]
     assert [e.frame.dst for e in a.tick(31.0) if isinstance(e, SendTo) and isinstance(e.frame, Hello)] == [epoch(2)]
-    b = met()
+    b = used()
     b.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 0.0)
     b.tick(30.0)
     assert b.tick(31.0) == [], "it knows us"
 
 
 def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
-    a = met()
+    a = used()
     assert losses(a.tick(29.9)) == []
     assert losses(a.tick(30.0)) == [
         (epoch(2), "peer i/0 (epoch 02020202020202020202020202020202) at b: silent for 30.0 s")
@@ -303,7 +387,7 @@ def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
     ok, effects = a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 40.0)
     assert ok
     assert [type(e) for e in effects] == [Up]
-    assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 44.0) == (True, [])
+    assert a.on_frame(Heartbeat(src=epoch(2), dst=epoch(1)), 43.0) == (True, [])
     beats = [e.frame for now in (43.0, 44.0) for e in a.tick(now) if isinstance(e, SendTo)]
     assert [type(frame) for frame in beats] == [Hello, Heartbeat], "it is told that it had been lost"
     a.lose(epoch(2), PeerLostError("again"))
@@ -314,7 +398,7 @@ def test_silence_is_loss_and_a_word_after_it_brings_the_peer_back() -> None:
 
 def test_silence_is_judged_up_to_what_was_taken_in() -> None:
     """A thread that stood still has frames to look at before it may say that their sender was silent."""
-    a = met()
+    a = used()
     a.caught_up(1.0)
     assert losses(a.tick(40.0)) == []
     assert a.silent_for(epoch(2), 40.0) == 1.0
@@ -350,7 +434,7 @@ def test_a_transports_report_is_loss_once() -> None:
 
 def test_a_life_that_has_ended_is_not_revived_by_what_of_it_is_still_under_way() -> None:
     """Lost by silence or not, known or forgotten by now; another life at its address is welcome."""
-    a = met()
+    a = used()
     assert losses(a.tick(40.0)) != []
     assert a.lose(epoch(2), PeerLostError("it has ended"), ended=True) == []
     late = Heartbeat(src=epoch(2), dst=epoch(1))
@@ -364,7 +448,7 @@ def test_a_life_that_has_ended_is_not_revived_by_what_of_it_is_still_under_way()
 
 def test_a_peer_that_stays_lost_is_forgotten_and_may_come_back() -> None:
     """Nobody is kept for ever; a long partition is no death."""
-    a = met()
+    a = used()
     a.tick(30.0)
     assert a.tick(30.0 * FORGET_AFTER - 1) == []
     assert a.tick(30.0 * FORGET_AFTER) == [Forget("b")]
@@ -407,17 +491,27 @@ def test_a_flood_of_introductions_is_bounded_and_newcomers_still_get_in() -> Non
     assert len(a.epochs()) == 4
 
 
-def test_whoever_has_named_our_epoch_keeps_its_place() -> None:
-    """By a Hello or by any other frame. A newcomer is refused by name when all have."""
+def test_a_peer_that_named_our_epoch_makes_room_after_those_that_did_not() -> None:
+    """By a Hello or by any other frame; the one that was silent for longest goes first."""
     a = crowd()
-    a.on_hello(hello(epoch(100), epoch(1), "p0"), 1.0)
-    for n in range(1, 4):
-        a.on_frame(Heartbeat(src=epoch(100 + n), dst=epoch(1)), 1.0)
+    a.on_frame(Heartbeat(src=epoch(100), dst=epoch(1)), 1.0)
+    for n, src in enumerate((101, 102, 103, 100)):
+        assert Forget(f"p{src - 100}") in a.on_hello(hello(epoch(50 + n), epoch(1), f"new{n}"), 2.0)
+
+
+def test_a_peer_in_use_keeps_its_place() -> None:
+    """A newcomer is refused by name when all are in use, and is welcome when one is not any more."""
+    a = crowd()
+    for n in range(4):
+        a.use(epoch(100 + n), 1.0)
     effects = a.on_hello(hello(epoch(50), b"", "new"), 2.0)
     assert [e.frame for e in effects if isinstance(e, SendTo)] == [
         Refused(src=epoch(1), dst=epoch(50), address="a", field="peers", ours="1", theirs="at most 4")
     ]
     assert set(a.epochs()) == {epoch(100 + n) for n in range(4)}
+    a.release(epoch(102))
+    a.on_hello(hello(epoch(50), b"", "new"), 4.0)
+    assert set(a.epochs()) == {epoch(n) for n in (100, 101, 103, 50)}
 
 
 def test_the_lost_make_room_before_anybody_else() -> None:
@@ -511,7 +605,7 @@ def test_where_nobody_answered_once_the_next_is_told_soon() -> None:
 
 
 def test_addresses_where_nobody_is_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PeerTable, "MAX_RETIRED", 2)
+    monkeypatch.setattr("disagg_kv.protocol.dials.MAX_ABSENT", 2)
     a, o = table(1, "a"), Options()
     for address in "bcd":
         a.dial(address, 0.0)
@@ -553,7 +647,7 @@ def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
 
 def test_a_lost_peer_whose_connection_is_broken_is_forgotten_soon() -> None:
     """With its address, for which the channel holds descriptors."""
-    a, o = met(), Options()
+    a, o = used(), Options()
     a.on_closed("b", 1.0)
     (lost,) = [e for e in a.tick(1.0 + o.closed_s) if isinstance(e, Lost)]
     assert "its connection broke" in str(lost.error)

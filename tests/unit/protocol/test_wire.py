@@ -75,7 +75,7 @@ def test_a_component_that_cannot_be_is_the_peers_error() -> None:
         w.spec_from_wire(msgspec.structs.replace(w.spec_to_wire(KV), kinds=((broken,),)))
 
 
-@pytest.mark.parametrize("change", [{"stop": 9}, {"start": 8}, {"layers": ()}, {"layers": (9,)}, {"index": 5}])
+@pytest.mark.parametrize("change", [{"stop": 9}, {"start": 8}, {"layers": ()}, {"layers": ((9, 1),)}, {"index": 5}])
 def test_a_shard_that_cannot_be_is_the_peers_error(change: dict[str, object]) -> None:
     holding = w.shard_to_wire(shard(KV))[0]
     with pytest.raises(RemoteProtocolError, match="a shard that cannot be"):
@@ -83,7 +83,8 @@ def test_a_shard_that_cannot_be_is_the_peers_error(change: dict[str, object]) ->
 
 
 @pytest.mark.parametrize(
-    "change", [{"groups": ()}, {"planes": ()}, {"buffers": ()}, {"buffers": (1,)}, {"groups": (("all", 0, 1, None),)}]
+    "change",
+    [{"groups": ()}, {"planes": ()}, {"buffers": ()}, {"buffers": ((1, 1),)}, {"groups": (("all", 0, 1, None),)}],
 )
 def test_a_pool_whose_planes_leave_their_buffers_is_the_peers_error(change: dict[str, object]) -> None:
     mine = shard(KV)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 
 from disagg_kv.errors import RemoteProtocolError
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.transports import Descriptor, Region, decode, encode
-from disagg_kv.transports.descriptor import _MAGIC, VERSION
+from disagg_kv.transports.descriptor import _MAGIC, MAX_BYTES, VERSION
 
 ME = Peer(bytes(range(16)))
+HEAD = _MAGIC + bytes([VERSION])
 
 
 def test_a_descriptor_survives_the_wire() -> None:
@@ -25,10 +28,14 @@ def test_a_descriptor_survives_the_wire() -> None:
         (b"", "not a transport descriptor: 0 bytes"),
         (_MAGIC, "not a transport descriptor"),
         (_MAGIC + bytes([VERSION + 1]) + b"\x80", f"version {VERSION + 1}, this side speaks version {VERSION}"),
-        (_MAGIC + bytes([VERSION]), "cannot be read"),
-        (_MAGIC + bytes([VERSION]) + b"\x80", "cannot be read"),
-        (_MAGIC + bytes([VERSION]) + b"\x81\xa1x" + b"\x91" * 100_000, "cannot be read"),
-        (_MAGIC + bytes([VERSION]) + msgspec.msgpack.encode({"transport": 3}), "cannot be read"),
+        (HEAD, "cut short, or has a tail"),
+        (HEAD + zlib.compress(b"\x80")[:-1], "cut short, or has a tail"),
+        (HEAD + zlib.compress(b"\x80") + b"x", "cut short, or has a tail"),
+        (HEAD + zlib.compress(bytes(MAX_BYTES + 1)), "cut short, or has a tail"),
+        (HEAD + b"garbage", "cannot be unfolded"),
+        (HEAD + zlib.compress(b"\x80"), "cannot be read"),
+        (HEAD + zlib.compress(b"\x81\xa1x" + b"\x91" * 100_000), "cannot be read"),
+        (HEAD + zlib.compress(msgspec.msgpack.encode({"transport": 3})), "cannot be read"),
         (encode(Descriptor("y", ME)), "of transport 'y' given to transport 'x'"),
         (encode(Descriptor("x", Peer(b"short"))), "an incarnation of 5 bytes"),
         (encode(Descriptor("x", ME, 0, (Region(RegionId(-1), 5),))), "impossible region"),

@@ -139,6 +139,7 @@ class DecodeSide:
         self._timers: Timers[RoomKey] = Timers()
         self._silences = Silences(loop.peers, loop.options.silence_s)
         self._lively_at = 0.0
+        self._suspended: dict[Epoch, None] = {}
         self.quarantined = 0
 
     @property
@@ -550,9 +551,13 @@ class DecodeSide:
                 self._handle(room, lost)
         if now >= self._lively_at:
             self._lively_at = now + TICK_S
-            for epoch in peers.epochs():
-                if epoch in self._loop.remotes:
-                    (self._queue.resume if peers.lively(epoch, now) else self._queue.suspend)(epoch)
+            for epoch in dict.fromkeys((*self._queue.active, *self._suspended)):
+                if epoch not in self._loop.remotes or peers.lively(epoch, now):
+                    self._suspended.pop(epoch, None)
+                    self._queue.resume(epoch)
+                else:
+                    self._suspended[epoch] = None
+                    self._queue.suspend(epoch)
             self._grant()
 
     def _check_found(self, room: DecodeRoom, now: float) -> None:

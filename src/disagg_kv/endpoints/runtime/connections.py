@@ -21,7 +21,7 @@ from ...errors import CapacityError, DisaggKVError, IncompatiblePeerError, Trans
 from ...ids import Epoch, Peer, peer_name
 from ...protocol import Hello, Options, RoomFrame
 from ...protocol.machine import ours
-from ...protocol.peers import Up
+from ...protocol.peer_effects import Up
 from ...trace import Observer
 from ...transports import Transport
 from .background import Background
@@ -117,6 +117,7 @@ class Connections:
         self._log = LimitedLog(clock)
         self._links: dict[Epoch, _Link] = {}
         self._owners: dict[Peer, _Link] = {}
+        self._under_way = 0
         self._due_at = inf
         self._early_bytes = 0
         self._failed: OrderedDict[Epoch, tuple[float, DisaggKVError]] = OrderedDict()
@@ -161,10 +162,10 @@ class Connections:
         if owner is not None:
             ours, theirs = (peer_name(one.src, one.instance, one.rank) for one in (owner.up.hello, up.hello))
             raise IncompatiblePeerError("descriptor", f"that of {ours}", theirs)
-        under_way = sum(not one.linked for one in self._links.values())
-        if under_way >= self._options.peers:
-            raise CapacityError(f"{under_way} connections are under way, and no more may be")
+        if self._under_way >= self._options.peers:
+            raise CapacityError(f"{self._under_way} connections are under way, and no more may be")
         self._links[up.epoch] = self._owners[link.peer] = link
+        self._under_way += 1
         self._due_at = min(self._due_at, link.until)
         return link
 
@@ -194,7 +195,9 @@ class Connections:
                 self._fail(link.up.epoch, error, at)
             elif not wanted:
                 self._disconnect(link)
-            if not link.linked:
+            if link.linked:
+                self._under_way -= 1
+            else:
                 self._forget(link)
             if wanted:
                 out.append(ConnectResult(link.up, error or link.peer, frames))
@@ -241,6 +244,7 @@ class Connections:
     def _forget(self, link: _Link) -> None:
         """Another epoch may name this transport from now on."""
         del self._links[link.up.epoch], self._owners[link.peer]
+        self._under_way -= not link.linked
 
     def hold(self, frame: RoomFrame, nbytes: int) -> bool:
         """Keep a frame of an epoch that is linking; False: its epoch is not. Raises nothing, drops beyond a bound."""

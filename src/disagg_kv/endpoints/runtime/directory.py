@@ -33,7 +33,10 @@ LOOKUP_FAILED_S = 0.5
 WITHDRAW_S = 1.0
 """How long an endpoint that closes waits for the rendezvous to take its address back."""
 
-REMEMBERED = 1024
+MOST_UNDER_WAY = 1024
+"""Look-ups that run at a time: each has a thread."""
+
+REMEMBERED = 16_384
 """Instances whose addresses are remembered."""
 
 FRESH_S = 1.0
@@ -75,7 +78,8 @@ class Directory:
         background: where it is asked.
         wake: called on a helper thread when there is an answer.
         clock: time, in seconds.
-        options: a look-up that has not returned after ``closed_s`` has failed; at most ``peers`` run at a time.
+        options: a look-up that has not returned after ``closed_s`` has failed; at most ``peers`` run at a time,
+            and at most MOST_UNDER_WAY.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Directory:
         try:
             pause_s = self._options.closed_s * 2.0 ** min(many[0] - UNANSWERED + 1, 32)
             early = many[0] >= UNANSWERED and ask.at - self._begun[source] < pause_s
-            if early or many[1] >= self._options.peers:
+            if early or many[1] >= min(self._options.peers, MOST_UNDER_WAY):
                 what = f"{many[0]} of its look-ups and {many[1]} in all have not returned"
                 raise CapacityError(f"instance {source.instance!r}: {what}, and no more may be under way")
             self._background.start(partial(self._look_up, ask))

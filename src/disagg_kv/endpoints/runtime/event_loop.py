@@ -386,19 +386,19 @@ class EventLoop:
                 case SendTo(address, frame):
                     self._send_buffer.put(address, self.codec.encode(frame))
                 case Up():
+                    self.peer_registry.up(effect.epoch)
                     self._up(effect)
                 case Greeted(epoch):
                     if epoch not in self.siblings:
                         self.side.on_greeted(epoch)
                 case Lost():
                     self._on_lost(effect)
+                    self.peer_registry.lost(effect.peer)
                 case Unreachable(address, error):
                     self.side.on_unreachable(address, error)
                 case Forget(address):
                     self._send_buffer.unsent.pop(address, None)
                     self.channel.forget(address)
-        if any(isinstance(effect, Up | Lost) for effect in effects):
-            self.peer_registry.refresh()
 
     def _up(self, up: Up) -> None:
         hello = up.hello

@@ -60,15 +60,20 @@ class PeerRegistry:
         self._linked = linked
         self._silent_s = options.missed * options.heartbeat_s
         self._clock = clock
-        self._present: Mapping[Epoch, KnownPeer] = {}
+        self._present: dict[Epoch, KnownPeer] = {}
         self._waiting: dict[RoomKey, dict[Epoch, tuple[KnownPeer, HeldMemory]]] = {}
 
     # On the endpoint's thread.
 
-    def refresh(self) -> None:
-        """Peers came or were lost."""
-        present = ((epoch, self._table.known(epoch)) for epoch in self._table.epochs())
-        self._present = {epoch: peer for epoch, peer in present if peer is not None}
+    def up(self, epoch: Epoch) -> None:
+        """A peer is there."""
+        peer = self._table.known(epoch)
+        if peer is not None:
+            self._present[epoch] = peer
+
+    def lost(self, epoch: Epoch) -> None:
+        """A peer was lost."""
+        self._present.pop(epoch, None)
 
     def hold(self, key: RoomKey, held: Mapping[Epoch, HeldMemory], hellos: Iterable[Hello]) -> None:
         """A room that failed waits for evidence about these lives, and for no other; ``hellos``: what they are."""
@@ -104,15 +109,20 @@ class PeerRegistry:
 
     def listed(self) -> tuple[PeerInfo, ...]:
         """Every life that is connected, in the order in which they came, and then every other that holds memory."""
-        sums = {epoch: _Sum(peer) for epoch, peer in self._present.items()}
+        sums = {epoch: _Sum(peer) for epoch, peer in list(self._present.items())}  # one step, as below
         for key, waiting in list(self._waiting.items()):  # one step; what a room waits for is replaced as a whole
             for epoch, (peer, held) in waiting.items():
                 sums.setdefault(epoch, _Sum(self._table.known(epoch) or peer)).add(key.room, held)
         return tuple(self._info(epoch, of) for epoch, of in sums.items())
 
     def _info(self, epoch: Epoch, of: _Sum) -> PeerInfo:
-        hello, silent_s = of.peer.hello, max(0.0, self._clock() - of.peer.last_frame_at)
-        state: PeerState = "connected" if silent_s <= self._silent_s else "silent"
+        hello, now = of.peer.hello, self._clock()
+        silent_s = max(0.0, now - of.peer.last_frame_at)
+        state: PeerState = "connected"
+        if of.peer.used_since is not None and now - of.peer.heard > self._silent_s:
+            state = "silent"
+        elif of.peer.used_since is None and silent_s > self._silent_s:
+            state = "idle"
         if of.peer.lost or of.peer.ended:
             state = "ended" if of.peer.ended else "lost"
         return PeerInfo(

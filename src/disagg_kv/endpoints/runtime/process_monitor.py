@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...errors import PeerLostError, TransportError
 from ...ids import Epoch
 from ...protocol import Hello
-from ...transports.process import Ending, Process
+from ...transports.process import Ending, Exits, Process
 
 
 class ProcessMonitor:
@@ -23,7 +23,7 @@ class ProcessMonitor:
         self._clock = clock
         self._own = own
         self._watch = watch
-        self._watches: dict[Epoch, Ending] = {}
+        self._watches: Exits[Epoch] = Exits()
         self._ended: dict[Epoch, float] = {}
         self._news: list[Epoch] = []
 
@@ -33,7 +33,7 @@ class ProcessMonitor:
         if process == self._own or epoch in self._watches or epoch in self._ended:
             return
         try:
-            self._watches[epoch] = self._watch(process)
+            self._watches.add(epoch, self._watch(process))
         except TransportError:
             return  # another host: only its operator can know
         except PeerLostError:
@@ -42,14 +42,13 @@ class ProcessMonitor:
     @property
     def awaited(self) -> bool:
         """Whether the end of a process, or the landing of its last writes, is awaited."""
-        return bool(self._watches or self._news or self._ended)
+        return bool(len(self._watches) or self._news or self._ended)
 
     def ended(self, *, at_once: bool = False) -> list[Epoch]:
         """Peers whose process has ended since the last call; unless ``at_once``, an end a moment ago may be missing."""
-        if not self._watches and not self._news:
+        if not len(self._watches) and not self._news:
             return []
-        for epoch in [e for e, watch in self._watches.items() if watch.ended(at_once=at_once)]:
-            del self._watches[epoch]
+        for epoch in self._watches.ended(at_once=at_once):
             self._end(epoch)
         if not self._news:
             return []
@@ -73,7 +72,7 @@ class ProcessMonitor:
     def forget(self, epoch: Epoch) -> None:
         """Its evidence was used, or nothing is owed to it."""
         self._ended.pop(epoch, None)
-        self._watches.pop(epoch, None)
+        self._watches.remove(epoch)
 
     def close(self) -> None:
         """Watch no process any more."""

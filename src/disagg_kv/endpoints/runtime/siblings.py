@@ -71,13 +71,17 @@ class Siblings:
 
     def up(self, hello: Hello) -> None:
         """A rank of the instance is there."""
-        self._ranks[Epoch(hello.src)] = Rank(hello.rank)
+        epoch = Epoch(hello.src)
+        if epoch not in self._ranks:
+            self._loop.peers.use(epoch, self._loop.now)  # its votes may be awaited at any time
+        self._ranks[epoch] = Rank(hello.rank)
         self._join(Rank(hello.rank))
 
     def lost(self, epoch: Epoch) -> None:
         """A rank of the instance is lost; another life of it may be there."""
         self.look_at = None if self._loop.me.rank == 0 else self._loop.now
         rank = self._ranks.pop(epoch)
+        self._loop.peers.release(epoch)
         self._succession.lost(epoch)
         self._loop.agree(self._loop.agreement.lost(epoch, self._loop.now))
         self._join(rank)
@@ -100,7 +104,10 @@ class Siblings:
     def _join(self, rank: Rank) -> None:
         """Of the lives of a rank that are there, one counts."""
         loop = self._loop
-        lives = [loop.peers.hello(epoch) for epoch in loop.peers.epochs() if self._ranks.get(epoch) == rank]
+        there = [epoch for epoch, of in self._ranks.items() if of == rank]
+        if len(there) > 1:
+            there = [epoch for epoch in loop.peers.epochs() if epoch in there]  # in the order of their first frames
+        lives = [loop.peers.hello(epoch) for epoch in there]
         if rank == loop.me.rank:
             error = self._succession.of_our_rank(lives)
             if error is not None:

@@ -1,4 +1,4 @@
-"""Peers whose silence some rooms do not bear for as long as the endpoint does."""
+"""Peers that rooms use, and those whose silence some rooms do not bear for as long as the endpoint does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...protocol.timers import Timers
 class Silences:
     """One timer per peer, not per room and peer: a peer that sends in time costs the same for any number of rooms.
 
-    Rooms that bear as much silence as the endpoint are not watched: :class:`PeerTable` decides when a peer is lost.
+    Rooms that bear as much silence as the endpoint have no timer here: :class:`PeerTable` decides when a peer is lost.
 
     Args:
         peers: know when the last frame of each peer came.
@@ -23,10 +23,15 @@ class Silences:
         self._silence_s = silence_s
         self._watched: dict[Epoch, dict[float, dict[RoomKey, None]]] = {}
         self._of: dict[RoomKey, dict[Epoch, float]] = {}
+        self._used: dict[RoomKey, dict[Epoch, None]] = {}
         self._timers: Timers[Epoch] = Timers()
 
     def watch(self, peer: Epoch, room: RoomKey, silence_s: float, now: float) -> None:
-        """The room ends if the peer is silent for ``silence_s`` seconds."""
+        """The room uses the peer, and ends if that is silent for ``silence_s`` seconds."""
+        used = self._used.setdefault(room, {})
+        if peer not in used:
+            used[peer] = None
+            self._peers.use(peer, now)
         if silence_s >= self._silence_s or peer in self._of.get(room, {}):
             return
         self._of.setdefault(room, {})[peer] = silence_s
@@ -37,6 +42,8 @@ class Silences:
         """The room is over."""
         for peer, silence_s in self._of.pop(room, {}).items():
             self._drop(peer, silence_s, room)
+        for peer in self._used.pop(room, {}):
+            self._peers.release(peer)
 
     def _error(self, peer: Epoch, silence_s: float) -> PeerLostError:
         known = self._peers.known(peer)

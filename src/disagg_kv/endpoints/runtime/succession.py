@@ -16,7 +16,7 @@ from functools import reduce
 from ...errors import SupersededError
 from ...ids import Epoch, Rank
 from ...protocol import Hello
-from ...protocol.peers import is_older
+from ...protocol.peer_effects import is_older
 from ...rendezvous import Rendezvous, Source
 from .directory import look_up
 
