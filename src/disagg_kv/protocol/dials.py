@@ -21,7 +21,7 @@ ROUNDING_S = 1e-6
 """Seconds by which a tick checks early: a sum of times is rounded differently from a difference."""
 
 RECHECK_S = 0.01
-"""Pause before a peer or dial is looked at again whose time is over, while frames that came before may still wait."""
+"""Pause before a peer or dial is examined again whose time is over: frames that came before may still wait."""
 
 MAX_ABSENT = 4096
 """Addresses without an endpoint that are remembered."""

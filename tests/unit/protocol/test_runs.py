@@ -77,7 +77,7 @@ def test_only_so_many_hellos_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
 
 @given(st.lists(rows, max_size=12), st.integers(1, 5), st.lists(rows, max_size=3))
 def test_planes_come_back_in_their_order(pattern: list[r.PlaneRow], times: int, rest: list[r.PlaneRow]) -> None:
-    planes = [(layer + 2 * n, *row[:2], row[2], *row[3:]) for n in range(times) for layer, *row in pattern] + rest
+    planes = [(one[0] + 2 * n, *one[1:]) for n in range(times) for one in pattern] + rest
     assert r.planes_from_runs(r.planes_to_runs(planes)) == planes
 
 
