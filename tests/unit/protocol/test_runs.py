@@ -66,15 +66,6 @@ def test_a_hello_that_comes_again_is_known_by_its_bytes_and_shares_its_parts() -
     assert one.shards is two.shards
 
 
-def test_only_so_many_hellos_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Codec, "MAX_HELLOS", 2)
-    codec, first = Codec(), introduction(*large(False))
-    frames = [codec.encode(msgspec.structs.replace(first, pid=pid)) for pid in range(3)]
-    heard = [codec.decode(frame) for frame in frames]
-    assert codec.decode(frames[2]) is heard[2]
-    assert codec.decode(frames[0]) is not heard[0]
-
-
 @given(st.lists(rows, max_size=12), st.integers(1, 5), st.lists(rows, max_size=3))
 def test_planes_come_back_in_their_order(pattern: list[r.PlaneRow], times: int, rest: list[r.PlaneRow]) -> None:
     planes = [(one[0] + 2 * n, *one[1:]) for n in range(times) for one in pattern] + rest
