@@ -495,27 +495,6 @@ def pairs(found: Found) -> str:
     return table([["old, new", "old, ms", "new, ms", "new / old"], *rows])
 
 
-def vllm(found: Found) -> str:
-    """The connector in vLLM beside vLLM's own, and an engine that transfers nothing."""
-
-    def ms(of: Mapping[str, float]) -> str:
-        return f"{of['p50']:.1f} / {of['p95']:.1f}"
-
-    def row(of: Found) -> list[str]:
-        ratio = f"{of['ratio']:.2f} ({of['low']:.2f} to {of['high']:.2f})"
-        times = [ms(of[f"{name}_ms"]) for name in ("disagg_kv", "NixlConnector", "alone")]
-        return [f"{of['tp']}{', prefill busy' if of['busy'] else ''}", str(of["requests"]), *times,
-                f"{of['load_ms']:.1f}", ratio]  # fmt: skip
-
-    head = ["TP", "requests", "ours", "NixlConnector", "no transfer", "load", "ours / theirs"]
-    unused = found["unused"]
-    said = (
-        f"An engine that transfers nothing, with the connector over without it, {unused['turns']} turns: "
-        f"**{unused['ratio']:.3f}** ({unused['low']:.3f} to {unused['high']:.3f}) of the time."
-    )
-    return f"Decode's first token, ms, p50 / p95:\n\n{table([head, *map(row, found['latency'])])}\n\n{said}"
-
-
 VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_nixl.json": transfer,
@@ -547,7 +526,6 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_host.json": gpu_host,
     "idle.json": idle,
     "pairs.json": pairs,
-    "vllm_cpu.json": vllm,
 }
 """The names in marks: a file, or a view of it."""
 

@@ -53,7 +53,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("look-ahead may take the whole ring",
            "staging.queue:GrantQueue._may", "return not wanted.lookahead or", "return True or"),
     Mutant("what is no frame is not refused",
-           "protocol.frames:Codec.decode", "except (", "except () and ("),
+           "protocol.frames:Codec._decode", "except (", "except () and ("),
     Mutant("flows of ended rooms are never forgotten",
            PREFILL + "_close", "self._flows.pop((name, epoch, flow.generation), None)", "pass"),
     Mutant("heads are swapped where the two sides differ, and nobody looks",

@@ -18,6 +18,7 @@ from disagg_kv.ids import Peer, RegionId, Ticket
 from disagg_kv.memory import Buffer, Event
 from disagg_kv.planning import Writes
 from disagg_kv.transports import Descriptor, Extents, PeerEvent, Settled, WriteEnded, copy, decode
+from disagg_kv.transports.descriptor import VERSION
 from tests.support.model_transport import Flight, ModelTransport, Place, Remote, stopped
 
 SOON_S = 0.05
@@ -267,7 +268,7 @@ class AnyVersion(ModelTransport):
             return super().decode(descriptor)
         except RemoteProtocolError:
             older = bytearray(descriptor)
-            older[19:20] = b"\x01"
+            older[19:20] = bytes([VERSION])
             return super().decode(bytes(older))
 
 

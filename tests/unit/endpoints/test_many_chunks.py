@@ -199,8 +199,11 @@ def test_many_commands_of_an_engine_do_not_postpone_a_heartbeat() -> None:
 
 
 def test_commands_that_take_long_are_not_begun_when_a_heartbeat_may_be_due() -> None:
-    """Each takes two seconds by the endpoint's clock: the peer is told between any two that it is still there."""
+    """Each takes two seconds by the endpoint's clock: a peer in use is told between any two that we are still there."""
     rig = connected()
+    rig.request("second", rig.prefills, rig.decodes, 1).open_decode().expect().open_prefill()
+    for _ in range(10):
+        rig.turn()
     beats = Beats(rig)
 
     def slow() -> None:
