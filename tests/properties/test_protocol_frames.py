@@ -23,10 +23,11 @@ names = st.text(max_size=20)
 texts = st.text(max_size=60)
 boxes = st.tuples(numbers, numbers, numbers, numbers, st.booleans())
 tables = st.builds(f.WireTable, group=names, first=numbers, pages=st.binary(max_size=40))
+counts = st.integers(1, 8)
 holdings = st.builds(
     f.WireHolding,
     component=names,
-    layers=st.lists(layers, max_size=3).map(tuple),
+    layers=st.lists(st.tuples(layers, counts), max_size=3).map(tuple),
     start=numbers,
     stop=numbers,
     ways=numbers,
@@ -51,7 +52,6 @@ specs = st.builds(
     kinds=st.lists(st.lists(components, max_size=2).map(tuple), max_size=2).map(tuple),
     layers=st.lists(st.tuples(small, small), max_size=3).map(tuple),
 )
-counts = st.integers(1, 8)
 strides = st.integers(-(2**62), 2**62)
 planes = st.tuples(
     small, st.sampled_from(["k", "v"]), names, small, numbers, numbers, numbers, numbers, strides, strides, strides
