@@ -66,7 +66,7 @@ BUGS: Sequence[Mutant] = (
     Mutant("a late greeting gives an address back to an older life while the newer one is silent",
            "protocol.peers:PeerTable._stale", "not there.ended and", "not there.lost and"),
     Mutant("a life is taken for an older one because its process began earlier",
-           "protocol.peer_effects:is_older", "hello.born < other.born", "hello.started < other.started"),
+           "protocol.peers:is_older", "hello.born < other.born", "hello.started < other.started"),
     Mutant("a lease in quarantine is released without evidence",
            DRAINING + "_release", "if w.evidence]", "if True]"),
     Mutant("an abort is acknowledged before the writes have drained",
