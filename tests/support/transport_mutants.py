@@ -346,7 +346,7 @@ class KeepsASocket(ModelTransport):
 
 
 class LeavesFiles(ModelTransport):
-    """Its memory is a file with a name, which nobody removes."""
+    """Its memory is a file with a name, which stays behind."""
 
     def allocate(self, nbytes: int) -> Buffer:
         tempfile.mkstemp(prefix="model-")

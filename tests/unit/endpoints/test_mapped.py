@@ -85,7 +85,7 @@ def scene(decode_tp: int = 1) -> tuple[Rig, DeviceKernels, Request]:
 
 
 def launched(rig: Rig, kernels: DeviceKernels, count: int = 1) -> Copy:
-    """The last of so many copies."""
+    """The last copy that was launched."""
     rig.until(lambda: len(kernels.queued) == count, f"{count} copies")
     return kernels.queued[-1]
 

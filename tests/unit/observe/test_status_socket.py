@@ -153,7 +153,7 @@ def gone(connection: socket.socket) -> bool:
 
 
 def test_an_endpoint_works_beside_readers_that_stall(folder: Path) -> None:
-    """Its rooms move while nobody reads what was asked for."""
+    """Its rooms move while the client does not read the answer."""
     with endpoints() as (sender, receiver), StatusSocket(receiver, folder) as one, ExitStack() as stalled:
         for number in range(3):
             stalled.enter_context(connected(one.path))

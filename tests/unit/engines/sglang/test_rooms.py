@@ -205,7 +205,7 @@ def answer(source: Source) -> bytes:
 
 @pytest.mark.parametrize("pages", [(1, 1), (4, 4), (1, 16)])
 def test_a_shorter_prompt_on_prefill_is_refused(pair: Pair, pages: tuple[int, int]) -> None:
-    """By one token, within a page too: decode would read rows that nobody has written. A longer one has no pages."""
+    """By one token, within a page too: decode would read rows that were never written. A longer one has no pages."""
     sizes = [{"page": page, "pages": 160 // page} for page in pages]
     p, d = pair(prefill=sizes[0], decode=sizes[1])
     p.add(1, prompt(29))
