@@ -59,6 +59,9 @@ AT_FLOORS = (
     "tests/properties/test_transports.py",
 )
 
+# Packages are installed without .pyc files: the first of thousands of processes that import a file writes one.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # The environments that this run of nox has brought up to date.
 entered: set[Path] = set()
 
