@@ -28,7 +28,7 @@ from disagg_kv.endpoints.prefill import handle as delivery
 from disagg_kv.endpoints.retry import Recovering
 from disagg_kv.geometry import CacheSpec, Component, Group, Holding, PageTable, Plane, Shard, Site, shard, stages
 from disagg_kv.ids import GroupId, LayerId, Rank
-from disagg_kv.kernels import kernels_for
+from disagg_kv.kernels import TritonKernels, kernels_for
 from disagg_kv.memory import Buffer, MappedPool, PagedPool
 from disagg_kv.prefix import CachedChecksums, HashPrefixIndex, PageAllocator, PrefixCache, namespace_of
 from disagg_kv.protocol import Options
@@ -467,6 +467,7 @@ def _pool() -> PagedPool:
 covers("MappedPool.__init__", site="thing", buffers="things")(
     lambda bench: (MappedPool, {"site": _pool().site, "buffers": _pool().buffers})
 )
+plain("TritonKernels.__init__", TritonKernels, {"programs": None}, programs="count or none")
 covers("CachedChecksums.__init__", pool="thing", kernels="thing or none")(
     lambda bench: (CachedChecksums, {"pool": _pool(), "kernels": None})
 )

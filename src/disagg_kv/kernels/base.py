@@ -165,3 +165,7 @@ class SupportsWarmUp(Protocol):
     def warm(self, pool: MemoryPool) -> None:
         """Compile now the kernels that requests for this pool's heads need, so that no request waits for it. Blocks."""
         ...
+
+    def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
+        """The same for copies from one pool into another, of which either may be mapped. Blocks; on any thread."""
+        ...

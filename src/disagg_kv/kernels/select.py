@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
+from .. import arguments
 from ..errors import IntegrityError, MissingDependencyError, UnknownNameError
 from ..geometry import CacheSpec, PageTable, shard
 from ..ids import GroupId
-from ..memory import U8, Buffer, Event, MappedPool, MemoryPool, PagedPool, bytes_of, new_buffer
+from ..memory import U8, Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool, bytes_of, new_buffer
 from ..planning import PageCopy, StagedLayout
 from .base import Checksums, Kernels, Move, PageMove, Pages, Prepared, PreparedGather
 from .checksum import cpu as checksum_cpu
@@ -23,6 +24,7 @@ from .gather import cpu as gather_cpu
 from .scatter import cpu as scatter_cpu
 
 if TYPE_CHECKING:
+    from .triton_copy_launch import CopyLauncher
     from .triton_launch import Launcher
     from .triton_sums import ChecksumLauncher
 
@@ -107,9 +109,19 @@ class CpuKernels:
 
 
 class TritonKernels:
-    """Triton on GPUs: one launch per call, on streams of its own; imports Triton at the first call."""
+    """Triton on GPUs: one launch per call, on streams of its own; imports Triton at the first call.
+
+    Args:
+        programs: most programs of one copy into mapped pages, each of which takes a multiprocessor or less from a
+            model that computes meanwhile. Fewer copy more slowly. None: one per multiprocessor.
+    """
 
     name = "triton"
+
+    def __init__(self, programs: int | None = None) -> None:
+        if programs is not None:
+            programs = arguments.count(programs, "kernels: programs", least=1, most=1 << 20)
+        self._programs = programs
 
     def gather(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, after: Event | None) -> Event | None:
         """Enqueue the copy of pages into staging behind ``after``; the event of its end."""
@@ -120,9 +132,9 @@ class TritonKernels:
         return _launcher("scatter")(pool, moves, staging)
 
     def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
-        """As the reference does it, on the GPU; blocks until it is done."""
-        KERNELS["reference"].copy(moves, after)
-        return None
+        """Enqueue the copy of pages into pages behind ``after``; the event of its end."""
+        _launcher("gather")  # what is missing is said there
+        return _copier(self._programs)(moves, after)
 
     def prepare_scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Prepared | None:
         """Write the table of a scatter and bring it to the GPU."""
@@ -148,6 +160,11 @@ class TritonKernels:
         for name in ("gather", "scatter"):
             _launcher(name).warm(pool)
 
+    def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
+        """Compile the copy between two pools, and upload their tables."""
+        _launcher("gather")
+        _copier(self._programs).warm(source, target)
+
 
 @cache
 def _launcher(name: str) -> Launcher:
@@ -157,6 +174,13 @@ def _launcher(name: str) -> Launcher:
     except ImportError as exc:
         raise MissingDependencyError("kernels 'triton'", str(exc), "pip install 'disagg_kv[triton]'") from exc
     return Launcher(name)
+
+
+@cache
+def _copier(programs: int | None) -> CopyLauncher:
+    from .triton_copy_launch import CopyLauncher
+
+    return CopyLauncher(programs)
 
 
 @cache

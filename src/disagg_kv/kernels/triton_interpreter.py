@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from ..geometry import I64
-from ..memory import Buffer, Event, MemoryPool
-from .base import Move
+from ..memory import Buffer, Event, MemoryPool, PagedMemory
+from .base import Move, PageMove
 from .checksum.mixing import U64
+from .triton_copies import CopyCall, CopyPatterns, PoolWords
 from .triton_kernels import ELEMENTS, Launchable, Tuning
 from .triton_tables import Call, Planes, Shape
 
@@ -19,7 +20,7 @@ class Interpreter:
     """One kernel, interpreted.
 
     Args:
-        kernel: gather, scatter or checksum.
+        kernel: one of :data:`.triton_kernels.OPS`.
         tuning: how a call is cut into programs.
     """
 
@@ -51,14 +52,29 @@ class Interpreter:
         self._run(planes, words, call.entries * shape.tiles, shape)
         return words[call.words :].view(np.uint64)
 
+    def copy(self, moves: Sequence[PageMove], programs: int, after: Event | None) -> None:
+        """Copy pages into pages with at most that many programs, once ``after`` has happened."""
+        pools: dict[int, PoolWords] = {}
+
+        def words_of(pool: PagedMemory) -> PoolWords:
+            if id(pool) not in pools:
+                planes = Planes(pool)
+                pools[id(pool)] = PoolWords(planes, planes.words.ctypes.data)
+            return pools[id(pool)]
+
+        call = CopyCall(moves, words_of, CopyPatterns(self._tuning.tile_bytes))
+        if after is not None:
+            after.synchronize()
+        if call.entries:
+            words = np.zeros(call.words, np.int64)
+            call.write(words, words.ctypes.data)
+            counts = call.shape.tiles, call.total
+            self._launch((words,), counts, min(programs, call.total), call.shape)
+
     def _run(self, planes: Planes, words: I64, programs: int, shape: Shape) -> None:
+        self._launch((planes.words, words), (shape.tiles,), programs, shape)
+
+    def _launch(self, tables: Sequence[I64], counts: Sequence[int], programs: int, shape: Shape) -> None:
         if programs:
-            self._kernel[(programs,)](
-                torch.from_numpy(planes.words),
-                torch.from_numpy(words),
-                shape.tiles,
-                ELEMENTS[shape.element_bytes],
-                shape.aligned,
-                shape.pieces,
-                shape.columns,
-            )
+            constants = ELEMENTS[shape.element_bytes], shape.aligned, shape.pieces, shape.columns
+            self._kernel[(programs,)](*map(torch.from_numpy, tables), *counts, *constants)

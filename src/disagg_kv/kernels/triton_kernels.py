@@ -12,6 +12,7 @@ from attrs import frozen
 
 from ..errors import MissingDependencyError
 from .checksum.triton import checksum
+from .copy.triton import copy
 from .gather.triton import gather
 from .scatter.triton import scatter
 
@@ -30,15 +31,23 @@ class Tuning:
         tile_bytes: what one program moves, a power of two.
         warps: of one program, a power of two.
         neighbours_together: see :class:`.triton_tables.Planes`.
+        programs: most programs of a launch per multiprocessor; 0: as many as there are tiles.
     """
 
     tile_bytes: int = 4096
     warps: int = 1
     neighbours_together: bool = False
+    programs: int = 0
 
 
-TUNED = {"gather": Tuning(), "scatter": Tuning(neighbours_together=True), "checksum": Tuning(tile_bytes=8192)}
-"""Writing short runs far apart costs more than reading them so; more rows share what a checksum's keys cost."""
+TUNED = {
+    "gather": Tuning(),
+    "scatter": Tuning(neighbours_together=True),
+    "copy": Tuning(tile_bytes=32768, warps=16, programs=1),
+    "checksum": Tuning(tile_bytes=8192),
+}
+"""Writing short runs far apart costs more than reading them so; more rows share what a checksum's keys cost. A copy
+leaves the GPU to the model as far as it can: large tiles fill a link between GPUs with few programs."""
 
 
 class Launchable(Protocol):
@@ -102,4 +111,4 @@ def check_launcher(compiled: Compiled) -> Compiled:
     return compiled
 
 
-OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "checksum": checksum}
+OPS: dict[str, Launchable] = {"gather": gather, "scatter": scatter, "copy": copy, "checksum": checksum}

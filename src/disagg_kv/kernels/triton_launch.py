@@ -42,6 +42,7 @@ class LaunchContext:
         self.compiled: dict[tuple[int, int, int], Compiled] = {}
         self.before: tuple[tuple[int, ...], Mark | None] = (), None
         """What the last launch that was :data:`FULL` waited for, and its end."""
+        self.multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
         self.streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(STREAMS)]
         self.reading = torch.cuda.Stream(device)
         self.queue = CudaQueue(self.reading.device_index)
@@ -62,20 +63,24 @@ class Written:
     """A call whose table is written; ``stream`` is where the table is brought to the GPU, and then read.
 
     Args:
-        context, stream, table: where the launch is enqueued, and the pool's table.
+        context, stream: where the launch is enqueued.
         slot: the call's own table, of ``words`` words, those that go up, of which ``entries`` come first.
+        tables, counts: the kernel's arguments before the constants.
         programs, shape: how the launch is cut.
+        fills: whether it keeps busy all that such launches may take of the GPU.
         uploaded: whether the words are on their way.
     """
 
     context: LaunchContext
     stream: torch.cuda.Stream
-    table: torch.Tensor
     slot: ArgumentSlot
     words: int
     entries: int
+    tables: Sequence[torch.Tensor]
+    counts: Sequence[int]
     programs: int
     shape: Shape
+    fills: bool
     uploaded: bool = False
 
     def shift(self, base: int) -> None:
@@ -89,6 +94,21 @@ class Written:
         if not self.uploaded:
             self.context.queue.upload(self.stream.cuda_stream, self.slot.addr, self.slot.source, self.words * 8)
             self.uploaded = True
+
+
+def written(
+    context: LaunchContext,
+    stream: torch.cuda.Stream,
+    table: torch.Tensor,
+    slot: ArgumentSlot,
+    words: int,
+    entries: int,
+    shape: Shape,
+) -> Written:
+    """A call for one pool, whose table is ``table``, with a program for each tile."""
+    programs = entries * shape.tiles
+    tables, counts = (table, slot.device), (shape.tiles,)
+    return Written(context, stream, slot, words, entries, tables, counts, programs, shape, programs >= FULL)
 
 
 class Host:
@@ -136,21 +156,21 @@ class Host:
         call.context.slots.give(call.slot, mark)
 
     def _enqueued(self, call: Written, after: Event | None) -> Mark:
-        context, slot, programs, shape = call.context, call.slot, call.programs, call.shape
+        context, programs, shape = call.context, call.programs, call.shape
         queue, on = context.queue, call.stream.cuda_stream
         constants = shape.aligned, shape.pieces, shape.columns
         compiled = context.compiled.get(constants)
-        args = shape.tiles, ELEMENTS[shape.element_bytes], *constants
+        args = *call.counts, ELEMENTS[shape.element_bytes], *constants
         with queue:
             call.upload()
             awaited = behind(queue, on, after)
-            full = programs >= FULL and len(awaited) > 0
+            full = call.fills and len(awaited) > 0
             waited, before = context.before
             if full and waited == awaited:
                 behind(queue, on, before)
             if compiled is not None and programs:
                 grid = programs, 1, 1, on, compiled.function, compiled.packed_metadata
-                compiled.run(*grid, None, None, None, call.table.data_ptr(), slot.addr, *args)
+                compiled.run(*grid, None, None, None, *[one.data_ptr() for one in call.tables], *args)
             if compiled is not None or not programs:
                 mark = queue.record(on)
                 if full:
@@ -158,7 +178,7 @@ class Host:
                 return mark
         # Torch chooses a device, and so a context, of its own.
         with COMPILING, torch.cuda.stream(call.stream):
-            launched = self._kernel[(programs,)](call.table, slot.device, *args, num_warps=self._tuning.warps)
+            launched = self._kernel[(programs,)](*call.tables, *args, num_warps=self._tuning.warps)
         context.compiled[constants] = check_launcher(launched)
         with queue:
             return queue.record(on)
@@ -169,28 +189,17 @@ class Host:
                 self._contexts[device] = LaunchContext(device, self._tuning.neighbours_together)
             return self._contexts[device]
 
-    def warm(self, pool: MemoryPool) -> None:
-        """Compile for every number of units that a peer may take of this pool, on memory that is not touched.
-
-        Also allocates what calls need, and uploads the pool's table: a call must not wait for the GPU's allocator.
-        What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
-        """
-        device = pool.buffers[0].device
-        if device == "cpu":
+    def _compile(self, context: LaunchContext, shape: Shape, *args: torch.Tensor | int) -> None:
+        """Compile for a shape, unless that is done; inside ``with torch.cuda.device``."""
+        constants = shape.aligned, shape.pieces, shape.columns
+        if constants in context.compiled:
             return
-        context = self._context(device)
-        with torch.cuda.device(device):
-            planes, _ = context.tables.of(pool, context.stream())
-            for shape in shapes(planes, pool, self._tuning.tile_bytes):
-                constants = shape.aligned, shape.pieces, shape.columns
-                if constants not in context.compiled:
-                    nothing = torch.empty(1, dtype=torch.int64, device=device)
-                    args = (nothing, nothing, 1, ELEMENTS[shape.element_bytes], *constants)
-                    with COMPILING:
-                        compiled = self._kernel.warmup(*args, grid=(1,), num_warps=self._tuning.warps)
-                        # What is not loaded yet would be at the first call, which may wait for the GPU.
-                        compiled[1, 1, 1]
-                    context.compiled[constants] = check_launcher(compiled)
+        with COMPILING:
+            typed = *args, ELEMENTS[shape.element_bytes], *constants
+            compiled = self._kernel.warmup(*typed, grid=(1,), num_warps=self._tuning.warps)
+            # What is not loaded yet would be at the first call, which may wait for the GPU.
+            compiled[1, 1, 1]
+        context.compiled[constants] = check_launcher(compiled)
 
 
 class Launcher(Host):
@@ -214,6 +223,22 @@ class Launcher(Host):
             return None
         call = self._write(context, pool, moves, staging, context.slots.take)
         return None if call is None else self._enqueue(call, after)
+
+    def warm(self, pool: MemoryPool) -> None:
+        """Compile for every number of units that a peer may take of this pool, on memory that is not touched.
+
+        Also allocates what calls need, and uploads the pool's table: a call must not wait for the GPU's allocator.
+        What the kernels are compiled for depends on widths and alignments alone, so few of these calls compile.
+        """
+        device = pool.buffers[0].device
+        if device == "cpu":
+            return
+        context = self._context(device)
+        with torch.cuda.device(device):
+            planes, _ = context.tables.of(pool, context.stream())
+            for shape in shapes(planes, pool, self._tuning.tile_bytes):
+                nothing = torch.empty(1, dtype=torch.int64, device=device)
+                self._compile(context, shape, nothing, nothing, 1)
 
     def prepare(
         self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer, *, moved: bool = False
@@ -263,7 +288,7 @@ class Launcher(Host):
         except Exception:
             context.slots.give(slot, slot.event)
             raise
-        return Written(context, stream, table, slot, call.words, call.entries, call.entries * shape.tiles, shape)
+        return written(context, stream, table, slot, call.words, call.entries, shape)
 
     def _enqueue(self, call: Written, after: Event | None) -> Mark:
         mark = self._launch(call, after)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import define
 
-from ..memory import MemoryPool
+from ..memory import PagedMemory
 from .triton_tables import Planes
 
 
@@ -36,9 +36,9 @@ class PoolTables:
         self._streams = streams
         self._neighbours_together = neighbours_together
         self._lock = threading.Lock()
-        self._planes: WeakKeyDictionary[MemoryPool, _Uploaded] = WeakKeyDictionary()
+        self._planes: WeakKeyDictionary[PagedMemory, _Uploaded] = WeakKeyDictionary()
 
-    def of(self, pool: MemoryPool, stream: torch.cuda.Stream) -> tuple[Planes, torch.Tensor]:
+    def of(self, pool: PagedMemory, stream: torch.cuda.Stream) -> tuple[Planes, torch.Tensor]:
         """The pool's table, which is there for what is enqueued on ``stream`` next; uploaded at the first call."""
         with self._lock:
             found = self._planes.get(pool)

@@ -13,7 +13,7 @@ from ..memory import Event, MemoryPool
 from .base import Checksums, Move
 from .checksum.mixing import U64, places
 from .triton_kernels import Tuning
-from .triton_launch import Host, Written
+from .triton_launch import Host, written
 from .triton_tables import Call
 
 
@@ -54,8 +54,7 @@ class ChecksumLauncher(Host):
         except Exception:
             context.slots.give(slot, slot.event)
             raise
-        written = Written(context, stream, table, slot, sums.stop, call.entries, call.entries * shape.tiles, shape)
-        mark = self._launch(written, after)
+        mark = self._launch(written(context, stream, table, slot, sums.stop, call.entries, shape), after)
 
         def read() -> Sequence[U64]:
             # Enqueued with the launch, this copy can make the caller wait for the kernel. Here it waits for nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +11,8 @@ from attrs import frozen
 
 from ..errors import UnsupportedError
 from ..geometry import I32, I64, PageTable
-from ..memory import MemoryPool
+from ..ids import GroupId
+from ..memory import PagedMemory
 from ..planning import StagedLayout
 from .base import Move
 
@@ -124,13 +125,13 @@ class Pattern:
         unit_bytes, cells = self.entries.unit_bytes, self.words[:, 4] * self.words[:, 2]
         bits = self.entries.bits | int(np.bitwise_or.reduce(unit_bytes)) | 16
         aligned, elements = bits & -bits, tile_bytes // 8
-        columns = _columns(int(unit_bytes.max()) // min(aligned, 8), elements)
+        columns = columns_of(int(unit_bytes.max()) // min(aligned, 8), elements)
         height = elements // columns
         return self._counted(Shape(aligned, height, columns, int((-(-cells // height)).max())), int(cells.max()))
 
     def _cut(self, aligned: int, tile_bytes: int) -> Shape:
         size, elements = min(aligned, 8), tile_bytes // 8
-        columns = _columns(self.entries.longest // size, elements)
+        columns = columns_of(self.entries.longest // size, elements)
         height = elements // columns
         chunks = -(-self.entries.run_bytes // (size * columns))
         tiles = int((-(-self._pieces // height) * chunks).max())
@@ -151,7 +152,7 @@ class Planes:
             to, so that memory sees long runs in the pages; else parts are moved one after another.
     """
 
-    def __init__(self, pool: MemoryPool, neighbours_together: bool = False) -> None:
+    def __init__(self, pool: PagedMemory, neighbours_together: bool = False) -> None:
         self.neighbours_together = neighbours_together
         site = pool.site
         self.groups = {g.id: (i, g.rows_per_page) for i, g in enumerate(site.groups)}
@@ -172,7 +173,7 @@ class Planes:
         with self._lock:
             if None in alike:
                 return self._equal(layouts)
-            return _known(self._seen, alike, lambda: self._equal(layouts))
+            return known_or_made(self._seen, alike, lambda: self._equal(layouts))
 
     def _equal(self, layouts: Sequence[StagedLayout]) -> Pattern:
         """The pattern of what is equal to these layouts."""
@@ -183,13 +184,13 @@ class Planes:
         for x in layouts:
             first = x.row_start[0]
             parts += [column.tobytes() for column in (x.row_start - first, x.row_stop - first, x.offset)]
-        return _known(self._patterns, b"".join(parts), lambda: Pattern(self._of(what, layouts), layouts))
+        return known_or_made(self._patterns, b"".join(parts), lambda: Pattern(self._of(what, layouts), layouts))
 
     def _of(self, key: bytes, layouts: Sequence[StagedLayout]) -> Entries:
-        return _known(self._entries, key, lambda: Entries(self, layouts))
+        return known_or_made(self._entries, key, lambda: Entries(self, layouts))
 
 
-def _known(known: dict[Key, Known], key: Key, make: Callable[[], Known]) -> Known:
+def known_or_made(known: dict[Key, Known], key: Key, make: Callable[[], Known]) -> Known:
     """What is remembered under ``key``, or made now; the oldest is forgotten for it."""
     found = known.get(key)
     if found is None:
@@ -197,6 +198,55 @@ def _known(known: dict[Key, Known], key: Key, make: Callable[[], Known]) -> Know
             known.pop(next(iter(known)), None)
         found = known[key] = make()
     return found
+
+
+class PageIds:
+    """The page ids that a call uses: of each table those in use, once."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int, int], int] = {}
+        self._tables: list[I32] = []
+        self._count = 0
+
+    @property
+    def words(self) -> int:
+        """Words that they take."""
+        return (self._count + 1) // 2
+
+    def add(
+        self, planes: Planes, tables: Mapping[GroupId, PageTable], first: int, span: tuple[int, int]
+    ) -> list[tuple[int, int]]:
+        """Add those of one room. Of each group of the pool: the row ``first``, and the place of the page id of row 0.
+
+        Args:
+            planes: of the pool.
+            tables: the room's pages.
+            first: a row of the room.
+            span: the rows in use, counted from there.
+        """
+        found = [(0, 0)] * len(planes.groups)
+        low, high = span
+        for group, table in tables.items():
+            index, rows = planes.groups[group]
+            row = first - table.first
+            # Other groups' rows may lie outside this table.
+            start = max(row + low, 0) // rows
+            stop = min(-(-(row + high) // rows), len(table.pages))
+            key = (id(table.pages), start, stop)
+            if key not in self._places and start < stop:
+                self._places[key] = self._count
+                self._tables.append(table.pages[start:stop])
+                self._count += stop - start
+            found[index] = row - start * rows, self._places.get(key, 0)
+        return found
+
+    def write(self, into: I64) -> None:
+        """Write them; a place counts ids from the beginning."""
+        ids = into.view(np.int32)
+        begin = 0
+        for pages in self._tables:
+            ids[begin : begin + len(pages)] = pages
+            begin += len(pages)
 
 
 class Call:
@@ -214,33 +264,14 @@ class Call:
             return
         self._pattern = planes.pattern([m.layout for m in self._moves])
         self.entries = len(self._pattern.words)
-        self._tables: list[I32] = []
-        self._places = self._find(planes)
-        self.words = self.entries * ENTRY + (sum(map(len, self._tables)) + 1) // 2
-
-    def _find(self, planes: Planes) -> list[list[int]]:
-        """Per move and group: the first entry's first row, counted from the first page id in use, and its place.
-
-        Each table's ids in use are taken once.
-        """
-        found = [[0, 0] for _ in range(len(self._moves) * len(planes.groups))]
-        places: dict[tuple[int, int, int], int] = {}
-        end = 0
-        for number, (move, (low, high)) in enumerate(zip(self._moves, self._pattern.spans, strict=True)):
-            first = int(move.layout.row_start[0])
-            for group, table in move.tables.items():
-                index, rows = planes.groups[group]
-                row = first - table.first
-                # Other groups' rows may lie outside this table.
-                start = max(row + low, 0) // rows
-                stop = min(-(-(row + high) // rows), len(table.pages))
-                key = (id(table.pages), start, stop)
-                if key not in places and start < stop:
-                    places[key] = end
-                    self._tables.append(table.pages[start:stop])
-                    end += stop - start
-                found[number * len(planes.groups) + index] = [row - start * rows, places.get(key, 0)]
-        return found
+        self._ids = PageIds()
+        self._places = [
+            place
+            for move, span in zip(self._moves, self._pattern.spans, strict=True)
+            for place in self._ids.add(planes, move.tables, int(move.layout.row_start[0]), span)
+        ]
+        """Per move and group: its first entry's first row, and the place of its page ids."""
+        self.words = self.entries * ENTRY + self._ids.words
 
     def write(self, into: I64, at: int, staging: int, tile_bytes: int) -> Shape:
         """Write the table.
@@ -289,14 +320,10 @@ class Call:
         table = into[:end].reshape(self.entries, ENTRY)
         table[:] = self._pattern.words
         table[:, 3:7] += begins if len(begins) == 1 else begins[self._pattern.entries.of]
-        ids = into[end:].view(np.int32)
-        begin = 0
-        for pages in self._tables:
-            ids[begin : begin + len(pages)] = pages
-            begin += len(pages)
+        self._ids.write(into[end:])
 
 
-def _columns(length: int, elements: int) -> int:
+def columns_of(length: int, elements: int) -> int:
     """The widest tile of which runs of ``length`` elements leave at most a quarter idle; 4, 8 ... 128."""
     columns = min(max(1 << (length - 1).bit_length(), 4), elements, 128)
     while columns > 4 and length * 4 < -(-length // columns) * columns * 3:
@@ -304,7 +331,7 @@ def _columns(length: int, elements: int) -> int:
     return columns
 
 
-def shapes(planes: Planes, pool: MemoryPool, tile_bytes: int) -> Iterator[Shape]:
+def shapes(planes: Planes, pool: PagedMemory, tile_bytes: int) -> Iterator[Shape]:
     """How requests for one to all units of a pool's planes are cut, at the alignments that their rows allow.
 
     Args:

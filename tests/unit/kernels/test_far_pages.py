@@ -8,12 +8,13 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
 from disagg_kv.geometry import CacheSpec, Component, Group, PageTable, Plane, Share, shard
 from disagg_kv.ids import GroupId, LayerId, RegionId
-from disagg_kv.kernels import CpuKernels, Kernels, Move, ReferenceKernels
+from disagg_kv.kernels import CpuKernels, Kernels, Move, PageMove, Pages, ReferenceKernels, TritonKernels
 from disagg_kv.memory import Buffer, PagedPool, bytes_of
-from disagg_kv.planning import PairPlan, Segment, direct_writes, slice_writes
+from disagg_kv.planning import PageCopy, PairPlan, Segment, direct_writes, slice_writes
 from disagg_kv.transports import Extents
 from tests.support.pools import Bytes, noise, staged_layout
 
@@ -77,6 +78,25 @@ def test_far_pages_are_moved_and_nothing_else_is_touched(kernels: Kernels) -> No
     assert target.touched() == source.touched(), "other pages were written or read"
     sums = [kernels.checksum(one.pool, moves(), None).read()[0] for one in (source, target)]
     assert sums[0].tolist() == sums[1].tolist() != [0]
+
+
+@pytest.mark.parametrize(
+    "kernels", [CpuKernels(), ReferenceKernels(), TritonKernels()], ids=lambda kernels: str(kernels.name)
+)
+def test_far_pages_are_copied_into_far_pages_and_nothing_else_is_touched(kernels: Kernels) -> None:
+    """Both sides beyond 2^31 pieces and 2^32 bytes, each with an order of its own."""
+    if isinstance(kernels, TritonKernels) and torch.cuda.is_available():
+        pytest.skip("Triton runs natively here: see tests/gpu")
+    source, target = Sparse(), Sparse()
+    content = noise(len(PAGES) * PAGE, 4)
+    for i, number in enumerate(PAGES):
+        source.page(number)[:] = content[i * PAGE : (i + 1) * PAGE]
+    (move,) = moves()
+    there = PAGES[::-1]
+    pages = [Pages(one.pool, {K: PageTable(K, ids)}) for one, ids in ((source, PAGES), (target, there))]
+    assert kernels.copy([PageMove(PageCopy(move.layout, move.layout), pages[0], pages[1])], None) is None
+    assert b"".join(target.page(number).tobytes() for number in there) == content.tobytes()
+    assert target.touched() == source.touched(), "other pages were written or read"
 
 
 def test_descriptors_of_far_pages_name_their_bytes() -> None:

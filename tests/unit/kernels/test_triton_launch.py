@@ -111,7 +111,8 @@ def test_the_slot_of_a_launch_that_fails_comes_back(
     slot = ArgumentSlot(words, words.numpy(), words.data_ptr(), words.clone(), 0)
     context = Context(frozenset(broken), run)
     shape = Shape(16, 4, 4, 1)
-    call = Written(cast("LaunchContext", context), cast("torch.cuda.Stream", _Stream()), words, slot, 16, 1, 1, shape)
+    stream = cast("torch.cuda.Stream", _Stream())
+    call = Written(cast("LaunchContext", context), stream, slot, 16, 1, (words, slot.device), (1,), 1, shape, False)
     launcher = Launcher("gather")
     if error:
         with pytest.raises((RuntimeError, DisaggKVError), match=error):

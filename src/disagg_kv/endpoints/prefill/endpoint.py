@@ -28,7 +28,7 @@ from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue, HostEvent
 from ..runtime.mapping import check_mapping
-from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots
+from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots, warm_copies
 from .handle import Act, DeliveryHandle, ForwardPass, LayerGroups, SubmittedChunk
 from .inspection import PrefillInspection
 from .rooms import PrefillSide
@@ -108,7 +108,8 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         movers = ready_kernels(pool, kernels)
         self._staging = staging = new_staging(transport, staging_slots(self._slots, slot_bytes), device)
         *regions, staged = transport.register([*pool.buffers, staging])
-        me = attrs.evolve(parts.info("prefill", regions, usable), slot_bytes=slot_bytes)
+        prepare = partial(warm_copies, movers, pool)
+        me = attrs.evolve(parts.info("prefill", regions, usable), slot_bytes=slot_bytes, prepare=prepare)
 
         def side(loop: EventLoop, changes: ChangeQueue[DeliveryHandle]) -> PrefillSide:
             throughput = ThroughputEstimator(loop.clock, len(pool.site.shard.layers()), traced=loop.traced)

@@ -429,7 +429,7 @@ class EventLoop:
 
     def _map_pool(self, peer: Peer, hello: Hello) -> Mapping:
         """On a thread that has just connected a peer."""
-        return map_pool(self.me.transport, peer, RemoteEndpoint.of(hello), self.me.device)
+        return map_pool(self.me.transport, peer, RemoteEndpoint.of(hello), self.me.device, self.me.prepare)
 
     def dial(self, address: str) -> None:
         """Learn which endpoint is at an address."""

@@ -18,6 +18,7 @@ from ...errors import (
 )
 from ...geometry import CacheSpec, Shard, Site
 from ...ids import Epoch, Rank, RegionId, peer_name
+from ...memory import MappedPool
 from ...planning import intake_of
 from ...protocol import VERSION, AnyFrame, Hello, PeerTable
 from ...protocol.frames import Refused, WireHolding
@@ -71,6 +72,7 @@ class EndpointInfo:
         slot_bytes: prefill: bytes of a staging slot.
         ring_region, ring_bytes, lease_bytes: decode: the ring, and its largest lease.
         device: where its pool lies.
+        prepare: prefill: makes its kernels ready for a peer's mapped pool. Blocks; on any thread.
     """
 
     life: Incarnation
@@ -88,6 +90,7 @@ class EndpointInfo:
     ring_bytes: int = 0
     lease_bytes: int = 0
     device: str = "cpu"
+    prepare: Callable[[MappedPool], None] = lambda _: None
 
     @property
     def epoch(self) -> Epoch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from attrs import frozen
 
@@ -30,8 +30,12 @@ class Mapping:
 UNMAPPED = Mapping(refused="no path of this endpoint maps memory")
 
 
-def map_pool(transport: Transport, peer: Peer, remote: RemoteEndpoint, device: str) -> Mapping:
+def map_pool(
+    transport: Transport, peer: Peer, remote: RemoteEndpoint, device: str, prepare: Callable[[MappedPool], None]
+) -> Mapping:
     """Map the pool of a connected peer for kernels on ``device``. May block; on any thread, as ``connect``.
+
+    ``prepare`` makes the kernels ready for it, so that no request waits for that.
 
     What prevents it is a refusal of the paths that need it, not an error: other paths reach the peer.
     """
@@ -44,11 +48,13 @@ def map_pool(transport: Transport, peer: Peer, remote: RemoteEndpoint, device: s
         refused = transport.unmappable(peer, regions, device)
         if refused is not None:
             return Mapping(refused=refused)
-        return Mapping(MappedPool(remote.site, [transport.map(peer, region, device) for region in regions]))
+        mapped = MappedPool(remote.site, [transport.map(peer, region, device) for region in regions])
+        prepare(mapped)
+        return Mapping(mapped)
     except DisaggKVError as exc:
         return Mapping(refused=text_of(exc))
     except Exception as exc:
-        return Mapping(refused=f"transport {transport.name!r} raised: {text_of(exc)}")
+        return Mapping(refused=f"transport {transport.name!r} or the kernels raised: {text_of(exc)}")
 
 
 def check_mapping(wanted: str, usable: Iterable[TransferPlanner], transport: Transport) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ... import arguments
 from ...errors import ConfigurationError, DisaggKVError, text_of
 from ...kernels import Kernels, SupportsWarmUp, kernels_for
-from ...memory import Buffer, MemoryPool, new_buffer
+from ...memory import Buffer, MappedPool, MemoryPool, new_buffer
 from ...staging import ALIGNMENT, StagingAllocator
 from ...transports import SupportsAllocate, Transport
 
@@ -42,6 +42,12 @@ def ready_kernels(pool: MemoryPool, kernels: Kernels | None) -> Kernels:
     if isinstance(chosen, SupportsWarmUp):
         chosen.warm(pool)
     return chosen
+
+
+def warm_copies(kernels: Kernels, pool: MemoryPool, mapped: MappedPool) -> None:
+    """Compile copies from a pool into a mapped one, where kernels are compiled."""
+    if isinstance(kernels, SupportsWarmUp):
+        kernels.warm_copy(pool, mapped)
 
 
 def staging_slots(slots: int, slot_bytes: int) -> int:

@@ -1,0 +1,197 @@
+"""The table that the copy kernel reads: entries with a side in each of two pools, and page ids of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+from attrs import frozen
+
+from ..errors import UnsupportedError
+from ..geometry import I64
+from ..memory import PagedMemory
+from ..planning import StagedLayout
+from .base import PageMove
+from .triton_tables import MOST, PLANE, PageIds, Planes, Shape, columns_of, known_or_made
+
+SIDE = 4
+"""Words of a side: address of the plane's words, first unit, first row, address of the page ids.
+
+The first row is counted from the first of those page ids.
+"""
+
+ENTRY = 2 + 2 * SIDE
+"""Words of an entry: units, rows, then the source's side and the target's."""
+
+
+@frozen(eq=False)
+class PoolWords:
+    """A pool as kernels find it.
+
+    Args:
+        planes: its planes.
+        addr: where the kernels find their words.
+    """
+
+    planes: Planes
+    addr: int
+
+
+class _Sides:
+    """Entries of one or many moves in their pools, on one side.
+
+    Args:
+        pools: of each move.
+        layouts: of each move, none of them empty.
+    """
+
+    def __init__(self, pools: Sequence[PoolWords], layouts: Sequence[StagedLayout]) -> None:
+        counts = [len(x.plane) for x in layouts]
+        words = np.concatenate([p.planes.words[x.plane] for p, x in zip(pools, layouts, strict=True)])
+        self.base, self.page_stride, self.row_stride, self.unit_stride, self.rows_per_page, self.unit_bytes = words.T[
+            :6
+        ]
+        self.first_unit = np.concatenate([x.first_unit for x in layouts]).astype(np.int64)
+        self.words = np.zeros((len(words), SIDE), np.int64)
+        self.words[:, 0] = np.concatenate(
+            [p.addr + x.plane.astype(np.int64) * (PLANE * 8) for p, x in zip(pools, layouts, strict=True)]
+        )
+        self.words[:, 1] = self.first_unit
+        self.words[:, 2] = np.concatenate([x.row_start - x.row_start[0] for x in layouts])
+        # Which of the groups of all moves, counted through, an entry belongs to.
+        begins = np.cumsum([0, *(len(p.planes.groups) for p in pools)])[:-1]
+        group = np.concatenate([p.planes.group[x.plane] for p, x in zip(pools, layouts, strict=True)])
+        self.of = np.repeat(begins, counts) + group
+
+    def bits(self, side_by_side: I64) -> I64:
+        """Of each entry addresses and strides, or'ed."""
+        bits: I64 = self.base | self.page_stride | self.first_unit * self.unit_stride
+        bits |= np.where(self.rows_per_page > 1, self.row_stride, 0) | np.where(side_by_side, 0, self.unit_stride)
+        return bits
+
+
+class CopyPattern:
+    """What calls have in common whose moves differ only in where their rows begin.
+
+    Args:
+        ends: source and target of each move.
+        moves: of the call, none of them empty.
+        tile_bytes: what one program copies at once, a power of two.
+
+    Raises:
+        UnsupportedError: more than the kernel can count.
+    """
+
+    def __init__(self, ends: Sequence[tuple[PoolWords, PoolWords]], moves: Sequence[PageMove], tile_bytes: int) -> None:
+        source = _Sides([a for a, _ in ends], [m.copy.source for m in moves])
+        target = _Sides([b for _, b in ends], [m.copy.target for m in moves])
+        units = np.concatenate([m.copy.source.units for m in moves]).astype(np.int64)
+        rows = np.concatenate([m.copy.source.row_stop - m.copy.source.row_start for m in moves])
+        self.of = source.of, target.of
+        self.words = np.concatenate([units[:, None], rows[:, None], source.words, target.words], axis=1)
+        """The entries, as if every move's first row and page ids lay at 0."""
+        self.spans = [_span(m.copy.source) for m in moves]
+        """Per move the lowest and the highest row, counted from its first entry's first."""
+        side_by_side = (source.unit_stride == source.unit_bytes) & (target.unit_stride == source.unit_bytes)
+        run_bytes = np.where(side_by_side, units, 1) * source.unit_bytes
+        bits = source.bits(side_by_side) | target.bits(side_by_side) | run_bytes
+        self.shape = _cut(
+            int(np.bitwise_or.reduce(bits)) | 16, run_bytes, rows * (units * source.unit_bytes // run_bytes), tile_bytes
+        )
+
+
+def _span(layout: StagedLayout) -> tuple[int, int]:
+    first = layout.row_start[0]
+    return int((layout.row_start - first).min()), int((layout.row_stop - first).max())
+
+
+def _cut(bits: int, run_bytes: I64, pieces: I64, tile_bytes: int) -> Shape:
+    """The widest access that the addresses allow, and tiles as wide as the longest run."""
+    aligned, elements = bits & -bits, tile_bytes // 8
+    size = min(aligned, 8)
+    columns = columns_of(int(run_bytes.max()) // size, elements)
+    height = elements // columns
+    tiles = int((-(-pieces // height) * -(-run_bytes // (size * columns))).max())
+    if max(int(pieces.max()), len(pieces) * tiles) > MOST // 2:
+        raise UnsupportedError(
+            f"one copy of {len(pieces)} entries, the largest of {int(pieces.max())} pieces: too many"
+        )
+    return Shape(aligned, height, columns, tiles)
+
+
+class CopyPatterns:
+    """Patterns of calls; segments of one size share theirs. One thread at a time.
+
+    Args:
+        tile_bytes: see :class:`CopyPattern`.
+    """
+
+    def __init__(self, tile_bytes: int) -> None:
+        self._tile_bytes = tile_bytes
+        self._known: dict[tuple[Hashable, ...], CopyPattern] = {}
+
+    def of(self, ends: Sequence[tuple[PoolWords, PoolWords]], moves: Sequence[PageMove]) -> CopyPattern:
+        """The pattern of these moves, none of them empty; ends of one pool are one object."""
+        key = tuple([(*pair, _what(m.copy.source), _what(m.copy.target)) for pair, m in zip(ends, moves, strict=True)])
+        return known_or_made(self._known, key, lambda: CopyPattern(ends, moves, self._tile_bytes))
+
+
+def _what(layout: StagedLayout) -> Hashable:
+    """Equal where layouts differ in nothing but ``row_start[0]``."""
+    if layout.alike is not None:
+        return layout.alike
+    first = layout.row_start[0]
+    columns = layout.plane, layout.first_unit, layout.units, layout.row_start - first, layout.row_stop - first
+    return tuple([column.tobytes() for column in columns])
+
+
+class CopyCall:
+    """One call's table, counted before memory is found for it and then written.
+
+    Args:
+        moves: of the call; those without entries are left out.
+        pools: a pool as kernels find it; the same object for the same pool.
+        patterns: finds or makes the pattern.
+
+    Raises:
+        UnsupportedError: more than the kernel can count.
+    """
+
+    def __init__(
+        self, moves: Sequence[PageMove], pools: Callable[[PagedMemory], PoolWords], patterns: CopyPatterns
+    ) -> None:
+        moves = [m for m in moves if len(m.copy.source.plane)]
+        self.entries = self.words = 0
+        if not moves:
+            return
+        ends = [(pools(m.source.pool), pools(m.target.pool)) for m in moves]
+        self._pattern = patterns.of(ends, moves)
+        self.entries = len(self._pattern.words)
+        self.shape = self._pattern.shape
+        self._ids = PageIds()
+        self._places: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
+        for (a, b), move, span in zip(ends, moves, self._pattern.spans, strict=True):
+            first = int(move.copy.source.row_start[0])
+            for places, pool, pages in ((self._places[0], a, move.source), (self._places[1], b, move.target)):
+                places += self._ids.add(pool.planes, pages.tables, first, span)
+        self.words = self.entries * ENTRY + self._ids.words
+
+    @property
+    def total(self) -> int:
+        """Tiles of all entries."""
+        return self.entries * self.shape.tiles
+
+    def write(self, into: I64, at: int) -> None:
+        """Write the table.
+
+        Args:
+            into: at least ``words`` words.
+            at: the address at which the kernel will find what ``into`` holds now.
+        """
+        end = self.entries * ENTRY
+        table = into[:end].reshape(self.entries, ENTRY)
+        table[:] = self._pattern.words
+        for word, places, of in zip((4, 8), self._places, self._pattern.of, strict=True):
+            begins = np.array([(row, at + end * 8 + place * 4) for row, place in places], np.int64)
+            table[:, word : word + 2] += begins[of]
+        self._ids.write(into[end:])

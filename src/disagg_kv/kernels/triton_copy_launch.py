@@ -1,0 +1,161 @@
+"""Launching the copy from pages into pages, of which either may be mapped memory of a peer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from ..errors import RegistrationError
+from ..geometry import PageTable
+from ..ids import GroupId
+from ..memory import Event, PagedMemory
+from ..planning import PageCopy, StagedLayout
+from .base import PageMove, Pages
+from .cuda_queue import Mark
+from .triton_copies import CopyCall, CopyPattern, CopyPatterns, PoolWords
+from .triton_kernels import Tuning
+from .triton_launch import Host, LaunchContext, Written
+from .triton_tables import Planes
+
+INTERPRETED_PROGRAMS = 7
+"""Most programs where Triton interprets: there are no multiprocessors, and programs run one after another."""
+
+
+class CopyLauncher(Host):
+    """Copies on GPUs; see :class:`.triton_launch.Host`.
+
+    Args:
+        programs: most programs of a launch; None: as the tuning says.
+        tuning: how the work is cut; None: as :data:`.triton_kernels.TUNED` says.
+    """
+
+    def __init__(self, programs: int | None = None, tuning: Tuning | None = None) -> None:
+        super().__init__("copy", tuning)
+        self._programs = programs
+        self._patterns = CopyPatterns(self._tuning.tile_bytes)
+        self._words: WeakKeyDictionary[PagedMemory, PoolWords] = WeakKeyDictionary()
+        self._finding = threading.Lock()
+
+    def __call__(self, moves: Sequence[PageMove], after: Event | None = None) -> Mark | None:
+        """Enqueue one launch for all ``moves`` behind ``after`` and return the event of its end; None: done already.
+
+        Does not wait, unless ``after`` is no CUDA event and has not happened. An error means that nothing is read or
+        written any more.
+
+        Raises:
+            RegistrationError: the pools lie on different devices, or not where Triton runs.
+            UnsupportedError: more pieces than one launch can count.
+        """
+        device = self._device_of(moves)
+        if device is None:
+            return None
+        if device == "cpu":
+            self._interpreter.copy(moves, self._programs or INTERPRETED_PROGRAMS, after)
+            return None
+        context = self._context(device)
+        call = self._write(context, moves)
+        if call is None:
+            return None
+        try:
+            mark = self._launch(call, after)
+        except BaseException:
+            # Where the end of a launch was not noted, it may run. In a broken context nothing does.
+            with suppress(Exception):
+                call.stream.synchronize()
+            raise
+        context.slots.give(call.slot, mark)
+        return mark
+
+    def _device_of(self, moves: Sequence[PageMove]) -> str | None:
+        devices = {pages.pool.buffers[0].device for move in moves for pages in (move.source, move.target)}
+        if len(devices) > 1:
+            raise RegistrationError(f"one copy of pools on {sorted(devices)}: they have to lie on one device")
+        for device in devices:
+            self._check_device(device)
+            return device
+        return None
+
+    def _write(self, context: LaunchContext, moves: Sequence[PageMove]) -> Written | None:
+        """A call's table in a slot; None: there is nothing to do."""
+        stream = context.stream()
+        with self._finding:
+            call = CopyCall(moves, lambda pool: self._pool_words(context, pool, stream), self._patterns)
+        if not call.entries:
+            return None
+        slot = context.slots.take(call.words)
+        call.write(slot.words, slot.addr)
+        bound = self._bound(context)
+        programs, counts = min(call.total, bound), (call.shape.tiles, call.total)
+        full = programs == bound
+        return Written(
+            context, stream, slot, call.words, call.entries, (slot.device,), counts, programs, call.shape, full
+        )
+
+    def _pool_words(self, context: LaunchContext, pool: PagedMemory, stream: torch.cuda.Stream) -> PoolWords:
+        planes, table = context.tables.of(pool, stream)
+        found = self._words.get(pool)
+        if found is None:
+            found = self._words[pool] = PoolWords(planes, table.data_ptr())
+        return found
+
+    def _bound(self, context: LaunchContext) -> int:
+        if self._programs is not None:
+            return self._programs
+        each = self._tuning.programs
+        return each * context.multiprocessors if each else 1 << 30
+
+    def warm(self, source: PagedMemory, target: PagedMemory) -> None:
+        """Compile for every number of units that goes from one pool to the other, and upload the tables of both.
+
+        Reads and writes nothing of the pools.
+        """
+        device = source.buffers[0].device
+        if device == "cpu":
+            return
+        context = self._context(device)
+        with torch.cuda.device(device):
+            stream = context.stream()
+            with self._finding:
+                ends = tuple(self._pool_words(context, pool, stream) for pool in (source, target))
+            for pattern in patterns(source, target, ends[0], ends[1], self._tuning.tile_bytes):
+                nothing = torch.empty(1, dtype=torch.int64, device=device)
+                self._compile(context, pattern.shape, nothing, 1, 1)
+            stream.synchronize()
+
+
+def patterns(
+    source: PagedMemory, target: PagedMemory, ours: PoolWords, theirs: PoolWords, tile_bytes: int
+) -> Iterator[CopyPattern]:
+    """How copies of one to all units of the planes that two pools share are cut; ``ours`` and ``theirs`` are the pools.
+
+    ``tile_bytes`` is what one program copies at once, a power of two.
+    """
+    there = {(p.layer, p.component): i for i, p in enumerate(target.site.planes)}
+    pairs = [(i, there[key]) for i, p in enumerate(source.site.planes) if (key := (p.layer, p.component)) in there]
+    counts = [min(_units(source, a), _units(target, b)) for a, b in pairs]
+    for units in range(1, max(counts, default=0) + 1):
+        chosen = [pair for pair, count in zip(pairs, counts, strict=True) if count >= units]
+        sides = [_row([pair[side] for pair in chosen], units) for side in (0, 1)]
+        pages = [Pages(pool, _tables(words.planes)) for pool, words in ((source, ours), (target, theirs))]
+        move = PageMove(PageCopy(sides[0], sides[1]), pages[0], pages[1])
+        yield CopyPattern([(ours, theirs)], [move], tile_bytes)
+
+
+def _units(pool: PagedMemory, number: int) -> int:
+    plane = pool.site.planes[number]
+    return sum(map(len, pool.site.shard.units(plane.layer, plane.component)))
+
+
+def _row(planes: Sequence[int], units: int) -> StagedLayout:
+    """One row of the first units of planes; offsets in staging mean nothing."""
+    number, none = np.array(planes, np.int32), np.zeros(len(planes), np.int64)
+    return StagedLayout(number, 0 * number, 0 * number + units, none, none + 1, none, 1)
+
+
+def _tables(planes: Planes) -> dict[GroupId, PageTable]:
+    return {group: PageTable(group, [0]) for group in planes.groups}
