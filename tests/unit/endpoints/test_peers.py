@@ -400,9 +400,8 @@ def test_arguments_are_checked_before_anything_happens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # half a minute of a core, which a busy host may not give in five
-def test_ten_thousand_rooms_leave_nothing_behind() -> None:
-    """After any number of rooms an endpoint is as large as after a few."""
+def test_rooms_leave_nothing_behind() -> None:
+    """After any number of rooms an endpoint is as large as after a few: not one object per hundred rooms stays."""
     rig = Rig(SPEC, options=Options(tombstones=128, parked=32))
     prefills, decodes = rig.prefill(tp_shards(SPEC, 2)), rig.decode(tp_shards(SPEC, 2))
 
@@ -422,11 +421,11 @@ def test_ten_thousand_rooms_leave_nothing_behind() -> None:
                 member.observer.spans.clear()
         rig.quiet()
 
-    many(300, "warm ")
+    many(600, "warm ")
     before = [size(m.endpoint) for m in rig.members]
-    many(10_000, "room ")
+    many(1500, "room ")
     after = [size(m.endpoint) for m in rig.members]
-    assert all(b <= a + 100 for a, b in zip(before, after, strict=True)), (before, after)
+    assert all(b <= a + 15 for a, b in zip(before, after, strict=True)), (before, after)
 
 
 def size(thing: object) -> int:
