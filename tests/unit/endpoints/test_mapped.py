@@ -10,7 +10,7 @@ from disagg_kv.errors import ConfigurationError, RegistrationError, TransportErr
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels, PageMove
-from disagg_kv.memory import Buffer, Event
+from disagg_kv.memory import Buffer, Event, MappedPool, MemoryPool, PagedMemory
 from disagg_kv.protocol import Phase
 from disagg_kv.testing import FaultyTransport
 from disagg_kv.transports import InprocTransport, Transport
@@ -288,6 +288,40 @@ def test_what_cannot_be_mapped_is_refused_by_name(transport: type[InprocTranspor
     assert report.path == "direct"
     assert "mapped cannot: " in report.reason
     rig.quiet()
+
+
+class Uncompiled(DeviceKernels):
+    """Kernels that have to be compiled, and are for copies between known pools only."""
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__()
+        self.error = error
+        self.warmed: list[tuple[PagedMemory, PagedMemory]] = []
+
+    def warm(self, pool: MemoryPool) -> None:
+        """Nothing."""
+
+    def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
+        if self.error:
+            raise OSError(self.error)
+        self.warmed.append((source, target))
+
+
+def test_copies_are_compiled_when_a_pool_is_mapped_and_kernels_that_cannot_are_a_refusal() -> None:
+    """No request waits for the compiler; an error of it is in the reason."""
+    for error in ("", "no compiler"):
+        rig, kernels = Rig(SPEC), Uncompiled(error)
+        prefills = rig.prefill(tp_shards(SPEC, 1), strategy="mapped", kernels=kernels)
+        request = rig.request("room", prefills, rig.decode(tp_shards(SPEC, 1), strategy="mapped"), 9).start(9)
+        if error:
+            refused = request.failed().sends[0].error or AssertionError()
+            assert "path 'mapped' cannot: the kernels cannot copy into the mapped pool: no compiler" in str(refused)
+        else:
+            launched(rig, kernels).run()
+            request.landed()
+            ((source, target),) = kernels.warmed
+            assert source is prefills[0].pool
+            assert isinstance(target, MappedPool)
 
 
 def test_auto_maps_where_it_can_and_says_why() -> None:

@@ -49,12 +49,15 @@ def map_pool(
         if refused is not None:
             return Mapping(refused=refused)
         mapped = MappedPool(remote.site, [transport.map(peer, region, device) for region in regions])
-        prepare(mapped)
-        return Mapping(mapped)
     except DisaggKVError as exc:
         return Mapping(refused=text_of(exc))
     except Exception as exc:
-        return Mapping(refused=f"transport {transport.name!r} or the kernels raised: {text_of(exc)}")
+        return Mapping(refused=f"transport {transport.name!r} raised: {text_of(exc)}")
+    try:
+        prepare(mapped)
+    except Exception as exc:
+        return Mapping(refused=f"the kernels cannot copy into the mapped pool: {text_of(exc)}")
+    return Mapping(mapped)
 
 
 def check_mapping(wanted: str, usable: Iterable[TransferPlanner], transport: Transport) -> None:
