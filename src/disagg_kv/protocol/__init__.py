@@ -34,8 +34,9 @@ from .base import (
 )
 from .flow import Flow, FlowPlan
 from .frames import MAX_AUX, MAX_ENTRIES, MAX_RANKS, VERSION, AnyFrame, Codec, Frame, Hello, RoomFrame
+from .known_peer import KnownPeer
 from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up
-from .peers import KnownPeer, PeerTable
+from .peers import PeerTable
 from .receive_room import ReceiveRoom
 from .rows import Chunk, Readiness
 from .send_room import SendRoom

@@ -29,7 +29,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
 
-from attrs import define
 from msgspec import structs
 
 from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
@@ -37,54 +36,10 @@ from ..ids import Epoch
 from .base import Lost, Options
 from .dials import RECHECK_S, ROUNDING_S, Dials
 from .frames import VERSION, Frame, Heartbeat, Hello, Refused, words
+from .known_peer import KnownPeer
 from .peer_effects import Forget, Greeted, PeerEffect, SendTo, Unreachable, Up, is_older
+from .refusals import AGAIN_S, ENDINGS, Refusals, RefusedLife
 from .timers import Timers
-
-
-@define(eq=False)
-class KnownPeer:
-    """One life of a peer. ``lost`` is True, too, once the table has forgotten the life.
-
-    Args:
-        hello: its first ``Hello``; ``last_frame_at`` is the time of its last frame.
-        proved: it has named our epoch.
-        used_since: since when it is in use; None: it is not.
-        beaten: when it last got a heartbeat, or a ``Hello`` in place of one.
-        closed: when the connection to its address broke; None: it is not broken.
-        greeted: when it last sent ``Hello`` although it knew us.
-        greet_until: it was lost, and gets ``Hello`` in place of heartbeats until this time.
-        shut: a transport does not connect the two sides. Until this time frames of the peer are answered with
-            ``Refused`` and do not revive it.
-        shut_for: the reason of ``shut``.
-        lost: it is silent, was reported lost, or is not in the table any more.
-        lost_at: when it was lost.
-        ended: its process has ended: observed, or confirmed by an operator.
-    """
-
-    hello: Hello
-    last_frame_at: float
-    proved: bool
-    used_since: float | None = None
-    beaten: float = -inf
-    closed: float | None = None
-    greeted: float = -inf
-    greet_until: float = -inf
-    shut: float = -inf
-    shut_for: DisaggKVError | None = None
-    lost: bool = False
-    lost_at: float = -inf
-    ended: bool = False
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.hello.name
-
-    @property
-    def heard(self) -> float:
-        """Since when it is silent: its last frame, or the beginning of its use."""
-        return self.last_frame_at if self.used_since is None else max(self.last_frame_at, self.used_since)
-
 
 FORGET_AFTER = 20
 """A lost peer is forgotten after this multiple of ``silence_s``; after ``silence_s`` if its connection is broken."""
@@ -112,8 +67,6 @@ class PeerTable:
     """
 
     MAX_RETIRED = 4096
-    MAX_REFUSED = 64
-    """Refused endpoints whose connections are kept, so that the answer arrives."""
 
     def __init__(
         self,
@@ -138,7 +91,7 @@ class PeerTable:
         self._spare: deque[Epoch] = deque()
         self._full_until = -inf
         self._answered: OrderedDict[str, float] = OrderedDict()
-        self._refused: OrderedDict[str, None] = OrderedDict()
+        self._refusals = Refusals()
         self._now = 0.0
         self._caught_up = inf
         self.dropped = 0
@@ -184,6 +137,8 @@ class PeerTable:
         """
         if self.at(address) is not None:
             return []
+        if (refused := self._refusals.still(address, now)) is not None:
+            return [Unreachable(address, refused)]
         there, new = self._at.get(address), address not in self._dials
         effects = self._dials.begin(address, now, lost=there is not None)
         if new and there is not None and self._peers[there].closed is not None:
@@ -209,9 +164,26 @@ class PeerTable:
         return self._peers.get(epoch)
 
     def address(self, epoch: Epoch) -> str | None:
-        """The address of a life, lost or not; None: it is unknown."""
+        """The address of a life, lost, refused or not; None: it is unknown."""
         peer = self._peers.get(epoch)
-        return None if peer is None else peer.hello.address
+        if peer is not None:
+            return peer.hello.address
+        refused = self._refusals.get(epoch)
+        return None if refused is None else refused.address
+
+    def refused(self, epoch: Epoch) -> RefusedLife | None:
+        """The entry of a life that cannot work with us; None: it is none of those that are remembered."""
+        return None if epoch in self._peers else self._refusals.get(epoch)
+
+    def useless_at(self, address: str, now: float) -> Epoch | None:
+        """The life at an address that cannot work with us, or that a transport does not connect; None: there is none.
+
+        It takes frames that end a room.
+        """
+        if (refused := self._refusals.at(address)) is not None:
+            return refused.epoch
+        epoch = self._at.get(address)
+        return epoch if epoch is not None and now < self._peers[epoch].shut else None
 
     def lively(self, epoch: Epoch, now: float) -> bool:
         """False: the peer is lost, or in use and has missed heartbeats: it should get nothing new."""
@@ -283,6 +255,7 @@ class PeerTable:
         """A life is there that the table did not know."""
         peer = self._peers[epoch] = KnownPeer(hello, now, hello.dst == self._epoch)
         self._displaced.pop(epoch, None)
+        self._refusals.discard(hello.address)
         self._at[hello.address] = epoch
         self._dials.found(hello.address)
         if peer.proved and hello.address not in self._dials:
@@ -318,7 +291,7 @@ class PeerTable:
         peer = self._drop(old, retire=True)
         if was_lost:
             return []
-        return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address", **peer.hello.who))]
+        return [Lost(old, PeerLostError(f"{peer.name}: another life has taken its address", **peer.who))]
 
     def _drop(self, epoch: Epoch, *, retire: bool) -> KnownPeer:
         """Forget a life. A retired life never returns, and neither does one whose process has ended."""
@@ -354,7 +327,7 @@ class PeerTable:
             while len(self._displaced) > self.MAX_RETIRED:
                 self._displaced.popitem(last=False)
             if there:
-                out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another", **peer.hello.who)))
+                out.append(Lost(epoch, PeerLostError(f"{peer.name}: it made room for another", **peer.who)))
             out.append(Forget(address))
             return True
         return False
@@ -375,21 +348,18 @@ class PeerTable:
             ours=words(exc.theirs),
             theirs=words(exc.ours),
         )
+        error = exc.about(hello.name, **hello.who)
         out: list[PeerEffect] = []
         if self._may_answer(hello.address, now):
-            out += [SendTo(hello.address, refused), *self._forget_refused(hello.address)]
+            out += [SendTo(hello.address, refused), *self._remember(RefusedLife.of_hello(hello, error))]
         if self._dials.end(hello.address):
-            out.append(Unreachable(hello.address, exc.about(hello.name, **hello.who)))
+            out.append(Unreachable(hello.address, error))
         return out
 
-    def _forget_refused(self, address: str) -> list[PeerEffect]:
-        """Bound the connections to refused endpoints: every answer opens one, and they may change their addresses."""
-        self._refused[address] = None
-        self._refused.move_to_end(address)
-        if len(self._refused) <= self.MAX_REFUSED:
-            return []
-        oldest, _ = self._refused.popitem(last=False)
-        return [] if oldest in self._at or oldest in self._dials else [Forget(oldest)]
+    def _remember(self, life: RefusedLife) -> list[PeerEffect]:
+        """Remember a refused life; the connections to such lives are bounded, as they may change their addresses."""
+        left = self._refusals.add(life)
+        return [] if left is None or left in self._at or left in self._dials else [Forget(left)]
 
     def on_refused(self, refused: Refused, now: float) -> list[PeerEffect]:
         """A peer cannot work with us, or its transport no longer reaches us. Its own ``Hello`` may show it before."""
@@ -404,6 +374,8 @@ class PeerTable:
             error = TransportError(reason, address=refused.address, epoch=refused.src)
             if self._at.get(refused.address) == refused.src:
                 out += self.lose(Epoch(refused.src), error)
+        elif refused.address in self._dials:
+            out += self._remember(RefusedLife.of_refused(refused, error, now))
         if self._dials.end(refused.address):
             out.append(Unreachable(refused.address, error))
         return out
@@ -412,6 +384,8 @@ class PeerTable:
         """Accept any other frame if it is from a known life to this life of ours; True: it is accepted."""
         epoch = Epoch(frame.src)
         peer = self._peers.get(epoch)
+        if peer is None and frame.dst == self._epoch and self._refusals.ends_a_room(frame):
+            return True, []
         if peer is None or peer.ended or frame.dst != self._epoch:
             self.dropped += 1
             if peer is not None and not peer.ended and self._may_answer(peer.hello.address, now):
@@ -422,7 +396,7 @@ class PeerTable:
             return False, []
         if now < peer.shut:
             # Its frames about rooms count: it may give up some of them. But it stays lost for new rooms.
-            return True, self._tell_shut(peer, now)
+            return True, [] if isinstance(frame, ENDINGS) else self._tell_shut(peer, now)
         peer.last_frame_at, peer.proved = now, True
         effects = self._revive(epoch, peer, now) if peer.lost else []
         if isinstance(frame, Heartbeat) and frame.ask:
@@ -447,8 +421,8 @@ class PeerTable:
         return [SendTo(hello.address, refused)]
 
     def _may_answer(self, address: str, now: float) -> bool:
-        """Whether to answer an address: at most one unsolicited ``Hello`` or ``Refused`` a second."""
-        if now - self._answered.get(address, -1.0) < 1.0:
+        """Whether to answer an address: at most one unsolicited ``Hello`` or ``Refused`` in ``AGAIN_S``."""
+        if now - self._answered.get(address, -AGAIN_S) < AGAIN_S:
             return False
         self._answered[address] = now
         self._answered.move_to_end(address)
@@ -530,10 +504,10 @@ class PeerTable:
         o, used = self._options, peer.used_since is not None
         if used and seen - peer.heard >= o.silence_s:
             silent = f"{peer.name}: silent for {seen - peer.heard:.1f} s"
-            return [self._lose(epoch, peer, PeerLostError(silent, **peer.hello.who), now)]
+            return [self._lose(epoch, peer, PeerLostError(silent, **peer.who), now)]
         if peer.closed is not None and seen - peer.closed >= o.closed_s:
             broke = f"{peer.name}: its connection broke {now - peer.closed:.1f} s ago"
-            return [self._lose(epoch, peer, PeerLostError(broke, **peer.hello.who), now)]
+            return [self._lose(epoch, peer, PeerLostError(broke, **peer.who), now)]
         beat_at = self._beat_at(peer)
         if beat_at is None or now < beat_at - ROUNDING_S:
             return []

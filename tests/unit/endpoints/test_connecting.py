@@ -101,8 +101,12 @@ def test_a_peer_whose_thread_cannot_be_started_is_tried_again(kind: str, no_thre
     if kind == "links":
         rig.until(lambda: receive.phase is Phase.FAILED, "the failure")
         assert "can't start new thread" in str(receive.error)
-        rig.until(lambda: bool(decodes[0].endpoint.driver.loop.remotes), "another attempt")
-        rig.request("again", prefills, decodes, 12).start().landed()
+        assert "can't start new thread" in str(first.open_prefill().failed().sends[0].error)
+        attempt = 1
+        while not first.all(Phase.DONE):
+            attempt += 1
+            first = rig.request("again", prefills, decodes, 12, attempt=attempt).start().released()
+        first.landed()
     else:
         first.open_prefill().send(12).finish().landed()
     rig.close()

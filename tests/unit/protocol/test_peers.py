@@ -13,6 +13,7 @@ from disagg_kv.protocol import VERSION, Forget, Greeted, Hello, Lost, Options, P
 from disagg_kv.protocol.frames import Heartbeat, Refused, WireSite, WireSpec
 from disagg_kv.protocol.peer_effects import PeerEffect
 from disagg_kv.protocol.peers import FORGET_AFTER
+from disagg_kv.protocol.refusals import MAX_REFUSED
 
 
 def epoch(n: int) -> Epoch:
@@ -660,12 +661,12 @@ def test_whoever_is_refused_from_ever_new_addresses_leaves_a_bounded_number_of_c
     """An answer opens a connection; one to a peer that was admitted since is not dropped."""
     a = table(1, "a")
     connected: set[str] = set()
-    for n in range(3 * PeerTable.MAX_REFUSED):
+    for n in range(3 * MAX_REFUSED):
         for effect in a.on_hello(hello(epoch(2), b"", f"s{n}", role="strange"), float(n)):
             (connected.add if isinstance(effect, SendTo) else connected.remove)(effect.address)  # type: ignore[union-attr]
         if n == 5:
             assert a.on_hello(hello(epoch(3), epoch(1), "s3"), float(n))
-    assert len(connected) == PeerTable.MAX_REFUSED + 1
+    assert len(connected) == MAX_REFUSED + 1
     assert {"s3", f"s{n}"} <= connected
 
 

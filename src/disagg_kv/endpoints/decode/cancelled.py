@@ -1,5 +1,8 @@
 """Rooms that decode cancelled before it had met all their prefill ranks: each rank is notified once it is there.
 
+A rank is there, too, if it cannot work with this endpoint: one of the two has refused the other, or a transport does
+not connect them.
+
 Such a rank's engine may have opened the room already. It would wait for its own deadline, since decode never sends an
 ``Expect`` for the room.
 """
@@ -7,23 +10,24 @@ Such a rank's engine may have opened the room already. It would wait for its own
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from math import inf
 
 from attrs import Factory, define
 
 from ...ids import Epoch
-from ...protocol import Options, RoomKey, Send
+from ...protocol import RoomKey, Send
 from ...protocol.flow import room_head
 from ...protocol.frames import Abort, words
 from ...protocol.repeater import Repeater
+from ...rendezvous import Source
+from ..runtime.event_loop import EventLoop
 from ..runtime.handshake import RemoteEndpoint
 
 
 @define
 class _Room:
     key: RoomKey
-    instance: str
+    source: Source
     reason: str
     tag: bytes
     until: float
@@ -33,40 +37,53 @@ class _Room:
 class CancelledBeforeOpen:
     """Sends ``Abort`` for cancelled rooms, for ``silence_s`` each: a rank that is dialled answers within that.
 
+    At most ``tombstones`` rooms are remembered.
+
     Args:
-        epoch: of this endpoint.
-        options: repeat times, and how many rooms are remembered.
+        loop: knows which ranks are there, and the time.
     """
 
-    def __init__(self, epoch: Epoch, options: Options) -> None:
-        self._epoch = epoch
-        self._options = options
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._options = options = loop.options
         self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
         self._repeat = Repeater(options)
 
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def add(
-        self, key: RoomKey, instance: str, reason: str, tag: bytes, remotes: Iterable[RemoteEndpoint], now: float
-    ) -> list[Send]:
+    def add(self, key: RoomKey, source: Source, reason: str, tag: bytes) -> list[Send]:
         """Decode cancels a room of this prefill instance: frames for those of its ranks that are there."""
-        room = self._rooms[key] = _Room(key, instance, words(reason), tag, now + self._options.silence_s)
+        loop, peers, now = self._loop, self._loop.peers, self._loop.now
+        room = self._rooms[key] = _Room(key, source, words(reason), tag, now + self._options.silence_s)
         if len(self._rooms) > self._options.tombstones:
             self._forget(next(iter(self._rooms)))
-        return [send for remote in remotes for send in self._notify(room, remote, now)]
+        there = [remote.epoch for remote in loop.remotes.values() if remote.hello.instance == source.instance]
+        useless = [peers.useless_at(address, now) for address in loop.directory.known(source) or ()]
+        there += [epoch for epoch in useless if epoch is not None]
+        return [send for epoch in there for send in self._notify(room, epoch)]
 
-    def met(self, remote: RemoteEndpoint, now: float) -> list[Send]:
+    def met(self, remote: RemoteEndpoint) -> list[Send]:
         """A prefill rank is there: frames for it."""
-        return [send for room in self._rooms.values() for send in self._notify(room, remote, now)]
+        rooms = [room for room in self._rooms.values() if room.source.instance == remote.hello.instance]
+        return [send for room in rooms for send in self._notify(room, remote.epoch)]
 
-    def _notify(self, room: _Room, remote: RemoteEndpoint, now: float) -> list[Send]:
-        if room.instance != remote.hello.instance or remote.epoch in room.notified:
+    def unreachable(self, address: str) -> list[Send]:
+        """No rank at an address can work with us: frames for the one that is there, if any is."""
+        epoch = self._loop.peers.useless_at(address, self._loop.now)
+        if epoch is None:
             return []
-        room.notified.add(remote.epoch)
-        head = room_head(self._epoch, remote.epoch, room.key.room, room.key.generation)
-        abort = Send(remote.epoch, Abort(**head, reason=room.reason, tag=room.tag))
-        return [self._repeat.start((room.key, remote.epoch), abort, now)]
+        known = self._loop.directory.known
+        rooms = [room for room in self._rooms.values() if address in (known(room.source) or ())]
+        return [send for room in rooms for send in self._notify(room, epoch)]
+
+    def _notify(self, room: _Room, epoch: Epoch) -> list[Send]:
+        if epoch in room.notified:
+            return []
+        room.notified.add(epoch)
+        head = room_head(self._loop.me.epoch, epoch, room.key.room, room.key.generation)
+        abort = Send(epoch, Abort(**head, reason=room.reason, tag=room.tag))
+        return [self._repeat.start((room.key, epoch), abort, self._loop.now)]
 
     def answered(self, key: RoomKey, epoch: Epoch) -> None:
         """A prefill rank has acknowledged the end of the room."""

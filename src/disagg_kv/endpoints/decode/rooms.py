@@ -133,7 +133,7 @@ class DecodeSide:
         self._events: deque[tuple[DecodeRoom, object]] = deque()
         self._votes: deque[tuple[DecodeRoom, CastVote]] = deque()
         self._handling = False
-        self._cancelled = CancelledBeforeOpen(loop.me.epoch, loop.options)
+        self._cancelled = CancelledBeforeOpen(loop)
         self._page_bytes = pool.site.page_bytes
         self._noted_pages = False
         self._timers: Timers[RoomKey] = Timers()
@@ -290,7 +290,7 @@ class DecodeSide:
         """A prefill rank is connected."""
         self._queue.connect(remote.epoch)
         self._queue.resume(remote.epoch)
-        self._say(self._cancelled.met(remote, self._loop.now))
+        self._say(self._cancelled.met(remote))
         self._take_found(self._discovery.on_up(remote.hello.address))
 
     def on_greeted(self, epoch: Epoch) -> None:
@@ -299,8 +299,9 @@ class DecodeSide:
             self._handle(room, AskAgain(epoch))
 
     def on_unreachable(self, address: str, error: DisaggKVError) -> None:
-        """A prefill rank cannot be connected: rooms that wait for it fail."""
+        """A prefill rank cannot be connected: rooms that wait for it fail, and it learns that."""
         self._take_found(self._discovery.on_unreachable(address, error))
+        self._say(self._cancelled.unreachable(address))
 
     def on_lost(self, lost: Lost) -> None:
         """Fail the rooms that need this rank; memory that it may still write to stays in quarantine."""
@@ -432,8 +433,7 @@ class DecodeSide:
         if vote.ok and any(other is room and not later.ok for other, later in self._votes):
             return  # what had to be done before has failed, and this rank votes against itself
         if not vote.ok and not room.machine.writers:
-            remotes, tag = self._loop.remotes.values(), room.machine.tag
-            self._say(self._cancelled.add(room.key, room.source.instance, vote.reason, tag, remotes, self._loop.now))
+            self._say(self._cancelled.add(room.key, room.source, vote.reason, room.machine.tag))
         if vote.ok and room.handle.report.placed is None:
             room.handle.report.placed = self._loop.clock()
         self._loop.vote(room.key, vote.ok, vote.reason)

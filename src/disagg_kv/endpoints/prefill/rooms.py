@@ -282,6 +282,8 @@ class PrefillSide:
         room = self._newest.get(name)
         if loop.tombstones.outcome(epoch, generation) is None:
             other = room is not None and tags_differ(frame.tag, room.tag)
+            # Who cannot work with us has nothing to say about a room that another instance has.
+            other |= room is not None and bool(room.machine.flows) and loop.peers.refused(epoch) is not None
             if room is not None and not other and not room.machine.released and epoch not in room.machine.flows:
                 self._flows[(name, epoch, generation)] = room
                 self._silences.watch(epoch, room.key, room.silence_s, loop.now)

@@ -142,13 +142,13 @@ class PeerRegistry:
 
     def name(self, epoch: Epoch) -> str:
         """A life for messages."""
-        peer = self._find(epoch)
-        return f"peer {peer_name(epoch)}" if peer is None else peer.name
+        known = self._find(epoch) or self._table.refused(epoch)
+        return f"peer {peer_name(epoch)}" if known is None else known.name
 
     def who(self, epoch: Epoch) -> About:
         """What is known of a life, for attributes of errors."""
-        peer = self._find(epoch)
-        return {"epoch": epoch} if peer is None else peer.hello.who
+        known = self._find(epoch) or self._table.refused(epoch)
+        return {"epoch": epoch} if known is None else known.who
 
     def _find(self, epoch: Epoch) -> KnownPeer | None:
         found = (waiting[epoch][0] for waiting in list(self._waiting.values()) if epoch in waiting)

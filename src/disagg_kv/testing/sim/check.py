@@ -24,6 +24,7 @@ from ...errors import (
 )
 from ...ids import RoomId, room_name
 from ...protocol import Phase
+from ...protocol.refusals import AGAIN_S
 from ...rendezvous import Source
 from .cluster import Cluster
 from .fault import FaultClass, survives
@@ -35,6 +36,9 @@ from .rooms import Entry
 
 SLACK_S = 0.6
 """After its deadline a room ends within this; a process that stood still needs as much longer."""
+
+REFUSED_S = 1.0
+"""Where two sides cannot work together, both know it within this. A ``Refused`` that is lost takes ``AGAIN_S`` more."""
 
 OVERDUE = 3
 """Frames of a step may make something due, which the next step handles; more steps in a row are in vain."""
@@ -90,6 +94,8 @@ class Checks:
             self._fail("I4", f"{name}: ended after {took:.3f} s, with {most:.3f} s to go")
         if entry.room.plan.unmet:
             self._unmet(entry, error)
+        if entry.room.plan.source == world.scenario.refused:
+            self._refused(entry, error)
         if phase is Phase.FAILED:
             self._reason(entry, error)
         elif entry in entry.room.decode:
@@ -101,7 +107,8 @@ class Checks:
         world = self._world
         # Look-ups and connections that are slow one after the other may take longer than decode has to ask.
         late = FaultClass.RENDEZVOUS in world.hits and FaultClass.BLOCKED in world.hits and "claim_s" in str(error)
-        if survives(world.scenario.faults) and not entry.room.again and not entry.room.plan.unmet and not late:
+        served = not entry.room.again and not entry.room.plan.unmet and entry.room.plan.source != world.scenario.refused
+        if survives(world.scenario.faults) and served and not late:
             self._fail(
                 "I4",
                 f"{entry.room.name(entry)}: failed although at most some frames were lost: {error}",
@@ -113,6 +120,8 @@ class Checks:
         if isinstance(error, DeadlineError) and entry in entry.room.decode:
             self._learned(entry)
         if isinstance(error, IncompatiblePeerError) and error.field.startswith("instance") and world.dead:
+            return
+        if isinstance(error, IncompatiblePeerError) and entry.room.plan.source == world.scenario.refused:
             return
         injected = isinstance(error, DisaggKVError) and any(why in str(error) for why in INJECTED)
         mixed = isinstance(error, IntegrityError) and FaultClass.REUSED in world.hits
@@ -135,6 +144,26 @@ class Checks:
             world.saw(Kind.UNCLAIMED if entry in room.prefill else Kind.UNOPENED)
         elif not waits and isinstance(error, AbortedError):
             world.saw(Kind.UNMET_LATE)
+
+    def _refused(self, entry: Entry, error: DisaggKVError | None) -> None:
+        """I4: a room of two instances that cannot work together ends at once on both, with the field that differs."""
+        world, room = self._world, entry.room
+        others = room.decode if entry in room.prefill else room.prefill
+        if entry.handle is None or entry.handle.phase is Phase.DONE:
+            self._fail("I7", f"{room.name(entry)}: succeeded although the two sides have no path in common")
+        lossy = not survives(world.scenario.faults) or FaultClass.RENDEZVOUS in world.hits
+        # What ended before it was opened may be forgotten where little is remembered.
+        if lossy or room.plan.unmet or room.again or world.scenario.options.parked < len(world.rooms):
+            return
+        since = max(entry.opened, max((one.opened for one in room.decode), default=0.0))
+        most = REFUSED_S + (AGAIN_S if world.scenario.faults else 0.0)
+        if world.now - since > most:
+            self._fail("I4", f"{room.name(entry)}: ended {world.now - since:.3f} s after decode was refused: {error}")
+        if all(one.refused for one in others) or not isinstance(error, AbortedError | IncompatiblePeerError):
+            return
+        if "paths" not in str(error):
+            self._fail("I4", f"{room.name(entry)}: its error does not say what differs: {error}")
+        world.saw(Kind.REFUSED)
 
     def _learned(self, entry: Entry) -> None:
         """I4: decode learns in time that a prefill rank has given the room up, also one that had lost it meanwhile."""

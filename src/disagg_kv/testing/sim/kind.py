@@ -44,6 +44,7 @@ class Kind(Enum):
     UNCLAIMED = "prefill gives a finished room up that no decode rank has asked for"
     UNOPENED = "decode gives a room up that prefill has not opened"
     UNMET_LATE = "the side that comes after that fails at once"
+    REFUSED = "a room of two instances that cannot work together ends on both"
     WINDOW = "only those rows of a sliding window cross that the end of the room leaves in it"
     MAPPED = "a kernel copies rows from prefill's pages into decode's mapped pages"
     OVERLAID = "layers with a window have pages of their own, in the same bytes as those of the others"

@@ -27,7 +27,7 @@ def last_requests(world: Cluster) -> list[Request]:
     return [
         evolve(plain, request=RoomId(b"again %d" % source), attempt=1, source=source)
         for source in range(len(scenario.prefills))
-        if _whole(world, f"prefill {source}") and _whole(world, "decode")
+        if source != scenario.refused and _whole(world, f"prefill {source}") and _whole(world, "decode")
     ]
 
 

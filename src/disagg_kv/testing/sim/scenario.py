@@ -54,6 +54,9 @@ UNMET, COMES_S = 0.1, 3.0
 """Share of the worlds without conversations in which one side of a request comes too late or never, and the seconds
 after which the late one comes: the other side has given the room up by then."""
 
+REFUSED = 0.2
+"""Share of the worlds whose decode allows no exposed pages in which a prefill instance knows no other path."""
+
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
@@ -256,6 +259,8 @@ class Scenario:
     With ``together``, frames to one peer leave as one message.
     With ``maps``, transports map memory of peers.
     ``pieces`` of work of one kind are done in a turn at most.
+    ``refused`` is the number of a prefill instance that cannot work with decode, as they have no path in common; None:
+    all can.
     ``far`` is the side and the number of a rank whose frames take longer than those of the others; None: of no rank.
     Where clocks may jump, nothing lands after the end of a process: the drain bound is measured by the clock.
     """
@@ -283,6 +288,7 @@ class Scenario:
     maps: bool
     together: bool
     far: tuple[str, int] | None
+    refused: int | None
     pieces: int
     faults: dict[FaultClass, float]
     faults_until: float
@@ -362,15 +368,17 @@ class Scenario:
         draws = random.Random(f"maps {seed}")
         maps = draws.random() < 0.7
         exposing = maps and decode_path != "staged"
+        refused = None if exposing or conversations or scarce else _refused(seed, decode_path, len(prefills))
         return cls(
             seed=seed,
             model=shape.model,
             prefills=prefills,
             decode=decode,
             prefill_paths=tuple(
-                ("mapped" if exposing and draws.random() < 0.4 else path) + selection
-                for path in [rng.choice(prefill_paths) for _ in prefills]
+                ("slice" if n == refused else "mapped" if exposing and draws.random() < 0.4 else path) + selection
+                for n, path in enumerate([rng.choice(prefill_paths) for _ in prefills])
             ),
+            refused=refused,
             decode_path=decode_path + selection,
             schedule=rng.choice(SCHEDULES),
             verify="off" if slow_kernels else rng.choice(("off", "sampled", "full")),
@@ -429,6 +437,12 @@ def shape_of(block: int, number: int) -> Shape:
         decode, *rest = (evolve(one, overlaid=draws.random() < OVERLAID) for one in (decode, *prefills))
         prefills = tuple(rest)
     return Shape(model, slot, (least, most), prefills, decode)
+
+
+def _refused(seed: int, decode_path: str, prefills: int) -> int | None:
+    """In some worlds a prefill instance writes to exposed pages alone, and decode exposes none."""
+    rng = random.Random(f"refused {seed}")
+    return rng.randrange(prefills) if decode_path == "staged" and rng.random() < REFUSED else None
 
 
 def _far(rng: random.Random, shape: Shape) -> tuple[str, int] | None:

@@ -1,0 +1,105 @@
+"""Lives that cannot work with us: one of the two sides refused the other. Sans IO.
+
+Such a life is no peer. But its engine may have opened a room that ours has opened too, and one of the two sides must
+tell the other that the room has failed. So frames that end a room are accepted from it, and only those.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from attrs import frozen
+
+from ..errors import About, DisaggKVError
+from ..ids import Epoch, peer_name
+from .frames import Abort, Drained, DrainedAck, Frame, Hello, Refused
+
+MAX_REFUSED = 64
+"""Lives that are remembered. Each may have a connection, so that an answer arrives."""
+
+AGAIN_S = 1.0
+"""A side that was refused asks again after this. The other one answers an address at most this often."""
+
+ENDINGS = (Abort, Drained, DrainedAck)
+"""Frames that end a room."""
+
+
+@frozen
+class RefusedLife:
+    """One of them.
+
+    Args:
+        epoch: its life.
+        address: where it is.
+        name: of it, for messages.
+        who: what is known of it, for attributes of errors.
+        error: the reason, as an error of this side.
+        refused_us_at: when it refused us; None: we refused it.
+    """
+
+    epoch: Epoch
+    address: str
+    name: str
+    who: About
+    error: DisaggKVError
+    refused_us_at: float | None = None
+
+    @classmethod
+    def of_hello(cls, hello: Hello, error: DisaggKVError) -> RefusedLife:
+        """We refuse the sender of a ``Hello``."""
+        return cls(Epoch(hello.src), hello.address, hello.name, hello.who, error)
+
+    @classmethod
+    def of_refused(cls, refused: Refused, error: DisaggKVError, now: float) -> RefusedLife:
+        """The sender of a ``Refused`` refuses us."""
+        epoch, address = Epoch(refused.src), refused.address
+        who: About = {"epoch": epoch, "address": address}
+        return cls(epoch, address, f"peer {peer_name(epoch)} at {address}", who, error, now)
+
+
+class Refusals:
+    """The last of these lives, at most one per address."""
+
+    def __init__(self) -> None:
+        self._by_address: OrderedDict[str, RefusedLife] = OrderedDict()
+        self._by_epoch: dict[Epoch, str] = {}
+
+    def add(self, life: RefusedLife) -> str | None:
+        """Remember a life; returns the address of the one that is forgotten for it, if any is."""
+        before = self._by_address.pop(life.address, None)
+        if before is not None:
+            self._by_epoch.pop(before.epoch, None)
+        self._by_address[life.address] = life
+        self._by_epoch[life.epoch] = life.address
+        if len(self._by_address) <= MAX_REFUSED:
+            return None
+        address, oldest = self._by_address.popitem(last=False)
+        if self._by_epoch.get(oldest.epoch) == address:
+            del self._by_epoch[oldest.epoch]
+        return address
+
+    def discard(self, address: str) -> None:
+        """A life that can work with us is at this address."""
+        life = self._by_address.pop(address, None)
+        if life is not None:
+            self._by_epoch.pop(life.epoch, None)
+
+    def get(self, epoch: Epoch) -> RefusedLife | None:
+        """The entry of a life; None: it is none of them, or forgotten."""
+        address = self._by_epoch.get(epoch)
+        return None if address is None else self._by_address.get(address)
+
+    def at(self, address: str) -> RefusedLife | None:
+        """The life at an address that cannot work with us; None: there is none."""
+        return self._by_address.get(address)
+
+    def still(self, address: str, now: float) -> DisaggKVError | None:
+        """Why the endpoint at an address refused us, if that was a moment ago."""
+        life = self._by_address.get(address)
+        if life is None or life.refused_us_at is None or now - life.refused_us_at >= AGAIN_S:
+            return None
+        return life.error
+
+    def ends_a_room(self, frame: Frame) -> bool:
+        """Whether a frame is from one of these lives, and ends a room."""
+        return isinstance(frame, ENDINGS) and self.get(Epoch(frame.src)) is not None
