@@ -68,9 +68,15 @@ class Opened:
 
 @frozen
 class Denied:
-    """Nothing can be sent to ``address``: one side does not allow the other's key or user."""
+    """Nothing can be sent to ``address``.
+
+    Args:
+        address: it.
+        reason: why this channel sends nothing there; empty: one side does not allow the other's key or user.
+    """
 
     address: str
+    reason: str = ""
 
 
 @frozen

@@ -167,7 +167,11 @@ class UnixChannel:
         check_together(address, frames)
         link = self._links.get(address)
         if link is None:
-            if self._closed or not _reachable(address):
+            if self._closed:
+                return False
+            if (reason := _unreachable(address)) is not None:
+                if (denied := Denied(address, reason)) not in self._events:
+                    self._events.append(denied)
                 return False
             link = self._links[address] = _Link(address)
             self._connect(link)
@@ -454,10 +458,14 @@ def _ours(sock: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _reachable(address: str) -> bool:
-    """Whether it is an address of our kind that can exist; the kernel's longest path has 107 bytes."""
+def _unreachable(address: str) -> str | None:
+    """Why the address is not of our kind, or cannot exist; None: it can. The kernel's longest path has 107 bytes."""
+    if not address.startswith(f"{SCHEME}/"):
+        return "a Unix-socket channel sends to unix:///path alone"
     try:
         path = os.fsencode(address.removeprefix(SCHEME))
     except UnicodeEncodeError:
-        return False
-    return address.startswith(f"{SCHEME}/") and len(path) <= 107 and b"\0" not in path
+        return "no file has this name"
+    if len(path) > 107 or b"\0" in path:
+        return f"a path of {len(path)} bytes; a socket's has at most 107, and no zero byte"
+    return None

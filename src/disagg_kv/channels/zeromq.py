@@ -16,8 +16,10 @@ import zmq
 from attrs import define
 from zmq.utils.monitor import recv_monitor_message
 
+from .. import arguments
 from ..errors import ConfigurationError
 from ..transports import Home
+from .advertise import reached_at
 from .authenticator import KeyAuthenticator
 from .base import (
     MAX_FRAME,
@@ -95,6 +97,9 @@ class ZmqChannel:
 
     Args:
         bind: ``tcp://127.0.0.1:0`` (0: any free port, see ``address``), ``tcp://[::1]:0`` or ``ipc:///path``.
+        advertise: host name or IP address at which peers reach this host; with ``:port`` if theirs is another one.
+            None: the address of ``bind``. If that is every address of the host, such as ``tcp://0.0.0.0:0``, it is the
+            address from which this host reaches others.
         keys: our key pair and the allowed keys.
         linger_s: seconds that ``close`` waits for frames that are not sent yet.
         high_water: messages that wait per destination; more are dropped. Frames that are sent together are one message
@@ -103,13 +108,14 @@ class ZmqChannel:
 
     Raises:
         ConfigurationError: an address that leaves the host without keys, is in use or cannot be bound; keys together
-            with ``unencrypted_network``.
+            with ``unencrypted_network``; ``advertise`` is no such host, or none is found.
     """
 
     def __init__(
         self,
         bind: str = "tcp://127.0.0.1:0",
         *,
+        advertise: str | None = None,
         keys: Keys | None = None,
         linger_s: float = 0.0,
         high_water: int = 10_000,
@@ -123,12 +129,15 @@ class ZmqChannel:
         reason = _refusal(bind, self._anywhere)
         if reason is not None:
             raise ConfigurationError(f"channel {bind!r}: {reason}")
+        if advertise is not None:
+            arguments.text(advertise, f"channel {bind!r}: advertise", least=1)
+        self._advertise = advertise
         if linger_s < 0 or high_water < 1:
             raise ConfigurationError(f"channel {bind!r}: linger_s {linger_s}, high_water {high_water}: out of range")
         self._linger_ms = ceil(linger_s * 1000)
         self._high_water = high_water
         self._links: dict[str, _Link] = {}
-        self._denied: dict[str, None] = {}
+        self._denied: dict[str, str] = {}
         self._closed = False
         self._file: Path | None = None
         self._context = zmq.Context()
@@ -169,7 +178,9 @@ class ZmqChannel:
                 inbox.detach()
         else:
             self._pull.bind(bind)
-        address = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = reached_at(bind, self._pull.getsockopt_string(zmq.LAST_ENDPOINT), self._advertise)
+        if self._advertise is not None and (reason := _refusal(address, self._anywhere)) is not None:
+            raise ConfigurationError(f"channel {bind!r}: advertise {self._advertise!r}: {reason}")
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._poller.register(self._pull, zmq.POLLIN)
@@ -202,10 +213,11 @@ class ZmqChannel:
         link = self._links.get(address)
         if link is None:
             plain, key = (address, "") if self._keys is None else split_key(address)
-            if _refusal(plain, self._anywhere) is not None:
+            if (reason := _refusal(plain, self._anywhere)) is not None:
+                self._denied[address] = f"a ZeroMQ channel does not send there: {reason}"
                 return False
             if self._keys is not None and not self._keys.allow(key):
-                self._denied[address] = None
+                self._denied[address] = ""
                 return False
             try:
                 link = self._links[address] = self._connect(address, _State.NEW)
@@ -235,7 +247,7 @@ class ZmqChannel:
         if ready:
             came += self._of_connections(ready)
         if self._denied:
-            came += map(Denied, self._denied)
+            came += (Denied(address, reason) for address, reason in self._denied.items())
             self._denied.clear()
         return came
 

@@ -31,7 +31,14 @@ from math import inf
 
 from msgspec import structs
 
-from ..errors import DisaggKVError, IncompatiblePeerError, PeerLostError, RemoteProtocolError, TransportError
+from ..errors import (
+    ConfigurationError,
+    DisaggKVError,
+    IncompatiblePeerError,
+    PeerLostError,
+    RemoteProtocolError,
+    TransportError,
+)
 from ..ids import Epoch
 from .base import Lost, Options
 from .dials import RECHECK_S, ROUNDING_S, Dials
@@ -438,10 +445,12 @@ class PeerTable:
             peer.closed = now
             self._schedule(epoch, peer)
 
-    def on_denied(self, address: str) -> list[PeerEffect]:
-        """One side does not allow the other, so the address gets no frames. A peer known there becomes silent."""
+    def on_denied(self, address: str, why: str = "") -> list[PeerEffect]:
+        """The channel sends nothing there; empty: one side does not allow the other. A known peer becomes silent."""
         if not self._dials.end(address):
             return []
+        if why:
+            return [Unreachable(address, ConfigurationError(f"{address}: {why}", address=address))]
         reason = f"{address}: one of the two sides does not allow the other's public key or user"
         return [Unreachable(address, PeerLostError(reason, address=address))]
 

@@ -507,7 +507,8 @@ class DecodeSide:
             report.spend("total", self._loop.now - room.opened)
         phase, handle = machine.phase, room.handle
         if not handle.shows(phase, released):
-            handle.publish(phase, released, machine.error, self._loop.clock())
+            error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
+            handle.publish(phase, released, error, self._loop.clock())
             self._changes.add(handle)
         if self._rooms.get(room.key) is not room:
             return

@@ -469,7 +469,8 @@ class PrefillSide:
         room.account(self._loop.now)
         phase, handle, released = machine.phase, room.handle, machine.released
         if not handle.shows(phase, released):
-            handle.publish(phase, released, machine.error, self._loop.clock())
+            error = self._loop.pauses.explain(machine.error, room.opened, self._loop.now)
+            handle.publish(phase, released, error, self._loop.clock())
             self._changes.add(handle)
         if self._rooms.get(room.key) is not room:
             return

@@ -62,6 +62,7 @@ from .idle import IDLE_S, TARGET_S, IdlePolicy
 from .inspection import LoopInspection
 from .limited_log import LimitedLog
 from .mapping import Mapping, map_pool
+from .pauses import Pauses
 from .peer_registry import PeerRegistry
 from .process_monitor import ProcessMonitor
 from .receive_buffer import ReceiveBuffer
@@ -116,6 +117,7 @@ class EventLoop:
         self._sleep = sleep
         self.idle = IdlePolicy(me.transport.caps, options, self.now)
         self._napped = False
+        self.pauses = Pauses(options.missed * options.heartbeat_s, options.silence_s)
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
@@ -184,7 +186,9 @@ class EventLoop:
 
     def step(self, timeout_s: float) -> None:
         """Take in what there is, act, and wait at most ``timeout_s`` for the next thing."""
-        self.now = self.clock()
+        before, self.now = self.now, self.clock()
+        if self.now - before >= self.pauses.least_s and (paused := self.pauses.over(before, self.next_at(), self.now)):
+            log.warning("endpoint %s/%d: %s", self.me.instance, self.me.rank, paused)
         # What ended a nap goes before what is less urgent: bytes may wait for it.
         if self._napped:
             self._hear(0.0)
@@ -326,8 +330,8 @@ class EventLoop:
                 self.peers.on_closed(address, self.now)
             case Opened(address):
                 self.peers.on_opened(address)
-            case Denied(address):
-                self._peer_effects(self.peers.on_denied(address))
+            case Denied(address, reason):
+                self._peer_effects(self.peers.on_denied(address, reason))
             case Rejected(connections, messages):
                 self.observer.count("connections.refused", connections)
                 self.observer.count("frames.refused", messages)

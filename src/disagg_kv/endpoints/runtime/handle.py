@@ -96,7 +96,7 @@ class RoomHandle:
         if phase in (Phase.DONE, Phase.FAILED) and self._report.ended is None:
             self._report.ended = at
         # The error is there before the state that makes the engine look at it.
-        self._error = error
+        self._error = self._error or error
         self._state = (phase, released)
         return True
 
