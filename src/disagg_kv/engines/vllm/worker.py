@@ -8,6 +8,7 @@ other one: the failure is logged, and reported with the next results.
 from __future__ import annotations
 
 import logging
+import select
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -23,8 +24,12 @@ from .work import Chunk, Declined, Load, StepWork, tables
 
 log = logging.getLogger("vllm.disagg_kv")
 
-IDLE_S = 0.0005
-"""Pause of a step that computes nothing."""
+IDLE_S = 0.002
+"""The longest pause of a step that computes nothing. A new request of an idle engine waits for at most this long."""
+
+LOAD_S = 0.01
+"""The same while a decode request loads. It ends with the load, which the same step then reports: vLLM needs some
+milliseconds for the next one."""
 
 
 @define
@@ -81,6 +86,10 @@ class WorkerSide:
         self._receiver = receiver
         self._layers = dict(layers)
         self._mark = mark
+        self._changes = select.poll()
+        for endpoint in (sender, receiver):
+            if endpoint is not None:
+                self._changes.register(endpoint, select.POLLIN)
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Incoming] = {}
         self._closing: dict[RoomId, Delivery | Reception] = {}
@@ -142,15 +151,15 @@ class WorkerSide:
     def results(self, ended: set[str]) -> Results:
         """What happened since the last call. ``ended``: requests that vLLM has ended since then.
 
-        vLLM steps without a pause while transfers run. A step that computes nothing sleeps here for a moment,
-        so that the endpoints' threads get the interpreter.
+        vLLM steps without a pause while transfers run. A step that computes nothing sleeps here, so that the endpoints'
+        threads get the interpreter and a core. It goes on as soon as a transfer has ended.
 
         Raises:
             EndpointBrokenError: an endpoint has failed as a whole. A peer may still read or write pages of its rooms,
                 so vLLM must not use them again: the rank has to end.
         """
         if self._idle and (self._outgoing or self._incoming or self._closing):
-            time.sleep(IDLE_S)
+            self._wait()
         for name in ended & self._outgoing.keys():
             self._outgoing[name].ended = True
         self._results.sent |= ended & self._unopened
@@ -169,6 +178,14 @@ class WorkerSide:
                 del self._closing[room]
         results, self._results = self._results, Results()
         return results
+
+    def _wait(self) -> None:
+        """Until a decode request need not wait any more, at most for :data:`LOAD_S` or :data:`IDLE_S`."""
+        until = time.monotonic() + (LOAD_S if self._incoming else IDLE_S)
+        while not any(one.reception.released for one in self._incoming.values()):
+            left = until - time.monotonic()
+            if left <= 0 or not self._changes.poll(left * 1e3) or _closed(self._sender) or _closed(self._receiver):
+                return
 
     # Prefill.
 
