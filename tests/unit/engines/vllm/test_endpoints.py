@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from disagg_kv.cli.main import run
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.opening import CPU_STAGING_BYTES, SLOTS, Opened, decode_name, selecting
+from disagg_kv.engines.vllm import worker
 from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
 from disagg_kv.engines.vllm.options import ConnectorOptions
@@ -69,10 +70,10 @@ def opened() -> Iterator[Open]:
         vllm, cache = configs(Model(), name, caching=caching)
         tensors = {layer_name(n): torch.full((33, 4, 4, 8), -1.0, dtype=torch.float16) for n in range(3)}
         options = ConnectorOptions.of({"staging_bytes": STAGING, **given})
-        worker, ends = open_worker(
+        side, ends = open_worker(
             options, facts(vllm, cache, tiles=True), tensors, rank=0, group=None, produces=produces, consumes=consumes
         )
-        made.append(Instance(worker, ends, tensors))
+        made.append(Instance(side, ends, tensors))
         return made[-1]
 
     yield make
@@ -80,16 +81,21 @@ def opened() -> Iterator[Open]:
         one.ends.close()
 
 
+def begin(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0) -> None:
+    """Decode asks for two blocks of rows, and prefill has computed them."""
+    group = GroupId("group 0")
+    known = {group: held} if held else {}
+    load = Load(Origin("t", Source("P", addresses)), 2, ((group, (8, 9)[held:], held),), known, b"tag")
+    d.worker.begin(StepWork(loads={"d": load}, idle=True))
+    p.worker.begin(StepWork(chunks={"p": Chunk("t", 2, ((group, (5, 6), 0),), True, b"tag")}))
+    p.worker.end()
+
+
 def transfer(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0) -> set[str]:
     """Two blocks of rows, of which decode may hold the first; the requests that failed."""
     for number, tensor in enumerate(p.tensors.values()):
         tensor[5:7] = torch.arange(2 * 4 * 4 * 8).reshape(2, 4, 4, 8) + number
-    group = GroupId("group 0")
-    known = {group: held} if held else {}
-    load = Load(Origin("t", Source("P", addresses)), 2, ((group, (8, 9)[held:], held),), known, b"tag")
-    d.worker.begin(StepWork(loads={"d": load}))
-    p.worker.begin(StepWork(chunks={"p": Chunk("t", 2, ((group, (5, 6), 0),), True, b"tag")}))
-    p.worker.end()
+    begin(p, d, addresses, held)
     found = Results()
 
     def over() -> bool:
@@ -106,6 +112,15 @@ def transfer(p: Instance, d: Instance, addresses: tuple[str, ...], held: int = 0
         assert equal != bool(found.failed)
         assert not held or bool((tensor[8] == -1).all())
     return found.failed
+
+
+def test_a_step_that_computes_nothing_reports_the_load_that_ends_in_it(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LOAD_S", 60.0)
+    p, d = opened("P", {}, consumes=False), opened("D", {}, produces=False)
+    begin(p, d, (p.address,))
+    assert d.worker.results(set()).received == {"d"}
 
 
 @pytest.mark.parametrize("channel", ["unix", "zmq"])
