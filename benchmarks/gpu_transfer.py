@@ -9,6 +9,11 @@ from when it is done, for the plain copies too. The last part holds ``staged`` a
 tokens, final when they are handed over.
 
     python benchmarks/gpu_transfer.py > benchmarks/results/h200_transfer.json
+
+``mapped`` beside ``staged``, from pages of 64 into pages of 16 tokens, where the sizes are of the whole request:
+
+    python benchmarks/gpu_transfer.py --transports cuda_ipc --tp "1->1" "1->2" "1->4" --strategies staged mapped \
+        --pages 64 16 --whole --mib 32 128 256 1024 --ring-mib 1024 --slots 8 --slice-repeats 0
 """
 
 from __future__ import annotations
@@ -34,13 +39,16 @@ def shapes(given: argparse.Namespace) -> Iterator[TransferShape]:
     for transport in given.transports:
         for prefill_tp, decode_tp in (tuple(map(int, tp.split("->"))) for tp in given.tp):
             for mib in given.mib:
+                pairs = 1 if given.whole else max(prefill_tp, decode_tp)
                 yield TransferShape(
                     transport=transport,
                     device="cuda",
-                    strategies=("staged",),
+                    strategies=tuple(given.strategies),
                     prefill_tp=prefill_tp,
                     decode_tp=decode_tp,
-                    tokens=mib * 1024 * max(prefill_tp, decode_tp) // TOKEN_KIB,
+                    tokens=mib * 1024 * pairs // TOKEN_KIB,
+                    page_size=given.pages[0],
+                    decode_page_size=given.pages[1],
                     announced=True,
                     queued_s=given.queued_ms / 1e3,
                     slots=given.slots,
@@ -90,6 +98,9 @@ def main() -> None:
     parser.add_argument("--transports", nargs="*", default=["cuda_ipc", "nixl", "mooncake"])
     parser.add_argument("--tp", nargs="*", default=PAIRS, help="ranks of prefill and of decode")
     parser.add_argument("--mib", type=int, nargs="*", default=[256, 1024], help="of a pair of ranks")
+    parser.add_argument("--whole", action="store_true", help="sizes are of the request, not of a pair of ranks")
+    parser.add_argument("--strategies", nargs="*", default=["staged"])
+    parser.add_argument("--pages", type=int, nargs=2, default=[64, 64], help="tokens of a page, on either side")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--slot-mib", type=int, default=64)
     parser.add_argument("--ring-mib", type=int, default=16384)
@@ -124,6 +135,7 @@ def main() -> None:
             "triton": said(sys.executable, "-c", "import triton; print(triton.__version__)"),
         },
         "queued_ms": given.queued_ms,
+        "pages": given.pages,
         "settings": {"slots": given.slots, "slot_mib": given.slot_mib, "repeats": given.repeats},
         "cases": rows,
     }

@@ -6,8 +6,13 @@ import multiprocessing
 
 import torch
 
-from disagg_kv.memory import U8, Buffer
+from disagg_kv.geometry import CacheSpec, Group, PageTable, Plane, shard
+from disagg_kv.ids import LayerId
+from disagg_kv.kernels import KERNELS, PageMove, Pages
+from disagg_kv.memory import U8, Buffer, PagedPool
+from disagg_kv.planning import PageCopy
 from disagg_kv.transports import Transport, between_processes
+from tests.support.pools import KV, staged_layout
 
 
 def device() -> str:
@@ -34,14 +39,35 @@ class CudaMemory:
         return Buffer(tensor.data_ptr(), nbytes, device(), tensor)
 
     def write(self, buffer: Buffer, data: U8) -> None:
-        """See :meth:`Memory.write`."""
-        _tensor(buffer).copy_(torch.from_numpy(data))
+        """See :meth:`Memory.write`; what a transport mapped is written by a kernel, as a copy of pages does it."""
+        if isinstance(buffer.owner, torch.Tensor):
+            _tensor(buffer).copy_(torch.from_numpy(data))
+        else:
+            given = torch.from_numpy(data.copy()).to(buffer.device)
+            _run(Buffer(given.data_ptr(), buffer.nbytes, buffer.device, given), buffer)
         torch.cuda.synchronize(buffer.device)
 
     def read(self, buffer: Buffer) -> U8:
         """See :meth:`Memory.read`; what arrived is asked for on a stream that knows nothing of the transport's."""
+        if not isinstance(buffer.owner, torch.Tensor):
+            taken = torch.zeros(buffer.nbytes, dtype=torch.uint8, device=buffer.device)
+            torch.cuda.synchronize(buffer.device)
+            _run(buffer, Buffer(taken.data_ptr(), buffer.nbytes, buffer.device, taken))
+            return CudaMemory().read(Buffer(taken.data_ptr(), buffer.nbytes, buffer.device, taken))
         found: U8 = _tensor(buffer).cpu().numpy()
         return found
+
+
+def _run(source: Buffer, target: Buffer) -> None:
+    """Copy all bytes with the copy kernel, each buffer being a pool of one page and of one cell."""
+    spec = CacheSpec.mla(1, source.nbytes, "uint8")
+    plane, group = Plane(LayerId(0), "latent", KV, 0, 0, source.nbytes, source.nbytes, source.nbytes), Group(KV, 1, 1)
+    pools = [PagedPool.adopt(spec, shard(spec), [group], [plane], [buffer]) for buffer in (source, target)]
+    layout = staged_layout([(0, 0, 1, 0, 1, 0)], source.nbytes)
+    pages = [Pages(pool, {KV: PageTable(KV, [0])}) for pool in pools]
+    event = KERNELS["triton"].copy([PageMove(PageCopy(layout, layout), *pages)], None)
+    assert event is not None
+    event.synchronize()
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

@@ -21,7 +21,7 @@ from disagg_kv.errors import TransportError
 from disagg_kv.geometry import I64
 from disagg_kv.memory import U8, Buffer
 from disagg_kv.transports import Transport
-from disagg_kv.transports.cuda_api import Mark, Stream
+from disagg_kv.transports.cuda_api import Gpu, Mark, Stream
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
 
 
@@ -55,7 +55,8 @@ class FakeCuda:
     """See :class:`disagg_kv.transports.cuda_api.Cuda`.
 
     ``broken`` names calls that fail; ``piecewise`` makes all memory such that cannot be exported; ``fired`` are the
-    events that have happened; ``stuck`` keeps copies from being made.
+    events that have happened; ``stuck`` keeps copies from being made. ``seen`` are the GPUs; ``apart`` are pairs of
+    them, by number, without peer access. ``opened_by`` are the devices for which memory was opened.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,10 @@ class FakeCuda:
         self.piecewise = False
         self.fired: set[int] = set()
         self.stuck = False
+        self.seen = [Gpu(b"the-first-of-two"), Gpu(b"the-second-of-2x")]
+        self.apart: set[tuple[int, int]] = set()
         self.opened: dict[int, mmap.mmap] = {}
+        self.opened_by: list[int] = []
         self.streams: dict[Stream, deque[int | _Copies]] = {}
         self._marks: dict[Mark, Stream] = {}
         self._numbers = count(1)
@@ -71,6 +75,13 @@ class FakeCuda:
     def _check(self, name: str) -> None:
         if name in self.broken:
             raise TransportError(f"cuda: {name}: CUDA_ERROR_FAKE (1)")
+
+    def gpus(self) -> Sequence[Gpu]:
+        self._check("gpus")
+        return self.seen
+
+    def reaches(self, device: int, other: int) -> bool:
+        return (device, other) not in self.apart
 
     def segment(self, device: int, addr: int) -> tuple[int, int]:
         self._check("segment")
@@ -100,6 +111,7 @@ class FakeCuda:
         os.close(file)
         addr = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self.opened[addr] = mapping
+        self.opened_by.append(device)
         return addr
 
     def close(self, device: int, addr: int) -> None:

@@ -19,6 +19,12 @@ from ..engines.versions import ENGINES, Engine
 from ..errors import ConfigurationError
 from .output import Json, JsonFlag, emit
 
+EXPOSED = {
+    "cuda_ipc": "a peer maps the whole allocation that holds a region: allocate nothing else beside the cache",
+    "shm": "a peer maps what the transport allocated, and nothing else",
+}
+"""What a mapping exposes to the peers that are connected, of transports that map memory between processes."""
+
 NEEDED = ("transports", "kernels", "channels")
 """Of each of these at least one must work."""
 
@@ -120,6 +126,8 @@ def _carrier(finding: Finding) -> Finding:
     """The same with the library behind the transport, and its lanes."""
     if not finding.works:
         return finding
+    if finding.name in EXPOSED:
+        return evolve(finding, detail=EXPOSED[finding.name])
     if finding.name == "nixl":
         from ..transports.nixl_library import load
         from .lanes import ucx_lanes

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NewType, Protocol
 
+from attrs import frozen
+
 from ..geometry import I64
 
 Stream = NewType("Stream", int)
@@ -14,12 +16,36 @@ Mark = NewType("Mark", int)
 """A place in a stream: an event of the driver's that was recorded there."""
 
 
+@frozen
+class Gpu:
+    """What names a GPU in every process of a host; its number does not.
+
+    Args:
+        uuid: 16 bytes; of the instance, where the GPU is partitioned (MIG).
+        partitioned: whether it is such an instance.
+    """
+
+    uuid: bytes
+    partitioned: bool = False
+
+    def __str__(self) -> str:
+        return f"{'MIG instance' if self.partitioned else 'GPU'} {self.uuid.hex()}"
+
+
 class Cuda(Protocol):
     """The driver. Addresses are those of this process; devices are numbered as in ``Buffer.device``. Any thread.
 
     Every method raises a :class:`~disagg_kv.errors.TransportError` that names the call and the driver's own word.
     None but ``open`` and ``close`` may wait for a GPU.
     """
+
+    def gpus(self) -> Sequence[Gpu]:
+        """The GPUs that this process sees, by their numbers here."""
+        ...
+
+    def reaches(self, device: int, other: int) -> bool:
+        """Whether kernels on one device can have the memory of another one mapped; both have numbers here."""
+        ...
 
     def segment(self, device: int, addr: int) -> tuple[int, int]:
         """First byte and length of the allocation that holds the address ``addr`` of a device, as it sees it."""
@@ -34,7 +60,10 @@ class Cuda(Protocol):
         ...
 
     def open(self, device: int, handle: bytes) -> int:
-        """Map another process's allocation for copies by ``device``; the address of its first byte."""
+        """Map another process's allocation for copies and kernels of ``device``; the address of its first byte.
+
+        What is open already gets the same address again, and has to be closed once more.
+        """
         ...
 
     def close(self, device: int, addr: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import MissingDependencyError, TransportError
 from ..geometry import I64
-from .cuda_api import Mark, Stream
+from .cuda_api import Gpu, Mark, Stream
 
 _NOT_READY = 600
 _IPC_CAPABLE = 13  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
@@ -47,6 +47,12 @@ class _Handle(ctypes.Structure):
     """``CUipcMemHandle``."""
 
     _fields_ = (("reserved", ctypes.c_byte * 64),)
+
+
+class _Uuid(ctypes.Structure):
+    """``CUuuid``."""
+
+    _fields_ = (("bytes", ctypes.c_byte * 16),)
 
 
 class _Location(ctypes.Structure):
@@ -107,6 +113,7 @@ class Driver:
         self._contexts: dict[int, _Context] = {}
         self._devices: dict[Mark, int] = {}
         self._spare: defaultdict[int, deque[Mark]] = defaultdict(deque)
+        self._gpus: Sequence[Gpu] = ()
         self._lock = threading.Lock()
         self._batches = hasattr(self._library, "cuMemcpyBatchAsync_v2")
         self._order = _Attributes(order=_STREAM_ORDER)
@@ -131,13 +138,41 @@ class Driver:
 
     def current(self, device: int) -> AbstractContextManager[None]:
         """A device's primary context is the calling thread's inside ``with``; afterwards what was."""
+        known = self._contexts.get(device)
+        if known is not None:
+            return known
         with self._lock:
             if device not in self._contexts:
-                ordinal, context = ctypes.c_int(), ctypes.c_void_p()
-                self.call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device))
-                self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+                context = ctypes.c_void_p()
+                self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._ordinal(device))
                 self._contexts[device] = _Context(self, context)
             return self._contexts[device]
+
+    def gpus(self) -> Sequence[Gpu]:
+        """See :meth:`Cuda.gpus`."""
+        if not self._gpus:
+            count = ctypes.c_int()
+            self.call("cuDeviceGetCount", ctypes.byref(count))
+            self._gpus = tuple([self._gpu(number) for number in range(count.value)])
+        return self._gpus
+
+    def _gpu(self, number: int) -> Gpu:
+        # The older call gives the whole GPU's name for each of its instances.
+        whole, own = _Uuid(), _Uuid()
+        for name, found in (("cuDeviceGetUuid", whole), ("cuDeviceGetUuid_v2", own)):
+            self.call(name, ctypes.byref(found), self._ordinal(number))
+        return Gpu(bytes(own), bytes(own) != bytes(whole))
+
+    def _ordinal(self, device: int) -> ctypes.c_int:
+        ordinal = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device))
+        return ordinal
+
+    def reaches(self, device: int, other: int) -> bool:
+        """See :meth:`Cuda.reaches`."""
+        found = ctypes.c_int()
+        self.call("cuDeviceCanAccessPeer", ctypes.byref(found), self._ordinal(device), self._ordinal(other))
+        return bool(found.value)
 
     def segment(self, device: int, addr: int) -> tuple[int, int]:
         """See :meth:`Cuda.segment`."""

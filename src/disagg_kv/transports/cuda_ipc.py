@@ -1,5 +1,8 @@
 """GPU memory between processes of one host: a submit queues copies into the peer's memory, mapped at ``connect``.
 
+Kernels of this process may write into a peer's memory, too: ``map`` gives the address. GPUs are identified by their
+UUIDs: each process may number them in a way of its own. What is opened stays open while a buffer of it is referenced.
+
 The copies are made by the GPU's copy engines, over NVLink or PCIe or within one GPU, on a stream per peer. They begin
 when the events that they were given have happened, without a thread that waits.
 """
@@ -16,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import msgspec
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from ..errors import (
     MissingDependencyError,
@@ -31,10 +34,11 @@ from ..memory import Buffer, Event, parts
 from ..planning import Writes, coalesce
 from .base import Capabilities, PeerEvent, Settled, WriteEnded
 from .connected import Connected
-from .cuda_api import Cuda, Mark, Stream
+from .cuda_api import Cuda, Gpu, Mark, Stream
 from .cuda_driver import driver as this_driver
+from .cuda_memory import OWNER, Opened, Owner, unreachable
 from .descriptor import Descriptor, Region, decode, encode, pack, unpack
-from .process import PROCESS, Exits, Home, Process, Watch
+from .process import Exits, Home, Process, Watch, namespace
 from .regions import Extents, RegionTable
 from .waiting import happened, not_posted
 
@@ -61,19 +65,22 @@ class _Remote:
 
     Args:
         peer: the peer.
+        owner: of its memory.
         watch: sees the end of its process.
         serial: of the newest descriptor.
         regions: in that descriptor.
         places: of those regions.
         mapping: held while a thread opens some of them.
+        opened: by the number of the device that copies or runs kernels, and handle.
     """
 
     peer: Peer
+    owner: Owner
     watch: Watch
     serial: int
     regions: tuple[Region, ...]
     places: Mapping[RegionId, _Place]
-    opened: dict[bytes, int] = field(factory=dict)
+    opened: dict[tuple[int, bytes], Opened] = field(factory=dict)
     device: int = 0
     extents: Extents | None = None
     stream: Stream | None = None
@@ -138,7 +145,7 @@ class CudaIpcTransport:
         self._sleep = sleep
         self._home = Home("this transport 'cuda_ipc'")
         self._me = Peer(uuid.uuid4().bytes)
-        self._process = Process.own()
+        self._owner = Owner(Process.own(), namespace("ipc"))
         self._table = RegionTable(self.caps.devices)
         self._places: dict[RegionId, _Place] = {}
         self._device: str | None = None
@@ -161,18 +168,26 @@ class CudaIpcTransport:
         regions = self._table.add(buffers)
         device = self._device
         try:
-            places = []
+            places, gpu = [], self._owner.gpu
             for buffer in buffers:
                 if device not in (None, buffer.device):
                     raise RegistrationError(f"{_said(buffer)}: the transport's other regions lie on {device!r}")
                 device = buffer.device
                 places.append(self._export(buffer))
+                gpu = gpu or self._gpu(buffer)
         except BaseException:
             self._table.remove(regions)
             raise
         self._device = device
+        self._owner = evolve(self._owner, gpu=gpu)
         self._places.update(zip(regions, places, strict=True))
         return regions
+
+    def _gpu(self, buffer: Buffer) -> Gpu:
+        try:
+            return self._cuda.gpus()[_index(buffer.device)]
+        except (TransportError, IndexError) as error:
+            raise RegistrationError(f"{_said(buffer)}: this process sees no such GPU: {error}") from error
 
     def _export(self, buffer: Buffer) -> _Place:
         device = _index(buffer.device)
@@ -204,7 +219,7 @@ class CudaIpcTransport:
     def local_descriptor(self) -> bytes:
         """See :meth:`Transport.local_descriptor`."""
         regions = tuple(Region(i, b.nbytes, b.device, 0, pack(self._places[i])) for i, b in self._table.items())
-        blob = pack(self._process)
+        blob = pack(self._owner)
         return encode(Descriptor(self.name, self._me, self._table.serial, regions, blob))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
@@ -216,15 +231,15 @@ class CudaIpcTransport:
         """
         self._check_open()
         remote = decode(descriptor, self.name)
-        process = unpack(remote.blob, PROCESS)
+        owner = unpack(remote.blob, OWNER)
         places = {r.id: unpack(r.blob, _PLACE) for r in remote.regions}
-        if process == self._process:
+        if owner.process == self._owner.process:
             raise TransportError("cuda_ipc: the peer is in this process, and CUDA opens other processes' memory only")
         known = self._peers.get(remote.incarnation)
         if known is not None and (known.lost or known.serial >= remote.serial):
             return known.peer
         if known is None:
-            known = _Remote(remote.incarnation, process.watch(), remote.serial, remote.regions, places)
+            known = _Remote(remote.incarnation, owner, owner.process.watch(), remote.serial, remote.regions, places)
             known.extents = self._map(known, remote.regions, places)
             if self._peers.add(known.peer, known) is known:
                 self._exits.add(known.peer, known.watch)
@@ -236,6 +251,7 @@ class CudaIpcTransport:
             if known.serial < remote.serial:
                 known.extents = self._map(known, remote.regions, places)
                 known.serial, known.regions, known.places = remote.serial, remote.regions, places
+                known.owner = owner
         return known.peer
 
     def _mapped(self, remote: _Remote) -> Extents | None:
@@ -253,19 +269,63 @@ class CudaIpcTransport:
         if remote.stream is None:
             remote.device = _index(self._device)
             remote.stream = self._cuda.stream(remote.device)
-        where = []
-        for region in regions:
-            place = places[region.id]
-            if place.handle not in remote.opened:
-                remote.opened[place.handle] = self._cuda.open(remote.device, place.handle)
-            base, nbytes = self._cuda.segment(remote.device, remote.opened[place.handle])
-            if not 0 <= place.offset <= nbytes - region.nbytes:
-                raise RemoteProtocolError(
-                    f"cuda_ipc: region {region.id} of peer {remote.peer.hex()[:8]}: {region.nbytes} bytes from "
-                    f"{place.offset} on are not inside its allocation of {nbytes} bytes"
-                )
-            where.append((region.id, base + place.offset, region.nbytes))
+        found = [(region, self._open(remote, remote.device, region, places[region.id])) for region in regions]
+        where = [(region.id, addr, region.nbytes) for region, (addr, _) in found]
         return Extents(where, f"peer {remote.peer.hex()[:8]}'s")
+
+    def _open(self, remote: _Remote, device: int, region: Region, place: _Place) -> tuple[int, Opened]:
+        """A region's address for a device, and what keeps it; ``remote.mapping`` is held, or ``remote`` is still new.
+
+        Raises:
+            RemoteProtocolError: it is not inside what its handle opens.
+            TransportError: it cannot be opened.
+        """
+        key = device, place.handle
+        opened = remote.opened.get(key)
+        if opened is None:
+            opened = remote.opened[key] = Opened(self._cuda, device, place.handle, remote.peer.hex())
+        base, nbytes = self._cuda.segment(device, opened.addr)
+        if not 0 <= place.offset <= nbytes - region.nbytes:
+            raise RemoteProtocolError(
+                f"cuda_ipc: region {region.id} of peer {remote.peer.hex()[:8]}: {region.nbytes} bytes from "
+                f"{place.offset} on are not inside its allocation of {nbytes} bytes"
+            )
+        return base + place.offset, opened
+
+    def unmappable(self, peer: Peer, regions: Sequence[RegionId], device: str) -> str | None:
+        """See :meth:`SupportsMapping.unmappable`."""
+        kind, _, number = device.partition(":")
+        if kind != "cuda" or not (number or "0").isdecimal():
+            return f"cuda_ipc maps memory for kernels on 'cuda:0', 'cuda:1' ..., not on {device!r}"
+        remote = self._peers.get(peer)
+        if remote is None:
+            return f"cuda_ipc: no peer {peer.hex()}"
+        unknown = [region for region in regions if region not in remote.places]
+        if unknown:
+            return f"cuda_ipc: peer {peer.hex()[:8]}'s region {unknown[0]} is not registered"
+        owner = remote.owner
+        if owner.ipc != self._owner.ipc:
+            return f"cuda_ipc: the peer is of IPC namespace {owner.ipc}, this process of {self._owner.ipc}"
+        try:
+            return None if owner.gpu is None else unreachable(self._cuda, owner.gpu, int(number or 0))
+        except TransportError as error:
+            return str(error)
+
+    def map(self, peer: Peer, region: RegionId, device: str) -> Buffer:
+        """See :meth:`SupportsMapping.map`; the address is of the context of ``device``."""
+        self._check_open()
+        remote = self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"cuda_ipc: no peer {peer.hex()}")
+        reason = self.unmappable(peer, [region], device)
+        if reason is not None:
+            raise RegistrationError(reason)
+        if remote.lost or remote.watch.ended(at_once=True):
+            raise PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended")
+        with remote.mapping:
+            (named,) = (one for one in remote.regions if one.id == region)
+            addr, opened = self._open(remote, _index(device), named, remote.places[region])
+        return Buffer(addr, named.nbytes, device, opened)
 
     def disconnect(self, peer: Peer) -> None:
         """See :meth:`Transport.disconnect`; what is mapped is given back once nothing is on its way to it."""
@@ -410,13 +470,12 @@ class CudaIpcTransport:
             self._give_back(remote)
 
     def _give_back(self, remote: _Remote) -> None:
+        # Mappings that kernels may use keep what they are of.
+        remote.opened.clear()
         try:
-            for addr in remote.opened.values():
-                self._cuda.close(remote.device, addr)
             if remote.stream is not None:
                 self._cuda.end(remote.device, remote.stream)
         except TransportError as error:
-            # The context is broken, and every later write will raise that; this call has no ticket that could fail.
             log.warning("cuda_ipc: peer %s: %s", remote.peer.hex(), error)
 
     def _look(self, remote: _Remote) -> None:

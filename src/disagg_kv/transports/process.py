@@ -33,9 +33,14 @@ def _host() -> str:
     A time namespace shifts the clock since boot, and the starts of processes in ``/proc``.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespaces = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
     # Before Linux 5.6 there is no time namespace.
-    return " ".join([boot, *(str(one.readlink()) for one in namespaces if one.is_symlink())])
+    return " ".join(filter(None, [boot, namespace("pid"), namespace("time")]))
+
+
+def namespace(kind: str) -> str:
+    """The name of this process's namespace of a kind; empty where the kernel has none."""
+    link = Path(f"/proc/self/ns/{kind}")
+    return str(link.readlink()) if link.is_symlink() else ""
 
 
 class Watch:

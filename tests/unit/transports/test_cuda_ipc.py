@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from disagg_kv.memory import All, Buffer
 from disagg_kv.testing.ends import Child, End
 from disagg_kv.testing.pair import POISON, Pair, batch, noise, same
 from disagg_kv.transports import available, decode, default_transport, encode
+from disagg_kv.transports.cuda_api import Gpu
 from disagg_kv.transports.cuda_ipc import CudaIpcTransport
 from tests.support.fake_cuda import Allocation, FakeCuda, FakeCudaMemory, fake_cuda_ipc
 from tests.support.rig_parts import Flag
@@ -300,3 +302,91 @@ def test_without_a_driver_the_reason_is_said() -> None:
     """By the registry, with what to do about it."""
     reason = available()["cuda_ipc"]
     assert reason is None or "nvidia-smi" in reason
+
+
+ONE, OTHER = Gpu(b"the-first-of-two"), Gpu(b"the-second-of-2x")
+
+
+def test_gpus_are_identified_by_their_uuids_and_not_by_their_numbers(pair: Pair, cuda: FakeCuda) -> None:
+    """Here the peer's GPU, its first, is the second; only the link between the two counts."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    cuda.seen, cuda.apart = [OTHER, ONE], {(0, 1)}
+    reason = transport.unmappable(pair.peer, [pair.remote], "cuda:0") or ""
+    assert "no peer access (cuDeviceCanAccessPeer)" in reason
+    assert ONE.uuid.hex() in reason
+    assert OTHER.uuid.hex() in reason
+    with pytest.raises(RegistrationError, match="no peer access"):
+        transport.map(pair.peer, pair.remote, "cuda:0")
+    assert transport.unmappable(pair.peer, [pair.remote], "cuda:1") is None
+    cuda.apart = {(1, 0)}
+    assert transport.unmappable(pair.peer, [pair.remote], "cuda:0") is None
+    cuda.seen, cuda.apart = [OTHER], {(0, 1)}
+    assert transport.unmappable(pair.peer, [pair.remote], "cuda") is None, "what is not seen is tried"
+
+
+def test_what_cannot_be_mapped_is_refused_by_name(pair: Pair, cuda: FakeCuda) -> None:
+    """MIG, a GPU that is not there, a driver that does not say, another IPC namespace."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+
+    def reason(device: str = "cuda:0") -> str:
+        found = transport.unmappable(pair.peer, [pair.remote], device) or ""
+        with pytest.raises(RegistrationError):
+            transport.map(pair.peer, pair.remote, device)
+        return found
+
+    for seen in ([evolve(OTHER, partitioned=True)], [evolve(ONE, uuid=b"an-instance-of-1", partitioned=True)]):
+        cuda.seen = list(seen)
+        assert "MIG does not allow it" in reason()
+    cuda.seen = [evolve(ONE, partitioned=True)]
+    assert transport.unmappable(pair.peer, [pair.remote], "cuda:0") is None, "one instance"
+    assert "no GPU 7, only 1" in reason("cuda:7")
+    assert "not on 'cuda:x'" in reason("cuda:x")
+    cuda.broken = {"gpus"}
+    assert "CUDA_ERROR_FAKE" in reason()
+    cuda.broken = set()
+    remote = transport._peers.get(pair.peer)
+    assert remote is not None
+    remote.owner = evolve(remote.owner, ipc="ipc:[1]")
+    assert "of IPC namespace ipc:[1], this process of ipc:[" in reason()
+
+
+def test_memory_is_opened_for_the_device_that_runs_the_kernel(pair: Pair, cuda: FakeCuda) -> None:
+    """An address of one device's context is none of another's."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    pair.put((0, 0, 10))
+    kept = [transport.map(pair.peer, pair.remote, device) for device in ("cuda:0", "cuda:1")]
+    assert [one.device for one in kept] == ["cuda:0", "cuda:1"]
+    assert cuda.opened_by == [0, 1]
+
+
+def test_a_mapping_stays_open_while_a_buffer_of_it_lives_and_is_closed_then(pair: Pair, cuda: FakeCuda) -> None:
+    """Also after the peer was disconnected, and the transport closed; a forked child closes nothing."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    kept = [transport.map(pair.peer, pair.remote, "cuda:0") for _ in range(2)]
+    assert len(cuda.opened) == 1
+    transport.disconnect(pair.peer)
+    pair.source.close(0.0)
+    kept.pop()
+    assert len(cuda.opened) == 1
+    child = os.fork()
+    if not child:
+        kept.pop()
+        os._exit(len(cuda.opened))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    kept.pop()
+    assert not cuda.opened
+
+
+def test_what_cannot_be_opened_is_an_error_with_the_driver_s_word(pair: Pair, cuda: FakeCuda) -> None:
+    """As on a host whose driver is in confidential mode; nothing of it stays open."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    cuda.broken = {"open"}
+    with pytest.raises(TransportError, match="CUDA_ERROR_FAKE"):
+        transport.map(pair.peer, pair.remote, "cuda:1")
+    cuda.broken = set()
+    assert transport.map(pair.peer, pair.remote, "cuda:1").nbytes == NBYTES

@@ -1,0 +1,75 @@
+"""Memory of another process's GPU: whose it is, what reaches it, and how long it stays open here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from weakref import finalize
+
+import msgspec
+from attrs import frozen
+
+from ..errors import TransportError
+from .cuda_api import Cuda, Gpu
+from .process import Process
+
+log = logging.getLogger("disagg_kv")
+
+
+@frozen
+class Owner:
+    """Whose memory a descriptor is about.
+
+    Args:
+        process: the process.
+        ipc: its IPC namespace.
+        gpu: where its regions lie; None: it has none yet.
+    """
+
+    process: Process
+    ipc: str
+    gpu: Gpu | None = None
+
+
+OWNER = msgspec.msgpack.Decoder(Owner)
+
+
+class Opened:
+    """A peer's allocation, open in the context of one device. It is closed when the last reference to this goes."""
+
+    def __init__(self, cuda: Cuda, device: int, handle: bytes, whose: str) -> None:
+        self.addr = cuda.open(device, handle)
+        # At the end of the process the driver closes it; a forked child must not.
+        finalize(self, _close, cuda, device, self.addr, whose, os.getpid()).atexit = False
+
+
+def _close(cuda: Cuda, device: int, addr: int, whose: str, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    try:
+        cuda.close(device, addr)
+    except TransportError as error:
+        # The context is broken, and every later write will raise that; this call has no ticket that could fail.
+        log.warning("cuda_ipc: peer %s: %s", whose, error)
+
+
+def unreachable(cuda: Cuda, gpu: Gpu, device: int) -> str | None:
+    """Why kernels of a device cannot have memory of a GPU mapped; None: no reason is known.
+
+    A GPU that this process does not see may be reached nevertheless: opening its memory shows that.
+
+    Raises:
+        TransportError: the driver does not say.
+    """
+    gpus = cuda.gpus()
+    if device >= len(gpus):
+        return f"cuda_ipc: this process has no GPU {device}, only {len(gpus)}"
+    own = gpus[device]
+    if own.uuid == gpu.uuid:
+        return None
+    if own.partitioned or gpu.partitioned:
+        return f"cuda_ipc: nothing is mapped between the peer's {gpu} and this {own}: MIG does not allow it"
+    there = [number for number, one in enumerate(gpus) if one.uuid == gpu.uuid]
+    if there and not cuda.reaches(device, there[0]):
+        return f"cuda_ipc: the peer's {gpu} and this {own} have no peer access (cuDeviceCanAccessPeer)"
+    return None
