@@ -9,8 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError
+from ..testing.fleet import FleetPlan, fleet_size, named_faults
 from ..testing.sim import EVERY, GATE, FaultClass, Kind, Summary, simulate_many, trace
 from ..testing.sim.fault import named
+from .fleet import fleet
 from .output import Json, JsonFlag, emit, log, progress
 
 
@@ -23,13 +25,33 @@ def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="Number of worlds to run.")] = 1000,
     seed_from: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     faults: Annotated[
-        str, typer.Option(help="Classes of faults that may happen, separated by commas; default: all.")
+        str,
+        typer.Option(
+            help="Classes of faults that may happen, separated by commas; default: all, of a fleet none. "
+            "A fleet knows restarts, store, rack, and all."
+        ),
     ] = "",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes.")] = 1,
     trace_one: Annotated[bool, typer.Option("--trace", help="Run one seed and print every event.")] = False,
+    fleet_of: Annotated[
+        str, typer.Option("--fleet", help="Simulate one fleet in place of worlds: PREFILLSxDECODES, such as 200x200.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Simulated seconds of a fleet's traffic.")] = 60.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Run the real endpoints on a fake clock, network, DMA engine and memory, and check the rules."""
+    if fleet_of:
+        if seeds != 1000 or jobs != 1 or trace_one:
+            raise ConfigurationError("--fleet is one simulation: without --seeds, --jobs and --trace")
+        prefills, decodes = fleet_size(fleet_of)
+        plan = FleetPlan(prefills, decodes, seconds=seconds, faults=named_faults(faults), seed=seed_from)
+        if not fleet(plan, as_json=as_json):
+            raise typer.Exit(1)
+        return
+    _worlds(seeds, seed_from, faults, jobs, trace_one, as_json=as_json)
+
+
+def _worlds(seeds: int, seed_from: int, faults: str, jobs: int, trace_one: bool, *, as_json: bool) -> None:
     allowed = named(faults.split(",")) if faults else EVERY
     if trace_one:
         if seeds != 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 from attrs import field, frozen
@@ -21,6 +22,9 @@ from ..kernels import Kernels, Move
 from ..kernels.checksum.mixing import U64
 from ..memory import Event, MemoryPool
 from ..planning import StagedLayout
+
+KEPT = 64
+"""Pools whose layers are remembered: those of this process."""
 
 
 @frozen(eq=False)
@@ -55,6 +59,7 @@ class PageChecksums:
     read: Callable[[], U64]
 
 
+@lru_cache(KEPT)
 def kept_layers(site: Site, group: GroupId) -> tuple[LayerId, ...]:
     """The layers of a group whose held rows are built on, ascending: all but those that only have a sliding window.
 

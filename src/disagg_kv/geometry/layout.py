@@ -14,7 +14,7 @@ from .. import arguments
 from ..errors import GeometryError
 from ..ids import GroupId, LayerId
 from .shard import Shard
-from .spec import CacheSpec
+from .spec import CacheSpec, Extent
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -241,12 +241,17 @@ class Site:
         """Per group of tokens the first row that is needed of a room; see :meth:`Extent.bounds`."""
         start = arguments.count(start, "start", error=GeometryError)
         stop = None if stop is None else arguments.count(stop, "stop", error=GeometryError)
-        first: dict[GroupId, int] = {}
+        return {group: min(one.bounds(start, stop)[0] for one in extents) for group, extents in self._extents.items()}
+
+    @cached_property
+    def _extents(self) -> Mapping[GroupId, tuple[Extent, ...]]:
+        """Per group of tokens the extents of its planes, each once: a model has many layers, but few kinds of them."""
+        found: dict[GroupId, dict[Extent, None]] = {}
         for plane in self.planes:
             if plane.group not in self.state_groups:
-                low = self.spec.component(plane.layer, plane.component).extent.bounds(start, stop)[0]
-                first[plane.group] = min(low, first.get(plane.group, low))
-        return first
+                extent = self.spec.component(plane.layer, plane.component).extent
+                found.setdefault(plane.group, {})[extent] = None
+        return {group: tuple(extents) for group, extents in found.items()}
 
     def page_rows(self, plane: Plane) -> int:
         """Rows per page of a plane. A state has its own number of rows."""

@@ -15,7 +15,7 @@ from .pair import PairPlan
 
 
 class InstancePlans:
-    """The plans between a prefill instance and one decode rank, per rotation and window; an endpoint has one per peer.
+    """The plans between a prefill instance and one decode rank, per rotation and window. Threads may share it.
 
     Args:
         writers: the shard of each rank of the prefill instance, by rank.
@@ -31,6 +31,13 @@ class InstancePlans:
         self._rotations = rotations(target.spec, self._writers, target.shard)
         self._intakes: PlanCache[int, Intake] = PlanCache()
         self._pairs: PlanCache[tuple[int, RowRange, Rank, Site], PairPlan] = PlanCache()
+
+    @classmethod
+    def of(cls, writers: Sequence[Shard], target: Site) -> InstancePlans:
+        """The plans between these shapes: made once, as most peers of a fleet are alike."""
+        key = tuple(writers), target
+        found = _known.get(key)
+        return _known.keep(key, cls(writers, target)) if found is None else found
 
     def rotation(self, room: RoomId) -> int:
         """Which replica takes which piece of this room: stable between processes, unlike Python's own hash."""
@@ -60,3 +67,6 @@ class InstancePlans:
             made = PairPlan(source, self.target, self.intake(rotation).parts[writer], rows)
             found = self._pairs.keep(key, made)
         return found
+
+
+_known: PlanCache[tuple[tuple[Shard, ...], Site], InstancePlans] = PlanCache()

@@ -346,7 +346,10 @@ class AuxTaken(RoomFrame, array_like=True, frozen=True, kw_only=True, forbid_unk
 
 
 class Superseded(Frame, array_like=True, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=22):
-    """Rank -> another life of its own instance: a younger life of the receiver's rank is at ``address``."""
+    """Rank -> another life of its own instance: a younger life of the receiver's rank is at ``address``.
+
+    Prefill -> decode: a younger life of the sender's rank is at ``address``.
+    """
 
     address: Name
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from attrs import define, field, frozen
 
 from ...errors import DisaggKVError, IncompatiblePeerError, InstanceClosedError, PeerLostError, text_of
+from ...ids import Epoch
 from ...protocol import RoomKey
 from ...rendezvous import Source
 from ..runtime.directory import LOOKUP_FAILED_S, LOOKUP_S, LookupResult
@@ -84,6 +85,8 @@ class Discovery:
 
     def forget(self, room: DecodeRoom) -> None:
         """A room has ended; harmless if it does not wait."""
+        if room.machine.error is not None and not room.given_up:
+            self._loop.directory.doubt(room.source)
         instance = self._instances.get(room.source)
         if instance is not None:
             instance.waiting.pop(room.key, None)
@@ -144,17 +147,19 @@ class Discovery:
         loop = self._loop
         instance.pause_s = min(max(LOOKUP_S, 1.5 * instance.pause_s), LOOKUP_FAILED_S)
         instance.look_at = loop.now + instance.pause_s
-        if not self._connected(source) or not loop.directory.fresh(source):
+        epochs = self._connected(source)
+        if not epochs or loop.directory.stale(source, lively=all(loop.peers.lively(one, loop.now) for one in epochs)):
             loop.look_up(source)
         if not instance.waiting or not self._connected(source):
             return []
         instance.addresses = loop.directory.known(source)
         return self._ready(instance)
 
-    def _connected(self, source: Source) -> bool:
-        """Whether all ranks of an instance are connected at the addresses that the rendezvous gave last."""
-        known = self._loop.directory.known(source)
-        return known is not None and all(self._loop.peers.at(address) is not None for address in known)
+    def _connected(self, source: Source) -> list[Epoch]:
+        """The ranks of an instance at the addresses that the rendezvous gave last; none unless all are connected."""
+        known = self._loop.directory.known(source) or ()
+        epochs = [epoch for address in known if (epoch := self._loop.peers.at(address)) is not None]
+        return epochs if len(epochs) == len(known) else []
 
     def _ready(self, instance: PrefillInstance) -> list[Outcome]:
         """The rooms that wait, once all ranks are connected."""

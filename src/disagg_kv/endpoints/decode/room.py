@@ -21,7 +21,7 @@ class DecodeRoom:
 
     ``ready``: fires once its pages may be written. ``checking``: what must end before prefill is asked for rows, namely
     that event or the comparison of its cached pages. ``pairs``: what each prefill rank sends of what it awaits.
-    ``queued``: since when segments wait for staging memory, for the observer.
+    ``queued``: since when segments wait for staging memory, for the observer. ``given_up``: the engine has aborted it.
     """
 
     key: RoomKey
@@ -37,6 +37,7 @@ class DecodeRoom:
     checking: CachedPagesCheck | PagesReady | None = None
     pairs: dict[Rank, PairPlan] = field(factory=dict)
     queued: dict[Segment, float] = field(factory=dict)
+    given_up: bool = False
 
     def writable(self) -> bool:
         """Whether rows may be written into its pages; True once it has failed: nothing will be.

@@ -244,6 +244,7 @@ class DecodeSide:
         """The engine gives the room up."""
         room = self._rooms.get(key)
         if room is not None:
+            room.given_up = room.machine.error is None
             self._handle(room, Cancel(error))
 
     # Finding prefill.
@@ -268,7 +269,7 @@ class DecodeSide:
         room.remotes = remotes
         writers = tuple(r.epoch for r in remotes)
         if writers not in self._plans:
-            self._plans[writers] = InstancePlans(remotes[0].shards, self._pool.site)
+            self._plans[writers] = InstancePlans.of(remotes[0].shards, self._pool.site)
         room.plans = self._plans[writers]
         pace = next((self._paces[epoch] for epoch in writers if epoch in self._paces), None)
         for epoch in writers:

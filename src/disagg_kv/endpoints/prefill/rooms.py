@@ -272,6 +272,7 @@ class PrefillSide:
             self._begin(room, frame)
         elif self._early.add(frame, loop.now + loop.options.silence_s, alone=len(loop.remotes) == 1):
             loop.send(Send(epoch, Expected(**head, parked=True)))
+            loop.siblings.point_on(epoch)
         else:
             loop.observer.count("frames.not_parked")
 

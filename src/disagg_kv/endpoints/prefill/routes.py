@@ -145,7 +145,7 @@ class Router:
         check_start(room_name(room), frame, remote.site, self._strategy.selection, Rank(hello.rank), starts)
         plans = self._plans.get(remote.epoch)
         if plans is None:
-            plans = self._plans[remote.epoch] = InstancePlans(me.shards, remote.site)
+            plans = self._plans[remote.epoch] = InstancePlans.of(me.shards, remote.site)
         rotation, rows = plans.rotation(room), RowRange(frame.start, frame.stop)
         intake, pair = plans.intake(rotation).for_rows(rows), plans.pair(rotation, me.rank, self._pool.site, rows)
         if frame.tables is not None and not hello.regions:

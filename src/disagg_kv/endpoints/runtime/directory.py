@@ -11,9 +11,8 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 
-from attrs import frozen
+from attrs import define, frozen
 
 from ...errors import CapacityError, DisaggKVError, PeerLostError, RemoteProtocolError, text_of, without_frames
 from ...ids import Rank
@@ -39,8 +38,13 @@ MOST_UNDER_WAY = 1024
 REMEMBERED = 16_384
 """Instances whose addresses are remembered."""
 
-FRESH_S = 1.0
-"""An answer is used for good while its ranks live; one that is older than this is asked for again meanwhile."""
+DOUBT_S = 1.0
+"""Seconds between two look-ups of an instance whose ranks are connected, but whose rooms fail: it may have moved."""
+
+REFRESH_S = 120.0
+"""Seconds between two look-ups that an endpoint makes without need: of instances whose ranks are connected, and whose
+rooms succeed. They may move, too. The pause is of all instances together, so the load of a store does not grow with the
+number of instances that an endpoint uses."""
 
 UNANSWERED = 4
 """Look-ups of one instance that run at a time. Where none returns, another one begins after pauses that double. So they
@@ -60,6 +64,23 @@ class LookupResult:
     source: Source
     addresses: tuple[str, ...] | None
     error: DisaggKVError | None = None
+
+
+@define(eq=False)
+class _Known:
+    """What is remembered of an instance.
+
+    Args:
+        at: when the look-up began that gave the addresses.
+        addresses: of all its ranks.
+        tried: when the last look-up began.
+        doubted: a room has failed since.
+    """
+
+    at: float
+    addresses: tuple[str, ...]
+    tried: float
+    doubted: bool = False
 
 
 @frozen(eq=False)
@@ -99,23 +120,42 @@ class Directory:
         self._under_way: Counter[Source] = Counter()
         self._begun: dict[Source, float] = {}
         self._returned: deque[tuple[_Ask, LookupResult]] = deque()
-        self._known: OrderedDict[Source, tuple[float, tuple[str, ...]]] = OrderedDict()
+        self._known: OrderedDict[Source, _Known] = OrderedDict()
+        self._refreshed = clock()
 
     def known(self, source: Source) -> tuple[str, ...] | None:
         """The addresses that were last answered; None: none were."""
         found = self._known.get(source)
-        return None if found is None else found[1]
+        return None if found is None else found.addresses
 
-    def fresh(self, source: Source) -> bool:
-        """Whether they were answered a moment ago."""
+    def forget(self, instance: str) -> None:
+        """A rank has moved: its instance is looked up before the next room."""
+        for source in [source for source in self._known if source.instance == instance]:
+            del self._known[source]
+
+    def doubt(self, source: Source) -> None:
+        """A room of an instance has failed: perhaps its ranks are elsewhere."""
         found = self._known.get(source)
-        return found is not None and self._clock() - found[0] < FRESH_S
+        if found is not None:
+            found.doubted = True
+
+    def stale(self, source: Source, *, lively: bool) -> bool:
+        """Whether to ask again for an instance whose ranks are connected; ``lively``: all of them answer."""
+        found, now = self._known[source], self._clock()
+        if found.doubted or not lively:
+            return now - found.tried >= DOUBT_S
+        if now - max(found.tried, self._refreshed) < REFRESH_S:
+            return False
+        self._refreshed = now
+        return True
 
     def ask(self, source: Source) -> None:
         """Look an instance up; the answer comes out of :meth:`answers`."""
         if source in self._asked:
             return
         ask = self._asked[source] = _Ask(source, self._clock())
+        if (found := self._known.get(source)) is not None:
+            found.tried = ask.at
         many = (self._under_way[source], self._under_way.total())
         self._under_way[source] += 1
         try:
@@ -166,10 +206,10 @@ class Directory:
             del self._asked[ask.source]
         if answer.addresses is None:
             return not late
-        known_at, _ = self._known.get(ask.source, (-inf, ()))
-        if ask.at < known_at:
+        found = self._known.get(ask.source)
+        if found is not None and ask.at < found.at:
             return False
-        self._known[ask.source] = ask.at, answer.addresses
+        self._known[ask.source] = _Known(ask.at, answer.addresses, ask.at)
         self._known.move_to_end(ask.source)
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)

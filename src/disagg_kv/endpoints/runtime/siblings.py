@@ -92,10 +92,24 @@ class Siblings:
         if address is not None:
             loop.send(Send(epoch, Superseded(src=loop.me.epoch, dst=epoch, address=address)))
 
+    def point_on(self, peer: Epoch) -> None:
+        """Tell a decode rank that another life has our place, if one has: its new rooms belong there."""
+        loop, address = self._loop, self._succession.follower
+        if address is not None:
+            loop.send(Send(peer, Superseded(src=loop.me.epoch, dst=peer, address=address)))
+
     def on_superseded(self, frame: Superseded) -> None:
-        """Another rank knows a younger life of this rank: only the ``Hello`` of that life itself proves it."""
+        """Another rank knows a younger life of this rank: only the ``Hello`` of that life itself proves it.
+
+        From a prefill rank to decode: that rank itself has been followed. Its instance is looked up before the next
+        room; open rooms stay with it.
+        """
         if frame.src not in self._ranks:
-            raise RemoteProtocolError(f"{type(frame).__name__} from no rank of our own instance")
+            remote = self._loop.remotes.get(Epoch(frame.src))
+            if remote is None or self._loop.me.role == "prefill":
+                raise RemoteProtocolError(f"{type(frame).__name__} from no rank of our own instance")
+            self._loop.directory.forget(remote.hello.instance)
+            return
         if frame.address != self._loop.me.address:
             self._succession.named(frame.address)
             self._loop.dial(frame.address)
@@ -112,6 +126,8 @@ class Siblings:
             error = self._succession.of_our_rank(lives)
             if error is not None:
                 log.warning("%s; open rooms fail, and new ones are refused", error)
+                for peer in loop.remotes if loop.me.role == "prefill" else ():
+                    self.point_on(peer)
                 # In an instance of one rank, rooms that both sides know need no other rank.
                 loop.side.integrity_failure(error, unmet=len(loop.me.shards) == 1)
         elif lives:

@@ -79,6 +79,11 @@ class Succession:
         """Where the life is that counts for the rank of this one; None: this one counts, as far as we know."""
         return self._elders.get(epoch)
 
+    @property
+    def follower(self) -> str | None:
+        """Where the life is that counts in our place; None: we count."""
+        return None if self._younger is None else self._younger.address
+
     def error(self) -> SupersededError | None:
         """Why we take no work: another life of our rank counts; None: we count. From any thread."""
         younger = self._younger
