@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 from attrs import field, frozen
@@ -22,9 +21,6 @@ from ..kernels import Kernels, Move
 from ..kernels.checksum.mixing import U64
 from ..memory import Event, MemoryPool
 from ..planning import StagedLayout
-
-KEPT = 64
-"""Pools whose layers are remembered: those of this process."""
 
 
 @frozen(eq=False)
@@ -59,13 +55,12 @@ class PageChecksums:
     read: Callable[[], U64]
 
 
-@lru_cache(KEPT)
 def kept_layers(site: Site, group: GroupId) -> tuple[LayerId, ...]:
     """The layers of a group whose held rows are built on, ascending: all but those that only have a sliding window.
 
     The rows that a window still sees are sent afresh, so that none of them is ever built on.
     """
-    return tuple(sorted({plane.layer for _, plane in _planes(site, group)}))
+    return site.kept_layers.get(group, ())
 
 
 def page_sums(

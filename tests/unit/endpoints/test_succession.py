@@ -159,9 +159,9 @@ def test_who_is_no_rank_of_the_instance_must_not_name_another_life() -> None:
     decode.endpoint.open(RoomId(b"room"), Source("P"))
     rig.wait(1.0)
     me, you = prefill.endpoint.driver.loop.me.epoch, decode.endpoint.driver.loop.me.epoch
-    prefill.channel.send(decode.channel.address, Codec().encode(f.Superseded(src=me, dst=you, address="x")))
+    decode.channel.send(prefill.channel.address, Codec().encode(f.Superseded(src=you, dst=me, address="x")))
     rig.wait(0.5)
-    assert decode.observer.counters["frames.refused"] == 1
+    assert prefill.observer.counters["frames.refused"] == 1
 
 
 def test_what_a_store_holds_instead_of_an_address_keeps_nobody_from_starting() -> None:

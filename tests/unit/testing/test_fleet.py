@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -47,7 +48,7 @@ def test_requests_of_connected_ranks_ask_nobody(calm: FleetResult) -> None:
     busy = run_fleet(FleetPlan(3, 3, seconds=12.0, rate=5.0))
     assert busy.requests > 2 * calm.requests
     assert busy.lookups_per_rank_min * 6 * 12 / 60 <= 3 * 3
-    assert busy.store_requests_per_rank_min == 0
+    assert busy.store_requests_per_rank_min <= 60 / 12
 
 
 def test_the_same_plan_is_the_same_fleet() -> None:
@@ -79,13 +80,12 @@ def test_a_rank_that_restarts_during_an_outage_registers_after_it() -> None:
 def test_limits_that_do_not_hold_are_named() -> None:
     """Each limit by itself; processor time says nothing about the library on a busy machine."""
     good = run_fleet(FleetPlan(1, 1, seconds=1.0))
-    for name, field, value in [
-        ("joined_s", "joined_s", 61.0),
-        ("store_requests_per_rank_min", "store_requests_per_rank_min", 1.0),
-        ("failed_not_excused", "unfinished", 1),
-        ("withheld", "withheld", 1),
+    for name, bad in [
+        ("joined_s", attrs.evolve(good, joined_s=61.0)),
+        ("store_requests_per_rank_min", attrs.evolve(good, plan=FleetPlan(100, 100), store_requests_per_rank_min=1.0)),
+        ("failed_not_excused", attrs.evolve(good, unfinished=1)),
+        ("withheld", attrs.evolve(good, withheld=1)),
     ]:
-        bad = attrs.evolve(good, **{field: value})
         assert [one for one, (_, _, holds) in bad.limits.items() if not holds and one != "cpu_share"] == [name]
         assert not bad.ok
     assert attrs.evolve(good, cpu_share=1.0).ok
@@ -116,17 +116,16 @@ def test_faults_by_name() -> None:
         named_faults("flood")
 
 
-def document(capsys: pytest.CaptureFixture[str], line: Sequence[str], code: int) -> dict[str, dict[str, object]]:
+def document(capsys: pytest.CaptureFixture[str], line: Sequence[str], code: int) -> Any:
     assert run(["simulate", *line, "--json"]) == code
-    found: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """``simulate --fleet`` prints plan, counters and limits; a wrong use is exit code 2."""
     found = document(capsys, ["--fleet", "2x3", "--seconds", "3", "--faults", "restarts"], 0)
     assert found["ok"] is True
-    assert found["plan"]["prefills"], found["plan"]["decodes"] == (2, 3)
+    assert (found["plan"]["prefills"], found["plan"]["decodes"]) == (2, 3)
     assert found["result"]["restarts"] == 1
     assert found["limits"]["withheld"] == {"value": 0, "limit": 0, "holds": True}
     assert run(["simulate", "--fleet", "2x1", "--seconds", "1"]) == 0

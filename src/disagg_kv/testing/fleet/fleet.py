@@ -211,7 +211,7 @@ class Fleet:
     # Running.
 
     def run_until(self, done: Callable[[], bool], until: float) -> None:
-        """Let time pass until ``done()``, looked at each tenth of a second, or until a time."""
+        """Let time pass until ``done()``, which is asked every tenth of a second, or until a time."""
         look_at = self.now
         while self._heap and self._heap[0][0] <= until:
             at, _, act = heappop(self._heap)

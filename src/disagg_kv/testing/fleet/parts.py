@@ -13,7 +13,7 @@ from ...channels import Arrived, Closed, News, Opened, check_together
 from ...errors import PeerLostError
 from ...geometry import CacheSpec, Group, Plane, Site, shard
 from ...ids import GroupId, LayerId, Peer, RegionId, Ticket
-from ...kernels import Checksums, Move
+from ...kernels import Checksums, Move, PageMove
 from ...memory import Buffer, Event, MemoryPool
 from ...planning import Writes
 from ...transports import Capabilities, Descriptor, PeerEvent, Region, Settled, WriteEnded, decode, encode
@@ -98,6 +98,10 @@ class NullKernels:
         return None
 
     def scatter(self, pool: MemoryPool, moves: Sequence[Move], staging: Buffer) -> Event | None:
+        """Done at once."""
+        return None
+
+    def copy(self, moves: Sequence[PageMove], after: Event | None) -> Event | None:
         """Done at once."""
         return None
 

@@ -18,6 +18,9 @@ JOIN_LIMIT_S = 60.0
 STORE_LIMIT = 1.0
 """Requests of a rank to the store in a minute of steady traffic stay below this."""
 
+COUNTED_RANK_S = 1200.0
+"""Seconds of traffic, times ranks, from which the requests to the store are enough to be judged."""
+
 CPU_LIMIT = 0.02
 """A rank's share of a core in steady traffic stays below this, on an idle machine."""
 
@@ -158,10 +161,13 @@ class FleetResult:
 
     @property
     def limits(self) -> Mapping[str, tuple[float, float, bool]]:
-        """Of each limit: the value, the limit, and whether it holds. During an outage ranks ask the store often."""
+        """Of each limit: the value, the limit, and whether it holds.
+
+        Ranks ask a store often while it is away, and a small fleet asks too seldom for a mean: there is no limit then.
+        """
         failed = self.failed - self.excused + self.unfinished
         limits: dict[str, tuple[float, float, bool]] = {}
-        if FleetFault.STORE not in self.plan.faults:
+        if FleetFault.STORE not in self.plan.faults and self.plan.ranks * self.plan.seconds >= COUNTED_RANK_S:
             asked = self.store_requests_per_rank_min
             limits["store_requests_per_rank_min"] = (asked, STORE_LIMIT, asked < STORE_LIMIT)
         return limits | {

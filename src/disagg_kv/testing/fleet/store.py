@@ -90,14 +90,15 @@ class FleetRendezvous:
     def publish(self, instance: str, rank: Rank, world: int, address: str) -> None:
         """See :meth:`Rendezvous.publish`."""
         self._store.put(RankKey(instance, world, rank), address)
-        self._renew_later()
+        self._renew_later(least=0.0)
 
     def lookup(self, source: Source) -> tuple[str, ...] | None:
         """See :meth:`Rendezvous.lookup`; costs the store nothing."""
         return self._store.lookup(source)
 
-    def _renew_later(self) -> None:
-        self._host.world.later(LEASE_S * self._host.world.between(0.4, 0.5), partial(self._renew, RETRY_S[0]))
+    def _renew_later(self, least: float = 0.4) -> None:
+        """``least`` 0: at any moment, as if the rank had registered long ago. The traffic is shorter than a lease."""
+        self._host.world.later(LEASE_S * self._host.world.between(least, 0.5), partial(self._renew, RETRY_S[0]))
 
     def _renew(self, pause_s: float) -> None:
         """Keep the lease. After a failure the pauses double."""
