@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from attrs import evolve, frozen
 
@@ -143,6 +143,25 @@ def fitted(intake: Intake, writer: Rank, limits: Limits) -> Limits:
     except OversizeError:
         return evolve(UNLIMITED, page_rows=limits.page_rows)
     return limits
+
+
+def segment_limits(
+    intake: Intake,
+    writer: Rank,
+    limits: Limits,
+    allowed: Collection[str],
+    usable: Iterable[TransferPlanner],
+    device: str,
+) -> Limits:
+    """What cuts a chunk into segments: staging memory, where some writer's bytes may go through it.
+
+    Where decode allows only paths that copy into mapped pages, no writer's bytes do. One segment then costs each side
+    one frame, and the GPU one launch. On a CPU a copy keeps the endpoint's thread, so that it is cut nevertheless.
+    """
+    mapping = {path.name for path in usable if maps_pages(path)}
+    if device != "cpu" and allowed and mapping.issuperset(allowed):
+        return evolve(UNLIMITED, page_rows=limits.page_rows)
+    return fitted(intake, writer, limits)
 
 
 def _refusal(path: TransferPlanner, request: PathRequest) -> str | None:

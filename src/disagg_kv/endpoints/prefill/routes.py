@@ -38,7 +38,7 @@ from ...strategies import PER_CHUNK, Job, Schedule, Strategy, Tables, TransferPl
 from ..runtime.cached_prefix import check_start
 from ..runtime.handshake import EndpointInfo, RemoteEndpoint
 from ..runtime.mapping import Mapping
-from .path_choice import PathChooser, PathRequest, fitted
+from .path_choice import PathChooser, PathRequest, segment_limits
 
 OnGroups = Callable[[range, Groups], None]
 """Called with a run of layers and the groups into which it is cut."""
@@ -171,7 +171,7 @@ class Router:
             intake.floor(frame.start),
             frame.stop,
             path.exposes_pages,
-            fitted(intake, me.rank, limits),
+            segment_limits(intake, me.rank, limits, frame.paths, me.paths, me.device),
             path.name,
             grouping,
             self._measured,

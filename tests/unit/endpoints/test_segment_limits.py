@@ -1,0 +1,41 @@
+"""What cuts a chunk into segments, by the paths that decode allows and where prefill's pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from disagg_kv.endpoints.prefill.path_choice import segment_limits
+from disagg_kv.geometry import CacheSpec, shard
+from disagg_kv.ids import Rank
+from disagg_kv.memory import PagedPool
+from disagg_kv.planning import UNLIMITED, InstancePlans, Limits, RowRange
+from disagg_kv.strategies import auto_paths, paths
+
+SPEC = CacheSpec.kv(2, 2, 8, "float16")
+LIMITS = Limits(4096, 1 << 20, 4)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "device", "cut"),
+    [
+        (["mapped"], "cuda:0", False),
+        (["mapped"], "cpu", True),
+        (["mapped", "staged"], "cuda:0", True),
+        (["direct"], "cuda:0", True),
+        (["mapped", "of-a-third-party"], "cuda:0", True),
+        ([], "cuda:0", True),
+    ],
+)
+def test_only_where_all_writers_copy_into_mapped_pages_of_a_gpu_a_chunk_is_one_segment(
+    allowed: Sequence[str], device: str, cut: bool
+) -> None:
+    """Writers of other paths cut alike: a segment is the same for all. Its ends are still those of pages."""
+    site = PagedPool.allocate(SPEC, shard(SPEC), pages=4, page_size=4).site
+    intake = InstancePlans((shard(SPEC),), site).intake(0).for_rows(RowRange(0, 1000))
+    for usable in (auto_paths(), tuple(paths()[name] for name in ("mapped",))):
+        limits = segment_limits(intake, Rank(0), LIMITS, allowed, usable, device)
+        assert limits.page_rows == 4
+        assert (limits.slot_bytes == UNLIMITED.slot_bytes) is not cut
+        assert (len(intake.segments(Rank(0), 0, 1000, limits)) == 1) is not cut
