@@ -26,6 +26,9 @@ from tests.support.pages import PAGES, ROOT, blocks, marked, name_of, parse
 CHEAP = ("--version", "plan", "doctor")
 """Commands that are run here; ``demo`` and ``bench`` have tests of their own."""
 
+SAVED = {"transport": "tutorial_transport", "async": "async_transport"}
+"""Blocks with these markers are files of the reader, not run with the others."""
+
 PYTHON_PAGES = [p for p in PAGES if any(b.language == "python" and not b.skipped for b in blocks(p))]
 COMMAND_LINES = {
     line.removeprefix("$ "): block
@@ -40,11 +43,13 @@ COMMAND_LINES = {
 
 @pytest.fixture
 def tutorial(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes the blocks that a page marks ``transport`` importable as ``tutorial_transport``, as the page tells to."""
-    (tmp_path / "tutorial_transport.py").write_text(marked(page, "transport"))
+    """Makes the blocks that a page marks importable, under the names of the files that the page says."""
+    for marker, name in SAVED.items():
+        (tmp_path / f"{name}.py").write_text(marked(page, marker))
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    sys.modules.pop("tutorial_transport", None)
+    for name in SAVED.values():
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -63,7 +68,7 @@ def test_the_python_blocks_of_a_page_run_in_order_and_print_what_it_shows(
     page: Path, module: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for block in blocks(page):
-        if block.language == "python" and not block.skipped and block.marker != "transport":
+        if block.language == "python" and not block.skipped and block.marker not in SAVED:
             capsys.readouterr()
             block.run(module.__dict__)
         elif block.marker == "output":
