@@ -9,7 +9,7 @@ import attrs
 
 from ... import arguments
 from ...channels import Channel
-from ...errors import AbortedError, ConfigurationError, QuarantineFullError
+from ...errors import ConfigurationError, QuarantineFullError
 from ...geometry import Shard
 from ...ids import Epoch, RoomId, room_name
 from ...kernels import Kernels
@@ -30,7 +30,8 @@ from ..runtime.event_loop import EventLoop
 from ..runtime.handle import ChangeQueue
 from ..runtime.mapping import check_mapping
 from ..runtime.staging_memory import exposable, made_by, new_staging, ready_kernels
-from .handle import CheckedExpectation, ReceptionHandle
+from .commands import PostedCommands
+from .handle import ReceptionHandle
 from .inspection import DecodeInspection
 from .rate_limit import ARRIVALS_PER_POLL, SCATTER_BYTES_PER_S, RateLimiter
 from .rooms import ALL_QUARANTINE, DecodeSide
@@ -123,6 +124,7 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
             return DecodeSide(loop, pool, memory, queue, movers, exposed, changes, verify, limiter)
 
         super().__init__(parts, me, side, arrivals_per_poll)
+        self._commands = PostedCommands(self._loop, self._side, self._admission)
 
     def open(
         self,
@@ -139,14 +141,14 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
         tag = arguments.octets(tag, f"{room_name(room)}: tag")
         arguments.one(source, "source", Source)
         own = self._options.of_room(silence_s, total_s, claim_s)
-        with self.admission.enter(room_name(room)):
+        with self._admission.enter(room_name(room)):
             if self._side.quarantined > ALL_QUARANTINE * self._ring_bytes:
                 raise QuarantineFullError(
                     f"{room_name(room)}: {self._side.quarantined} of {self._ring_bytes} ring bytes wait for evidence",
                     room=room,
                 )
             key = self._new_key(room)
-            handle = ReceptionHandle(key, self._pool, self, self._selection, self._verify)
+            handle = ReceptionHandle(key, self._pool, self._commands, self._selection, self._verify)
             self._ids.add(room, handle)
             self._loop.post(partial(self._side.open, key, handle, source, own, tag))
         return handle
@@ -178,16 +180,6 @@ class DecodeEndpoint(Endpoint[ReceptionHandle, DecodeSide]):
     def inspect(self) -> DecodeInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
         return self._side.inspect()
-
-    # For handles.
-
-    def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
-        """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
-        self._loop.post(partial(self._side.expect, key, wanted))
-
-    def abort(self, key: RoomKey, error: AbortedError) -> None:
-        """See :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`."""
-        self._loop.post(partial(self._side.abort, key, error))
 
 
 def _usable(wanted: str, pool: MemoryPool, transport: Transport) -> tuple[tuple[TransferPlanner, ...], bool]:

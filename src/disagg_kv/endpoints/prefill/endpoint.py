@@ -11,11 +11,11 @@ from ... import arguments
 from ...channels import Channel
 from ...errors import LocalProtocolError, QuarantineFullError
 from ...geometry import PageTable, Shard
-from ...ids import GroupId, LayerId, RoomId, room_name
+from ...ids import GroupId, RoomId, room_name
 from ...kernels import Kernels
-from ...memory import Buffer, Event, MemoryPool
+from ...memory import Buffer, MemoryPool
 from ...planning import Batch
-from ...protocol import Options, RoomKey, Verify, check_verify
+from ...protocol import Options, Verify, check_verify
 from ...rendezvous import Rendezvous
 from ...strategies import AUTO, PER_CHUNK, Feature, Schedule, auto_paths, paths
 from ...strategies import strategy as named
@@ -26,10 +26,11 @@ from ..runtime.construction import Parts
 from ..runtime.endpoint import Endpoint
 from ..runtime.environment import Environment
 from ..runtime.event_loop import EventLoop
-from ..runtime.handle import ChangeQueue, HostEvent
+from ..runtime.handle import ChangeQueue
 from ..runtime.mapping import check_mapping
 from ..runtime.staging_memory import new_staging, ready_kernels, staging_slots, warm_copies
-from .handle import Act, DeliveryHandle, ForwardPass, LayerGroups, SubmittedChunk
+from .commands import PostedCommands
+from .handle import DeliveryHandle, ForwardPass, LayerGroups
 from .inspection import PrefillInspection
 from .rooms import PrefillSide
 from .routes import Router
@@ -119,6 +120,7 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
             return PrefillSide(loop, pool, router, throughput, self._transfers, changes)
 
         super().__init__(parts, me, side)
+        self._commands = PostedCommands(self._loop, self._side, self._admission)
 
     def open(
         self,
@@ -133,14 +135,14 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         room = RoomId(arguments.room_id(room))
         tag = arguments.octets(tag, f"{room_name(room)}: tag")
         own = self._options.of_room(silence_s, total_s, claim_s)
-        with self.admission.enter(room_name(room)):
+        with self._admission.enter(room_name(room)):
             stuck = self._side.quarantined_slots
             if 2 * stuck > self._slots:
                 raise QuarantineFullError(
                     f"{room_name(room)}: {stuck} of {self._slots} staging slots wait for evidence", room=room
                 )
             key = self._new_key(room)
-            handle = DeliveryHandle(key, self._pool, self)
+            handle = DeliveryHandle(key, self._pool, self._commands)
             self._ids.add(room, handle)
             self._loop.post(partial(self._side.open, key, handle, own, tag))
         return handle
@@ -159,12 +161,12 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
         layered = self._schedule.name != PER_CHUNK
         tokens = tuple(stop - handle.given for handle, stop, _ in rooms)
         batch = Batch(tokens, used, layered)
-        with self.admission.enter("a forward pass"):
+        with self._admission.enter("a forward pass"):
             submitted = [handle.taken(stop, tables, batch) for handle, stop, tables in rooms]
             cuts = LayerGroups([one.key for one in submitted], self._side.row_layers)
             self._loop.post(partial(self._side.announce, submitted, self._loop.clock(), cuts))
         layers, traced = self._pool.site.shard.layers(), self._loop.traced
-        return ForwardPass(submitted, layers, self, cuts, layered=layered, traced=traced)
+        return ForwardPass(submitted, layers, self._commands, cuts, layered=layered, traced=traced)
 
     @property
     def pinned_slots(self) -> int:
@@ -184,39 +186,6 @@ class PrefillEndpoint(Endpoint[DeliveryHandle, PrefillSide]):
     def inspect(self) -> PrefillInspection:
         """Its rooms, memory and queues, live; see :mod:`~disagg_kv.endpoints.runtime.inspection`."""
         return self._side.inspect()
-
-    # For handles.
-
-    def change(self, key: RoomKey, act: Act, ready: Event | None = None) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        loop, side = self._loop, self._side
-        loop.post(lambda: loop.when(ready, lambda: side.change(key, act), lambda exc: side.broken([key], exc)))
-
-    def send(self, submitted: SubmittedChunk, ready: Event | None) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._side.send, submitted, ready))
-
-    def final(
-        self, submitted: Sequence[SubmittedChunk], layers: Collection[LayerId] | None, ready: Event | None
-    ) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._side.final_at, submitted, layers, ready, self._loop.clock()), wake=False)
-
-    def begun(self, submitted: Sequence[SubmittedChunk]) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._side.begun, submitted, self._loop.clock()), wake=False)
-
-    def wake(self) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.channel.wake()
-
-    def closed(self, submitted: Sequence[SubmittedChunk], ready: Event | None) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._side.closed_at, submitted, ready, self._loop.clock()))
-
-    def withdraw(self, key: RoomKey, fired: HostEvent) -> None:
-        """See :class:`~disagg_kv.endpoints.prefill.handle.PrefillCommands`."""
-        self._loop.post(partial(self._side.withdraw, key, fired))
 
 
 def _chunks(

@@ -14,7 +14,6 @@ from ...errors import DisaggKVError, text_of
 from ...ids import Epoch, Generation, RoomId
 from ...protocol import Phase, RoomKey
 from ..api import EndpointStatus, PeerInfo, RoomInfo, Usage
-from .admission import Admission
 from .construction import Parts
 from .environment import helpers
 from .event_loop import EventLoop
@@ -71,11 +70,12 @@ class Endpoint(ABC, Generic[H, S]):
         )
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.driver = EndpointThread(self._loop, name, self._break_down, environment.thread)
+        self._admission = self.driver.admission
 
     @property
-    def admission(self) -> Admission:
-        """Which calls the endpoint still accepts."""
-        return self.driver.admission
+    def closed(self) -> bool:
+        """True once ``close`` has begun: no other call is accepted any more."""
+        return self.driver.closed
 
     def poll(self) -> Sequence[H]:
         """See :meth:`~disagg_kv.endpoints.api.Sender.poll` and :meth:`~disagg_kv.endpoints.api.Receiver.poll`."""
@@ -98,7 +98,7 @@ class Endpoint(ABC, Generic[H, S]):
     def confirm_terminated(self, epoch: Epoch | str) -> None:
         """See :meth:`~disagg_kv.endpoints.api.Sender.confirm_terminated`."""
         named = epoch if isinstance(epoch, str) else Epoch(arguments.epoch(epoch))
-        with self.admission.enter("confirm_terminated"):
+        with self._admission.enter("confirm_terminated"):
             self._loop.post(partial(self._loop.confirm_terminated, self._loop.peer_registry.find(named)))
 
     def close(self, drain_s: float = 5.0) -> None:

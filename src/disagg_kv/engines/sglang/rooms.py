@@ -92,7 +92,7 @@ class Side:
             EndpointBrokenError: it has failed as a whole, and may still read or write pages that SGLang would use
                 again: the server has to end.
         """
-        if self.endpoint.admission.ended:
+        if self.endpoint.closed:
             return True
         self.endpoint.poll()
         return False

@@ -310,7 +310,7 @@ def _closed(endpoint: PrefillEndpoint | DecodeEndpoint | None) -> bool:
     """Take an endpoint's changes; True: it is closed, so nothing of it moves any more."""
     if endpoint is None:
         return False
-    if endpoint.admission.ended:
+    if endpoint.closed:
         return True
     endpoint.poll()
     return False

@@ -1,0 +1,35 @@
+"""What the handles of a decode endpoint post to its thread."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ...errors import AbortedError
+from ...protocol import RoomKey
+from ..runtime.admission import Admission
+from ..runtime.event_loop import EventLoop
+from .handle import CheckedExpectation
+from .rooms import DecodeSide
+
+
+class PostedCommands:
+    """Satisfies :class:`~disagg_kv.endpoints.decode.handle.DecodeCommands`, which says what each of them does.
+
+    Args:
+        loop: runs them.
+        side: does what they say, on the loop's thread.
+        admission: whether calls are taken.
+    """
+
+    def __init__(self, loop: EventLoop, side: DecodeSide, admission: Admission) -> None:
+        self.admission = admission
+        self._loop = loop
+        self._side = side
+
+    def expect(self, key: RoomKey, wanted: CheckedExpectation) -> None:
+        """Await rows."""
+        self._loop.post(partial(self._side.expect, key, wanted))
+
+    def abort(self, key: RoomKey, error: AbortedError) -> None:
+        """Give a room up."""
+        self._loop.post(partial(self._side.abort, key, error))
