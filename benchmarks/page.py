@@ -90,7 +90,11 @@ def transfer(found: Found) -> str:
     tp = f"TP {shape['prefill_tp']} to TP {shape['decode_tp']}"
     faster = f"**{found['ratio_staged_over_slice']:.1f} times**"
     high = above((of[name] for of in each for name in ("share_of_ceiling", "total_share_of_ceiling")), PLAIN_CEILING)
-    return f"`{shape['transport']}`, {tp}: `staged` is {faster} as fast as `slice`.\n\n{table(rows())}{high}"
+    said = f"`{shape['transport']}`, {tp}: `staged` is {faster} as fast as `slice`."
+    if "mapped" in names:
+        straight = found["strategies"]["mapped"]["gb_per_s"] / found["strategies"]["staged"]["gb_per_s"]
+        said += f" `mapped` is **{straight:.1f} times** as fast as `staged`."
+    return f"{said}\n\n{table(rows())}{high}"
 
 
 def adapter(found: Found) -> str:
@@ -353,6 +357,32 @@ def gpu_transfer(found: Found) -> str:
     return "\n\n".join(["\n".join(lines), table([head, *rows])]) + high
 
 
+def gpu_mapped(found: Found) -> str:
+    """Copies into mapped pages beside staging, and both beside plain copies of the same bytes."""
+    cases: dict[tuple[str, int], dict[str, Found]] = {}
+    for case in found["cases"]:
+        cases.setdefault((case["tp"], case["bytes"]), {})[case["strategy"]] = case
+    head = ["us, median", "plain copy", "mapped", "staged", "staged / mapped", "share, mapped", "share, staged"]
+
+    def rows() -> Iterator[list[str]]:
+        for (tp, nbytes), of in cases.items():
+            mapped, staged = of["mapped"], of["staged"]
+            yield [
+                f"TP {tp}, {nbytes >> 20:,} MiB",
+                f"{mapped['copies_us']:,.0f}",
+                f"{mapped['placed_us']:,.0f}",
+                f"{staged['placed_us']:,.0f}",
+                f"{staged['placed_us'] / mapped['placed_us']:.2f}",
+                f"{mapped['share']:.1%}",
+                f"{staged['share']:.1%}",
+            ]
+
+    pages, repeats = found["pages"], found["settings"]["repeats"]
+    said = f"Pages of {pages[0]} into pages of {pages[1]} tokens, {repeats} repeats; {len(found['gpus'])} GPU. "
+    said += f"Rows are final {found['queued_ms']:g} ms after they are submitted."
+    return f"{said}\n\n{table([head, *rows()])}"
+
+
 def _near(cases: Sequence[Found]) -> Iterator[str]:
     """Staged transfers of each size a pair of ranks that has a limit, against it."""
     for mib, limit in ((256, 0.70), (1024, 0.85)):
@@ -497,6 +527,7 @@ def pairs(found: Found) -> str:
 
 VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_transfer_shm.json": transfer,
+    "cpu_transfer_shm_mapped.json": transfer,
     "cpu_transfer_nixl.json": transfer,
     "cpu_transfer_mooncake.json": transfer,
     "cpu_transfer_nixl_1to1.json": transfer,
@@ -520,6 +551,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer_again.json": gpu_transfer,
     "h200_transfer_two.json": gpu_transfer,
     "h200_transfer.json, two paths": gpu_paths,
+    "h100_mapped.json": gpu_mapped,
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
     "h200_pipeline_quiet.json": gpu_pipeline,
