@@ -32,6 +32,8 @@ CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 # The extra "nixl" means the package of that name, which brings NIXL for CUDA 12 and for CUDA 13: 470 MB. Either of the
 # two runs on a host without a GPU.
 INSTALLED = (f"{ROOT}[dev,etcd,hf,mooncake-cpu,opentelemetry,prometheus]", "nixl-cu13")
+# Tests with engines take minutes: stacks of all threads after some of them would be no news.
+NO_DUMP = ("-o", "faulthandler_timeout=0")
 # What Mooncake's wheel leaves out, and the Debian package that has it.
 SYSTEM = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 # The programs that tests start, and their Debian packages.
@@ -151,7 +153,7 @@ def vllm(session: nox.Session, *given: str) -> None:
     beside = pinned("nixl", "mooncake-transfer-engine-non-cuda", "pytest", "pytest-timeout", "hypothesis")
     pip("install", "--quiet", "--no-compile", "-c", str(for_cpu), *beside, str(ROOT))
     session.env["PATH"] = f"{VLLM / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    session.run(python, "-m", "pytest", *given, external=True)
+    session.run(python, "-m", "pytest", *NO_DUMP, *given, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -196,7 +198,7 @@ def engines_sglang(session: nox.Session) -> None:
     session.run(*install, "-c", str(for_cpu), *SGLANG_IMPORTS, *beside, external=True)
     session.run(*install, "--no-deps", "--force-reinstall", str(ROOT), external=True)
     given = session.posargs or ("tests/engines/test_sglang.py",)
-    session.run(python, "-m", "pytest", *given, external=True)
+    session.run(python, "-m", "pytest", *NO_DUMP, *given, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.engine_tables import sglang, vllm
 from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
@@ -549,6 +550,8 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_host.json": gpu_host,
     "idle.json": idle,
     "pairs.json": pairs,
+    "sglang_cpu.json": sglang,
+    "vllm_cpu.json": vllm,
 }
 """The names in marks: a file, or a view of it."""
 
