@@ -365,3 +365,19 @@ def test_writes_to_a_lost_peer_fail_and_are_quiet() -> None:
     side.disconnect(peer)
     side.disconnect(Peer(b"?" * 16))
     side.close(0.0)
+
+
+def test_memory_that_the_peer_did_not_take_from_allocate_is_not_mapped() -> None:
+    """It can be registered, as a source. The reason names the region, and the error is the reason."""
+    source, target = ShmTransport(), ShmTransport()
+    own, other = target.register([target.allocate(4096), plain(np.zeros(4096, np.uint8))])
+    peer = source.connect(target.local_descriptor(), 1.0)
+    assert source.unmappable(peer, [own], "cpu") is None
+    for regions in ([other], [own, other]):
+        reason = source.unmappable(peer, regions, "cpu") or ""
+        assert f"region {other} is not registered: it is unknown, or memory of another allocator" in reason
+    with pytest.raises(RegistrationError, match=f"region {other} .* memory of another allocator"):
+        source.map(peer, other, "cpu")
+    assert source.map(peer, own, "cpu").nbytes == 4096
+    source.close(0.0)
+    target.close(0.0)
