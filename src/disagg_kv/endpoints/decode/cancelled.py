@@ -32,6 +32,7 @@ class _Room:
     tag: bytes
     until: float
     notified: set[Epoch] = Factory(set)
+    answered: set[Epoch] = Factory(set)
 
 
 class CancelledBeforeOpen:
@@ -87,6 +88,8 @@ class CancelledBeforeOpen:
 
     def answered(self, key: RoomKey, epoch: Epoch) -> None:
         """A prefill rank has acknowledged the end of the room."""
+        if (room := self._rooms.get(key)) is not None:
+            room.answered.add(epoch)
         self._repeat.stop((key, epoch))
 
     def _forget(self, key: RoomKey) -> None:
@@ -105,3 +108,9 @@ class CancelledBeforeOpen:
             return None
         soonest = self._repeat.next_at()
         return min(inf if soonest is None else soonest, *(room.until for room in self._rooms.values()))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a frame is repeated for a room that is forgotten, or to a rank that has answered."""
+        repeated = set(self._repeat.keys())
+        awaited = {(key, epoch) for key, room in self._rooms.items() for epoch in room.notified - room.answered}
+        assert repeated <= awaited, f"{len(repeated - awaited)} answered frames are repeated"

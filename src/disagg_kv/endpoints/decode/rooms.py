@@ -7,13 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from ...errors import (
-    DisaggKVError,
-    LocalProtocolError,
-    OversizeError,
-    QuarantineFullError,
-    RemoteProtocolError,
-)
+from ...errors import DisaggKVError, LocalProtocolError, OversizeError, QuarantineFullError, RemoteProtocolError
 from ...ids import Epoch, Generation, RoomId
 from ...kernels import Kernels
 from ...memory import Buffer, MemoryPool
@@ -589,6 +583,7 @@ class DecodeSide:
     def check_integrity(self, since: float = -inf) -> None:
         """See :class:`~disagg_kv.endpoints.runtime.side.Side`."""
         self._queue.check_integrity()
+        self._cancelled.check_integrity()
         for room in self._rooms.values():
             if room.machine.now >= since:
                 room.machine.check_integrity()
