@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.engine_tables import sglang, vllm
+from benchmarks.fleet_tables import fleet
 from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
@@ -517,30 +518,6 @@ def pairs(found: Found) -> str:
     return table([["old, new", "old, ms", "new, ms", "new / old"], *rows])
 
 
-FLEET_ROWS = (
-    ("ranks usable after the last start, simulated s", "joined_s", "{:.2f}"),
-    ("requests", "requests", "{:,}"),
-    ("failed requests, all with a faulty rank", "excused", "{:,}"),
-    ("other failed requests", "others", "{:,}"),
-    ("leases withheld", "withheld", "{:,}"),
-    ("control frames per rank and second", "frames_per_rank_s", "{:.1f}"),
-    ("control bytes per rank and second", "bytes_per_rank_s", "{:,.0f}"),
-    ("processor time per rank, share of a core", "cpu_share", "{:.2%}"),
-    ("processor time per rank while joining, s", "joining_cpu_s", "{:.3f}"),
-    ("memory of the simulation, MB", "memory_mb", "{:,.0f}"),
-)
-
-
-def fleet(found: Found) -> str:
-    """A simulated fleet."""
-    plan, result = found["plan"], dict(found["result"])
-    result["others"] = result["failed"] - result["excused"] + result["unfinished"]
-    result["memory_mb"] = result["memory_bytes"] / 1e6
-    faults = ", ".join(plan["faults"]) or "none"
-    head = [f"{plan['prefills']:,} x {plan['decodes']:,} ranks, {plan['seconds']:g} s, faults: {faults}", ""]
-    return table([head, *([words, form.format(result[name])] for words, name, form in FLEET_ROWS)])
-
-
 VIEWS: Mapping[str, Callable[[Found], str]] = {
     "cpu_transfer_shm.json": transfer,
     "cpu_transfer_shm_mapped.json": transfer,
@@ -563,6 +540,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "mutants.json": mutants,
     "simulation.json": simulation,
     "cpu_fleet.json": fleet,
+    "cpu_fleet_minute.json": fleet,
     "cpu_fleet_faults.json": fleet,
     "h200_kernels.json": gpu_kernels,
     "h200_transfer.json": gpu_transfer,
