@@ -398,7 +398,9 @@ def _check_tensor(spec: CacheSpec, shard: Shard, layer: LayerId, name: str, tens
     dim = component.unit_bytes // item_bytes(component.dtype)
     shape = tuple(tensor.shape)
     if len(shape) != 4 or shape[axis] != units or shape[3] != dim:
-        wanted = f"4 axes, {units} units on axis {axis}, {dim} elements on axis 3"
-        raise GeometryError(f"{where}: a tensor of shape {shape}, not {wanted}")
+        wanted = f"{units} units on axis {axis} of 4, and {dim} elements on axis 3"
+        turned = len(shape) == 4 and shape[3 - axis] == units and shape[3] == dim
+        hint = f"; the layout {'NHD' if axis == 1 else 'HND'} would fit" if turned else ""
+        raise GeometryError(f"{where}: a tensor of shape {shape}; needed are {wanted}{hint}")
     if dim > 1 and tensor.stride(3) != 1:
         raise GeometryError(f"{where}: elements of a unit are {tensor.stride(3)} apart, not contiguous")

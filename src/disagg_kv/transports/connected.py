@@ -22,7 +22,11 @@ R = TypeVar("R", bound=Serial)
 
 
 class Connected(Generic[R]):
-    """Peers by name. The mapping is replaced and never changed, so that going through it needs no lock."""
+    """Peers by name. The mapping is replaced and never changed, so that going through it needs no lock.
+
+    Attributes:
+        all: what is known, by peer. Go through it from any thread.
+    """
 
     def __init__(self) -> None:
         self.all: Mapping[Peer, R] = {}
@@ -33,7 +37,7 @@ class Connected(Generic[R]):
         return self.all.get(peer)
 
     def add(self, peer: Peer, found: R) -> R:
-        """Keep the result of a connect, unless the known one is as new or newer; return the kept one."""
+        """Keep the result of a connect, unless the known one's ``serial`` is as high or higher; return the kept one."""
         with self._changing:
             known = self.all.get(peer)
             if known is not None and known.serial >= found.serial:

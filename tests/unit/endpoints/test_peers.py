@@ -223,6 +223,7 @@ def test_prefill_that_lacks_what_decode_needs() -> None:
     rig.until(lambda: handle.released, "the refusal", 400)
     assert isinstance(handle.error, IncompatiblePeerError)
     assert handle.error.field == "shards"
+    assert "give each rank the shards of all" in str(handle.error)
 
 
 def test_an_instance_that_is_not_what_the_rendezvous_says() -> None:

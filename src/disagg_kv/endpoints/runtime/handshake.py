@@ -163,7 +163,8 @@ class EndpointInfo:
         try:
             intake_of(spec, writers, target, 0)
         except ConfigurationError as exc:
-            raise IncompatiblePeerError("shards", "a split that decode's boxes can be made of", str(exc)) from exc
+            found = f"{len(writers)} of them, and {exc}; give each rank the shards of all (shards=)"
+            raise IncompatiblePeerError("shards", "prefill ranks that hold a decode rank's cache", found) from exc
 
     def _admit_sibling(self, hello: Hello, shards: Sequence[Shard]) -> None:
         if hello.instance != self.instance:
