@@ -414,7 +414,11 @@ def test_top_is_live_until_it_is_interrupted(folder: Path) -> None:
     """In a terminal: the table is drawn again and again."""
     master, slave = os.openpty()
     with StatusSocket(Large(10), folder):
-        code = "import sys; from disagg_kv.cli.main import main; sys.argv = sys.argv[1:]; main()"
+        # A shell that starts the suite in the background has it ignore interrupts, and children inherit that.
+        code = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from disagg_kv.cli.main import main; sys.argv = sys.argv[1:]; main()"
+        )
         command = [sys.executable, "-c", code, "disagg-kv", "top", str(folder), "--every", "0.1"]
         with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave) as child:
             os.close(slave)
