@@ -59,6 +59,10 @@ class _Place:
 _PLACE = msgspec.msgpack.Decoder(_Place)
 
 
+_LEFT: list[_Remote] = []
+"""Peers whose memory copies may still use although their transport has closed; mapped until the process ends."""
+
+
 @define(eq=False)
 class _Remote:
     """A connected peer: what of it is mapped here, and what is on its way to it.
@@ -455,6 +459,7 @@ class CudaIpcTransport:
             self._sleep(_LOOK_S)
         for peer in tuple(self._peers.all):
             self.disconnect(peer)
+        _LEFT.extend(self._leaving)
         remotes = list(self._flying)
         left = sorted({f.ticket for remote in remotes for f in remote.flights if f.mark is not None} | self._unquiet)
         for flight in [f for remote in remotes for f in remote.flights if f.mark is None]:

@@ -30,6 +30,12 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that fit: how many rooms are in which phase depends on when it is asked."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "sockets"

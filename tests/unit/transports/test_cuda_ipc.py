@@ -269,8 +269,10 @@ def test_a_driver_that_gives_nothing_back_is_logged(
     assert "CUDA_ERROR_FAKE" in caplog.text
 
 
-def test_close_names_copies_in_flight_and_ends_those_that_wait(pair: Pair, cuda: FakeCuda) -> None:
-    """What may still be read is left alone; what was never queued is quiet."""
+def test_close_names_copies_in_flight_and_ends_those_that_wait(
+    pair: Pair, made: CudaIpcTransport, cuda: FakeCuda
+) -> None:
+    """What may still be read is left alone, also when the transport is gone; what was never queued is quiet."""
     cuda.stuck = True
     flying = pair.submit((0, 0, 100))
     waiting = pair.source.transport.submit(pair.peer, batch(pair.local, pair.remote, [(0, 0, 9)]), after=Flag())
@@ -280,6 +282,10 @@ def test_close_names_copies_in_flight_and_ends_those_that_wait(pair: Pair, cuda:
     assert ended.ticket == waiting  # type: ignore[union-attr]
     assert ended.quiesced  # type: ignore[union-attr]
     assert pair.source.close(0.0) == ()
+    made._leaving.clear()
+    made._flying.clear()
+    gc.collect()
+    assert len(cuda.opened) == 1
 
 
 def test_close_waits_for_copies(pair: Pair, cuda: FakeCuda) -> None:
