@@ -55,7 +55,10 @@ LONGEST_JOIN_S = 600.0
 
 @define(eq=False)
 class _Request:
-    """One request, from its beginning to the release of its pages on both sides."""
+    """One request, from its beginning to the release of its pages on both sides.
+
+    ``excused``: one of its ranks was faulty when it failed, or had been while it ran or a moment before.
+    """
 
     prefill: FleetRank
     decode: FleetRank
@@ -63,6 +66,7 @@ class _Request:
     handles: tuple[object, object] | None = None
     released: int = 0
     error: str = ""
+    excused: bool = False
 
 
 @define
@@ -150,7 +154,7 @@ class Fleet:
         self.wires.end(rank.channel)
         self._faulty[rank.address] = inf
         for one in [r for r in self._requests.values() if rank in (r.prefill, r.decode)]:
-            one.error = one.error or "its process has ended"
+            self._fail(one, "its process has ended")
             if one.handles is not None:
                 self._requests.pop(id(one.handles[one.decode is rank]), None)
                 self._side_over(one)
@@ -162,7 +166,8 @@ class Fleet:
         """Begin one request."""
         self._number += 1
         if not (prefill.alive and decode.alive):
-            self.ended.append(_Request(prefill, decode, self.now, error="its process has ended", released=2))
+            self.ended.append(_Request(prefill, decode, self.now, released=2))
+            self._fail(self.ended[-1], "its process has ended")
             return
         request = _Request(prefill, decode, self.now)
         name = RoomId(b"room %d" % self._number)
@@ -191,7 +196,7 @@ class Fleet:
         if request is None:
             return
         if handle.phase is Phase.FAILED:
-            request.error = request.error or str(handle.error)
+            self._fail(request, str(handle.error))
         if handle.released:
             del self._requests[id(handle)]
             self._side_over(request)
@@ -203,10 +208,12 @@ class Fleet:
             if not request.error:
                 self.joined |= {request.prefill.instance, request.decode.instance}
 
-    def excused(self, request: _Request) -> bool:
-        """Whether one of its ranks was faulty while it ran, or a moment before."""
-        places = request.prefill.address, request.decode.address
-        return any(self._faulty.get(place, -inf) > request.began for place in places)
+    def _fail(self, request: _Request, error: str) -> None:
+        """Take the first error. A fault that comes later is no excuse for it."""
+        if not request.error:
+            request.error = error
+            places = request.prefill.address, request.decode.address
+            request.excused = any(self._faulty.get(place, -inf) > request.began for place in places)
 
     # Running.
 
@@ -322,7 +329,7 @@ def run_fleet(plan: FleetPlan) -> FleetResult:
     joining = fleet.counted()
     before, after = fleet.steady()
     failed = [request for request in fleet.ended if request.error]
-    inexcusable = [request for request in failed if not fleet.excused(request)]
+    inexcusable = [request for request in failed if not request.excused]
     names = [
         f"{one.prefill.instance} -> {one.decode.instance} at {one.began:.1f} s: {one.error}" for one in inexcusable
     ]
