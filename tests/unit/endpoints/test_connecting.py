@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -28,6 +28,7 @@ from disagg_kv.trace import Recorder
 from disagg_kv.transports import InprocTransport, PeerEvent, Settled, WriteEnded
 from disagg_kv.transports.process import _started
 from tests.support.rig import Memory, Rig, tp_shards
+from tests.support.rig_parts import Later
 
 SPEC = CacheSpec.kv(2, 2, 8, "float16")
 IMPATIENT = Options(silence_s=1.0, heartbeat_s=0.2, closed_s=0.3)
@@ -35,22 +36,6 @@ IMPATIENT = Options(silence_s=1.0, heartbeat_s=0.2, closed_s=0.3)
 
 def nothing() -> None:
     """Do it."""
-
-
-class Later:
-    """Runs jobs when a test says so; satisfies :class:`Background`."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Callable[[], None]] = []
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Keep it."""
-        self.jobs.append(job)
-
-    def close(self, timeout_s: float, then: Callable[[], None]) -> bool:
-        """Nothing runs."""
-        then()
-        return True
 
 
 def hello_of(rig: Rig) -> Hello:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
-from disagg_kv.channels import Channel, InprocChannel
+import pytest
+
+from disagg_kv.channels import Channel, Closed, InprocChannel
 from disagg_kv.endpoints.runtime.background import inline
 from disagg_kv.endpoints.runtime.directory import DOUBT_S, REFRESH_S, Directory
 from disagg_kv.geometry import CacheSpec
@@ -13,6 +16,7 @@ from disagg_kv.protocol import Options, Phase
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.testing import FakeClock
 from tests.support.rig import Memory, Rig, tp_shards
+from tests.support.rig_parts import Later
 
 SPEC = CacheSpec.kv(2, 4, 8, "float16")
 
@@ -87,18 +91,21 @@ def test_a_failed_room_makes_the_next_one_ask() -> None:
     rig.quiet()
 
 
-def test_without_a_reason_one_instance_is_asked_for_now_and_then() -> None:
-    """Of all instances together: a store's load does not depend on how many are used."""
+def test_without_a_reason_each_instance_is_asked_for_now_and_then() -> None:
+    """A store's load does not depend on how many are used, and a busy instance takes no turn of a quiet one."""
     store, clock = Counting(), FakeClock()
     directory = known(store, clock, "a", "b", "c")
     sources = [Source(name) for name in "abc"]
-    assert not any(directory.stale(one, lively=True) for one in sources)
-    clock.advance(REFRESH_S)
-    assert [directory.stale(one, lively=True) for one in sources] == [True, False, False]
-    clock.advance(REFRESH_S - 1.0)
-    assert not any(directory.stale(one, lively=True) for one in sources)
-    clock.advance(1.0)
-    assert directory.stale(sources[1], lively=True)
+    asked: Counter[str] = Counter()
+    for second in range(7 * int(REFRESH_S) * len(sources)):
+        clock.advance(1.0)
+        for one in sources if second % 60 == 59 else sources[:1]:
+            if directory.stale(one, lively=True):
+                asked[one.instance] += 1
+                directory.ask(one)
+                directory.answers()
+    assert asked["a"] in (6, 7)
+    assert asked["b"] == asked["c"] in (6, 7)
 
 
 def test_a_rank_that_misses_heartbeats_is_asked_for_once_a_second() -> None:
@@ -120,6 +127,85 @@ def test_a_rank_that_misses_heartbeats_is_asked_for_once_a_second() -> None:
     directory.answers()
     clock.advance(DOUBT_S)
     assert not directory.stale(source, lively=True)
+
+
+@pytest.mark.parametrize("reason", ["doubt", "forget"])
+def test_an_answer_to_an_older_question_dispels_no_doubt(reason: str) -> None:
+    """The store was asked before a room failed, or before a rank said that it has moved."""
+    store, clock, asking = Counting(), FakeClock(), Later()
+    directory, source = Directory(store, asking, lambda: None, clock, Options()), Source("a")
+    store.publish("a", Rank(0), 1, "early")
+
+    def answer() -> None:
+        asking.jobs.pop(0)()
+        directory.answers()
+
+    directory.ask(source)
+    answer()
+    clock.advance(DOUBT_S)
+    directory.ask(source)
+    clock.advance(0.1)
+    if reason == "doubt":
+        directory.doubt(source)
+    else:
+        directory.forget("a")
+        directory.ask(source)
+    answer()
+    if reason == "doubt":
+        assert directory.known(source) == ("early",)
+        clock.advance(DOUBT_S)
+        assert directory.stale(source, lively=True)
+        directory.ask(source)
+    else:
+        assert directory.known(source) is None
+    store.publish("a", Rank(0), 1, "late")
+    answer()
+    assert directory.known(source) == ("late",)
+    assert not directory.stale(source, lively=True)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_no_room_goes_to_a_rank_whose_connection_is_broken(slow: bool) -> None:
+    """Nothing used it, so its end is known from the connection alone; the store knows another place already."""
+    rig, _, _ = pair()
+    (old,), decodes, jobs = rig.prefills, rig.decodes, Later()
+    new = rig.prefill(tp_shards(SPEC, 1), at="new", only=[0])
+    old.closed = True
+    old.channel.close()
+    rig.wait(0.1)
+    if slow:
+        decodes[0].endpoint.driver.loop.directory._background = jobs
+    request = rig.request("room", new, decodes, 8).start()
+    rig.wait(0.5)
+    assert len(jobs.jobs) == slow
+    for job in jobs.jobs:
+        job()
+    request.landed()
+    rig.quiet()
+
+
+def test_a_room_waits_no_longer_than_for_the_store_to_say_that_nothing_has_moved() -> None:
+    """Its rank may be back before it is lost: no room fails, then."""
+    rig, store, serve = pair()
+    (prefill,), asked = rig.prefills, store.asked
+    decode = rig.decodes[0].endpoint.driver.loop
+    decode.take_in(Closed(prefill.channel.address))
+    assert serve("room") is Phase.DONE
+    assert store.asked == asked + 1
+    rig.quiet()
+
+
+def test_a_room_waits_for_its_instance_where_another_one_has_its_address() -> None:
+    """The store was not asked since; the rooms of both instances succeed."""
+    rig, _, _ = pair()
+    (old,), decodes = rig.prefills, rig.decodes
+    old.crash()
+    rig.wait(4.0)
+    others = rig.prefill(tp_shards(SPEC, 1), "Q", at="P")
+    rig.request("other", others, decodes, 8, of="Q").start().landed()
+    new = rig.prefill(tp_shards(SPEC, 1), at="new")
+    rig.request("room", new, decodes, 8).start().landed()
+    rig.quiet()
 
 
 def test_a_prefill_rank_that_was_replaced_sends_decode_to_the_new_one() -> None:

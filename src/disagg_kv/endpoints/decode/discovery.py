@@ -156,10 +156,23 @@ class Discovery:
         return self._ready(instance)
 
     def _connected(self, source: Source) -> list[Epoch]:
-        """The ranks of an instance at the addresses that the rendezvous gave last; none unless all are connected."""
-        known = self._loop.directory.known(source) or ()
-        epochs = [epoch for address in known if (epoch := self._loop.peers.at(address)) is not None]
-        return epochs if len(epochs) == len(known) else []
+        """The ranks of an instance at the addresses that the rendezvous gave last; none unless all are connected.
+
+        A rank whose connection is broken may have ended, and another instance may have taken its address: then the
+        rendezvous is asked first.
+        """
+        peers, epochs = self._loop.peers, list[Epoch]()
+        for rank, address in enumerate(self._loop.directory.known(source) or ()):
+            epoch = peers.at(address)
+            peer = None if epoch is None else peers.known(epoch)
+            if (
+                peer is None
+                or peer.closed is not None
+                or (peer.hello.instance, peer.hello.rank) != (source.instance, rank)
+            ):
+                return []
+            epochs.append(Epoch(peer.hello.src))
+        return epochs
 
     def _ready(self, instance: PrefillInstance) -> list[Outcome]:
         """The rooms that wait, once all ranks are connected."""

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from attrs import define, frozen
 
@@ -43,8 +44,8 @@ DOUBT_S = 1.0
 
 REFRESH_S = 120.0
 """Seconds between two look-ups that an endpoint makes without need: of instances whose ranks are connected, and whose
-rooms succeed. They may move, too. The pause is of all instances together, so the load of a store does not grow with the
-number of instances that an endpoint uses."""
+rooms succeed. They may move, too. The pause is of all instances together, each in its turn, so the load of a store does
+not grow with the number of instances that an endpoint uses."""
 
 UNANSWERED = 4
 """Look-ups of one instance that run at a time. Where none returns, another one begins after pauses that double. So they
@@ -72,15 +73,15 @@ class _Known:
 
     Args:
         at: when the look-up began that gave the addresses.
-        addresses: of all its ranks.
+        addresses: of all its ranks; none: a rank has moved, and answers to earlier questions are not believed.
         tried: when the last look-up began.
-        doubted: a room has failed since.
+        doubted_at: when a room failed last.
     """
 
     at: float
     addresses: tuple[str, ...]
     tried: float
-    doubted: bool = False
+    doubted_at: float = -inf
 
 
 @frozen(eq=False)
@@ -121,33 +122,30 @@ class Directory:
         self._begun: dict[Source, float] = {}
         self._returned: deque[tuple[_Ask, LookupResult]] = deque()
         self._known: OrderedDict[Source, _Known] = OrderedDict()
-        self._refreshed = clock()
 
     def known(self, source: Source) -> tuple[str, ...] | None:
         """The addresses that were last answered; None: none were."""
         found = self._known.get(source)
-        return None if found is None else found.addresses
+        return None if found is None else found.addresses or None
 
     def forget(self, instance: str) -> None:
         """A rank has moved: its instance is looked up before the next room."""
+        now = self._clock()
         for source in [source for source in self._known if source.instance == instance]:
-            del self._known[source]
+            self._known[source] = _Known(now, (), now)
+            self._asked.pop(source, None)
 
     def doubt(self, source: Source) -> None:
         """A room of an instance has failed: perhaps its ranks are elsewhere."""
         found = self._known.get(source)
         if found is not None:
-            found.doubted = True
+            found.doubted_at = self._clock()
 
     def stale(self, source: Source, *, lively: bool) -> bool:
         """Whether to ask again for an instance whose ranks are connected; ``lively``: all of them answer."""
         found, now = self._known[source], self._clock()
-        if found.doubted or not lively:
-            return now - found.tried >= DOUBT_S
-        if now - max(found.tried, self._refreshed) < REFRESH_S:
-            return False
-        self._refreshed = now
-        return True
+        doubted = found.doubted_at >= found.at or not lively
+        return now - found.tried >= (DOUBT_S if doubted else REFRESH_S * len(self._known))
 
     def ask(self, source: Source) -> None:
         """Look an instance up; the answer comes out of :meth:`answers`."""
@@ -209,7 +207,7 @@ class Directory:
         found = self._known.get(ask.source)
         if found is not None and ask.at < found.at:
             return False
-        self._known[ask.source] = _Known(ask.at, answer.addresses, ask.at)
+        self._known[ask.source] = _Known(ask.at, answer.addresses, ask.at, -inf if found is None else found.doubted_at)
         self._known.move_to_end(ask.source)
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
