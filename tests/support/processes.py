@@ -19,6 +19,7 @@ from threading import Thread
 from typing import Literal, TypeVar, overload
 
 import numpy as np
+import torch
 from attrs import astuple, field, frozen
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
@@ -43,6 +44,7 @@ from disagg_kv.endpoints.decode.handle import ReceptionHandle
 from disagg_kv.endpoints.prefill.handle import DeliveryHandle
 from disagg_kv.ids import Ticket
 from disagg_kv.kernels import CpuKernels, PageMove
+from disagg_kv.kernels.tensors import plane_of
 from disagg_kv.memory import U8, Event
 from disagg_kv.rendezvous import StoreRendezvous
 from disagg_kv.testing import Fault, FaultyTransport
@@ -79,6 +81,7 @@ class Knobs:
         aux_slots: rows of aux data; rooms that name none of their own share the first.
         late: prefill: writes are in flight for a random while.
         copying: prefill: copies into mapped pages are in flight until the test releases them.
+        device: of the pool.
     """
 
     path: str = "staged"
@@ -96,6 +99,7 @@ class Knobs:
     aux_slots: int = 1
     late: bool = False
     copying: bool = False
+    device: str = "cpu"
 
 
 @frozen
@@ -261,9 +265,12 @@ class Member:
             aux_slots=knobs.aux_slots,
             aux_bytes=16,
             allocator=self._transport.allocate if isinstance(self._transport, SupportsAllocate) else None,
+            device=knobs.device,
         )
-        for plane in range(PLANES):
-            self.pool.view(plane)[...] = POISON
+        self.planes = [plane_of(self.pool, plane) for plane in range(PLANES)]
+        for plane in self.planes:
+            plane.fill_(POISON)
+        self.settled()
         self.heads = slice(setup.rank * 4 // setup.ranks, (setup.rank + 1) * 4 // setup.ranks)
         self.unused = np.random.default_rng(setup.rank).permutation(knobs.pages).astype(np.int32)
         self.pages: dict[bytes, PageTable] = {}
@@ -308,23 +315,32 @@ class Member:
         count = -(-tokens // self.setup.knobs.page_size)
         taken, self.unused = self.unused[:count], self.unused[count:]
         assert len(taken) == count
-        for plane in range(PLANES):
-            assert (self.pool.view(plane)[taken] == POISON).all(), f"room {room!r}: free pages were written to"
+        for plane in self.planes:
+            assert bool((plane[torch.from_numpy(taken)] == POISON).all()), f"room {room!r}: free pages were written to"
         table = self.pages[room] = PageTable(KV, taken)
         return table
 
-    def fill(self, planes: Sequence[U8], room: bytes, tokens: int) -> None:
-        """Put a room's rows into its pages, row by row."""
-        table, size = self.pages[room].pages, self.setup.knobs.page_size
+    def settled(self) -> None:
+        """Wait for what this process has had its GPU do."""
+        if self.setup.knobs.device != "cpu":
+            torch.cuda.synchronize()
+
+    def rows_of(self, room: bytes, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The page of each of a room's tokens, and its row in there."""
+        at, size = torch.arange(tokens), self.setup.knobs.page_size
+        return torch.from_numpy(self.pages[room].pages)[at // size], at % size
+
+    def fill(self, planes: Sequence[torch.Tensor], room: bytes, tokens: int) -> None:
+        """Put a room's rows into its pages."""
         for plane, rows in zip(planes, cells(self.contents.get(room, room), tokens), strict=True):
-            for token in range(tokens):
-                plane[table[token // size], token % size] = rows[token, self.heads]
+            plane[self.rows_of(room, tokens)] = torch.from_numpy(rows[:, self.heads]).to(plane.device)
+        self.settled()
 
     def begin(self, room: bytes, tokens: int, attempt: int = 1) -> None:
         """Prefill: an attempt at a room whose cache is computed."""
         assert self.sender is not None
         self.take(room, tokens)
-        self.fill([self.pool.view(plane) for plane in range(PLANES)], room, tokens)
+        self.fill(self.planes, room, tokens)
         self.rooms[room] = self.sender.open(attempt_id(RoomId(room), attempt))
 
     def send(self, room: bytes, start: int, stop: int, last: bool) -> None:
@@ -359,17 +375,16 @@ class Member:
 
     def wrong(self, rooms: Mapping[bytes, int]) -> int:
         """Bytes of the whole pool that are not as they must be with these rooms, and no others, in it."""
-        want = [np.full_like(self.pool.view(plane), POISON) for plane in range(PLANES)]
+        want = [torch.full_like(plane, POISON) for plane in self.planes]
         for room, tokens in rooms.items():
             self.fill(want, room, tokens)
-        return sum(int((self.pool.view(plane) != want[plane]).sum()) for plane in range(PLANES))
+        return sum(int((plane != wanted).sum()) for plane, wanted in zip(self.planes, want, strict=True))
 
     def differing(self, room: bytes, tokens: int, content: bytes = b"") -> int:
         """Bytes of a room's own rows that are not as they must be."""
-        table, size, at = self.pages[room].pages, self.setup.knobs.page_size, np.arange(tokens)
         return sum(
-            int((self.pool.view(plane)[table[at // size], at % size] != rows[:, self.heads]).sum())
-            for plane, rows in enumerate(cells(content or room, tokens))
+            int((plane[self.rows_of(room, tokens)].cpu() != torch.from_numpy(rows[:, self.heads])).sum())
+            for plane, rows in zip(self.planes, cells(content or room, tokens), strict=True)
         )
 
     def abort(self, room: bytes) -> None:
@@ -392,8 +407,9 @@ class Member:
         if room in self.rooms:
             assert self.rooms.pop(room).released
         taken = self.pages.pop(room).pages
-        for plane in range(PLANES):
-            self.pool.view(plane)[taken] = POISON
+        for plane in self.planes:
+            plane[torch.from_numpy(taken)] = POISON
+        self.settled()
         self.unused = np.concatenate([self.unused, taken])
 
     def footprint(self) -> Footprint:
