@@ -170,6 +170,11 @@ class PeerTable:
         """The entry of a life; None: it is unknown or forgotten. From any thread."""
         return self._peers.get(epoch)
 
+    def ended(self, epoch: bytes) -> bool:
+        """Whether the process of a life is known to have ended."""
+        peer = self._peers.get(Epoch(epoch))
+        return peer is not None and peer.ended
+
     def address(self, epoch: Epoch) -> str | None:
         """The address of a life, lost, refused or not; None: it is unknown."""
         peer = self._peers.get(epoch)

@@ -66,23 +66,20 @@ class Refusals:
 
     def add(self, life: RefusedLife) -> str | None:
         """Remember a life; returns the address of the one that is forgotten for it, if any is."""
-        before = self._by_address.pop(life.address, None)
-        if before is not None:
-            self._by_epoch.pop(before.epoch, None)
+        self.discard(life.address)
         self._by_address[life.address] = life
         self._by_epoch[life.epoch] = life.address
         if len(self._by_address) <= MAX_REFUSED:
             return None
-        address, oldest = self._by_address.popitem(last=False)
-        if self._by_epoch.get(oldest.epoch) == address:
-            del self._by_epoch[oldest.epoch]
-        return address
+        oldest = next(iter(self._by_address))
+        self.discard(oldest)
+        return oldest
 
     def discard(self, address: str) -> None:
-        """A life that can work with us is at this address."""
+        """Forget the life at an address: one that can work with us is there."""
         life = self._by_address.pop(address, None)
-        if life is not None:
-            self._by_epoch.pop(life.epoch, None)
+        if life is not None and self._by_epoch.get(life.epoch) == address:  # else it has moved
+            del self._by_epoch[life.epoch]
 
     def get(self, epoch: Epoch) -> RefusedLife | None:
         """The entry of a life; None: it is none of them, or forgotten."""

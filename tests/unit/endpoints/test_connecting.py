@@ -14,8 +14,9 @@ import pytest
 
 from disagg_kv.channels import InprocChannel
 from disagg_kv.endpoints.runtime.background import HelperThreads, Inline
-from disagg_kv.endpoints.runtime.connections import EARLY_BYTES, OVERDUE_S, Connections
+from disagg_kv.endpoints.runtime.connections import EARLY_BYTES, MAP_S, OVERDUE_S, Connections, ConnectResult
 from disagg_kv.endpoints.runtime.directory import UNANSWERED, Directory
+from disagg_kv.endpoints.runtime.mapping import Mapping
 from disagg_kv.errors import CapacityError, PeerLostError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Peer, Rank, RoomId, Ticket
@@ -544,6 +545,30 @@ def test_an_attempt_that_never_returns_fails() -> None:
     later.jobs.pop()()
     (linked,) = links.results()
     assert linked.link == links.of(up.epoch) == transport.peer_of(up.hello.descriptor)
+
+
+@pytest.mark.parametrize("overdue", [False, True])
+def test_mapping_has_a_time_of_its_own(overdue: bool) -> None:
+    """Kernels are compiled in it, which may take longer than a connection."""
+    later, clock = Later(), FakeClock()
+
+    def compiling(peer: Peer, hello: Hello) -> Mapping:
+        for _ in range(3):
+            clock.advance(MAP_S if overdue else OVERDUE_S)
+            during.extend(links.results())
+        return Mapping(refused="")
+
+    (up,), _there = ups(rig_of_one(), 1)
+    links = Connections(InprocTransport(), later, nothing, clock, Recorder(), Options(), compiling)
+    during: list[ConnectResult] = []
+    assert links.begin(up) is None
+    later.jobs.pop()()
+    if overdue:
+        (failed,) = during
+        assert f"its pool has not been mapped for {MAP_S:g} s" in str(failed.link)
+    else:
+        assert not during
+        assert [one.link for one in links.results()] == [links.of(up.epoch)]
 
 
 def test_more_attempts_than_peers_fail_by_name() -> None:

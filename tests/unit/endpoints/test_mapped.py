@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
+from disagg_kv.endpoints.runtime.staging_memory import warm_copies
 from disagg_kv.errors import ConfigurationError, RegistrationError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Peer, RegionId
 from disagg_kv.kernels import CpuKernels, PageMove
-from disagg_kv.memory import Buffer, Event, MappedPool, MemoryPool, PagedMemory
+from disagg_kv.memory import Buffer, Event, MappedPool, MemoryPool, PagedMemory, PagedPool
 from disagg_kv.protocol import Phase
 from disagg_kv.testing import FaultyTransport
 from disagg_kv.transports import InprocTransport, Transport
@@ -322,6 +326,30 @@ def test_copies_are_compiled_when_a_pool_is_mapped_and_kernels_that_cannot_are_a
             ((source, target),) = kernels.warmed
             assert source is prefills[0].pool
             assert isinstance(target, MappedPool)
+
+
+class Crowded(Uncompiled):
+    """A compiler that notices two threads in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meeting = threading.Barrier(2)
+
+    def warm_copy(self, source: PagedMemory, target: PagedMemory) -> None:
+        with suppress(threading.BrokenBarrierError):
+            self.meeting.wait(0.2)
+            raise AssertionError("two threads compile")
+        super().warm_copy(source, target)
+
+
+def test_one_thread_compiles_copies_at_a_time() -> None:
+    """Peers that are connected at once need the same kernels."""
+    kernels, pool = Crowded(), PagedPool.allocate(SPEC, tp_shards(SPEC, 1)[0], pages=1, page_size=4)
+    mapped = MappedPool(pool.site, pool.buffers)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(warm_copies, kernels, pool, mapped) for _ in range(2)]:
+            done.result()
+    assert len(kernels.warmed) == 2
 
 
 def test_auto_maps_where_it_can_and_says_why() -> None:

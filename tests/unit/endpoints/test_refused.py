@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 
 import pytest
 from msgspec import structs
 
+from disagg_kv.endpoints.decode import cancelled
 from disagg_kv.errors import AbortedError, IncompatiblePeerError, TransportError
 from disagg_kv.geometry import CacheSpec
 from disagg_kv.ids import Epoch, Generation, Peer, RoomId
-from disagg_kv.protocol import Phase
+from disagg_kv.protocol import Codec, Phase
 from disagg_kv.protocol.flow import room_head
 from disagg_kv.protocol.frames import Abort, AbortAck, Heartbeat
+from disagg_kv.protocol.refusals import MAX_REFUSED, Refusals, RefusedLife
+from disagg_kv.rendezvous import Source
 from disagg_kv.transports import InprocTransport
 from tests.support.rig import Memory, Rig, tp_shards
 
@@ -78,6 +83,81 @@ def test_nothing_is_repeated_once_the_other_side_knows(rig: Rig) -> None:
     rig.wait(3.0)
     assert sent
     assert not [frame for frame in sent if b"room" in frame]
+
+
+def test_a_refused_room_costs_the_same_however_many_were_refused_before_it(rig: Rig) -> None:
+    """Counted in calls of the code that notifies prefill ranks of such rooms, and of its timers."""
+    costs: list[int] = []
+    for earlier in (2, 60):
+        for number in range(earlier):
+            room = RoomId(f"{earlier} {number}".encode())
+            rig.decodes[0].endpoint.open(room, Source("P"))
+        rig.wait(1.0)
+        calls: list[str] = []
+        before = sys.getprofile()
+        sys.setprofile(partial(calling, calls))
+        try:
+            rig.decodes[0].endpoint.open(RoomId(f"after {earlier}".encode()), Source("P"))
+            for member in 2 * rig.members:
+                member.endpoint.driver.step(0.0)
+        finally:
+            sys.setprofile(before)
+        assert "add" in calls
+        costs.append(len(calls))
+    assert costs[1] < 2 * costs[0]
+
+
+def calling(calls: list[str], frame: FrameType, event: str, about: object) -> None:
+    """Note the calls of one module's functions, and of its generators."""
+    if event == "call" and frame.f_code.co_filename == cancelled.__file__:
+        calls.append(frame.f_code.co_name)
+
+
+def test_a_rank_that_comes_later_is_notified_of_every_room_in_order(rig: Rig) -> None:
+    """Also where another source has rooms, and of none that is too old."""
+    prefills, (decode,) = rig.prefills, rig.decodes
+    for prefill in prefills:
+        prefill.frozen = True
+    names = [b"a", b"b", b"c"]
+    handles = [decode.endpoint.open(RoomId(name), Source("P")) for name in names]
+    decode.endpoint.open(RoomId(b"other"), Source("Q"))
+    rig.wait(0.5)
+    for handle in handles:
+        handle.abort("never mind")
+    rig.wait(0.5)
+    sent: list[bytes] = []
+    decode.channel.send = partial(noting, sent, decode.channel.send)  # type: ignore[method-assign]
+    prefills[1].frozen = False
+    rig.until(lambda: len(aborted(sent)) >= len(names), "the notices")
+    assert aborted(sent)[: len(names)] == names
+
+
+def aborted(sent: list[bytes]) -> list[bytes]:
+    """The rooms of all ``Abort`` frames, in order."""
+    return [frame.room for frame in map(Codec().decode, sent) if isinstance(frame, Abort)]
+
+
+def test_a_refused_life_that_has_moved_is_known_at_its_last_address() -> None:
+    """Whatever becomes of the address where it was before."""
+    known, one, two, error = Refusals(), Epoch(b"1" * 16), Epoch(b"2" * 16), TransportError("no")
+
+    def life(epoch: Epoch, address: str) -> RefusedLife:
+        return RefusedLife(epoch, address, "", {}, error)
+
+    known.add(life(one, "here"))
+    known.add(life(one, "there"))
+    known.add(life(two, "here"))
+    assert known.get(one) == life(one, "there")
+    known.add(life(one, "here"))
+    known.discard("there")
+    assert known.get(one) == life(one, "here")
+    known.discard("here")
+    assert (known.get(one), known.get(two)) == (None, None)
+    known.add(life(one, "there"))
+    known.add(life(one, "here"))
+    others = [life(Epoch(n.to_bytes(16, "big")), str(n)) for n in range(MAX_REFUSED - 1)]
+    assert [left for other in others if (left := known.add(other))] == ["there"]
+    assert known.get(one) == life(one, "here")
 
 
 def noting(sent: list[bytes], send: Callable[[str, bytes], bool], address: str, frame: bytes) -> bool:

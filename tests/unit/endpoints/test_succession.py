@@ -18,6 +18,7 @@ from disagg_kv.protocol import frames as f
 from disagg_kv.rendezvous import Source, StaticRendezvous
 from disagg_kv.transports.process import Ending, Process
 from tests.support.rig import Decodes, Prefills, Rig, tp_shards
+from tests.support.rig_parts import Later
 
 SPEC = CacheSpec.kv(2, 12, 8, "float16")
 OPTIONS = Options(silence_s=10.0, total_s=1000.0)
@@ -162,6 +163,21 @@ def test_who_is_no_rank_of_the_instance_must_not_name_another_life() -> None:
     decode.channel.send(prefill.channel.address, Codec().encode(f.Superseded(src=you, dst=me, address="x")))
     rig.wait(0.5)
     assert prefill.observer.counters["frames.refused"] == 1
+
+
+def test_a_prefill_rank_that_is_being_connected_may_say_that_it_was_followed() -> None:
+    """Decode knows who it is, and looks its instance up again."""
+    rig, later = Rig(SPEC, options=OPTIONS), Later()
+    (prefill,), (decode,) = rig.prefill(tp_shards(SPEC, 1)), rig.decode(tp_shards(SPEC, 1))
+    loop = decode.endpoint.driver.loop
+    loop.connections._background = later
+    decode.endpoint.open(RoomId(b"room"), Source("P"))
+    rig.until(lambda: bool(later.jobs), "the connection")
+    me, you = prefill.endpoint.driver.loop.me.epoch, loop.me.epoch
+    prefill.channel.send(decode.channel.address, Codec().encode(f.Superseded(src=me, dst=you, address="x")))
+    decode.endpoint.driver.step(0.0)
+    assert decode.observer.counters["frames.refused"] == 0
+    assert loop.directory.known(Source("P")) is None
 
 
 def test_what_a_store_holds_instead_of_an_address_keeps_nobody_from_starting() -> None:

@@ -36,6 +36,9 @@ CONNECT_S = 10.0
 OVERDUE_S = 2 * CONNECT_S
 """An attempt that has not returned by then has failed; what it reaches later is disconnected."""
 
+MAP_S = 120.0
+"""The same for mapping a peer's pool after that. It includes compiling kernels, one peer after the other."""
+
 EARLY_BYTES, FRAME_BYTES = 16 << 20, 1024
 """Bytes of frames that wait until their peers are linked, and what each of them counts beside its own bytes. Those
 beyond it are dropped: their sender repeats what matters."""
@@ -48,7 +51,7 @@ class _Link:
     Args:
         up: as the peer introduced itself.
         peer: the transport's name of it.
-        until: when an attempt that has not returned is overdue.
+        until, late: when an attempt that has not returned is overdue, and what to say then.
         linked: the attempt has succeeded.
         mapping: of the peer's pool.
         wanted: the result of the attempt is awaited.
@@ -59,6 +62,7 @@ class _Link:
     up: Up
     peer: Peer
     until: float
+    late: str = f"its connect has not returned for {OVERDUE_S:g} s"
     linked: bool = False
     mapping: Mapping = UNMAPPED
     wanted: bool = True
@@ -176,6 +180,7 @@ class Connections:
         try:
             self._transport.connect(link.up.hello.descriptor, CONNECT_S)
             if self._map_pool is not None:
+                link.until, link.late = self._clock() + MAP_S, f"its pool has not been mapped for {MAP_S:g} s"
                 link.mapping = self._map_pool(link.peer, link.up.hello)
             error = None
         except Exception as exc:
@@ -211,8 +216,7 @@ class Connections:
         waiting = [link for link in self._links.values() if not link.linked and link.error is None]
         for link in waiting:
             if now >= link.until:
-                late = f"{link.name}: its connect has not returned for {OVERDUE_S:g} s"
-                link.error = TransportError(late, **link.up.hello.who)
+                link.error = TransportError(f"{link.name}: {link.late}", **link.up.hello.who)
                 if link.wanted:
                     out.append(ConnectResult(link.up, link.error, self._take(link)))
                 link.wanted = False

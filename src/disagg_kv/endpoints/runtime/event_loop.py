@@ -117,7 +117,7 @@ class EventLoop:
         self._sleep = sleep
         self.idle = IdlePolicy(me.transport.caps, options, self.now)
         self._napped = False
-        self.pauses = Pauses(options.missed * options.heartbeat_s, options.silence_s)
+        self.pauses = Pauses(options.missed * options.heartbeat_s, options.silence_s, self.peers.ended)
         name = f"disagg_kv {me.instance}/{me.rank}"
         self.home = Home(f"the endpoint {name!r}")
         helpers = background(f"{name} links", LINKS)
@@ -138,6 +138,7 @@ class EventLoop:
         rendezvous.publish(me.instance, me.rank, len(me.shards), me.address)
         if before is not None:
             self.post(partial(self.dial, before), wake=False)
+        self.now = clock()  # a store that was slow to publish is no pause of this thread
 
     # From any thread.
 

@@ -6,9 +6,13 @@ the peer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
-from ...errors import AbortedError, DeadlineError, DisaggKVError, PeerLostError
+from ...errors import AbortedError, DeadlineError, DisaggKVError, InstanceClosedError, PeerLostError
+
+SHARE = 0.1
+"""The least part of a room's time that a pause takes if it explains that the room's deadline has passed."""
 
 
 class Pauses:
@@ -17,11 +21,13 @@ class Pauses:
     Args:
         least_s: what is shorter is none.
         blamed_s: seconds after it in which it explains errors.
+        ended: whether the process of a life is known to have ended. No pause explains that.
     """
 
-    def __init__(self, least_s: float, blamed_s: float) -> None:
+    def __init__(self, least_s: float, blamed_s: float, ended: Callable[[bytes], bool]) -> None:
         self.least_s = least_s
         self._blamed_s = blamed_s
+        self._ended = ended
         self._last = self._until = -inf
         self._seconds = 0.0
 
@@ -42,10 +48,17 @@ class Pauses:
         """The error of a room that was opened at a time; it begins with the pause if that may be the reason."""
         if error is None or opened > self._until or now - self._until > self._blamed_s:
             return error
-        theirs = isinstance(error, AbortedError) and error.epoch is not None
-        if theirs or isinstance(error, PeerLostError | DeadlineError):
-            return error.about(self._words())
-        return error
+        match error:
+            case AbortedError():
+                blamed = error.epoch is not None
+            case PeerLostError():
+                proved = error.epoch is not None and self._ended(error.epoch)
+                blamed = not proved and not isinstance(error, InstanceClosedError)
+            case DeadlineError():
+                blamed = self._seconds >= SHARE * (now - opened)
+            case _:
+                blamed = False
+        return error.about(self._words()) if blamed else error
 
     def _words(self) -> str:
         return f"this process did not run for {self._seconds:.1f} s"

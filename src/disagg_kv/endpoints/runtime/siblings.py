@@ -105,10 +105,10 @@ class Siblings:
         room; open rooms stay with it.
         """
         if frame.src not in self._ranks:
-            remote = self._loop.remotes.get(Epoch(frame.src))
-            if remote is None or self._loop.me.role == "prefill":
+            peer = self._loop.peers.known(Epoch(frame.src))
+            if peer is None or self._loop.me.role == "prefill":
                 raise RemoteProtocolError(f"{type(frame).__name__} from no rank of our own instance")
-            self._loop.directory.forget(remote.hello.instance)
+            self._loop.directory.forget(peer.hello.instance)
             return
         if frame.address != self._loop.me.address:
             self._succession.named(frame.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from ... import arguments
@@ -10,6 +11,9 @@ from ...kernels import Kernels, SupportsWarmUp, kernels_for
 from ...memory import Buffer, MappedPool, MemoryPool, new_buffer
 from ...staging import ALIGNMENT, StagingAllocator
 from ...transports import SupportsAllocate, Transport
+
+_COMPILING = threading.Lock()
+"""Threads that connect peers at once need the same kernels: one compiles them, and the others find them."""
 
 
 def new_staging(transport: Transport, nbytes: int, device: str) -> Buffer:
@@ -47,7 +51,8 @@ def ready_kernels(pool: MemoryPool, kernels: Kernels | None) -> Kernels:
 def warm_copies(kernels: Kernels, pool: MemoryPool, mapped: MappedPool) -> None:
     """Compile copies from a pool into a mapped one, where kernels are compiled."""
     if isinstance(kernels, SupportsWarmUp):
-        kernels.warm_copy(pool, mapped)
+        with _COMPILING:
+            kernels.warm_copy(pool, mapped)
 
 
 def staging_slots(slots: int, slot_bytes: int) -> int:
