@@ -7,7 +7,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,35 @@ from typing import Any
 import requests
 
 START_S = 30.0
+
+ASK = """
+import http.client, sys, time
+while True:
+    try:
+        connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=1.0)
+        connection.request("GET", sys.argv[3])
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        if answer.status == 200:
+            break
+    except OSError:
+        pass
+    time.sleep(0.02)
+print(text, end="")
+"""
+"""Asks a server for a page until it answers."""
+
+
+def ask(launch: Sequence[str], address: str, path: str) -> str:
+    """A page of a server in another network.
+
+    Args:
+        launch: words before a command that runs there.
+        address: of the server, ``HOST:PORT``.
+        path: of the page.
+    """
+    command = [*launch, sys.executable, "-I", "-S", "-c", ASK, *address.split(":"), path]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=START_S).stdout
 
 
 def free_port() -> int:
@@ -31,12 +62,24 @@ class EtcdServer:
         folder: for its data and log.
         more: further options of the command line.
         scheme: ``http`` or ``https``.
+        port: where it listens; None: a free one.
+        address: of its host.
+        launch: words before its command, for a server in another network; such a one is only started and killed.
     """
 
-    def __init__(self, folder: Path, *more: str, scheme: str = "http", port: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *more: str,
+        scheme: str = "http",
+        port: int | None = None,
+        address: str = "127.0.0.1",
+        launch: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
-        self.url = f"{scheme}://127.0.0.1:{port or free_port()}"
+        self.url = f"{scheme}://{address}:{port or free_port()}"
         self.more = more
+        self.launch = launch
         self.session = requests.Session()
         self.session.trust_env = False
         self.process: subprocess.Popen[bytes] | None = None
@@ -46,7 +89,8 @@ class EtcdServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         listen = ("--listen-client-urls", self.url, "--advertise-client-urls", self.url)
         peers = () if "--listen-peer-urls" in self.more else ("--listen-peer-urls", "http://127.0.0.1:0")
-        command = ["etcd", "--data-dir", str(self.folder / "data"), "--unsafe-no-fsync", *listen, *peers, *self.more]
+        data = ("--data-dir", str(self.folder / "data"), "--unsafe-no-fsync")
+        command = [*self.launch, "etcd", *data, *listen, *peers, *self.more]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         return self
@@ -59,6 +103,9 @@ class EtcdServer:
 
     def wait(self) -> None:
         """Until it serves."""
+        if self.launch:
+            ask(self.launch, self.url.partition("//")[2], "/health")
+            return
         until = time.monotonic() + START_S
         while True:
             with suppress(requests.RequestException):

@@ -16,6 +16,7 @@ import pytest
 from disagg_kv import errors
 from disagg_kv.cli.main import COMMANDS, build, run
 from disagg_kv.endpoints import Report
+from disagg_kv.observe.metrics import METRICS
 from disagg_kv.protocol import AnyFrame, Options
 from disagg_kv.strategies import registry as strategies
 from disagg_kv.transports import registry as transports
@@ -134,17 +135,36 @@ def test_the_page_of_the_command_line_has_every_command() -> None:
 
 
 ERROR_ROWS = re.compile(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \|", re.MULTILINE)
+OPERATOR_ROWS = re.compile(r"^\| `(\w+Error)` \| `(\w+)` \| .+\? \| .+ \|$", re.MULTILINE)
+
+
+def raised_errors() -> tuple[list[type[errors.DisaggKVError]], list[type[errors.DisaggKVError]]]:
+    """Every class, and those that are raised and are not only a base of others."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src/disagg_kv").rglob("*.py"))
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    return kinds, [kind for kind in kinds if re.search(rf"(?<!class )\b{kind.__name__}\(", source)]
 
 
 def test_the_page_of_errors_has_each_code_once() -> None:
     """A class that is never raised, only a base of others, has no row."""
-    source = "\n".join(path.read_text() for path in (ROOT / "src/disagg_kv").rglob("*.py"))
-    kinds = [getattr(errors, name) for name in errors.__all__]
-    raised = [kind for kind in kinds if re.search(rf"(?<!class )\b{kind.__name__}\(", source)]
+    kinds, raised = raised_errors()
     retry = {True: "yes", False: "no", None: "depends"}
     rows = [(kind.code, kind.__name__, retry[kind.retryable]) for kind in raised]
     assert sorted(ERROR_ROWS.findall(words("docs/errors.md"))) == sorted(rows)
     assert [kind.__name__ for kind in kinds if kind not in raised] == ["ProtocolError"]
+
+
+def test_operators_find_every_error_once() -> None:
+    """With a question and an action."""
+    rows = [(kind.__name__, kind.code) for kind in raised_errors()[1]]
+    assert sorted(OPERATOR_ROWS.findall(words("docs/deploying.md"))) == sorted(rows)
+
+
+def test_the_page_for_operators_names_metrics_that_there_are() -> None:
+    known = {metric.shown for metric in METRICS}
+    named = set(re.findall(r"disagg_kv_[a-z_]+", words("docs/deploying.md"))) - {"disagg_kv_"}
+    assert len(named) >= 7
+    assert named - known == set()
 
 
 LOG_ROW = re.compile(r"^\| `([\w.]+)` \| (\w+) \| `([^`]+)` \|", re.MULTILINE)
