@@ -74,12 +74,24 @@ class Field:
 
     def begin(self) -> bytes:
         """A whole request on its way."""
+        room = self._ready()
+        for node in self.prefill:
+            node.ask("send", room, 0, TOKENS, True)
+        return room
+
+    def sending(self) -> bytes:
+        """A whole request; prefill is told to hand over its rows, and is not waited for."""
+        room = self._ready()
+        for node in self.prefill:
+            node.tell(lambda answer: None, "send", room, 0, TOKENS, True)
+        return room
+
+    def _ready(self) -> bytes:
         room = f"room {next(self._numbers)}".encode()
         for node in self.decode:
             node.ask("expect", room, "P", TOKENS)
         for node in self.prefill:
             node.ask("begin", room, TOKENS)
-            node.ask("send", room, 0, TOKENS, True)
         return room
 
     def whole(self) -> bool:
@@ -148,8 +160,9 @@ def killed(field: Field, side: str, usual_s: float) -> None:
     """One rank is killed while a request moves, and comes back under its address."""
     nodes = field.prefill if side == "prefill" else field.decode
     victim = field.draw.choice(nodes)
-    room = field.begin()
-    time.sleep(field.draw.uniform(0.0, usual_s))
+    room = field.sending()
+    # Many transfers take a small part of what a request takes: as many kills fall into each order of magnitude.
+    time.sleep(usual_s * 10 ** field.draw.uniform(-3.0, 0.0))
     others = [node for node in field.nodes if node is not victim]
     victim.kill()
     began = time.monotonic()
