@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.engine_tables import sglang, vllm
 from benchmarks.fleet_tables import fleet
+from benchmarks.mapped_tables import gpu_mapped, gpu_proof
 from benchmarks.tables import Found, table
 
 ROOT = Path(__file__).parents[1]
@@ -350,32 +351,6 @@ def gpu_transfer(found: Found) -> str:
     return "\n\n".join(["\n".join(lines), table([head, *rows])]) + high
 
 
-def gpu_mapped(found: Found) -> str:
-    """Copies into mapped pages beside staging, and both beside plain copies of the same bytes."""
-    cases: dict[tuple[str, int], dict[str, Found]] = {}
-    for case in found["cases"]:
-        cases.setdefault((case["tp"], case["bytes"]), {})[case["strategy"]] = case
-    head = ["us, median", "plain copy", "mapped", "staged", "staged / mapped", "share, mapped", "share, staged"]
-
-    def rows() -> Iterator[list[str]]:
-        for (tp, nbytes), of in cases.items():
-            mapped, staged = of["mapped"], of["staged"]
-            yield [
-                f"TP {tp}, {nbytes >> 20:,} MiB",
-                f"{mapped['copies_us']:,.0f}",
-                f"{mapped['placed_us']:,.0f}",
-                f"{staged['placed_us']:,.0f}",
-                f"{staged['placed_us'] / mapped['placed_us']:.2f}",
-                f"{mapped['share']:.1%}",
-                f"{staged['share']:.1%}",
-            ]
-
-    pages, repeats = found["pages"], found["settings"]["repeats"]
-    said = f"Pages of {pages[0]} into pages of {pages[1]} tokens, {repeats} repeats; {len(found['gpus'])} GPU. "
-    said += f"Rows are final {found['queued_ms']:g} ms after they are submitted."
-    return f"{said}\n\n{table([head, *rows()])}"
-
-
 def _near(cases: Sequence[Found]) -> Iterator[str]:
     """Staged transfers of each size a pair of ranks that has a limit, against it."""
     for mib, limit in ((256, 0.70), (1024, 0.85)):
@@ -548,6 +523,7 @@ VIEWS: Mapping[str, Callable[[Found], str]] = {
     "h200_transfer_two.json": gpu_transfer,
     "h200_transfer.json, two paths": gpu_paths,
     "h100_mapped.json": gpu_mapped,
+    "h100_mapped_proof.json": gpu_proof,
     "h200_peer.json": gpu_peer,
     "h200_pipeline.json": gpu_pipeline,
     "h200_pipeline_quiet.json": gpu_pipeline,

@@ -1,0 +1,62 @@
+"""The tables of mapped memory between processes on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.tables import Found, table
+
+
+def gpu_mapped(found: Found) -> str:
+    """Copies into mapped pages beside staging, and both beside plain copies of the same bytes."""
+    cases: dict[tuple[str, int], dict[str, Found]] = {}
+    for case in found["cases"]:
+        cases.setdefault((case["tp"], case["bytes"]), {})[case["strategy"]] = case
+    head = ["us, median", "plain copy", "mapped", "staged", "staged / mapped", "share, mapped", "share, staged"]
+
+    def rows() -> Iterator[list[str]]:
+        for (tp, nbytes), of in cases.items():
+            mapped, staged = of["mapped"], of["staged"]
+            yield [
+                f"TP {tp}, {nbytes >> 20:,} MiB",
+                f"{mapped['copies_us']:,.0f}",
+                f"{mapped['placed_us']:,.0f}",
+                f"{staged['placed_us']:,.0f}",
+                f"{staged['placed_us'] / mapped['placed_us']:.2f}",
+                f"{mapped['share']:.1%}",
+                f"{staged['share']:.1%}",
+            ]
+
+    pages, repeats = found["pages"], found["settings"]["repeats"]
+    said = f"Pages of {pages[0]} into pages of {pages[1]} tokens, {repeats} repeats; {len(found['gpus'])} GPU. "
+    said += f"Rows are final {found['queued_ms']:g} ms after they are submitted."
+    return f"{said}\n\n{table([head, *rows()])}"
+
+
+def gpu_proof(found: Found) -> str:
+    """What was shown of correctness: tokens of a model, processes that were killed, the last write of one."""
+    demos, kills, late = found["demos"], found["kills"], found["last_write"]
+    head = ["`" + found["transport"] + "`", "TP", "requests", "KiB", "tokens", "wrong bytes"]
+    rows = (
+        [
+            f"`{row['strategy']}`",
+            row["tp"],
+            str(row["requests"]),
+            f"{row['kv_bytes'] >> 10:,}",
+            "equal" if row["tokens_equal"] else "differ",
+            str(row["wrong_bytes"]),
+        ]
+        for row in demos["rows"]
+    )
+    rooms, most = kills["rooms_of_survivors"], late["last_write_ms"]["most"]
+    said = (
+        f"`{kills['command']}` killed {kills['writers']} writers and {kills['owners']} owners of memory, "
+        f"{kills['pairs_at_once']} pairs of instances at once. Of the others' rooms {rooms['DONE']} succeeded and "
+        f"{rooms['FAILED']} failed. Wrong bytes in what succeeded, and in free pages: {kills['wrong_bytes']}."
+    )
+    seen = f"The last write was seen {most:g} ms after the exit." if most else "No write was seen after the exit."
+    last = (
+        f"`{late['command']}`: {late['kills']} writers were killed with {late['kernels_ahead']} or more kernels of "
+        f"{late['bytes'] >> 20} MiB launched. {seen}"
+    )
+    return f"{table([head, *rows])}\n\n{said}\n\n{last}"
