@@ -327,7 +327,9 @@ class CudaIpcTransport:
         if remote.lost or remote.watch.ended(at_once=True):
             raise PeerLostError(f"cuda_ipc: the process of peer {peer.hex()} has ended")
         with remote.mapping:
-            (named,) = (one for one in remote.regions if one.id == region)
+            named = next((one for one in remote.regions if one.id == region), None)
+            if named is None:  # another thread has taken a later descriptor since
+                raise RegistrationError(f"cuda_ipc: peer {peer.hex()[:8]}'s region {region} is not registered any more")
             addr, opened = self._open(remote, _index(device), named, remote.places[region])
         return Buffer(addr, named.nbytes, device, opened)
 

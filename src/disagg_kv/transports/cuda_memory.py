@@ -68,7 +68,8 @@ def unreachable(cuda: Cuda, gpu: Gpu, device: int) -> str | None:
     if own.uuid == gpu.uuid:
         return None
     if own.partitioned or gpu.partitioned:
-        return f"cuda_ipc: nothing is mapped between the peer's {gpu} and this {own}: MIG does not allow it"
+        what = f"cuda_ipc: nothing is mapped between the peer's {gpu} and this {own}"
+        return f"{what}: MIG allows it only inside one GPU instance, and nothing here shows that they are of one"
     there = [number for number, one in enumerate(gpus) if one.uuid == gpu.uuid]
     if there and not cuda.reaches(device, there[0]):
         return f"cuda_ipc: the peer's {gpu} and this {own} have no peer access (cuDeviceCanAccessPeer)"

@@ -17,8 +17,8 @@ from ..ids import Peer, RegionId
 
 T = TypeVar("T")
 
-VERSION = 2
-"""Version of the encoding; a descriptor of another one is refused."""
+VERSION = 3
+"""Version of the encoding, also of what transports put into a ``blob``; a descriptor of another one is refused."""
 
 _MAGIC = b"disagg_kv.transport"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -156,6 +158,25 @@ def test_a_withdrawal_waits_for_the_copy() -> None:
     rig.until(gone.query, "the end of the reads")
     request.send(9).finish().landed()
     rig.quiet()
+
+
+@pytest.mark.parametrize("state", ["runs", "failed", "ended"])
+def test_what_a_copy_uses_stays_mapped_when_its_endpoint_is_gone(state: str) -> None:
+    """Until the copy is known to have ended: the device may still read and write there."""
+    rig, kernels, request = scene()
+    request.send(9).finish()
+    copy = launched(rig, kernels)
+    mapped = weakref.ref(copy.moves[0].target.pool)
+    if state == "failed":
+        copy.error = OSError("the driver is confused")
+        rig.turn()
+    elif state == "ended":
+        copy.run()
+        request.landed()
+    rig.close()
+    del rig, kernels, request, copy
+    gc.collect()
+    assert (mapped() is None) == (state == "ended")
 
 
 def test_a_destination_s_end_proves_nothing_about_our_copy() -> None:

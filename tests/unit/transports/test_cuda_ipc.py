@@ -7,6 +7,8 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -344,7 +346,7 @@ def test_what_cannot_be_mapped_is_refused_by_name(pair: Pair, cuda: FakeCuda) ->
 
     for seen in ([evolve(OTHER, partitioned=True)], [evolve(ONE, uuid=b"an-instance-of-1", partitioned=True)]):
         cuda.seen = list(seen)
-        assert "MIG does not allow it" in reason()
+        assert "MIG allows it only inside one GPU instance" in reason()
     cuda.seen = [evolve(ONE, partitioned=True)]
     assert transport.unmappable(pair.peer, [pair.remote], "cuda:0") is None, "one instance"
     assert "no GPU 7, only 1" in reason("cuda:7")
@@ -366,6 +368,22 @@ def test_memory_is_opened_for_the_device_that_runs_the_kernel(pair: Pair, cuda: 
     kept = [transport.map(pair.peer, pair.remote, device) for device in ("cuda:0", "cuda:1")]
     assert [one.device for one in kept] == ["cuda:0", "cuda:1"]
     assert cuda.opened_by == [0, 1]
+
+
+def test_a_region_that_goes_while_it_is_mapped_is_refused_by_name(pair: Pair) -> None:
+    """Another thread has connected the peer with a later descriptor, just before."""
+    transport = pair.source.transport
+    assert isinstance(transport, CudaIpcTransport)
+    (remote,) = transport._peers.all.values()
+
+    class Late(ExitStack):
+        def __enter__(self) -> Self:
+            remote.regions, remote.places = (), {}
+            return super().__enter__()
+
+    remote.mapping = Late()  # type: ignore[assignment]
+    with pytest.raises(RegistrationError, match=f"region {pair.remote} is not registered any more"):
+        transport.map(pair.peer, pair.remote, "cuda:0")
 
 
 def test_a_mapping_stays_open_while_a_buffer_of_it_lives_and_is_closed_then(pair: Pair, cuda: FakeCuda) -> None:

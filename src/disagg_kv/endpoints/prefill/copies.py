@@ -6,6 +6,9 @@ end of a peer's process proves nothing about it.
 
 An event that raises fails the rooms, but proves nothing either. The copy is asked again in each step of the loop, and
 is quiet once its event has happened.
+
+Such a copy may outlive its endpoint. What it reads and writes stays mapped until its event has happened, or the process
+ends.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from attrs import define
 from ...kernels import Kernels, PageMove
 from ...memory import Event
 from .writes import Post, PostedWrites
+
+_RUNNING: dict[Copying, None] = {}
+"""Launches of all endpoints of this process, closed ones too, whose events are not known to have happened."""
 
 
 @define(eq=False)
@@ -71,6 +77,7 @@ class PageCopies:
         for post in posts:
             post.copying = True
         self.running.append(Copying(event, moves, posts, after))
+        _RUNNING[self.running[-1]] = None
 
     def look(self) -> None:
         """Take in the copies that have ended since the last look."""
@@ -87,8 +94,7 @@ class PageCopies:
                 self._end(one.posts, exc)
                 continue
             self.running.remove(one)
-            for post in one.posts:
-                post.copying = False
+            self._ended(one)
             self._end(one.posts, None)
 
     def look_at_failed(self) -> None:
@@ -100,9 +106,14 @@ class PageCopies:
             except Exception:
                 continue  # Its rooms have failed with the first such error; their pages stay held.
             self.failed.remove(one)
+            self._ended(one)
             for post in one.posts:
-                post.copying = False
                 self._writes.quiet(post)
+
+    def _ended(self, one: Copying) -> None:
+        del _RUNNING[one]
+        for post in one.posts:
+            post.copying = False
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless exactly the posts of copies that may still run count as such."""
