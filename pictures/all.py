@@ -8,6 +8,7 @@ from pathlib import Path
 from .architecture import architecture
 from .boxes import boxes
 from .drawing import Picture
+from .paths import paths
 from .prefix import prefix
 from .request import request
 from .ring import ring
@@ -17,6 +18,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PICTURES: Mapping[str, Callable[[], Picture]] = {
     "architecture": architecture,
     "boxes": boxes,
+    "paths": paths,
     "prefix": prefix,
     "request": request,
     "ring": ring,
