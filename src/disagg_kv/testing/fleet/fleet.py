@@ -20,6 +20,7 @@ from ...geometry import PageTable
 from ...ids import Epoch, Peer, RoomId
 from ...protocol import Phase
 from ...rendezvous import Source
+from ...trace import Observer, Silent
 from .parts import KV, PAGE_ROWS, Host, Wires
 from .plan import FleetFault, FleetPlan, FleetResult
 from .rank import FleetRank, Meter
@@ -81,10 +82,16 @@ class _Counted:
 
 
 class Fleet:
-    """Satisfies :class:`.parts.World`."""
+    """Satisfies :class:`.parts.World`.
 
-    def __init__(self, plan: FleetPlan) -> None:
+    Args:
+        plan: what is simulated.
+        observe: makes the observer of a rank's endpoint, by role and number; called again when the rank restarts.
+    """
+
+    def __init__(self, plan: FleetPlan, observe: Callable[[str, int], Observer] = lambda *_: Silent()) -> None:
         self.plan = plan
+        self._observe = observe
         self.now = 0.0
         self.events = 0
         self._random = random.Random(plan.seed)
@@ -135,7 +142,10 @@ class Fleet:
             return
         self._lives[name] += 1
         life, on_change = self._lives[name], self._on_change
-        rank = FleetRank(self, self.wires, self.store, self._hosts, role, number, life, self.meter, on_change)
+        rank = FleetRank(
+            self, self.wires, self.store, self._hosts, role, number, life, self.meter, on_change,
+            self._observe(role, number),
+        )  # fmt: skip
         self._addresses[rank.epoch] = rank.address
         ranks = self._ranks[role]
         if self._lives[name] == 1:
@@ -306,6 +316,11 @@ class Fleet:
     def unfinished(self) -> int:
         """Handles of requests that never ended."""
         return len(self._requests)
+
+    @property
+    def ranks(self) -> list[FleetRank]:
+        """Those that live."""
+        return [rank for ranks in self._ranks.values() for rank in ranks if rank.alive]
 
     @property
     def peers(self) -> int:

@@ -11,6 +11,7 @@ from ...endpoints import DecodeEndpoint, Delivery, Environment, Incarnation, Pre
 from ...endpoints.runtime.background import Background
 from ...errors import TransportError
 from ...ids import Epoch, Peer
+from ...trace import Observer
 from ...transports.process import Ending, Process
 from .parts import FleetBackground, FleetChannel, FleetTransport, Host, NullKernels, NullPool, Wires, World
 from .store import FleetRendezvous, FleetStore
@@ -58,6 +59,7 @@ class FleetRank:
         life: 1 for its first process.
         meter: what its processor time is added to.
         on_change: given each handle that ``poll`` returns.
+        observer: what its endpoint gives spans and counts to.
     """
 
     endpoint: PrefillEndpoint | DecodeEndpoint
@@ -73,6 +75,7 @@ class FleetRank:
         life: int,
         meter: Meter,
         on_change: Callable[[Delivery | Reception], None],
+        observer: Observer,
     ) -> None:
         self.world = world
         self.on_change = on_change
@@ -91,9 +94,9 @@ class FleetRank:
         self.epoch = Epoch(name)
         process = Process(number + 1, life, f"host of {self.instance}")
         with self.meter.spending(each=1):
-            self._build(FleetRendezvous(store, self), Incarnation(self.epoch, process, _unseen, born=life))
+            self._build(FleetRendezvous(store, self), Incarnation(self.epoch, process, _unseen, born=life), observer)
 
-    def _build(self, store: FleetRendezvous, life: Incarnation) -> None:
+    def _build(self, store: FleetRendezvous, life: Incarnation, observer: Observer) -> None:
         environment = Environment(
             clock=lambda: self.world.now, sleep=_never, thread=False, life=life, background=self._helpers
         )
@@ -102,11 +105,13 @@ class FleetRank:
             self.endpoint = DecodeEndpoint(
                 pool, transport=self.transport, channel=self.channel, rendezvous=store, instance=self.instance,
                 strategy="staged", ring_bytes=RING_BYTES, kernels=NullKernels(), environment=environment,
+                observer=observer,
             )  # fmt: skip
         else:
             self.endpoint = PrefillEndpoint(
                 pool, transport=self.transport, channel=self.channel, rendezvous=store, instance=self.instance,
                 strategy="staged", slot_bytes=SLOT_BYTES, slots=SLOTS, kernels=NullKernels(), environment=environment,
+                observer=observer,
             )  # fmt: skip
         self._view = self.endpoint.inspect()
 
