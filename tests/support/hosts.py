@@ -153,6 +153,15 @@ def _names() -> Sequence[str]:
     return [line.split()[0] for line in _ip("netns", "list").splitlines()]
 
 
+def apart(clock_s: int = 0) -> Sequence[str]:
+    """Words that begin a command with process ids of its own, and clocks that are so many seconds ahead.
+
+    Whatever it has started ends with it.
+    """
+    ahead = ("--time", "--monotonic", str(clock_s), "--boottime", str(clock_s))
+    return ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *(ahead if clock_s else ()))
+
+
 def _sweep() -> None:
     """Delete what a killed process left: not even the kernel does that for it."""
     for name in _names():
@@ -360,12 +369,10 @@ class Node:
         self._pipe = Connection(ours.detach())
         fd = theirs.fileno()
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({fd})"]
-        ahead = ["--time", "--monotonic", str(setup.clock_s), "--boottime", str(setup.clock_s)]
-        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *(ahead if setup.clock_s else ())]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with theirs:
             self._process = subprocess.Popen(
-                [*setup.host.launch, *apart, *command],
+                [*setup.host.launch, *apart(setup.clock_s), *command],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **UCX, "PYTHONPATH": path},
                 pass_fds=[fd],

@@ -7,6 +7,7 @@ thread may call, and writes without waiting. So a client that stalls delays neit
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -76,14 +77,8 @@ class StatusSocket:
         self._home = Home("a status socket")
         check_folder(place, make=True)
         _sweep(place)
-        self._path = place / f"{os.getpid()}-{next(_numbers)}{SUFFIX}"
-        if len(os.fsencode(self._path)) > LONGEST:
-            raise ConfigurationError(
-                f"folder: {str(self._path)!r} is longer than {LONGEST} bytes, the most for sockets"
-            )
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._listener.bind(os.fspath(self._path))
-        self._path.chmod(0o600)
+        self._path = _bind(self._listener, place)
         self._listener.listen(128)
         self._wake, self._woken = socket.socketpair()
         self._document = (b"", -FRESH_S)
@@ -268,6 +263,24 @@ def _user_of(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", credentials)[1]
     return user
+
+
+def _bind(listener: socket.socket, folder: Path) -> Path:
+    """Take a name in a folder. Containers that share it may have processes of equal numbers, so names may be taken."""
+    while True:
+        path = folder / f"{os.getpid()}-{next(_numbers)}{SUFFIX}"
+        if len(os.fsencode(path)) > LONGEST:
+            listener.close()
+            raise ConfigurationError(f"folder: {str(path)!r} is longer than {LONGEST} bytes, the most for sockets")
+        try:
+            listener.bind(os.fspath(path))
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                listener.close()
+                raise
+        else:
+            path.chmod(0o600)
+            return path
 
 
 def _sweep(folder: Path) -> None:
