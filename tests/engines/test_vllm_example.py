@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -47,11 +48,18 @@ def send(port: int, body: dict[str, Any]) -> tuple[int, Any]:
         return answer.status, json.loads(text) if text.startswith("{") else text
 
 
+@pytest.fixture
+def metrics_port() -> int:
+    """Where the decode instance shows its metrics."""
+    return free_ports(1)[0]
+
+
 @pytest.fixture(params=["", "1"], ids=["one after the other", "together"])
-def post(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Post]:
+def post(request: pytest.FixtureRequest, model: Path, tmp_path: Path, metrics_port: int) -> Iterator[Post]:
     """The launch script, as a user starts it. ``together``: decode is asked while prefill computes."""
     port, prefill, decode = free_ports(3)
     ports = {"PORT": port, "PREFILL_PORT": prefill, "DECODE_PORT": decode, "TOGETHER": request.param, "VLLM": SERVER}
+    ports["DECODE_METRICS"] = f"127.0.0.1:{metrics_port}"
     env = {**os.environ, **ENVIRONMENT, **{name: str(value) for name, value in ports.items()}}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     options = ["--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
@@ -79,8 +87,13 @@ def post(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterato
         log.close()
 
 
-def test_a_completion_over_http(post: Post, tokens_of: Callable[[list[int], int], list[int]]) -> None:
-    """Also streamed, with several choices, and with parameters of a client, which the router replaces."""
+def test_a_completion_over_http(
+    post: Post, tokens_of: Callable[[list[int], int], list[int]], metrics_port: int
+) -> None:
+    """Also streamed, with several choices, and with parameters of a client, which the router replaces.
+
+    Decode's own port shows the rooms that Prometheus gets.
+    """
     common = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
     for number in range(3):
         prompt = [3 + (7 * number + 5 * one) % 500 for one in range(100 + 10 * number)]
@@ -95,3 +108,7 @@ def test_a_completion_over_http(post: Post, tokens_of: Callable[[list[int], int]
     assert status == 200
     parts = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
     assert [token for part in parts for token in part["token_ids"] or ()] == tokens_of(prompt, COUNT)
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60) as shown:
+        metrics = shown.read().decode()
+    ended = re.findall(r'^disagg_kv_rooms_ended_total{.*outcome="done".*side="decode"} (\S+)$', metrics, re.MULTILINE)
+    assert sum(map(float, ended)) >= 3

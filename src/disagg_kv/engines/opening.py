@@ -27,6 +27,7 @@ from ..protocol import Options
 from ..rendezvous import Rendezvous, RequestRendezvous, StoreRendezvous
 from ..transports import default_transport, transport
 from .options import EngineOptions
+from .shown import Shown, Side
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class Opened:
         addresses: of all prefill ranks, in order; empty: the rendezvous knows them.
         on_cpu: the cache is in CPU memory.
         scratch: a directory of socket files that :meth:`close` removes; None: the user's own.
+        shown: what shows the endpoints to an operator.
     """
 
     sender: PrefillEndpoint | None
@@ -55,12 +57,14 @@ class Opened:
     addresses: tuple[str, ...]
     on_cpu: bool
     scratch: Path | None
+    shown: Shown
 
     def close(self) -> None:
-        """End both endpoints."""
+        """End both endpoints, and what shows them."""
         for endpoint in (self.sender, self.receiver):
             if endpoint is not None:
                 endpoint.close()
+        self.shown.close()
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -134,24 +138,27 @@ def _open(
     common = {"rank": rank, "shards": shards, "rendezvous": meeting, "verify": options.verify, "strategy": strategy}
     common["options"] = Options(silence_s=options.silence_s, claim_s=options.claim_s, total_s=options.total_s)
     own, sender, receiver = ["", ""], None, None
+    shown = Shown(options.metrics, options.status_socket, rank)
+    undo.callback(shown.close)
 
-    def connections(role: str) -> dict[str, Any]:
+    def connections(role: Side, name: str) -> dict[str, Any]:
         carrier = transport(options.transport or default_transport(device))
         channel = _channel(options, scratch, f"{role}{rank}")
         own[role == "decode"] = channel.address
-        return {"transport": carrier, "channel": channel, **common}
+        observer = shown.observer(role, name)
+        return {"transport": carrier, "channel": channel, "instance": name, "observer": observer, **common}
 
     with _other_cores():
         if produces:
             slot = None if staging is None else max(1 << 12, staging // SLOTS)
-            sender = PrefillEndpoint(pool, instance=instance, slot_bytes=slot, slots=SLOTS, **connections("prefill"))
+            sender = PrefillEndpoint(pool, slot_bytes=slot, slots=SLOTS, **connections("prefill", instance))
             undo.callback(sender.close)
+            shown.show("prefill", sender)
         if consumes:
-            receiver = DecodeEndpoint(
-                pool, instance=decode_name(instance), ring_bytes=staging, **connections("decode")
-            )  # fmt: skip
+            receiver = DecodeEndpoint(pool, ring_bytes=staging, **connections("decode", decode_name(instance)))
             undo.callback(receiver.close)
-    return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch)
+            shown.show("decode", receiver)
+    return Opened(sender, receiver, own[0], tuple(own), on_cpu, scratch, shown)
 
 
 def agreed(

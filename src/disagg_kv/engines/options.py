@@ -35,6 +35,10 @@ class EngineOptions:
         claim_s: seconds for which prefill keeps the pages of a request that no decode instance has asked for. A request
             that waits in decode's queue for longer is not loaded.
         total_s: seconds after which a transfer fails.
+        metrics: where Prometheus gets the metrics of the endpoints: ``HOST:PORT`` of rank 0, and the next port for each
+            further rank; "": nowhere.
+        status_socket: ``disagg-kv top`` shows the endpoints; see
+            :class:`~disagg_kv.observe.status_socket.StatusSocket`.
 
     Raises:
         ConfigurationError: a value that cannot be.
@@ -51,12 +55,18 @@ class EngineOptions:
     silence_s: float = 30.0
     claim_s: float = 30.0
     total_s: float = 300.0
+    metrics: str = ""
+    status_socket: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("strategy", "transport", "channel", "listen", "rendezvous", "keys"):
+        for name in ("strategy", "transport", "channel", "listen", "rendezvous", "keys", "metrics"):
             arguments.text(getattr(self, name), name)
         for name in ("silence_s", "claim_s", "total_s"):
             arguments.seconds(getattr(self, name), name)
+        arguments.flag(self.status_socket, "status_socket")
+        host, _, port = self.metrics.rpartition(":")
+        if self.metrics and not (host and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+            raise ConfigurationError(f"metrics {self.metrics!r}: not HOST:PORT")
         strategy(self.strategy)
         check_verify(self.verify)
         if self.channel not in CHANNELS:

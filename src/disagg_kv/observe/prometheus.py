@@ -33,6 +33,7 @@ from .metrics import Metric
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.exposition import start_http_server
     from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.registry import Collector, CollectorRegistry
 except ImportError as exc:
@@ -273,6 +274,38 @@ class PrometheusMetrics(Collector):
             except Exception as exc:
                 log.warning("metrics of %s could not be read: %s", "/".join(observer.labels), text_of(exc))
         yield from found.values()
+
+
+class MetricsServer:
+    """Shows the metrics of the endpoints of a process over HTTP, for engines that show none of them.
+
+    Args:
+        address: ``HOST:PORT``. Port 0 takes a free one. Everything that reaches the port may read the metrics.
+
+    Raises:
+        ConfigurationError: no such address, or the port is not free.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, _, port = arguments.text(address, "address").rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+            raise ConfigurationError(f"address {arguments.shown(address)}: HOST:PORT is needed")
+        registry = CollectorRegistry()
+        self.metrics = PrometheusMetrics(registry)
+        try:
+            self._server, self._thread = start_http_server(int(port), host, registry)
+        except OSError as exc:
+            raise ConfigurationError(f"address {address!r}: metrics cannot be served there: {exc}") from exc
+        self.address = f"{host}:{self._server.server_port}"
+        log.info("metrics are served at http://%s/metrics", self.address)
+
+    def close(self) -> None:
+        """End it. May be repeated."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
 
 
 def _series(metric: Metric, *values: str) -> Series:

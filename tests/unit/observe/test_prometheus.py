@@ -8,6 +8,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -26,11 +27,11 @@ from tests.support.observed import NBYTES, TABLE, TOKENS, endpoints, move, until
 if needs_prometheus.args[0]:
     pytest.skip("prometheus-client is not installed", allow_module_level=True)
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg_kv.observe.metrics import COUNTED, METRICS
-from disagg_kv.observe.prometheus import OTHERS, PrometheusMetrics
+from disagg_kv.observe.prometheus import OTHERS, MetricsServer, PrometheusMetrics
 
 Samples = Mapping[str, float]
 
@@ -331,18 +332,26 @@ def test_the_default_observes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [one._loop.observed for one in (sender, receiver)] == [False, False]
 
 
-def test_a_server_shows_them(registry: CollectorRegistry, metrics: PrometheusMetrics) -> None:
-    """Over HTTP, as Prometheus asks for them."""
-    metrics.observer("decode", "D").count("peers.lost")
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
-            text = answer.read().decode()
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def test_a_server_shows_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Over HTTP, as Prometheus asks for them; the log says where. It ends once."""
+    with caplog.at_level("INFO", "disagg_kv"):
+        server = MetricsServer("127.0.0.1:0")
+    assert f"metrics are served at http://{server.address}/metrics" in caplog.text
+    server.metrics.observer("decode", "D").count("peers.lost")
+    with urllib.request.urlopen(f"http://{server.address}/metrics") as answer:
+        text = answer.read().decode()
     assert 'disagg_kv_lost_peers_total{instance="D",rank="0",side="decode"} 1.0' in text
+    with pytest.raises(ConfigurationError, match=rf"address '{server.address}': metrics cannot be served there"):
+        MetricsServer(server.address)
+    server.close()
+    server.close()
+    MetricsServer(server.address).close()
+
+
+@pytest.mark.parametrize("address", ["", "9100", ":9100", "host:", "host:http", "host:65536", None, 9101])
+def test_an_address_that_is_none_is_refused_by_name(address: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^address"):
+        MetricsServer(address)
 
 
 def test_without_the_package_the_error_has_the_command() -> None:

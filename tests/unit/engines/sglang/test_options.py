@@ -33,6 +33,7 @@ def test_the_defaults_need_no_variable() -> None:
 
 def test_every_option_is_taken() -> None:
     given = {"strategy": "auto+per_chunk", "channel": "zmq", "staging_bytes": 1 << 20, "silence_s": 5}
+    given |= {"metrics": "[::1]:9100", "status_socket": True}
     options = read(given)
     assert {name: getattr(options, name) for name in given} == given
     assert options.names == "staged+per_chunk+incremental"

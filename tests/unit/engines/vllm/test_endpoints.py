@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from disagg_kv.cli.main import run
 from disagg_kv.endpoints import DecodeEndpoint, PrefillEndpoint
 from disagg_kv.engines.opening import CPU_STAGING_BYTES, SLOTS, Opened, decode_name, selecting
+from disagg_kv.engines.shown import Shown
 from disagg_kv.engines.vllm import worker
 from disagg_kv.engines.vllm.endpoints import open_worker
 from disagg_kv.engines.vllm.host import facts
@@ -24,7 +29,9 @@ from disagg_kv.engines.vllm.work import Chunk, Load, StepWork
 from disagg_kv.engines.vllm.worker import Results, WorkerSide
 from disagg_kv.errors import ConfigurationError
 from disagg_kv.ids import GroupId
+from disagg_kv.observe.status import read_status, sockets
 from disagg_kv.rendezvous import Source
+from tests.support.needs import needs_prometheus
 from tests.support.processes import wait
 from tests.support.vllm_like import Model, configs, layer_name
 
@@ -162,6 +169,70 @@ def test_a_store_replaces_addresses_in_requests(opened: Open) -> None:
 def test_a_rendezvous_without_host_or_port_is_refused(opened: Open, where: str) -> None:
     with pytest.raises(ConfigurationError, match="not tcp://HOST:PORT"):
         opened("P", {"rendezvous": where})
+
+
+@needs_prometheus
+@pytest.mark.parametrize("both", [False, True], ids=["decode", "prefill and decode"])
+def test_an_instance_is_shown_to_its_operator(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: bool
+) -> None:
+    """Its metrics over HTTP, its rooms and memory in ``disagg-kv top``; nothing is left once it has ended."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    p = opened("P", {}, consumes=False)
+    d = opened("D", {"metrics": "127.0.0.1:0", "status_socket": True}, produces=both)
+    assert not transfer(p, d, (p.address,))
+    assert d.ends.shown.server is not None
+    url = f"http://{d.ends.shown.server.address}/metrics"
+    labels = 'instance="D/decode",outcome="done",path="{}",rank="0",side="decode"'
+
+    def counted() -> bool:
+        with urllib.request.urlopen(url) as answer:
+            text: str = answer.read().decode()
+        paths = re.findall(r'^disagg_kv_rooms_ended_total{.*path="(\w+)".*} 1.0$', text, re.MULTILINE)
+        assert ('side="prefill"' in text) is both
+        return bool(paths) and f"disagg_kv_rooms_ended_total{{{labels.format(paths[0])}}} 1.0" in text
+
+    wait(counted, lambda: "the room to be counted")
+    sides = [read_status(path)["side"] for path in sockets(tmp_path / "disagg_kv")]
+    assert sorted(sides) == (["decode", "prefill"] if both else ["decode"])
+    d.ends.close()
+    assert list(sockets(tmp_path / "disagg_kv")) == []
+    with pytest.raises(urllib.error.URLError):
+        counted()
+
+
+@needs_prometheus
+def test_a_port_of_metrics_that_is_taken_stops_the_rank_by_name(opened: Open) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match=f"address '{address}': metrics cannot be served there"):
+            opened("P", {"metrics": address}, consumes=False)
+
+
+def test_status_sockets_need_a_folder_of_this_user_alone(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank does not start without what was asked for."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "disagg_kv").mkdir(mode=0o755)
+    with pytest.raises(ConfigurationError, match="mode 0755 lets other users in"):
+        opened("P", {"status_socket": True}, consumes=False)
+
+
+@needs_prometheus
+def test_each_rank_has_a_port_of_its_own() -> None:
+    """Rank 0 that of the option, each further rank the next."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    for rank in (0, 2):
+        shown = Shown(f"127.0.0.1:{port}", status_socket=False, rank=rank)
+        assert shown.server is not None
+        assert shown.server.address == f"127.0.0.1:{port + rank}"
+        shown.close()
+        shown.close()
 
 
 def test_frames_of_a_cluster_are_encrypted(opened: Open, tmp_path: Path) -> None:

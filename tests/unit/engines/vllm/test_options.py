@@ -16,7 +16,7 @@ def test_the_defaults_work_on_one_host() -> None:
     options = ConnectorOptions.of({})
     assert options == ConnectorOptions(
         strategy="auto", transport="", channel="unix", listen="", rendezvous="", keys="", staging_bytes=None,
-        verify="off", silence_s=30.0,
+        verify="off", silence_s=30.0, metrics="", status_socket=False,
     )  # fmt: skip
     assert not options.layered
     options.check(prefix_caching=True)
@@ -26,7 +26,7 @@ def test_every_option_is_taken() -> None:
     given: dict[str, Any] = {
         "strategy": "staged+layer_pipelined", "transport": "shm", "channel": "zmq", "listen": "tcp://10.0.0.1:0",
         "rendezvous": "tcp://host:1", "keys": "secret,allowed", "staging_bytes": 1 << 20, "verify": "full",
-        "silence_s": 5,
+        "silence_s": 5, "metrics": "0.0.0.0:9100", "status_socket": True,
     }  # fmt: skip
     options = ConnectorOptions.of(given)
     assert {name: getattr(options, name) for name in given} == given
@@ -51,6 +51,11 @@ def test_every_option_is_taken() -> None:
         ({"verify": "always"}, "verify 'always'"),
         ({"silence_s": 0}, "silence_s"),
         ({"silence_s": "soon"}, "silence_s"),
+        ({"metrics": 9100}, "metrics"),
+        ({"metrics": "9100"}, "metrics '9100': not HOST:PORT"),
+        ({"metrics": "host:http"}, "metrics 'host:http': not HOST:PORT"),
+        ({"metrics": "host:65536"}, "metrics 'host:65536': not HOST:PORT"),
+        ({"status_socket": "yes"}, "status_socket"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
