@@ -131,8 +131,9 @@ class Agreement:
 
     @property
     def undecided(self) -> int:
-        """Rooms of this rank that wait for an outcome."""
-        return len(self._pending) - len(self._ended)
+        """Rooms of this rank that wait for an outcome; rank 0: of any rank."""
+        counted = sum(room.decided is None for room in self._rooms.values())
+        return len(self._pending) - len(self._ended) + counted
 
     @property
     def remembered(self) -> int:

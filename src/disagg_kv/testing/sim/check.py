@@ -159,10 +159,10 @@ class Checks:
         most = REFUSED_S + (AGAIN_S if world.scenario.faults else 0.0)
         if world.now - since > most:
             self._fail("I4", f"{room.name(entry)}: ended {world.now - since:.3f} s after decode was refused: {error}")
-        if all(one.refused for one in others) or not isinstance(error, AbortedError | IncompatiblePeerError):
+        if all(one.refused for one in others):
             return
-        if "paths" not in str(error):
-            self._fail("I4", f"{room.name(entry)}: its error does not say what differs: {error}")
+        if not isinstance(error, AbortedError | IncompatiblePeerError) or "paths" not in str(error):
+            self._fail("I4", f"{room.name(entry)}: its error does not say what differs: {error!r}")
         world.saw(Kind.REFUSED)
 
     def _learned(self, entry: Entry) -> None:

@@ -57,6 +57,9 @@ after which the late one comes: the other side has given the room up by then."""
 REFUSED = 0.2
 """Share of the worlds whose decode allows no exposed pages in which a prefill instance knows no other path."""
 
+REMEMBERED = (1, 2, 64)
+"""Ended rooms that endpoints remember by id: a frame of an earlier one may come late."""
+
 PREFIXES = 0.35
 """Share of worlds whose decode ranks keep prefixes, and whose requests are turns of conversations."""
 
@@ -334,7 +337,7 @@ class Scenario:
             retry_most_s=0.4,
             known_s=0.5,
             window=rng.choice((1, 2, 4, 16)),
-            tombstones=64,
+            tombstones=random.Random(f"remembered {seed}").choice(REMEMBERED),
             parked=rng.choice((1, 64)),
             aux_part=AUX_BYTES // 3 if seed // len(TOPOLOGIES) % 2 else AUX_BYTES,
         )
@@ -362,8 +365,6 @@ class Scenario:
             requests, options = _crowded(seed, shape, _unmet(seed, requests), options)
             requests = _chunked(seed, shape, requests)
         others = outside(random.Random(f"outside faults {seed}"), allowed, bool(faults))
-        if FaultClass.REUSED in others:
-            options = evolve(options, tombstones=random.Random(f"used twice {seed}").choice((1, 2, 64)))
         selection = "+incremental" if conversations else ""
         draws = random.Random(f"maps {seed}")
         maps = draws.random() < 0.7
