@@ -185,6 +185,12 @@ def serve(pipe: Connection, field: Field, process: int) -> None:
         pipe.recv()
 
 
+def tell(pipes: Sequence[Connection], word: str) -> None:
+    """Send a word to every process."""
+    for pipe in pipes:
+        pipe.send(word)
+
+
 @contextmanager
 def processes(field: Field) -> Iterator[None]:
     """All processes, once they have met."""
@@ -198,14 +204,13 @@ def processes(field: Field) -> Iterator[None]:
             stack.callback(process.join, WAIT_S)
             pipes.append(ours)
         # A process that was started later holds the pipes of the earlier ones, too: a word ends each of them.
-        stack.callback(lambda: [pipe.send("end") for pipe in pipes])
+        stack.callback(tell, pipes, "end")
         for wanted in ("ready", "served"):
             for number, pipe in enumerate(pipes):
                 if not pipe.poll(WAIT_S) or pipe.recv() != wanted:
                     raise DeadlineError(f"process {number} is not {wanted} after {WAIT_S:g} s")
             if wanted == "ready":
-                for pipe in pipes:
-                    pipe.send("go")
+                tell(pipes, "go")
         yield
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import packages_distributions, version
+from typing import Annotated
 
 import typer
 from attrs import asdict, evolve, frozen
@@ -24,6 +26,10 @@ EXPOSED = {
     "shm": "a peer maps what the transport allocated, and nothing else",
 }
 """What a mapping exposes to the peers that are connected, of transports that map memory between processes."""
+
+PEER_DESCRIPTORS, OWN_DESCRIPTORS = 10, 256
+"""File descriptors of a process for each connected peer, and for all else. ``benchmarks/scale.py`` measures the first:
+a ZeroMQ channel over Unix sockets takes the most."""
 
 NEEDED = ("transports", "kernels", "channels")
 """Of each of these at least one must work."""
@@ -61,10 +67,13 @@ def register(app: typer.Typer) -> None:
     app.command()(doctor)
 
 
-def doctor(as_json: JsonFlag = False) -> None:
+def doctor(
+    peers: Annotated[int, typer.Option(min=1, help="Peers that an endpoint shall have.")] = 256,
+    as_json: JsonFlag = False,
+) -> None:
     """Show what works on this host, and for the rest the reason and the remedy."""
     with _stdout_is_stderr():
-        found = examine()
+        found = {**examine(), "limits": [descriptors(peers, *resource.getrlimit(resource.RLIMIT_NOFILE))]}
         troubles = [*problems(os.environ), *rivals("mooncake", packages_distributions())]
     lacking = [kind for kind in NEEDED if not any(f.works for f in found[kind])]
     lines = [f"{kind:<11} {finding}" for kind, findings in found.items() for finding in findings]
@@ -181,6 +190,16 @@ def rivals(module: str, installed: Mapping[str, Sequence[str]]) -> Sequence[str]
     if len(names) < 2:
         return []
     return [f"{' and '.join(names)} all install the module {module!r}: uninstall all of them, and install one"]
+
+
+def descriptors(peers: int, soft: int, hard: int) -> Finding:
+    """Whether a process with an endpoint may have as many file descriptors as its peers need."""
+    needed = OWN_DESCRIPTORS + PEER_DESCRIPTORS * peers
+    detail = f"{peers:,} peers need up to {needed:,}, and the soft limit is {soft:,}"
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return Finding("descriptors", True, detail)
+    raised = "" if hard == resource.RLIM_INFINITY or hard >= needed else f", after the hard limit of {hard:,} is raised"
+    return Finding("descriptors", False, detail, f"ulimit -n {needed}{raised}")
 
 
 def _local(scheme: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,7 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from disagg_kv.cli.doctor import Finding, channel, engine, mover, problems, rivals, system_libraries
+from disagg_kv.cli.doctor import (
+    OWN_DESCRIPTORS,
+    PEER_DESCRIPTORS,
+    Finding,
+    channel,
+    descriptors,
+    engine,
+    mover,
+    problems,
+    rivals,
+    system_libraries,
+)
 from disagg_kv.cli.lanes import SLOW, TIMEOUT_S, ucx_lanes
 from disagg_kv.cli.lanes import found as found_lanes
 from disagg_kv.cli.main import run
@@ -44,6 +56,20 @@ def test_a_host_that_runs_the_tests_can_run_the_library(capsys: pytest.CaptureFi
     assert {f["name"] for f in found["libraries"]} == set(PACKAGES)
     assert {f["name"] for f in found["engines"]} == set(ENGINES)
     assert found["host"].keys() == {"python", "platform", "disagg_kv"}
+
+
+def test_the_limit_on_descriptors_is_named_with_what_the_peers_need(capsys: pytest.CaptureFixture[str]) -> None:
+    """A host on which it is too low can run the library, with fewer peers."""
+    assert descriptors(10, 1024, 4096).works
+    assert descriptors(10_000_000, resource.RLIM_INFINITY, resource.RLIM_INFINITY).works
+    low = descriptors(200, 1024, 4096)
+    assert (low.works, low.remedy) == (False, f"ulimit -n {OWN_DESCRIPTORS + 200 * PEER_DESCRIPTORS}")
+    assert "soft limit is 1,024" in low.detail
+    assert "after the hard limit of 4,096 is raised" in descriptors(2000, 1024, 4096).remedy
+    assert "raised" not in descriptors(2000, 1024, resource.RLIM_INFINITY).remedy
+    assert run(["doctor", "--json", "--peers", "1000000000"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["limits"]
+    assert found["works"] is False
 
 
 @needs_nixl
